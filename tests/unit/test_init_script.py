@@ -12,6 +12,7 @@ import pytest
 
 from ratchet_client.init import advice, project, spec_yaml
 from ratchet_client.init.command import parse_command
+from ratchet_client.init.proposal import propose
 from ratchet_client.init.reading import read_script
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.spec_parse import load_spec_text, parse_spec
@@ -242,3 +243,70 @@ def test_another_environment_is_named(tmp_path: Path) -> None:
     assert project.environment_of(tmp_path / "env" / "bin" / "python", {}) == tmp_path / "env"
     assert project.missing_modules(tmp_path / "env", {"torch", "json"}, []) == ["torch"]
     assert project.missing_modules(tmp_path / "nothing", {"torch"}, []) is None
+
+
+LIGHTNING = """
+    import lightning as L
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--devices", type=int, default=3)
+    args = parser.parse_args()
+    trainer = L.Trainer(accelerator="cpu", {})
+    trainer.fit(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "given", "ranks"),
+    [
+        ("python train.py", "devices=2", 2),
+        ("python train.py", "devices=[0, 1, 2, 3]", 4),
+        ("python train.py", 'devices="auto"', 1),
+        ("python train.py", "", 1),
+        ("python train.py", "devices=args.devices", 3),
+        ("python train.py --devices 2", "devices=args.devices", 2),
+        ("train.py --devices=2", "devices=args.devices", 2),
+        ("torchrun --nproc-per-node 2 train.py", "devices=2", 2),
+    ],
+)
+def test_lightnings_devices_are_the_ranks(line: str, given: str, ranks: int) -> None:
+    write(LIGHTNING.format(given))
+    made = propose(line.split(), {}, {}, code=None, name=None)
+    notes = {note.code: note for note in made.notes}
+    assert made.spec["world"]["ranks_per_node"] == ranks and "devices" not in notes
+    assert "saves-nothing" not in notes, "its ModelCheckpoint does"
+    assert "Lightning's Trainer (train.py, line 8) runs the training" in notes["framework"].text
+    assert "ratchet init --patch train.py" in notes["unmanaged"].text
+
+
+@pytest.mark.parametrize(
+    ("line", "given", "said"),
+    [
+        ("python train.py", "devices=count()", "how many devices=count() are is not known (train.py, line 8)"),
+        ("torchrun --nproc-per-node 4 train.py", "devices=2", "devices=2 in train.py, line 8, but 4 ranks"),
+    ],
+)
+def test_devices_that_are_not_known_or_others_are_told(line: str, given: str, said: str) -> None:
+    write(LIGHTNING.format(given))
+    (note,) = [n for n in propose(line.split(), {}, {}, code=None, name=None).notes if n.code == "devices"]
+    assert said in note.text and note.serious
+
+
+@pytest.mark.parametrize(
+    ("text", "named", "saves"),
+    [
+        ("import lightning as L\nL.Trainer(enable_checkpointing=False)", "Lightning's Trainer", False),
+        ("from transformers import Trainer, TrainingArguments\nTrainer(args=TrainingArguments('x'))", "transformers", True),
+        ("from transformers import Trainer, TrainingArguments as A\nTrainer(args=A('x', save_strategy='no'))", "transformers", False),
+        ("from transformers import Seq2SeqTrainer\nclass Mine(Seq2SeqTrainer): ...", "transformers", True),
+        ("from accelerate import Accelerator\na = Accelerator()", "Accelerate", False),
+        ("from accelerate import Accelerator\na = Accelerator()\na.save_state('x')", "Accelerate", True),
+        ("from mine import Trainer\nTrainer(devices=2)", None, False),
+    ],
+)  # fmt: skip
+def test_what_runs_the_training_is_told_and_whether_it_saves(text: str, named: str | None, saves: bool) -> None:
+    write(text)
+    _, notes, _ = look()
+    assert (named is None) == ("framework" not in notes) and (named or "") in notes.get("framework", "")
+    assert ("saves-nothing" not in notes) == saves
+    assert ("ratchet init --patch train.py" in notes["unmanaged"]) == (named is not None)

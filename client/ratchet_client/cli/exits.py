@@ -34,7 +34,7 @@ MEANINGS: dict[Exit, str] = {
         "no such job, attempt, checkpoint, hook or file; `prove`: equal, but not everything in the spec was exercised"
     ),
     Exit.CONFLICT: "the action does not fit the job's phase",
-    Exit.REFUSED: "invalid spec or configuration, or a request the service refuses",
+    Exit.REFUSED: "invalid spec or configuration, or a request the service refuses; `init --patch`: places are left to you",
     Exit.UNREACHABLE: "the service does not answer",
     Exit.DEADLINE: "the deadline of a wait has passed; the job goes on",
     Exit.FAULT: "the service failed, or something is missing from this installation; a check of `doctor` failed",

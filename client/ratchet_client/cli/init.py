@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,8 @@ import typer
 
 from ratchet_client.cli import output
 from ratchet_client.cli.common import RUN, UNMANAGED, open_client
+from ratchet_client.cli.exits import Exit
+from ratchet_contract.errors import Refused
 
 if TYPE_CHECKING:
     from ratchet_client.init.advice import Note
@@ -47,15 +50,27 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
     to_stdout: Annotated[bool, typer.Option("--print", help="Write the spec to standard output, and no file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found and the spec as JSON.")] = False,
+    patch: Annotated[
+        bool,
+        typer.Option(
+            "--patch",
+            help="Print the change that the script needs to go on bit for bit, as a unified diff, and change nothing. Without "
+            "another option.",
+        ),
+    ] = False,
 ) -> None:
     """Make a spec of the command that you train with. The script is read, never run; options of this command come first.
 
     Every option of torchrun is honoured, named as not needed, or refused with what to do instead.
     """
+    if patch:
+        if any((file, code, name, sets, force, to_stdout, as_json)):
+            raise Refused("--patch prints the change of a script alone: leave the other options out")
+        _patch(words)
+        return
     from ratchet_client.cli.submit import override
     from ratchet_client.init import spec_yaml
     from ratchet_client.init.proposal import propose
-    from ratchet_contract.errors import Refused
 
     given: dict[str, Any] = {}
     override(given, sets, {})
@@ -83,6 +98,40 @@ def init(
     _tell(made.notes, made.command)
     if not to_stdout:
         _next(ctx, target)
+
+
+def _patch(words: list[str]) -> None:
+    """Print the difference; on standard error what is left to the user, a line for each place."""
+    from ratchet_client.init import project
+    from ratchet_client.init.advice import training_place
+    from ratchet_client.init.command import parse_command
+    from ratchet_client.init.patch import patch_of
+    from ratchet_client.init.reading import read_script
+    from ratchet_contract.scripts import is_unmanaged
+
+    place = project.locate(parse_command(words, os.environ).script, None)
+    name = os.path.relpath(place.script)
+    if name.startswith(".."):
+        raise Refused(f"patch takes no path from above: cd {shlex.quote(str(place.code))} first")
+    made = patch_of(place.script, name)
+    sys.stdout.buffer.write(made.diff.encode(made.encoding))
+    for remark in made.remarks:
+        output.note(f"{name}, line {remark.line}: {remark.text}")
+    if made.whole:
+        output.note(f"next: ratchet init --patch {shlex.quote(name)} | patch -p0, then: ratchet init {shlex.join(words)}, and: "
+                    f"ratchet prove {shlex.quote(place.script.stem + '.yaml')}")  # fmt: skip
+    elif made.remarks:
+        output.note("these places are left to you (docs/adoption.md)")
+    elif not is_unmanaged(place.script.read_bytes()):
+        output.note(f"{name} uses Ratchet already: nothing is to be changed")
+        return
+    else:
+        there = training_place(read_script(place.script, place.code))
+        where = f"; {there} has it: ratchet init --patch {os.path.relpath(place.code / there.file)}" if there else ""
+        output.note(f"{name}: no Trainer of Lightning or transformers, Accelerator or DistributedDataParallel is here{where} "
+                    "(docs/adoption.md has the change for other scripts)")  # fmt: skip
+    if not made.whole:
+        raise typer.Exit(Exit.REFUSED)
 
 
 def _typed(words: list[str]) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from ratchet_client.init import devices
 from ratchet_client.init.command import Command
 from ratchet_client.init.facts import Facts, HookUse
 from ratchet_client.init.facts import Place as Where
@@ -60,8 +63,9 @@ def notes(command: Command, facts: Facts, place: Place, python: Path | None) -> 
     """Everything worth telling, in the order in which it matters."""
     way = way_of(facts, place)
     return [
-        *_way(facts, place, way), *_hooks(facts, way), *_saves(facts, way), *_start(facts, way), *_paths(command, facts, place),
-        *_arguments(command, facts, way), *_surroundings(facts, place, python),
+        *_way(facts, place, way), *_frameworks(command, facts, way), *_hooks(facts, way), *_saves(facts, way),
+        *_start(facts, way), *_paths(command, facts, place), *_arguments(command, facts, way),
+        *_surroundings(facts, place, python),
     ]  # fmt: skip
 
 
@@ -76,7 +80,7 @@ def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
         yield Note(
             "unmanaged",
             f"{place.relative} uses no Session, it is unmanaged: Ratchet starts it, and after a failure starts it again from its "
-            f'first line; the resume report says "unmanaged". The steps from here to bit for bit: {_GUIDE}',
+            f'first line; the resume report says "unmanaged". {_change(facts, place)}',
         )
     elif facts.session is not None:
         yield Note("session", f"a Session ({facts.session}): Ratchet saves and resumes what is registered, bit for bit")
@@ -87,6 +91,39 @@ def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
         named = f"{place.relative} names Ratchet's Session or ratchet_worker"
         text = f"{named} and so counts as managed, but no Session is made: make one ({_GUIDE})"
         yield Note("no-session", text, serious=True)
+
+
+def training_place(facts: Facts) -> Where | None:
+    """A place that ``ratchet init --patch`` of its file may change."""
+    found = [facts.ddp, *(one.place for one in facts.frameworks)]
+    return next((at for at in found if at is not None), None)
+
+
+def _change(facts: Facts, place: Place) -> str:
+    """What leads from an unmanaged script to one that is not."""
+    there = training_place(facts)
+    if there is None:
+        return f"The steps from here to bit for bit: {_GUIDE}"
+    path = os.path.relpath(place.code / there.file)
+    return f"The change from here to bit for bit: ratchet init --patch {shlex.quote(path)}; the proof: ratchet prove ({_GUIDE})"
+
+
+def _frameworks(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
+    if way != "unmanaged":
+        return
+    for one in {one.name: one for one in facts.frameworks}.values():
+        own = "; it writes checkpoints of its own, and goes on from them where the script says so" if one.saves else ""
+        yield Note("framework", f"{one.name} ({one.place}) runs the training{own}")
+    trainer = devices.lightning(facts)
+    if trainer is not None:
+        count = devices.device_count(command, facts, trainer)
+        shown = "" if trainer.devices is None else f"={trainer.devices}"
+        if command.given is None and count is None:
+            text = f"how many devices{shown} are is not known ({trainer.place}): give as many ranks by --nproc-per-node"
+            yield Note("devices", text, serious=True)
+        elif count is not None and count != command.ranks:
+            text = f"devices{shown} in {trainer.place}, but {counted(command.ranks, 'rank')}: Lightning ends where these differ"
+            yield Note("devices", text, serious=True)
 
 
 def _hooks(facts: Facts, way: Way) -> Iterator[Note]:
@@ -122,7 +159,7 @@ def _saves(facts: Facts, way: Way) -> Iterator[Note]:
         else:
             text = f"it saves to {target} ({save}); the job goes on from Ratchet's checkpoints, not from this file"
         yield Note("saves", text)
-    if way == "unmanaged" and not facts.saves:
+    if way == "unmanaged" and not facts.saves and not any(one.saves for one in facts.frameworks):
         yield Note(
             "saves-nothing",
             "no checkpoint of its own was seen: each restart would begin at the first step",

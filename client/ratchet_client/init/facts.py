@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,24 @@ class Option:
 
     flags: tuple[str, ...]
     required: bool
+    default: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its attribute, unless ``dest`` says another."""
+        return next((f for f in self.flags if f.startswith("--")), self.flags[0]).lstrip("-").replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What runs the training loop, or a part of it. ``devices``: of Lightning's Trainer, as the script says it; ``cpu``: it is
+    told to use no GPU. ``saves``: it writes checkpoints of its own unless it is told otherwise."""
+
+    name: Literal["Lightning's Trainer", "the Trainer of transformers", "Accelerate"]
+    place: Place
+    devices: str | None = None
+    cpu: bool = False
+    saves: bool = False
 
 
 @dataclass
@@ -48,6 +66,7 @@ class Facts:
     managed: Place | None = None  # ratchet_hooks.managed_ddp
     ddp: Place | None = None
     spawn: Place | None = None
+    frameworks: list[Framework] = field(default_factory=list)
     hooks: list[HookUse] = field(default_factory=list)
     saves: list[Place] = field(default_factory=list)
     writes: list[Place] = field(default_factory=list)

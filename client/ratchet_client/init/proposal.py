@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet_client.init import advice, project, reading, spec_yaml
+from ratchet_client.init import advice, devices, project, reading, spec_yaml
 from ratchet_client.init.advice import Note, Way
 from ratchet_client.init.command import Command, parse_command
 from ratchet_client.init.facts import Facts
@@ -41,6 +41,7 @@ def propose(
     command = parse_command(words, environ)
     place = project.locate(command.script, _code(given, code))
     facts = reading.read_script(place.script, place.code)
+    command = devices.with_devices(command, facts)
     python = _python(given) or project.environment_of(command.python, environ)
     way = advice.way_of(facts, place)
     spec = spec_yaml.make_spec(command, facts, place, way, name=name)

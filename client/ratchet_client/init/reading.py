@@ -7,7 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from ratchet_client.init.facts import Facts, HookUse, Option, Place
+from ratchet_client.init.facts import Facts, Framework, HookUse, Option, Place
+from ratchet_client.init.origins import (
+    ACCELERATORS,
+    LIGHTNING_TRAINERS,
+    OLD_LIGHTNING_TRAINERS,
+    Origins,
+    is_hugging_face_trainer,
+)
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.module_imports import files_of, imports
 from ratchet_contract.scripts import is_unmanaged
@@ -80,6 +87,7 @@ class _Reader:
     def __init__(self, facts: Facts, tree: ast.Module, file: str, *, main: bool) -> None:
         self.facts, self.tree, self.file, self.main = facts, tree, file, main
         self.names: dict[str, ast.expr] = {}
+        self.origins = Origins(tree)
         often: set[str] = set()
         self.renamed: dict[str, str] = {}
         for node in ast.walk(tree):
@@ -104,11 +112,14 @@ class _Reader:
         calls |= dict.fromkeys(_SAVERS, self._save)
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Call):
+                self._framework(node)
                 name = self._name(node.func)
                 if name in calls:
                     calls[name](node)
-            elif isinstance(node, ast.ClassDef) and self.main:
-                self._class(node)
+            elif isinstance(node, ast.ClassDef):
+                self._bases(node)
+                if self.main:
+                    self._class(node)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda:"):
                 self.facts.cuda.append(self._place(node, node.value))
 
@@ -164,6 +175,42 @@ class _Reader:
 
     def _ddp(self, node: ast.Call) -> None:
         self.facts.ddp = self.facts.ddp or self._place(node)
+
+    def _framework(self, node: ast.Call) -> None:
+        origins, given = self.origins.of(node.func), {k.arg: k.value for k in node.keywords}
+        place = self._place(node)
+        if origins & (LIGHTNING_TRAINERS | OLD_LIGHTNING_TRAINERS):
+            devices, saves = given.get("devices"), given.get("enable_checkpointing")
+            shown = None if devices is None else ast.unparse(self._value(devices) or devices)
+            self.facts.frameworks.append(
+                Framework(
+                    "Lightning's Trainer", place, shown, self._text(given.get("accelerator")) == "cpu",
+                    not (isinstance(saves, ast.Constant) and saves.value is False),
+                )
+            )  # fmt: skip
+        elif origins & ACCELERATORS:
+            self.facts.frameworks.append(Framework("Accelerate", place))
+        elif any(map(is_hugging_face_trainer, origins)):
+            self.facts.frameworks.append(Framework("the Trainer of transformers", place, saves=self._trainer_saves()))
+
+    def _bases(self, node: ast.ClassDef) -> None:
+        for base in node.bases:
+            if any(map(is_hugging_face_trainer, self.origins.of(base))):
+                place = self._place(base)
+                self.facts.frameworks.append(
+                    Framework("the Trainer of transformers", place, saves=self._trainer_saves())
+                )
+
+    def _trainer_saves(self) -> bool:
+        """Every 500 steps, where ``TrainingArguments`` do not say "no"."""
+        given = [
+            self._text(keyword.value)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Call) and self._name(node.func).endswith("TrainingArguments")
+            for keyword in node.keywords
+            if keyword.arg == "save_strategy"
+        ]
+        return given != ["no"]
 
     def _spawn(self, node: ast.Call) -> None:
         self.facts.spawn = self.facts.spawn or self._place(node)
@@ -239,7 +286,9 @@ class _Reader:
         else:
             loose = more.get("nargs")
             required = "default" not in more and not (isinstance(loose, ast.Constant) and loose.value in ("?", "*"))
-        self.facts.options.append(Option(flags, required))
+        default = more.get("default")
+        value = None if not isinstance(default, ast.Constant) else str(default.value)
+        self.facts.options.append(Option(flags, required, value))
 
     def _class(self, node: ast.ClassDef) -> None:
         methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}

@@ -1,0 +1,149 @@
+"""Where a script trains: its loops over epochs, and the passes over batches in them, also through functions of the file."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ratchet_client.init.source_edits import Source
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Arguments = dict[str, ast.expr]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """``for ... in range(...)`` around passes over data. ``count``: the call of ``range``; None where it goes over something
+    else. ``epochs``: how many, as the script says it; None where that is not known, or the first may be another than 0.
+    ``loaders``: what the passes go over, as the loop's function names it; None where that is not seen. ``outer``: there are two
+    such loops, one around the other."""
+
+    node: ast.For
+    count: ast.Call | None
+    epochs: str | None
+    loaders: list[ast.expr | None]
+    outer: bool
+
+    def unknown(self, name: str) -> str | None:
+        """Why it is not known how to have it go over ``name.epochs``."""
+        if self.outer:
+            return f"loops that train around loops that train: which one is over epochs, and over {name}.epochs(n), is not known"
+        if self.epochs is None:
+            return (
+                f"it goes over {ast.unparse(self.node.iter)}: {name}.epochs(n), with the number of all epochs, goes over those "
+                "that are left; remove what the script does to go on by itself"
+            )
+        return None
+
+
+class Loops:
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.functions = {n.name: n for n in ast.walk(source.tree) if isinstance(n, Function)}
+        names = [n.name for n in ast.walk(source.tree) if isinstance(n, Function)]
+        for name in {name for name in names if names.count(name) > 1}:
+            del self.functions[name]
+
+    def found(self) -> list[Loop]:
+        """The outermost ones, in the order of the file."""
+        fors = [n for n in ast.walk(self._source.tree) if isinstance(n, ast.For) and list(self._passes(n.body, ()))]
+        below = {id(loop): {id(n) for n in self._below(loop)} for loop in fors}
+        found = [
+            Loop(
+                loop, (count := _range(loop.iter)), self._epochs(count), [loader for _, loader in self._passes(loop.body, ())],
+                any(id(other) in below[id(loop)] for other in fors),
+            )
+            for loop in fors
+            if not any(id(loop) in nodes for nodes in below.values())
+        ]  # fmt: skip
+        return sorted(found, key=lambda loop: loop.node.lineno)
+
+    def _epochs(self, count: ast.Call | None) -> str | None:
+        if count is None or count.keywords or any(isinstance(a, ast.Starred) for a in count.args):
+            return None
+        match count.args:
+            case [total] | [ast.Constant(value=0), total]:
+                return self._source.expression(total)
+        return None
+
+    def trains(self, node: ast.AST, within: tuple[str, ...] = ()) -> bool:
+        """Whether a ``backward`` is called in it."""
+        for inner in ast.walk(node):
+            if not isinstance(inner, ast.Call):
+                continue
+            if isinstance(inner.func, ast.Attribute) and inner.func.attr in ("backward", "manual_backward"):
+                return True
+            called = self._called(inner)
+            if called is not None and called.name not in within and self.trains(called, (*within, called.name)):
+                return True
+        return False
+
+    def _called(self, call: ast.Call) -> Function | None:
+        """A function of the file, or a method of the class that the call stands in."""
+        if isinstance(call.func, ast.Name):
+            return self.functions.get(call.func.id)
+        if (
+            isinstance(call.func, ast.Attribute)
+            and isinstance(call.func.value, ast.Name)
+            and call.func.value.id == "self"
+        ):
+            return self.functions.get(call.func.attr)
+        return None
+
+    def _passes(self, body: list[ast.stmt], within: tuple[str, ...]) -> Iterator[tuple[ast.For, ast.expr | None]]:
+        """The innermost loops that train, and what each goes over, in names of ``body``'s function."""
+        for statement in body:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.For) and self.trains(node):
+                    if not list(self._passes(node.body, within)):
+                        yield node, _loader(node.iter)
+                elif isinstance(node, ast.Call):
+                    function = self._called(node)
+                    if function is not None and function.name not in within:
+                        arguments = bind(function, node)
+                        for inner, loader in self._passes(function.body, (*within, function.name)):
+                            known = isinstance(loader, ast.Name) and loader.id in arguments
+                            yield inner, arguments[loader.id] if known and isinstance(loader, ast.Name) else loader
+
+    def _below(self, node: ast.AST, within: tuple[str, ...] = ()) -> Iterator[ast.AST]:
+        """Everything in ``node``, and in the functions that it calls."""
+        for inner in ast.walk(node):
+            if inner is not node:
+                yield inner
+            function = self._called(inner) if isinstance(inner, ast.Call) else None
+            if function is not None and function.name not in within:
+                yield from self._below(function, (*within, function.name))
+
+
+def bind(function: Function, call: ast.Call) -> Arguments:
+    """Parameters and what ``call`` gives them; without those of ``*`` and ``**``."""
+    names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
+    if names[:1] == ["self"] and isinstance(call.func, ast.Attribute):
+        del names[0]
+    given = [a for a in call.args if not isinstance(a, ast.Starred)]
+    return dict(zip(names, given, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg}
+
+
+def _range(over: ast.expr) -> ast.Call | None:
+    """``range(...)``, also within ``tqdm(...)``."""
+    if not isinstance(over, ast.Call):
+        return None
+    if isinstance(over.func, ast.Name) and over.func.id == "range":
+        return over
+    return _range(over.args[0]) if over.args and _last(over.func) == "tqdm" else None
+
+
+def _loader(over: ast.expr) -> ast.expr | None:
+    """What is below ``enumerate`` and a progress bar; None for other calls."""
+    while isinstance(over, ast.Call):
+        if _last(over.func) not in ("enumerate", "tqdm") or not over.args:
+            return None
+        over = over.args[0]
+    return over
+
+
+def _last(function: ast.expr) -> str:
+    return (
+        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    )

@@ -1,0 +1,83 @@
+"""``ratchet init --patch`` of a script with Lightning's Trainer: ``SessionStrategy`` as its strategy."""
+
+from __future__ import annotations
+
+import ast
+from typing import Final
+
+from ratchet_client.init.origins import LIGHTNING_TRAINERS, OLD_LIGHTNING_TRAINERS
+from ratchet_client.init.patching import Patching
+
+_STRATEGY: Final = "SessionStrategy()"
+_PLAIN: Final = frozenset({"auto", "ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"})
+"""Strategies that DDP under Ratchet takes the place of, without a setting of their own."""
+_UNUSED: Final = "_find_unused_parameters_true"
+_STRATEGIES: Final = frozenset(
+    f"{module}.{name}"
+    for module in ("lightning.pytorch.strategies", "lightning.pytorch.strategies.ddp")
+    for name in ("DDPStrategy",)
+)
+
+
+def patch(patching: Patching) -> bool:
+    """Whether the script is of this kind."""
+    old = patching.calls(OLD_LIGHTNING_TRAINERS)
+    for call in old:
+        patching.leave(call, "pytorch_lightning is the package from before lightning, whose Trainer takes no SessionStrategy: "
+                             "import lightning in its place (pip install lightning)")  # fmt: skip
+    trainers = patching.calls(LIGHTNING_TRAINERS)
+    training = [call for call in trainers if _trains(patching, call)] if len(trainers) > 1 else trainers
+    if len(trainers) > 1 and len(training) != 1:
+        for call in trainers:
+            patching.leave(call, f"one of {len(trainers)} Trainers, of which a job trains one: give that one "
+                                 f"strategy={_STRATEGY}, from ratchet.lightning import SessionStrategy")  # fmt: skip
+        return True
+    for node in ast.walk(patching.source.tree):
+        if isinstance(node, ast.keyword) and node.arg == "ckpt_path":
+            patching.leave(node.value, "ckpt_path of fit is refused: a job goes on by itself; take it out")
+    changed = [call for call in training if _strategy(patching, call)]
+    if changed:
+        patching.add_import("from ratchet.lightning import SessionStrategy", patching.imports_of(LIGHTNING_TRAINERS))
+    return bool(trainers or old)
+
+
+def _trains(patching: Patching, call: ast.Call) -> bool:
+    """``Trainer(...).fit(...)``, or of the name that it is given to."""
+    parent = next(patching.source.ancestors(call))
+    if isinstance(parent, ast.Attribute):
+        return parent.attr == "fit"
+    if not isinstance(parent, ast.Assign | ast.AnnAssign):
+        return False
+    targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+    names = {ast.unparse(target) for target in targets}
+    return any(
+        isinstance(n, ast.Attribute) and n.attr == "fit" and ast.unparse(n.value) in names
+        for n in ast.walk(patching.source.tree)
+    )
+
+
+def _strategy(patching: Patching, call: ast.Call) -> bool:
+    """Whether the call was changed."""
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    value = given.get("strategy")
+    if value is None and None in given:
+        patching.leave(call, f"strategy may be among {ast.unparse(given[None])}: it must be {_STRATEGY}, from "
+                             "ratchet.lightning import SessionStrategy")  # fmt: skip
+        return False
+    if value is None:
+        patching.source.insert_argument(call, f"strategy={_STRATEGY}")
+        return True
+    name = value.value if isinstance(value, ast.Constant) else None
+    strategy = isinstance(value, ast.Call) and patching.origins.is_one(value.func, _STRATEGIES)
+    if isinstance(name, str) and (name in _PLAIN or name.endswith(_UNUSED)):
+        if name.endswith(_UNUSED):
+            patching.leave(value, "a job's DDP has its settings in the spec: ddp: {find_unused_parameters: true}")
+    elif strategy and isinstance(value, ast.Call):
+        if value.args or value.keywords:
+            patching.leave(value, f"a job's DDP has its settings in the spec (ddp), not {ast.unparse(value)}")
+    else:
+        patching.leave(value, f"strategy is {ast.unparse(value)}: Ratchet trains with DDP, so it must be {_STRATEGY}, from "
+                              "ratchet.lightning import SessionStrategy")  # fmt: skip
+        return False
+    patching.source.replace(value, _STRATEGY)
+    return True

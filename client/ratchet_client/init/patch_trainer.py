@@ -1,0 +1,43 @@
+"""``ratchet init --patch`` of a script with Hugging Face's Trainer: the Trainer of ``ratchet.transformers`` in its place."""
+
+from __future__ import annotations
+
+import ast
+from typing import Final
+
+from ratchet_client.init.origins import is_hugging_face_trainer
+from ratchet_client.init.patching import Patching
+
+OFFERED: Final = ("Seq2SeqTrainer", "Trainer")
+"""Of ``ratchet.transformers``."""
+
+
+def patch(patching: Patching) -> bool:
+    """Whether the script is of this kind."""
+    uses = [
+        node
+        for node in ast.walk(patching.source.tree)
+        if isinstance(node, ast.Name | ast.Attribute) and any(map(is_hugging_face_trainer, patching.origins.of(node)))
+    ]
+    names: dict[str, str] = {}  # as the file has it, of transformers
+    for use in sorted(uses, key=lambda node: (node.lineno, node.col_offset)):
+        origins = patching.origins.of(use)
+        theirs = {origin.rpartition(".")[2] for origin in origins if is_hugging_face_trainer(origin)}
+        if len(origins) != 1 or not theirs <= set(OFFERED):
+            patching.leave(use, f"{ast.unparse(use)} is none of ratchet.transformers ({', '.join(OFFERED)}): train with "
+                                f"`class Mine(Trainer, {ast.unparse(use)}): pass`, its Trainer first")  # fmt: skip
+        elif isinstance(use, ast.Attribute):  # transformers.Trainer
+            (name,) = theirs
+            mine = name if name not in patching.bound() else f"Ratchet{name}"
+            patching.source.replace(use, mine)
+            names[mine] = name
+        else:
+            names[use.id] = next(iter(theirs))
+    if names:
+        listed = ", ".join(name if name == shown else f"{name} as {shown}" for shown, name in sorted(names.items()))
+        wanted = frozenset(
+            origin for found in patching.origins.names.values() for origin in found if is_hugging_face_trainer(origin)
+        )
+        beside = patching.imports_of(wanted or frozenset({"transformers.Trainer"}))
+        patching.add_import(f"from ratchet.transformers import {listed}", beside)
+    return bool(uses)

@@ -1,0 +1,178 @@
+"""Changes of a Python source at positions of its syntax tree. The rest of the text stays as it is."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Collection, Iterator
+from typing import Final
+
+_LINE: Final = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z")
+"""As Python counts lines."""
+_Node = ast.expr | ast.stmt | ast.arg | ast.keyword
+Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
+_MARK: Final = "\ufeff"
+"""A byte order mark, that the syntax tree does not count."""
+_NO_END: Final = "\\ No newline at end of file\n"
+
+
+class Source:
+    """``text`` is valid Python. Changes are noted, and made by ``changed``."""
+
+    def __init__(self, text: str) -> None:
+        self.tree = ast.parse(text.removeprefix(_MARK))
+        self.data = text.encode()
+        self.lines = _LINE.findall(self.data)
+        self.newline = b"\r\n" if self.lines and self.lines[0].endswith(b"\r\n") else b"\n"
+        self._starts = [0]
+        for line in self.lines:
+            self._starts.append(self._starts[-1] + len(line))
+        self._mark = len(_MARK.encode()) if text.startswith(_MARK) else 0
+        self._edits: list[tuple[int, int, bytes]] = []
+        self._parents: dict[ast.AST, ast.AST] = {}
+        for node in ast.walk(self.tree):
+            for child in ast.iter_child_nodes(node):
+                self._parents[child] = node
+
+    # --- looking -------------------------------------------------------------------------------------------------------
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """From the parent up to the module."""
+        while node in self._parents:
+            node = self._parents[node]
+            yield node
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """The innermost statement that holds ``node``, maybe itself."""
+        return next(n for n in (node, *self.ancestors(node)) if isinstance(n, ast.stmt))
+
+    def scope(self, node: ast.AST) -> Scope:
+        """The function, class or module that ``node`` is a part of."""
+        return next(n for n in self.ancestors(node) if isinstance(n, Scope))
+
+    def siblings(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The statements of the block that ``statement`` stands in."""
+        parent = self._parents[statement]
+        for name in ("body", "orelse", "finalbody", "handlers"):
+            block = getattr(parent, name, None)
+            if isinstance(block, list) and statement in block:
+                return block
+        raise AssertionError(f"a statement of {type(parent).__name__}")
+
+    def segment(self, node: ast.expr) -> str:
+        return self.data[self._start(node) : self._end(node)].decode()
+
+    def expression(self, node: ast.expr) -> str:
+        """As ``segment``, in parentheses where it needs them to stand over several lines."""
+        text = self.segment(node)
+        try:
+            ast.parse(text)
+        except SyntaxError:
+            return f"({text})"
+        return text
+
+    def _start(self, node: _Node) -> int:
+        return self._at(node.lineno, node.col_offset)
+
+    def _end(self, node: _Node) -> int:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return self._at(node.end_lineno, node.end_col_offset)
+
+    def _at(self, line: int, column: int) -> int:
+        return int(self._starts[line - 1]) + column + (self._mark if line == 1 else 0)
+
+    # --- changing ------------------------------------------------------------------------------------------------------
+
+    def replace(self, node: ast.expr | ast.stmt, text: str) -> None:
+        self._edits.append((self._start(node), self._end(node), text.encode()))
+
+    def insert_argument(self, call: ast.Call, text: str) -> None:
+        """``text`` as the first argument."""
+        given: list[_Node] = [*call.args, *call.keywords]
+        if not given:
+            self._edits.append((self._end(call) - 1, self._end(call) - 1, text.encode()))
+        else:
+            self._insert_first(min(given, key=self._start), text)
+
+    def insert_parameter(self, function: ast.FunctionDef, text: str) -> None:
+        """``text`` as the first parameter."""
+        parameters = [*function.args.posonlyargs, *function.args.args]
+        if parameters:
+            self._insert_first(parameters[0], text)
+            return
+        at = self.data.index(b"(", self._start(function)) + 1
+        others = function.args.vararg or function.args.kwonlyargs or function.args.kwarg
+        self._edits.append((at, at, (text + (", " if others else "")).encode()))
+
+    def _insert_first(self, first: _Node, text: str) -> None:
+        """In front of ``first``, on a line of its own where that begins one."""
+        before = self.lines[first.lineno - 1][: first.col_offset]
+        gap = b" " if before.strip() else self.newline + before
+        self._edits.append((self._start(first), self._start(first), text.encode() + b"," + gap))
+
+    def remove(self, statement: ast.stmt) -> None:
+        """With its lines, where it stands alone on them; ``pass`` in its place where its block would be empty."""
+        first, last = statement.lineno - 1, (statement.end_lineno or statement.lineno) - 1
+        start, end = self._start(statement), self._end(statement)
+        before = self.data[self._starts[first] : start]
+        behind = self.data[end : self._starts[last + 1]].strip()
+        alone = not before.strip() and (not behind or behind.startswith(b"#"))
+        if len(self.siblings(statement)) == 1 or not alone:
+            self.replace(statement, "pass")
+        else:
+            self._edits.append((int(self._starts[first]), int(self._starts[last + 1]), b""))
+
+    def remove_names(self, statement: ast.Import | ast.ImportFrom, names: Collection[str]) -> None:
+        """What the import binds by one of ``names``."""
+        left = [a for a in statement.names if (a.asname or a.name.partition(".")[0]) not in names]
+        if not left:
+            self.remove(statement)
+        elif len(left) < len(statement.names):
+            listed = ", ".join(a.name if a.asname is None else f"{a.name} as {a.asname}" for a in left)
+            origin = "import"
+            if isinstance(statement, ast.ImportFrom):
+                origin = f"from {'.' * statement.level}{statement.module or ''} import"
+            self.replace(statement, f"{origin} {listed}")
+
+    def insert(
+        self, text: str, *, before: ast.stmt | None = None, behind: ast.stmt | None = None, blank: bool = False
+    ) -> None:
+        """A line with the indentation of the statement that it stands beside; ``blank``: parted from it by an empty one."""
+        statement = before or behind
+        assert statement is not None
+        line = self.lines[statement.lineno - 1]
+        indent = line[: len(line) - len(line.lstrip())]
+        new, gap = indent + text.encode() + self.newline, self.newline if blank else b""
+        if before is not None:
+            first = min([before.lineno, *(d.lineno for d in getattr(before, "decorator_list", []))])
+            at = int(self._starts[first - 1])
+            self._edits.append((at, at, new + gap))
+            return
+        last = statement.end_lineno or statement.lineno
+        ends = b"" if self.lines[last - 1].endswith((b"\n", b"\r")) else self.newline
+        self._edits.append((int(self._starts[last]), int(self._starts[last]), ends + gap + new))
+
+    def noted(self) -> int:
+        """How many changes there are, for ``forget``."""
+        return len(self._edits)
+
+    def forget(self, noted: int) -> None:
+        """All changes behind the first ``noted``."""
+        del self._edits[noted:]
+
+    def changed(self) -> str:
+        """The text with all changes. Those at one place stand in the order in which they were noted."""
+        made, at = b"", 0
+        for start, end, text in sorted(self._edits, key=lambda edit: edit[:2]):
+            assert start >= at, "two changes of one place"
+            made += self.data[at:start] + text
+            at = end
+        return (made + self.data[at:]).decode()
+
+
+def unified_diff(old: str, new: str, name: str) -> str:
+    """As ``patch -p0`` and ``git apply -p0`` take it."""
+    before, after = ([part.decode() for part in _LINE.findall(text.encode())] for text in (old, new))
+    found = difflib.unified_diff(before, after, name, name)
+    return "".join(line if line.endswith(("\n", "\r")) else f"{line}\n{_NO_END}" for line in found)

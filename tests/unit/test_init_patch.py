@@ -1,0 +1,370 @@
+"""``ratchet init --patch``: what it prints is applied by programs that people have, and gives the script that is meant."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ratchet_client.cli.app import app
+from ratchet_contract.scripts import is_unmanaged
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+UNRUNNABLE = "raise SystemExit('a script that is read must not be run')\n"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Printed:
+    """What ``ratchet init --patch`` says of ``text``, which stays as it is."""
+
+    def __init__(self, text: str | bytes, name: str = "train.py") -> None:
+        self.path = Path(name)
+        self.before = text if isinstance(text, bytes) else text.encode()
+        self.path.write_bytes(self.before)
+        done = CliRunner().invoke(app, ["init", "--patch", name])
+        assert self.path.read_bytes() == self.before and sorted(Path().iterdir()) == [self.path], (
+            "nothing is changed unasked"
+        )
+        self.code, self.diff, self.said = done.exit_code, done.stdout_bytes, done.stderr
+        assert "Traceback" not in self.said, self.said
+
+    def applied(self, *program: str) -> str:
+        done = subprocess.run(
+            program or ("patch", "-p0"), input=self.diff, capture_output=True, timeout=30, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        self.path.with_suffix(".py.orig").unlink(missing_ok=True)
+        changed = self.path.read_bytes()
+        compile(changed, "train.py", "exec")
+        return changed.decode()
+
+
+def changed(text: str) -> str:
+    printed = Printed(UNRUNNABLE + textwrap.dedent(text))
+    assert printed.code == 0, printed.said
+    return printed.applied().removeprefix(UNRUNNABLE)
+
+
+LOOP = """\
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+model = DDP(nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(3):
+    loader.sampler.set_epoch(epoch)
+    for inputs, labels in loader:
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print(model.module.weight.double().sum().item())
+"""
+
+
+@pytest.mark.parametrize("program", [("patch", "-p0"), ("git", "apply", "-p0", "-")], ids=["patch", "git"])
+def test_the_example_of_an_ordinary_loop_becomes_the_one_that_is_shown(program: tuple[str, ...]) -> None:
+    printed = Printed((EXAMPLES / "ordinary_loop" / "plain.py").read_bytes(), "plain.py")
+    meant = (EXAMPLES / "ordinary_loop" / "train.py").read_text()
+    made = printed.applied(*program)
+    assert printed.code == 0 and printed.said == (
+        "next: ratchet init --patch plain.py | patch -p0, then: ratchet init plain.py, and: ratchet prove plain.yaml\n"
+    )
+    ours = "torchrun --nproc-per-node 2 plain.py --epochs 10 --lr 0.1\n", "ratchet submit train.yaml --follow\n"
+    assert made.replace(*ours) == meant.replace('            session.log({"loss": loss})\n', "")
+
+
+FUNCTIONS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+def setup():
+    dist.init_process_group("gloo")
+
+def run_epoch(model, batches, optimizer):
+    for step, (inputs, labels) in enumerate(batches):
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+def train(model, loader: DataLoader, optimizer, epochs):
+    for epoch in range(0, epochs):
+        run_epoch(model, loader, optimizer)
+
+def main():
+    setup()
+    torch.manual_seed(0)
+    device = torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda", 0)
+    data = TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
+    loader = DataLoader(data, batch_size=4)
+    net = nn.Linear(8, 2).to(device)
+    model = DDP(
+        net,
+        device_ids=None,
+    )
+    optimizer = torch.optim.SGD(
+        model.module.parameters(),
+        lr=0.1,
+    )
+    train(model, loader, optimizer, 3)
+    print(model.module.weight.double().sum().item())
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+def test_the_changed_script_trains_as_before(tmp_path: Path) -> None:
+    """Group, model, loop and passes are in functions of their own."""
+    Path("train.py").write_text(FUNCTIONS)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+    def run(**more: str) -> str:
+        command = [sys.executable, "train.py"]
+        for _ in range(5):  # torch's own end of a process hangs or aborts now and then
+            done = subprocess.run(
+                command, env=environment | more, capture_output=True, text=True, timeout=60, check=False
+            )
+            if done.returncode >= 0:
+                break
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    before = run(**alone)
+    Path("train.py").unlink()
+    Printed(FUNCTIONS).applied()
+    assert not is_unmanaged(Path("train.py").read_bytes())
+    assert run().splitlines()[-1:] == before.splitlines()[-1:] and (tmp_path / "ratchet-checkpoints").is_dir()
+
+
+def test_a_function_that_needs_the_session_is_given_it() -> None:
+    made = changed(FUNCTIONS)
+    for line in (
+        "    session = Session()  # starts the process group\n    setup()",
+        "def train(session: Session, model, loader: DataLoader, optimizer, epochs):\n    for epoch in session.epochs(",
+        "    device = session.device",
+        "    model, optimizer, loader = session.prepare(model, optimizer, loader)\n    train(session, model, loader, opt",
+        "    model = net\n    optimizer = torch.optim.SGD(\n        model.parameters(),",
+        "def setup():\n    pass",
+    ):
+        assert line in made, (line, made)
+    assert "DDP" not in made and "process_group()" not in made
+
+
+def within(head: str, start: str, text: str = LOOP) -> str:
+    """``text`` with ``head`` around what begins with ``start``."""
+    before, behind = text.split(start)
+    return before + head + textwrap.indent(start + behind, "    ")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        (LOOP.replace("range(3)", "range(start, 3)"), 15, "it goes over range(start, 3): session.epochs(n)"),
+        (LOOP.replace("range(3)", "range(1, 4)"), 15, "session.epochs(n)"),
+        (LOOP.replace("range(3)", "count()"), 15, "it goes over count()"),
+        (LOOP.replace("DDP(nn.Linear(8, 2))", "torch.compile(DDP(net))"), 13, "is not what a name is given"),
+        (LOOP.replace('dist.init_process_group("gloo")', "prepare_group()"), 13, "init_process_group is not called"),
+        (LOOP.replace("in loader:", "in islice(loader, 9):"), 15, "the DataLoader that it goes over is not seen"),
+        (LOOP.replace("loader = ", "loaders.train = "), 15, "the DataLoader that it goes over is not seen"),
+        (LOOP.replace("optimizer = torch", "if True: optimizer = torch"), 14, "optimizer is made in a block of its own"),
+        (within("for fold in range(5):\n", "for epoch in range(3)"), 15, "loops that train around loops that train"),
+        (LOOP + "for epoch in range(9):\n    for x in loader: x.backward()\n", 22, "one of 2 loops that train"),
+        ("import torch.multiprocessing as mp\nmp.spawn(f, nprocs=2)\n" + LOOP, 2, "it starts its ranks itself"),
+        (within("class Fit:\n  def fit(self):\n", "for epoch in range(3)"), 17, "is made in another function"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_changed_is_told_by_line_and_nothing_else_is_changed(text: str, line: int, said: str) -> None:
+    printed = Printed(text)
+    assert printed.code == 5 and not printed.diff, printed.diff
+    rows = printed.said.splitlines()
+    assert any(row.startswith(f"train.py, line {line}: ") and said in row for row in rows), printed.said
+    if "init_process_group" in text:
+        assert any("session = Session() takes its place" in row for row in rows), printed.said
+
+
+def test_settings_of_ddp_and_hooks_go_into_the_spec_and_are_told() -> None:
+    text = LOOP.replace(
+        "Linear(8, 2))", "Linear(8, 2), find_unused_parameters=True, device_ids=[0])\nmodel.register_comm_hook(s, h)"
+    )
+    printed = Printed(text)
+    assert printed.code == 5 and "these places are left to you" in printed.said
+    assert (
+        "train.py, line 13: find_unused_parameters=True goes into the spec: ddp: {find_unused_parameters: ...}"
+        in printed.said
+    )
+    assert "train.py, line 14: taken out: the hook of a job is set in the spec" in printed.said
+    made = printed.applied()
+    assert "register_comm_hook" not in made and "model = nn.Linear(8, 2)\noptimizer = " in made
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("\n", "\r\n"),
+        ("    ", "\t"),
+        ("optimizer.zero_grad()\n", "optimizer.zero_grad()\nepochs = 1"),
+        ("import os\n", "# -*- coding: latin-1 -*-\n# ü\n"),
+        ("import os\n", "\ufeffimport os\n"),
+        ("import os\n", '"""Ü."""\nsession, Session = None, "→"\n'),
+    ],
+    ids=["CRLF", "tabs", "no newline at the end", "latin-1", "BOM", "names that are taken"],
+)
+def test_the_rest_of_the_text_is_as_it_was(old: str, new: str) -> None:
+    text = LOOP.replace(old, new).replace("print(model.module.weight.double().sum().item())\n", "")
+    encoding = "latin-1" if "latin-1" in text else "utf-8"
+    printed = Printed(text.encode(encoding))
+    assert printed.code == 0, printed.said
+    subprocess.run(["git", "apply", "-p0", "-"], input=printed.diff, check=True, timeout=30)
+    made = printed.path.read_bytes()
+    compile(made, "train.py", "exec")
+    lines = made.decode(encoding).split("\n")
+    kept = [line for line in text.split("\n") if line in lines]
+    assert len(kept) >= len(text.split("\n")) - 5
+    assert len([line for line in lines if line not in text.split("\n")]) == 5, printed.diff
+    if "\r\n" in text:
+        assert made.count(b"\n") == made.count(b"\r\n")
+
+
+@pytest.mark.parametrize(
+    ("imported", "call", "made"),
+    [
+        ("import lightning as L", "L.Trainer(max_epochs=3)", "L.Trainer(strategy=SessionStrategy(), max_epochs=3)"),
+        ("import lightning.pytorch as pl", 'pl.Trainer(strategy="ddp")', "pl.Trainer(strategy=SessionStrategy())"),
+        ("from lightning import Trainer as T", "T()", "T(strategy=SessionStrategy())"),
+        ("from lightning.pytorch import Trainer", "Trainer(\n    devices=2,  # both\n)", "Trainer(\n    strategy=SessionStrategy(),\n    devices=2,  # both\n)"),
+        ("import lightning.pytorch", 'lightning.pytorch.Trainer(strategy="auto")', "lightning.pytorch.Trainer(strategy=SessionStrategy())"),
+    ],
+)  # fmt: skip
+def test_lightnings_trainer_is_given_the_strategy(imported: str, call: str, made: str) -> None:
+    text = changed(f"{imported}\n\ntrainer = {call}\ntrainer.fit(model)\n")
+    assert (
+        text == f"{imported}\n\nfrom ratchet.lightning import SessionStrategy\n\ntrainer = {made}\ntrainer.fit(model)\n"
+    )
+    assert not is_unmanaged(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("from transformers import Trainer, TrainingArguments\nTrainer(TrainingArguments('x')).train()\n",
+         "from transformers import Trainer, TrainingArguments\n\nfrom ratchet.transformers import Trainer\nTrainer(TrainingArguments('x')).train()\n"),
+        ("from transformers import Seq2SeqTrainer as S\nclass Mine(S): ...\n",
+         "from transformers import Seq2SeqTrainer as S\n\nfrom ratchet.transformers import Seq2SeqTrainer as S\nclass Mine(S): ...\n"),
+        ("import transformers\nT = transformers.TrainingArguments\ntransformers.Trainer(T('x')).train()\n",
+         "import transformers\n\nfrom ratchet.transformers import Trainer\nT = transformers.TrainingArguments\nTrainer(T('x')).train()\n"),
+        ("def main():\n    from transformers import Trainer\n    Trainer().train()\n",
+         "def main():\n    from transformers import Trainer\n    from ratchet.transformers import Trainer\n    Trainer().train()\n"),
+    ],
+)  # fmt: skip
+def test_the_trainer_of_transformers_is_ratchets(text: str, made: str) -> None:
+    assert changed(text) == made and not is_unmanaged(made.encode())
+
+
+ACCELERATE = """
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+
+def train(accelerator, model, loader, optimizer, count):
+    for epoch in range(count):
+        for batch in loader:
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+
+def main():
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration())
+    train(accelerator, *accelerator.prepare(model, loader, optimizer), 3)
+"""
+
+
+def test_the_accelerator_is_ratchets_and_gives_the_epochs() -> None:
+    made = changed(ACCELERATE)
+    assert "\nfrom accelerate import DataLoaderConfiguration\n\nfrom ratchet.accelerate import Accelerator\n" in made
+    assert "    for epoch in accelerator.epochs(count):\n" in made and not is_unmanaged(made.encode())
+    alone = changed(
+        "import accelerate\na = accelerate.Accelerator()\nfor e in range(9):\n  for b in l:\n    a.backward(b)\n"
+    )
+    assert alone == (
+        "\nfrom ratchet.accelerate import Accelerator\na = Accelerator()\nfor e in a.epochs(9):\n  for b in l:\n    a.backward(b)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("import lightning as L\nL.Trainer(**options).fit(m)\n", 2, "strategy may be among options"),
+        ('import lightning as L\nL.Trainer(strategy="fsdp")\n', 2, "Ratchet trains with DDP"),
+        ("import lightning as L\nL.Trainer(strategy=args.strategy)\n", 2, "strategy is args.strategy"),
+        ("import lightning as L\nL.Trainer()\nL.Trainer()\n", 3, "one of 2 Trainers"),
+        ("import lightning as L\nL.Trainer().fit(m, ckpt_path='a')\n", 2, "ckpt_path of fit is refused"),
+        (
+            'import lightning as L\nL.Trainer(strategy="ddp_find_unused_parameters_true")\n',
+            2,
+            "find_unused_parameters: true",
+        ),
+        ("import pytorch_lightning as pl\npl.Trainer()\n", 2, "pytorch_lightning is the package from before"),
+        ("from trl import SFTTrainer\nSFTTrainer(m).train()\n", 2, "class Mine(Trainer, SFTTrainer): pass"),
+        (ACCELERATE.replace("range(count)", "range(begun, count)"), 6, "it goes over range(begun, count)"),
+        (ACCELERATE.replace("def train(accelerator,", "def train(a,"), 6, "accelerator is not known in its function"),
+        (ACCELERATE + "    accelerator.load_state()\n", 14, "load_state: a job goes on by itself"),
+        ("from accelerate import Accelerator\na = Accelerator()\n", 2, "no loop over epochs"),
+    ],
+)
+def test_what_is_left_to_the_user_is_told_by_line(text: str, line: int, said: str) -> None:
+    printed = Printed(text)
+    rows = printed.said.splitlines()
+    assert printed.code == 5 and "these places are left to you" in rows[-1]
+    assert any(row.startswith(f"train.py, line {line}: ") and said in row for row in rows), printed.said
+
+
+def test_of_two_trainers_the_one_that_trains_is_changed() -> None:
+    made = changed("import lightning as L\na, b = 1, L.Trainer()\nc = L.Trainer()\nc.fit(m)\nb.test(m)\n")
+    assert "b = 1, L.Trainer()" in made and "c = L.Trainer(strategy=SessionStrategy())" in made
+
+
+def test_files_that_are_no_script_and_scripts_that_are_not_known() -> None:
+    assert (
+        Printed("def f(:\n").said.startswith("ratchet: ") and "line 1 is not valid Python" in Printed("def f(:\n").said
+    )
+    assert "jupyter nbconvert" in Printed("{}", "a.ipynb").said
+    Path("a.ipynb").unlink()
+    unknown = Printed("import torch\n")
+    assert (
+        unknown.code == 5 and not unknown.diff and "docs/adoption.md has the change for other scripts" in unknown.said
+    )
+    managed = Printed("from ratchet import Session\nwith Session() as s: ...\n")
+    assert managed.code == 0 and not managed.diff and "nothing is to be changed" in managed.said
+    Path("below").mkdir()
+    done = CliRunner().invoke(app, ["init", "--patch", "--print", "train.py"])
+    assert done.exit_code == 5 and "leave the other options out" in done.stderr
+    os.chdir("below")
+    above = CliRunner().invoke(app, ["init", "--patch", "../train.py"])
+    assert above.exit_code == 5 and "first" in above.stderr and not above.stdout
+
+
+def test_where_an_imported_module_trains_that_one_is_named() -> None:
+    Path("fit.py").write_text(LOOP)
+    Path("train.py").write_text("import fit\n")
+    done = CliRunner().invoke(app, ["init", "--patch", "train.py"])
+    assert done.exit_code == 5 and "ratchet init --patch fit.py" in done.stderr, done.stderr
