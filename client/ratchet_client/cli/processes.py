@@ -68,6 +68,14 @@ LogFormat = Annotated[
     str | None,
     typer.Option(metavar="text|json", help="Of the log on standard error. (default: RATCHET_LOG_FORMAT, else text)"),
 ]
+LogLevel = Annotated[str | None, typer.Option(metavar="debug|info|warning|error", help="Of that log. (default: info)")]
+Bounds = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME=NUMBER,...",
+        help="How much of a job's output is kept; docs/operations.md has the names. (default: RATCHET_BOUNDS)",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -90,6 +98,8 @@ def serve(
     preemption: Preemption = None,
     preemption_min_run: MinRun = None,
     log_format: LogFormat = None,
+    log_level: LogLevel = None,
+    bounds: Bounds = None,
     no_reconciler: Annotated[
         bool, typer.Option("--no-reconciler", help="Only the API; `ratchet reconcile` runs elsewhere.")
     ] = False,
@@ -151,7 +161,7 @@ def serve(
     """Run the service (API and reconciler) in the foreground. Ctrl-C ends it; running jobs go on and are found again."""
     arguments = [
         "serve",
-        *_common(ctx, home, cpu_slots, launchers, log_format, run_as, run_as_limits),
+        *_common(ctx, home, cpu_slots, launchers, log_format, log_level, bounds, run_as, run_as_limits),
         *_preemption(preemption, preemption_min_run),
         "--host",
         host,
@@ -179,6 +189,8 @@ def reconcile(
     preemption: Preemption = None,
     preemption_min_run: MinRun = None,
     log_format: LogFormat = None,
+    log_level: LogLevel = None,
+    bounds: Bounds = None,
     metrics_port: Annotated[
         int | None,
         typer.Option(
@@ -190,7 +202,7 @@ def reconcile(
     """Run a reconciler alone, beside a service with --no-reconciler. Several may share one database."""
     arguments = [
         "reconcile",
-        *_common(ctx, home, cpu_slots, launchers, log_format, run_as, run_as_limits),
+        *_common(ctx, home, cpu_slots, launchers, log_format, log_level, bounds, run_as, run_as_limits),
         *_preemption(preemption, preemption_min_run),
     ]
     for option, value in (("--metrics-port", metrics_port), ("--metrics-host", metrics_host)):
@@ -198,9 +210,16 @@ def reconcile(
     become("ratchet_service", "fastapi", "service", arguments, database_url)
 
 
-def agent_host(ctx: typer.Context, home: Home = None, cpu_slots: CpuSlots = None, log_format: LogFormat = None) -> None:
+def agent_host(
+    ctx: typer.Context,
+    home: Home = None,
+    cpu_slots: CpuSlots = None,
+    log_format: LogFormat = None,
+    log_level: LogLevel = None,
+) -> None:
     """Start agents for a reconciler elsewhere, and nothing else: without a database. SIGTERM has every job save and stop."""
-    become("ratchet_service", "fastapi", "service", ["agent-host", *_common(ctx, home, cpu_slots, None, log_format)])
+    arguments = ["agent-host", *_common(ctx, home, cpu_slots, None, log_format, log_level)]
+    become("ratchet_service", "fastapi", "service", arguments)
 
 
 def _common(
@@ -209,6 +228,8 @@ def _common(
     cpu_slots: int | None,
     launchers: Path | None,
     log_format: str | None,
+    log_level: str | None,
+    bounds: str | None = None,
     run_as: str | None = None,
     run_as_limits: str | None = None,
 ) -> list[str]:
@@ -216,9 +237,10 @@ def _common(
 
     arguments = ["--home", str(home_directory(home or settings(ctx).home))]
     arguments += [] if cpu_slots is None else ["--cpu-slots", str(cpu_slots)]
-    arguments += [] if log_format is None else ["--log-format", log_format]
-    arguments += [] if run_as is None else ["--run-as", run_as]
-    arguments += [] if run_as_limits is None else ["--run-as-limits", run_as_limits]
+    given = {"--log-format": log_format, "--log-level": log_level, "--bounds": bounds, "--run-as": run_as,
+             "--run-as-limits": run_as_limits}  # fmt: skip
+    for option, value in given.items():
+        arguments += [] if value is None else [option, value]
     return arguments if launchers is None else [*arguments, "--launchers", str(launchers)]
 
 
