@@ -297,7 +297,7 @@ def test_devices_that_are_not_known_or_others_are_told(line: str, given: str, sa
     [
         ("import lightning as L\nL.Trainer(enable_checkpointing=False)", "Lightning's Trainer", False),
         ("from transformers import Trainer, TrainingArguments\nTrainer(args=TrainingArguments('x'))", "transformers", True),
-        ("from transformers import Trainer, TrainingArguments as A\nTrainer(args=A('x', save_strategy='no'))", "transformers", False),
+        ("from transformers import Trainer, TrainingArguments as A\nTrainer(1, A(save_strategy='no'))", "transformers", False),
         ("from transformers import Seq2SeqTrainer\nclass Mine(Seq2SeqTrainer): ...", "transformers", True),
         ("from accelerate import Accelerator\na = Accelerator()", "Accelerate", False),
         ("from accelerate import Accelerator\na = Accelerator()\na.save_state('x')", "Accelerate", True),

@@ -113,6 +113,9 @@ def _patch(words: list[str]) -> None:
     name = os.path.relpath(place.script)
     if name.startswith(".."):
         raise Refused(f"patch takes no path from above: cd {shlex.quote(str(place.code))} first")
+    if not is_unmanaged(place.script.read_bytes()):
+        output.note(f"{name} uses Ratchet already: nothing is to be changed")
+        return
     made = patch_of(place.script, name)
     sys.stdout.buffer.write(made.diff.encode(made.encoding))
     for remark in made.remarks:
@@ -122,9 +125,6 @@ def _patch(words: list[str]) -> None:
                     f"ratchet prove {shlex.quote(place.script.stem + '.yaml')}")  # fmt: skip
     elif made.remarks:
         output.note("these places are left to you (docs/adoption.md)")
-    elif not is_unmanaged(place.script.read_bytes()):
-        output.note(f"{name} uses Ratchet already: nothing is to be changed")
-        return
     else:
         there = training_place(read_script(place.script, place.code))
         where = f"; {there} has it: ratchet init --patch {os.path.relpath(place.code / there.file)}" if there else ""

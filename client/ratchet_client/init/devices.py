@@ -62,7 +62,7 @@ def _value(command: Command, facts: Facts, text: str | None) -> str | None:
     if len(options) != 1:
         return None
     words = command.arguments
-    for word, following in zip(words, [*words[1:], None], strict=True):
+    for word, following in zip(words, [*words[1:], None], strict=False):
         flag, equals, value = word.partition("=")
         if flag in options[0].flags:
             return value if equals else following
