@@ -1,4 +1,5 @@
-"""Puts the differences between the ladder's scripts into ``adoption.md``: ``python docs/make_adoption.py``. A test compares."""
+"""Puts the differences between scripts of the examples into the pages that show them: ``python docs/make_adoption.py``. A test
+compares."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import difflib
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).with_name("adoption.md")
+PAGES = [Path(__file__).with_name(name) for name in ("adoption.md", "integrations.md")]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 _BLOCK = re.compile(r"<!-- diff (\S+) (\S+) -->\n```diff\n.*?```\n", re.DOTALL)
 
@@ -27,4 +28,5 @@ def page(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+    for file in PAGES:
+        file.write_text(page(file.read_text()))

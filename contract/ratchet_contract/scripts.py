@@ -9,6 +9,7 @@ from ratchet_hooks.specs import AllreduceSpec, HookSpec
 
 SESSION_PACKAGE: Final = "ratchet_worker"
 _IMPORT: Final = re.compile(rb"\b(?:import|from)\s+ratchet\b")
+_IMPORT_OF_MODULE: Final = re.compile(rb"\b(?:import|from)\s+ratchet\.\w")
 
 
 def unapplied_hook(script: str, hook: HookSpec) -> str | None:
@@ -23,12 +24,13 @@ def unapplied_hook(script: str, hook: HookSpec) -> str | None:
 
 
 def is_unmanaged(main_file: bytes) -> bool:
-    """Neither a mention of ``ratchet_worker``, the package that holds ``Session``, nor an import of ``ratchet`` and the word
-    ``Session``: the script is taken as one that saves and restores by itself.
+    """Neither a mention of ``ratchet_worker``, the package that holds ``Session``, nor an import of a module of ``ratchet``
+    (``ratchet.accelerate``), nor one of ``ratchet`` and the word ``Session``: the script is taken as one that saves and restores
+    by itself.
 
     A rule that can be seen with the eye, not an analysis. A script whose Session is made in a module that it imports is
     managed from the moment it is made; a mention in the main file, an import or a comment, makes it so from the first line.
     """
-    if SESSION_PACKAGE.encode() in main_file:
+    if SESSION_PACKAGE.encode() in main_file or _IMPORT_OF_MODULE.search(main_file):
         return False
     return _IMPORT.search(main_file) is None or b"Session" not in main_file

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import EvalPrediction, TrainingArguments
 
-from ratchet import Session
-from ratchet_worker.integrations.transformers import SessionTrainer, options
+from ratchet.transformers import Trainer
 
 Sample = dict[str, torch.Tensor]
 
@@ -65,30 +64,28 @@ def main() -> None:
     args = parser.parse_args()
 
     train, test = load_digits()
-    with Session() as session:
-        arguments = TrainingArguments(
-            **options(session),
-            output_dir="trainer",
-            num_train_epochs=args.epochs,
-            per_device_train_batch_size=32,
-            gradient_accumulation_steps=2,
-            per_device_eval_batch_size=128,
-            learning_rate=args.lr,
-            eval_strategy="epoch",
-            logging_steps=5,
-            report_to="none",
-            disable_tqdm=True,
-        )
-        trainer = SessionTrainer(
-            session,
-            model=Digits(),
-            args=arguments,
-            train_dataset=train,
-            eval_dataset=test,
-            compute_metrics=accuracy,
-        )
-        trainer.train()
-        print(f"test accuracy {trainer.evaluate()['eval_accuracy']:.4f}", flush=True)
+    arguments = TrainingArguments(
+        output_dir="trainer",
+        num_train_epochs=args.epochs,
+        per_device_train_batch_size=32,
+        gradient_accumulation_steps=2,
+        per_device_eval_batch_size=128,
+        learning_rate=args.lr,
+        eval_strategy="epoch",
+        save_strategy="no",
+        logging_steps=5,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = Trainer(
+        model=Digits(),
+        args=arguments,
+        train_dataset=train,
+        eval_dataset=test,
+        compute_metrics=accuracy,
+    )
+    trainer.train()
+    print(f"test accuracy {trainer.evaluate()['eval_accuracy']:.4f}", flush=True)
 
 
 if __name__ == "__main__":

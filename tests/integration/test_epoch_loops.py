@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from ratchet_contract.phases import Cause
 from ratchet_store.commit import read_manifest
 from ratchet_store.compare import compare, render
 from tests.support.launch import Job
-from tests.support.object_stores import free_port
+from tests.support.plain_ranks import plain, weights
 
 CODE = Path(__file__).parents[1] / "support" / "loop_job"
 BATCHES: Final = {"distributed": 6, "weighted": 7, "buckets": 6, "workers": 7, "persistent": 7}
@@ -30,38 +27,6 @@ BATCHES: Final = {"distributed": 6, "weighted": 7, "buckets": 6, "workers": 7, "
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ordinary_loop"
-
-
-def plain(*script: object) -> str:
-    """Under torch alone, as torchrun starts it; what rank 0 prints. Up to five times: at the end of a script on gloo a race in
-    torch between the threads of DDP's reducer hangs or aborts a process now and then."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET")}
-    for _ in range(5):
-        env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, *map(str, script)],
-                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            printed = [rank.communicate(timeout=60)[0] for rank in ranks]
-            if [rank.returncode for rank in ranks] == [0, 0]:
-                return printed[0]
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.communicate()
-    raise AssertionError("the plain script did not end well in five runs")
-
-
-def weights(out: Path) -> list[dict[str, torch.Tensor]]:
-    return [load_file(out / f"{rank}.safetensors") for rank in range(2)]
 
 
 def job(tmp_path: Path, kind: str, places: list[str], **spec: Any) -> Job:

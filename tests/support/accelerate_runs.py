@@ -208,7 +208,7 @@ def trainer_in_a_session(rank: int, directory: str, recorded_by: str, ended: boo
     trainer: Any = Trainer(nn.Linear(1, 1), args, callbacks=[patience])
     chosen = SimpleNamespace(manifest=SimpleNamespace(job_id=recorded_by))
     runtime = SimpleNamespace(chosen=chosen, launch=SimpleNamespace(job_id="mine"))
-    trainer._session = SimpleNamespace(_runtime=runtime)
+    trainer.session = SimpleNamespace(_runtime=runtime)
     trainer._tr_loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = torch.tensor(0.0), 0.0, 0
     trainer.state.best_metric, trainer.control.should_training_stop = 5.0, ended
     recorded, progress = _Progress(trainer).state_dict(), _Progress(trainer)

@@ -21,7 +21,7 @@ from ratchet_contract.spec import Resolved
 from ratchet_contract.spec_parse import parse_spec
 from ratchet_worker.control import write_control
 from ratchet_worker.counter import CounterReader, Reading
-from tests.support.interpreters import RANKS, Program
+from tests.support.interpreters import RANKS, Interpreter, Program
 from tests.support.server import processes_below, rank_pid, wait_for, wait_saved
 
 RESOLVED = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable)
@@ -45,17 +45,24 @@ def wait_freeze(
 
 class Job:
     """``spec`` as a user writes it (``name`` may be left out); ``code``: the code snapshot. ``afresh``: agents and ranks in
-    interpreters of their own, and not as ``interpreters`` has them."""
+    interpreters of their own, and not in ``interpreters``."""
 
     def __init__(
-        self, home: Path, spec: dict[str, Any], code: Path | None = None, *, job_id: str = "job-1", afresh: bool = False
+        self,
+        home: Path,
+        spec: dict[str, Any],
+        code: Path | None = None,
+        *,
+        job_id: str = "job-1",
+        afresh: bool = False,
+        interpreters: Interpreter = RANKS,
     ) -> None:
         self.home, self.job_id = HomePaths(home), job_id
         self.paths: JobPaths = self.home.job(job_id)
         self.code = code
         self.spec = {"name": "test", "world": {"ranks_per_node": 2, "device": "cpu"}, **spec}
         self.attempts: list[Attempt] = []
-        self._afresh = afresh
+        self._afresh, self._interpreters = afresh, interpreters
 
     def launch(self, *, spec: dict[str, Any] | None = None, **launch: Any) -> Attempt:
         """Start the next attempt. ``spec`` changes keys of the spec for this and later attempts."""
@@ -69,7 +76,7 @@ class Job:
         with paths.agent_log.open("ab") as log:
             if self._afresh:
                 return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-            return RANKS.start(command, log.fileno())
+            return self._interpreters.start(command, log.fileno())
 
     def lineage(self) -> list[Segment]:
         """What the attempts so far built on one another, newest first; each ends where the next one began."""

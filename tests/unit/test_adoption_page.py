@@ -24,7 +24,8 @@ def maker() -> Any:
 
 
 def test_the_differences_on_the_page_are_those_of_the_files() -> None:
-    assert maker().page(PAGE) == PAGE, "run: python docs/make_adoption.py"
+    for file in maker().PAGES:
+        assert maker().page(file.read_text()) == file.read_text(), f"{file.name}: run python docs/make_adoption.py"
     rungs = sorted(path.name for path in LADDER.iterdir() if path.is_dir())
     shown = re.findall(r"<!-- diff (\S+) (\S+) -->\n```diff\n---", PAGE)
     assert shown == [("ordinary_loop/plain", "ordinary_loop/train"), *pairwise(rungs)] and len(rungs) == 4
@@ -33,6 +34,12 @@ def test_the_differences_on_the_page_are_those_of_the_files() -> None:
 def test_an_ordinary_loop_takes_at_most_ten_changed_lines() -> None:
     changed = maker().diff("ordinary_loop/plain", "ordinary_loop/train").splitlines()[2:]
     assert max(sum(line.startswith(sign) for line in changed) for sign in "+-") <= 10
+
+
+def test_a_trainer_takes_one_changed_line() -> None:
+    for name in ("trainer_glue", "trainer_clm"):
+        added = [line for line in maker().diff(f"{name}/plain", f"{name}/train").splitlines()[2:] if line[0] in "+-"]
+        assert [line for line in added if line != "+"] == ["+from ratchet.transformers import Trainer  # noqa: F811"]
 
 
 def test_what_init_says_on_the_page_is_what_it_says() -> None:

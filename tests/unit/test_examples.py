@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 CLUSTER = EXAMPLES / "cluster"
 FILES = sorted(
     file
-    for place in (".", "hooks", "cluster", "ordinary_loop", "reference")
+    for place in (".", "hooks", "cluster", "ordinary_loop", "reference", "trainer_clm", "trainer_glue")
     for file in (EXAMPLES / place).glob("*.yaml")
 )
 GPUS = Machine(tuple(range(8)), 32)

@@ -71,6 +71,7 @@ def _common(launch: LaunchFile, inherited: Mapping[str, str], interface: str) ->
         env.update(spec.nccl)
     if launch.resolved.device != "cuda":
         env["CUDA_VISIBLE_DEVICES"] = ""
+        env.setdefault("ACCELERATE_USE_CPU", "true")  # else a Trainer there trains each rank for itself
     elif launch.gpus:  # else an engine has chosen them
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts; CUDA's own is the fastest first
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpus))

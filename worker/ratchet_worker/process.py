@@ -152,11 +152,11 @@ class RankProcess:
         """Join the process group and agree on what to start from: once, on every rank. Tasks do it first of all, a script when
         it makes its Session. Raises ``Stopped`` where a stop was told to the script before."""
         with self._opening:
+            if (odd := arguments.differences(self._launch.spec)) and self._identity.rank == 0:
+                text = f"the job's spec counts, and the script gives other values: {', '.join(odd)}"
+                self._reporter.note("session-arguments", text)
             if self._runtime is None:
                 self._opener = threading.current_thread()
-                if (odd := arguments.differences(self._launch.spec)) and self._identity.rank == 0:
-                    text = f"the job's spec counts, and the script gives Session() other values: {', '.join(odd)}"
-                    self._reporter.note("session-arguments", text)
                 self._runtime = self._join()
             return self._runtime
 

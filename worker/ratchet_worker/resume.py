@@ -16,6 +16,7 @@ from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.plural import counted
 from ratchet_contract.resume import ComponentReport, EnvironmentDifference, ResumeReport, Verdict
+from ratchet_contract.spec import DdpSpec
 from ratchet_hooks.build import ManagedHook, managed_ddp
 from ratchet_hooks.changes import HookChange
 from ratchet_hooks.errors import CustomHookError, HookStateError, LayoutMismatch, UnsupportedModel
@@ -47,7 +48,7 @@ class Notes:
 
 
 def build(
-    launch: LaunchFile, chosen: Chosen, module: nn.Module, device: torch.device, notes: Notes
+    launch: LaunchFile, chosen: Chosen, module: nn.Module, device: torch.device, notes: Notes, ddp: DdpSpec
 ) -> tuple[ManagedDDP, ManagedHook]:
     """DDP under the job's hook on the recorded layout. A collective. Raises ``UserError`` where ``policy.on_hook_mismatch`` does
     not allow what it would take."""
@@ -62,7 +63,7 @@ def build(
         notes.change = change
         notes.reset = reset_by_policy(policy, disk.recorded_hook(manifest), change.what)
     try:
-        return _managed(launch, module, device, recorded)
+        return _managed(launch, ddp, module, device, recorded)
     except LayoutMismatch as error:
         if policy == "fail":
             raise UserError(
@@ -73,13 +74,13 @@ def build(
         assert manifest is not None  # nothing else has a layout
         notes.layout = str(error)
         notes.reset = notes.reset or reset_by_policy(policy, disk.recorded_hook(manifest), str(error))
-    return _managed(launch, module, device, None)
+    return _managed(launch, ddp, module, device, None)
 
 
 def _managed(
-    launch: LaunchFile, module: nn.Module, device: torch.device, recorded: Layout | None
+    launch: LaunchFile, ddp: DdpSpec, module: nn.Module, device: torch.device, recorded: Layout | None
 ) -> tuple[ManagedDDP, ManagedHook]:
-    hook, options = launch.spec.hook, launch.spec.ddp.model_dump(exclude={"backend"})
+    hook, options = launch.spec.hook, ddp.model_dump(exclude={"backend"})
     try:
         return managed_ddp(module, hook, ddp=options, device=device, recorded_layout=recorded)
     except UnsupportedModel as error:

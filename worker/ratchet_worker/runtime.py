@@ -139,11 +139,15 @@ class Runtime:
 
     # --- before the first step -----------------------------------------------------------------------------------------
 
-    def wrap(self, module: nn.Module) -> ManagedDDP:
-        """DDP under the job's hook, on the recorded bucket layout. A collective. Raises ``UserError``."""
+    def wrap(self, module: nn.Module, *, find_unused_parameters: bool = False) -> ManagedDDP:
+        """DDP under the job's hook, on the recorded bucket layout. ``find_unused_parameters``: also where the spec does not say
+        so, unless it says ``static_graph``. A collective. Raises ``UserError``."""
         if self.state.ddp is not None:
             raise UserError("one model per job can be wrapped; put several networks into one module")
-        ddp, hook = resume.build(self.launch, self.chosen, module.to(self.device), self.device, self.notes)
+        options = self.launch.spec.ddp
+        if find_unused_parameters and not options.static_graph:
+            options = options.model_copy(update={"find_unused_parameters": True})
+        ddp, hook = resume.build(self.launch, self.chosen, module.to(self.device), self.device, self.notes, options)
         self.state.wrapped(ddp, hook)
         return ddp
 

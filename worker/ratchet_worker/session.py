@@ -126,6 +126,15 @@ class Session:
         arguments = SessionArguments(Path(directory), {k: value for k, value in given.items() if value is not None})
         self._runtime: Runtime = Session._opener(arguments)
 
+    @classmethod
+    def _of_package(cls, directory: Path, ddp: dict[str, Any]) -> Session:
+        """For a package that makes the Session where the script has made none: else its arguments give way."""
+        if cls._opener is None:
+            cls._opener = Standalone().open
+        session = cls.__new__(cls)
+        session._runtime = cls._opener(SessionArguments(directory, {"ddp": ddp} if ddp else {}, gives_way=True))
+        return session
+
     def __enter__(self) -> Session:
         return self
 

@@ -21,10 +21,11 @@ _POLICY: Final = "on_hook_mismatch"
 @dataclass(frozen=True)
 class SessionArguments:
     """``given``: by the spec's keys, as the script wrote it; what it left out is not there. ``on_hook_mismatch`` is one of
-    ``policy``."""
+    ``policy``. ``gives_way``: a package's, in place of a script that has made no Session."""
 
     directory: Path = Path(DIRECTORY)
     given: dict[str, Any] = field(default_factory=dict)
+    gives_way: bool = False
 
     def spec(self, data: Mapping[str, Any]) -> JobSpec:
         """``data`` with what the script gives in its place; of a mapping (``checkpoint``) the keys that it gives. Raises

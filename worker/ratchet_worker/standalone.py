@@ -115,7 +115,10 @@ class Standalone:
         ``CheckpointError``."""
         run = self._run
         if run is not None and run.runtime is not None and not run.over:
-            if arguments not in (self._arguments, SessionArguments()):
+            if arguments.gives_way:
+                if (odd := arguments.differences(run.runtime.launch.spec)) and run.runtime.rank == 0:
+                    say(f"the script's Session counts, and the package gives other values: {', '.join(odd)}")
+            elif arguments not in (self._arguments, SessionArguments()):
                 raise UserError(
                     "another Session with other arguments is not over yet: leave its block first, or call finish()",
                     code="session-open",

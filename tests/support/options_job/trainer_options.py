@@ -15,7 +15,7 @@ import transformers
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
-from ratchet_worker.integrations.transformers import SessionTrainer, options
+from ratchet_worker.integrations.transformers import Trainer
 from ratchet_worker.session import Session
 
 case = json.loads(sys.argv[1])
@@ -70,12 +70,13 @@ def main() -> None:
         )  # fmt: skip
         given = {
             "output_dir": "out", "per_device_train_batch_size": 2, "num_train_epochs": 3, "learning_rate": 1e-3,
-            "logging_steps": 5, "report_to": "none", "disable_tqdm": True, "per_device_eval_batch_size": 2,
+            "logging_steps": 5, "report_to": "none", "disable_tqdm": True, "per_device_eval_batch_size": 2, "use_cpu": True,
+            "save_strategy": "no",
         }  # fmt: skip
-        arguments = TrainingArguments(**(options(session) | given | case["arguments"]))
+        arguments = TrainingArguments(**(given | case["arguments"]))
         callbacks = [getattr(transformers.trainer_callback, name)(**made) for name, made in case["callbacks"].items()]
-        trainer = SessionTrainer(
-            session, model=model, args=arguments, train_dataset=samples(48, 1), eval_dataset=samples(12, 2),
+        trainer = Trainer(
+            model=model, args=arguments, train_dataset=samples(48, 1), eval_dataset=samples(12, 2),
             callbacks=[*callbacks, Dies(session, **case)],
         )  # fmt: skip
         trainer.train()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -43,11 +44,18 @@ class SamplerPosition(LoaderPosition):
 
     ``begin`` an epoch; as long as there are ``more`` batches ``take`` one; ``end`` it, or ``begin`` another. Behind
     ``load_state_dict`` and ``own_generators.load`` ``reach`` goes to the recorded position; generators then stand as before.
+
+    ``ahead``: ``more`` loads the batch that it finds. A resume loads it again, from the generators that it was loaded from.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], *, ahead: bool = False) -> None:
         super().__init__(loader)
         self.epoch = self.position = 0
+        self._kind = "sampler, one ahead" if ahead else "sampler"
+        self._loads_ahead, self._ahead = ahead, deque[Any]()
+        self._before: points.Point | None = None  # where generators stood when it was loaded, in this process
+        self._load_again = False  # it is not there yet, behind a resume
+        self._own: dict[str, Any] = {}  # generators of the loader, as the last look found them
         roots = {
             name: getattr(loader, name) for name in ("dataset", "collate_fn", "sampler", "batch_sampler", "generator")
         }
@@ -93,14 +101,37 @@ class SamplerPosition(LoaderPosition):
         self._start = {"point": point, "samplers": _attributes(self.loader), "alive": alive}
         self._indices.skip = 0
         self._source = self._iterate()
+        self._forget_ahead()
 
     def more(self) -> bool:
-        """Is there a batch that was not handed out? Asks the sampler for indices, and loads nothing."""
-        return self._indices.pulled > self.position or self._indices.pull()
+        """Is there a batch that was not handed out? Asks the sampler for indices, and loads nothing but one batch ``ahead``."""
+        if not self._loads_ahead:
+            return self._indices.pulled > self.position or self._indices.pull()
+        if not self._ahead:
+            self._load_ahead()
+        return bool(self._ahead)
+
+    def _load_ahead(self) -> None:
+        if self._load_again and self._before is not None:
+            self._own = self.own_generators.find()
+            with points.kept(), self.own_generators.kept():
+                self._before.put(self._own)
+                self._ahead.append(next(self._source))
+        else:
+            if self._workers is None:
+                if self.position < 2:  # some are made when they are first drawn from
+                    self._own = self.own_generators.find()
+                self._before = points.here(self._own)
+            self._ahead.extend(islice(self._source, 1))
+        self._load_again = False
+
+    def _forget_ahead(self) -> None:
+        self._ahead.clear()
+        self._before, self._load_again = None, False
 
     def take(self) -> Any:
         """The next batch."""
-        batch = next(self._source)
+        batch = self._ahead.popleft() if self._ahead else next(self._source)
         self.position += 1
         self._indices.used_until(self.position)
         return batch if self._workers is None else self._workers.take(batch)
@@ -111,6 +142,7 @@ class SamplerPosition(LoaderPosition):
             self._plain = None  # persistent workers have read ahead of what was handed out
         self.epoch, self.position, self._start = self.epoch + 1, 0, {}
         self._source = iter(())
+        self._forget_ahead()
 
     def _iterate(self) -> Iterator[Any]:
         """As ``iter(loader)``: it draws what that draws, in the same order."""
@@ -201,7 +233,7 @@ class SamplerPosition(LoaderPosition):
         """Epoch and batches taken in it, and what the order of the epoch follows from."""
         if self._recorded is not None:
             return dict(self._recorded)
-        state: dict[str, Any] = {"kind": "sampler", "epoch": self.epoch, "position": self.position}
+        state: dict[str, Any] = {"kind": self._kind, "epoch": self.epoch, "position": self.position}
         alive = self._start["alive"] if self._start else self._plain is not None and self.loader.persistent_workers
         state |= {
             "numbers": self.numbers,
@@ -213,20 +245,26 @@ class SamplerPosition(LoaderPosition):
             state |= {"point": self._start["point"].state(), "samplers": self._start["samplers"]}
             used, ahead = indices.used_until(self.position), indices.digest(indices.pulled)
             state |= {"pulled": indices.pulled, "used": used, "ahead": ahead}
+            if self._before is not None and (self._ahead or self._load_again):
+                state["before"] = self._before.state()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a recorded point; ``reach`` does. Raises ``ValueError`` for the state of something else."""
-        if state.get("kind") != "sampler":
-            raise ValueError(f"the data position was recorded for {state.get('kind')!r}, this is 'sampler'")
+        if state.get("kind") != self._kind:
+            raise ValueError(f"the data position was recorded for {state.get('kind')!r}, this is {self._kind!r}")
         if self._workers is not None or state["workers"] is not None:
             self._load_workers(state["workers"])
         self.epoch, self.position, self._recorded = state["epoch"], state["position"], state
         self.numbers, self._differs = state["numbers"], None
+        self._forget_ahead()
+        if "before" in state:
+            self._before, self._load_again = points.Point.of(state["before"]), True
 
     def begin_again(self, state: dict[str, Any]) -> None:
         """For another number of ranks: the beginning of the epoch of ``state``."""
         self.epoch, self.position = state["epoch"], 0
+        self._forget_ahead()
 
     def _load_workers(self, states: Any) -> None:
         if self._workers is None or states is None:
@@ -298,7 +336,7 @@ def _chained(before: str, indices: Any) -> str:
     return xxhash.xxh3_128_hexdigest((before + text).encode())
 
 
-def _samplers(loader: DataLoader[Any]) -> list[Any]:
+def samplers(loader: DataLoader[Any]) -> list[Any]:
     """The loader's, and those below a batch sampler."""
     found: list[Any] = []
     waiting = [loader.batch_sampler, loader.sampler]
@@ -311,16 +349,16 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
 
 
 def _attributes(loader: DataLoader[Any]) -> Attributes:
-    return [{name: value for name, value in vars(one).items() if type(value) in _PLAIN} for one in _samplers(loader)]
+    return [{name: value for name, value in vars(one).items() if type(value) in _PLAIN} for one in samplers(loader)]
 
 
 def _put_attributes(loader: DataLoader[Any], recorded: Attributes) -> None:
-    for one, attributes in zip(_samplers(loader), recorded, strict=False):
+    for one, attributes in zip(samplers(loader), recorded, strict=False):
         vars(one).update(attributes)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell it to samplers (``DistributedSampler``) that ask for it."""
-    for one in _samplers(loader):
+    for one in samplers(loader):
         if callable(getattr(one, "set_epoch", None)):
             one.set_epoch(epoch)

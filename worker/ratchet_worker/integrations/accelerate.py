@@ -63,13 +63,19 @@ def prepare(
     return [wrapped, *prepared]
 
 
-def wrap(session: Session, accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """``accelerator.prepare_model(model)``, autocast included, with the job's DDP. Raises ``UserError`` for other ranks."""
+def refuse_other_ranks(session: Session, accelerator: Any) -> None:
+    """Raises ``UserError`` where Accelerate has made something else of this process."""
     if accelerator.num_processes != session.world_size or accelerator.device.type != session.device.type:
         raise UserError(
             f"Accelerate runs {accelerator.num_processes} processes on {accelerator.device.type}, the job {session.world_size} "
-            f"on {session.device.type}: make the Session first, and pass cpu=session.device.type == 'cpu' to Accelerator"
+            f"on {session.device.type}: make the Session first, and pass cpu=session.device.type == 'cpu' to Accelerator; for a "
+            "Trainer on the CPU TrainingArguments(use_cpu=True), --use_cpu"
         )
+
+
+def wrap(session: Session, accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """``accelerator.prepare_model(model)``, autocast included, with the job's DDP. Raises ``UserError`` for other ranks."""
+    refuse_other_ranks(session, accelerator)
     wrapped: nn.Module = accelerator.prepare_model(session.wrap(model), evaluation_mode=True)  # no DDP of Accelerate's
     return wrapped
 

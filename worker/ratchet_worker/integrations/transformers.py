@@ -1,30 +1,26 @@
-"""Hugging Face's Trainer as a job: its loop inside of a ``Session``.
+"""Hugging Face's Trainer as a job, in a script that stays as it was but for one line behind the imports of transformers::
 
-The script as it was, but for the session, the class, and the arguments that the job decides::
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from ratchet.transformers import Trainer
 
-    from ratchet import Session
-    from ratchet_worker.integrations.transformers import SessionTrainer, options
-    from transformers import TrainingArguments
+Seed, DataLoader, order of the data, checkpoints in ``output_dir`` and logs are those of the plain Trainer, and so are the bits of
+a run that nobody disturbs. ``train()`` makes the rank's ``Session``, or takes the one that the script has made: in a job the
+job's, else one that saves to ``output_dir/ratchet-checkpoints``. Hook, DDP's settings, ranks and devices are those of the spec.
 
-    with Session() as session:
-        args = TrainingArguments(**options(session), per_device_train_batch_size=32, num_train_epochs=3)
-        trainer = SessionTrainer(session, model=model, args=args, train_dataset=my_dataset())
-        trainer.train()
+A step of the job is one of the optimizer. It ends when the Trainer asks for the next batches: what callbacks, logs, evaluations
+and checkpoints in ``output_dir`` did until then belongs to it. Then it is counted, saved when a checkpoint is due, and stopped at
+when a stop was asked for. Saved are model, optimizer, scheduler, scaler, data position, generators, buffers, hook, the Trainer's
+own progress, and callbacks with ``state`` and ``attributes`` (``ExportableState``). What the Trainer logs are the job's metrics.
 
-A Trainer of one's own has ``SessionTrainer`` for its base, or beside it: ``class Mine(SessionTrainer, Seq2SeqTrainer)``.
-Hook, DDP's settings, ranks and devices are those of the spec. ``train_dataset`` goes through a ``TrainLoader`` with the
-arguments' batch size, workers and collator (or ``session.register(data=...)``, and no train_dataset). A step of the job is one
-of the optimizer. It ends when the Trainer asks for the next batches: what callbacks, logs and evaluations did until then belongs
-to it. Then it is counted, saved when a checkpoint is due, and stopped at when a stop was asked for. Saved are model, optimizer,
-scheduler, scaler, data position, generators, buffers, hook, the Trainer's own progress, and callbacks with ``state`` and
-``attributes`` (``ExportableState``). What the Trainer logs are the job's metrics.
-
-Arguments that the job decides, or that no resume could honour, are refused by name. A stop waits for the end of an evaluation.
+A Trainer of one's own has this one for its base, or beside it: ``class Mine(Trainer, SFTTrainer)``. Arguments that no resume
+could honour are refused by name. A stop waits for the end of an evaluation.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -32,52 +28,64 @@ from torch import nn
 from typing_extensions import override
 
 try:
-    from transformers import Trainer, TrainerCallback
+    import transformers
+    from accelerate.state import PartialState
+    from transformers import TrainerCallback
+    from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
-    from transformers.trainer_utils import TrainOutput
+    from transformers.trainer_utils import TrainOutput, get_last_checkpoint
     from transformers.training_args import TrainingArguments
 except ImportError as error:
     raise ImportError("transformers is not installed: pip install 'ratchet-train[worker,transformers]'") from error
 
 from ratchet_contract.errors import UserError
-from ratchet_worker.data.loader import TrainLoader
+from ratchet_contract.messages import LaunchFile
+from ratchet_hooks.groups import close_group
+from ratchet_worker.data import points
 from ratchet_worker.integrations import accelerate
 from ratchet_worker.integrations.steps import Steps, goes_on, refuse_other_epochs
-from ratchet_worker.integrations.training_arguments import (
-    RESUMES,
-    SEARCH,
-    make_generator,
-    options,
-    refuse,
-    refuse_own_data,
-)
+from ratchet_worker.integrations.training_arguments import SEARCH, ddp_of, make_generator, refuse
+from ratchet_worker.integrations.training_batches import TrainingBatches
+from ratchet_worker.runtime import Runtime
 from ratchet_worker.session import Session
+from ratchet_worker.session_arguments import DIRECTORY
 
-if not all(hasattr(Trainer, name) for name in ("_run_epoch", "_init_training_state", "_prepare_for_training")):
-    raise ImportError("a Trainer within a Session needs transformers 5: pip install 'transformers[torch]>=5'")
+if not all(
+    hasattr(transformers.Trainer, name) for name in ("_run_epoch", "_init_training_state", "_prepare_for_training")
+):
+    raise ImportError("a Trainer as a job needs transformers 5: pip install 'transformers[torch]>=5'")
 
-__all__ = ["SessionTrainer", "options"]
+__all__ = ["Seq2SeqTrainer", "Trainer"]
 
 _PROGRESS: Final = (
     "epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history", "best_metric", "best_global_step",
+    "best_model_checkpoint",
 )  # fmt: skip
 
 
-class SessionTrainer(Trainer):
-    """See the module's text. One per Session; all but ``session`` are the Trainer's own arguments. Raises ``UserError``."""
+class Trainer(transformers.Trainer):
+    """See the module's text. Its arguments are the Trainer's own. Raises ``UserError``."""
 
-    def __init__(self, session: Session, *args: Any, **kwargs: Any) -> None:
-        self._session, self._runtime = session, session._runtime
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._session: Session | None = None  # from train() on
         self._progress = _Progress(self)
-        self._steps = Steps(session, "the Trainer", self._progress.settle)
         super().__init__(*args, **kwargs)
-        self.callback_handler.callbacks.insert(0, _Reporter(self))  # first: others see the epoch that it puts right
+        self.callback_handler.callbacks.insert(0, RatchetJob(self))  # first: others see the epoch that it puts right
 
     @override
     def create_accelerator_and_postprocess(self) -> None:
-        refuse(self.args, self._session)  # before the Trainer makes anything of its arguments
-        refuse_own_data(type(self), (SessionTrainer, Trainer))
+        refuse(self.args)  # before the Trainer makes anything of its arguments
         super().create_accelerator_and_postprocess()
+
+    @property
+    def session(self) -> Session:
+        """The rank's, while ``train()`` runs and behind it."""
+        assert self._session is not None
+        return self._session
+
+    @property
+    def _runtime(self) -> Runtime:
+        return self.session._runtime
 
     # --- the way in ----------------------------------------------------------------------------------------------------
 
@@ -88,44 +96,41 @@ class SessionTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """The Trainer's, once per job. Raises ``UserError`` for what cannot be honoured, and ``Stopped``."""
-        if resume_from_checkpoint:
-            raise UserError(f"resume_from_checkpoint: {RESUMES}")
+        """The Trainer's, once per job. A job goes on from its own checkpoints: ``resume_from_checkpoint`` is not read, which is
+        told. Raises ``UserError`` for what cannot be honoured, and ``Stopped``."""
         if trial is not None:
             raise UserError(f"trial: {SEARCH}")
+        self._session = _session_of(self.args)
         if self._runtime.restored:
             raise UserError("trainer.train() comes once per job: do all epochs in one call")
-        return super().train(None, None, ignore_keys_for_eval)
+        self._steps = Steps(self.session, "the Trainer", self._progress.settle)
+        with self.session:
+            self._refuse_other_start(resume_from_checkpoint)
+            return super().train(None, None, ignore_keys_for_eval)
+
+    def _refuse_other_start(self, checkpoint: str | bool | None) -> None:
+        """Raises ``UserError`` for a ``checkpoint`` that this job has not written, where it begins at step 0."""
+        if checkpoint is True:
+            output = Path(str(self.args.output_dir))
+            checkpoint = get_last_checkpoint(str(output)) if output.is_dir() else None  # type: ignore[no-untyped-call]
+        if not checkpoint:
+            return
+        session = self.session
+        if not session.resumed and not _is_of(Path(str(checkpoint)), self._runtime.launch):
+            raise UserError(
+                f"resume_from_checkpoint: {checkpoint} was not written by this job, which begins at step 0. To begin with its "
+                "weights name it as the model (model_name_or_path), or in the spec's start_from; to leave it out take another "
+                "output_dir"
+            )
+        if session.rank == 0:
+            self._runtime.reporter.note(
+                "resume-from-checkpoint",
+                f"resume_from_checkpoint: {checkpoint} is not read: the job goes on from its own step {session.step}",
+            )
 
     @override
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise UserError(f"hyperparameter_search: {SEARCH}")
-
-    @override
-    def get_train_dataloader(self) -> Any:
-        if self._runtime.state.data is None:
-            self._session.register(data=self._loader())
-        elif self.train_dataset is not None:
-            raise UserError("train_dataset: session.register(data=...) has given the job other data already; drop one")
-        return _Batches(self._runtime.state.data)
-
-    def _loader(self) -> TrainLoader:
-        dataset: Any = self.train_dataset
-        if dataset is None or not hasattr(dataset, "__len__"):
-            raise UserError(
-                "train_dataset: needs a length, and __getitem__ by index; give one, or session.register(data=TrainLoader(...))"
-            )
-        collate: Any = self.data_collator
-        make_generator(collate, self.args.dataloader_num_workers)
-        if hasattr(dataset, "column_names"):  # Hugging Face's datasets
-            dataset = self._remove_unused_columns(dataset, description="Training")
-        else:
-            collate = self._get_collator_with_removed_columns(collate, description="Training")
-        return TrainLoader(
-            dataset, batch_size=self.args.train_batch_size, seed=self._session.seed, rank=self._session.rank,
-            world_size=self._session.world_size, shuffle=self.args.train_sampling_strategy != "sequential", collate_fn=collate,
-            num_workers=self.args.dataloader_num_workers, prefetch_factor=self.args.dataloader_prefetch_factor,
-        )  # fmt: skip
 
     @override
     def _init_training_state(
@@ -137,25 +142,32 @@ class SessionTrainer(Trainer):
         # The Trainer makes them, with the same values, behind the restore; what has state is asked for it before that.
         self._tr_loss, self._total_loss_scalar = torch.tensor(0.0, device=self.args.device), 0.0
         self._globalstep_last_logged = 0
-        return self._session.step // num_update_steps_per_epoch, 0
+        return self.session.step // num_update_steps_per_epoch, 0
 
     @override
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        if training and self._runtime.state.ddp is None:
-            return accelerate.wrap(self._session, self.accelerator, model)
-        wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
-        return wrapped
+        """In DDP as the spec has it. Unused parameters are looked for where the Trainer or the spec wants it."""
+        if not training or self._runtime.state.ddp is not None:
+            wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
+            return wrapped
+        accelerate.refuse_other_ranks(self.session, self.accelerator)
+        handler: Any = self.accelerator.ddp_handler
+        ddp = self._runtime.wrap(model, find_unused_parameters=handler.find_unused_parameters)
+        prepared: nn.Module = self.accelerator.prepare_model(ddp, evaluation_mode=True)  # no DDP of Accelerate's
+        return prepared
 
     @override
-    def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[nn.Module, Any]:
-        prepared: tuple[nn.Module, Any] = super()._prepare_for_training(max_steps, *args, **kwargs)  # type: ignore[no-untyped-call]
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, *args: Any) -> tuple[nn.Module, Any]:
+        make_generator(self.data_collator, self.args.dataloader_num_workers)
+        batches = TrainingBatches(train_dataloader)
+        model, _ = super()._prepare_for_training(max_steps, batches, *args)  # type: ignore[no-untyped-call]
         optimizer: Any = self.optimizer
         state: dict[str, Any] = {"optimizer": optimizer.optimizer, "scheduler": self.lr_scheduler}
         if self.accelerator.scaler is not None:
             state["scaler"] = self.accelerator.scaler
-        self._session.register(**state, trainer=self._progress)
+        self.session.register(**state, data=batches.position, trainer=self._progress)
         self._steps.restore(max_steps)
-        return prepared
+        return model, batches
 
     # --- steps ---------------------------------------------------------------------------------------------------------
 
@@ -186,33 +198,49 @@ class SessionTrainer(Trainer):
 
     @override
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """The last step ends, and the final checkpoint is made."""
+        """The last step ends, and the final checkpoint is made: before the best model is loaded in place of the last one."""
         self._progress.settle()
+        self.session.finish()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self._session.finish()
         return output
 
 
-class _Batches:
-    """The job's data as the Trainer sees them: epochs of a fixed length."""
-
-    def __init__(self, data: Any) -> None:
-        if not hasattr(data, "steps_per_epoch"):
-            raise UserError("data: the Trainer needs epochs of a known length (steps_per_epoch); use a TrainLoader")
-        self._data = data
-
-    def __len__(self) -> int:
-        return int(self._data.steps_per_epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._data)
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """``Trainer``, with generation in evaluations."""
 
 
-class _Reporter(TrainerCallback):
-    """Signs of life, and metrics."""
+def _session_of(args: TrainingArguments) -> Session:
+    """The rank's. What the script has seeded stays; the process group that Accelerate has begun, with the first
+    ``TrainingArguments``, gives way to the Session's."""
+    directory, ddp = Path(str(args.output_dir)) / DIRECTORY, ddp_of(args)
+    with points.kept():
+        try:
+            return Session._of_package(directory, ddp)
+        except UserError as error:
+            if error.code != "group-exists" or not PartialState._shared_state:
+                raise
+            close_group()
+            return Session._of_package(directory, ddp)
 
-    def __init__(self, trainer: SessionTrainer) -> None:
+
+def _is_of(checkpoint: Path, launch: LaunchFile) -> bool:
+    """Has this job written a checkpoint of the Trainer's? One that is not whole a kill has left, of an earlier attempt."""
+    try:
+        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
+    except (OSError, ValueError):
+        return launch.epoch > 1
+    job = state.get("stateful_callbacks", {}).get(RatchetJob.__name__, {})
+    return bool(job.get("attributes", {}).get("job_id") == launch.job_id)
+
+
+class RatchetJob(TrainerCallback, ExportableState):
+    """Signs of life, and metrics. The Trainer's checkpoints say by its ``state`` which job wrote them."""
+
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"job_id": self._trainer._runtime.launch.job_id}}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """The Trainer has counted from where this attempt began the epoch."""
@@ -225,9 +253,11 @@ class _Reporter(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         trainer = self._trainer
-        again = trainer._progress.behind_a_resume and goes_on(trainer._session)  # of a step that was told of already
-        if trainer._runtime.restored and not trainer._runtime.finished and not again:
-            trainer._session.log({k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))})
+        if trainer._session is None or not (trainer.is_in_train and trainer._runtime.restored):
+            return
+        again = trainer._progress.behind_a_resume and goes_on(trainer.session)  # of a step that was told of already
+        if not again:
+            trainer.session.log({k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))})
 
     def _alive(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -239,6 +269,8 @@ class _Reporter(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self._trainer._session is None:
+            return
         runtime = self._trainer._runtime
         runtime.counter.tick()
         if runtime.restored and not runtime.finished:
@@ -249,7 +281,7 @@ class _Progress:
     """The Trainer's own state: what it has counted and logged, and its callbacks'. Without the time and the memory that
     something took."""
 
-    def __init__(self, trainer: SessionTrainer) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._loaded: dict[str, Any] | None = None
         self.steps_per_epoch = 0  # of the optimizer
@@ -282,7 +314,7 @@ class _Progress:
         now = {"steps_per_epoch": self.steps_per_epoch}
         now["gradient_accumulation_steps"] = self._trainer.args.gradient_accumulation_steps
         refuse_other_epochs(state, now)
-        self._loaded, self.ended = state, state["ended"] and goes_on(self._trainer._session)
+        self._loaded, self.ended = state, state["ended"] and goes_on(self._trainer.session)
         self._put()
 
     def settle(self) -> None:
@@ -310,7 +342,7 @@ class _Progress:
         """Those with a state, by class and place among those of their class."""
         seen: dict[str, int] = {}
         for callback in self._trainer.callback_handler.callbacks:
-            if isinstance(callback, ExportableState):
+            if isinstance(callback, ExportableState) and not isinstance(callback, RatchetJob):
                 name = type(callback).__qualname__
                 seen[name] = seen.get(name, -1) + 1
                 yield f"{name}.{seen[name]}", callback

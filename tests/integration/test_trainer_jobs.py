@@ -1,0 +1,138 @@
+"""Hugging Face's Trainer with one line changed, killed at five places: the weights, and the Trainer's own checkpoints, of the
+plain script under torch alone.
+
+The second example too with RATCHET_TEST_OPTIONS=all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from ratchet_contract.phases import Cause
+from tests.support.interpreters import LIBRARIES
+from tests.support.launch import Job
+from tests.support.plain_ranks import plain
+from tests.support.server import rank_pid, wait_for
+
+pytestmark = [
+    pytest.mark.slow,
+    *(
+        pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
+        for package in ("transformers", "sklearn")
+    ),
+]
+
+EXAMPLES: Final = Path(__file__).parents[2] / "examples"
+STEPS: Final = {"glue": 76, "clm": 96}
+
+
+def script(name: str, output: Path) -> list[str]:
+    """The example's, with an output directory that can be looked at, on the CPU, and shorter."""
+    given: list[str] = yaml.safe_load((EXAMPLES / f"trainer_{name}/train.yaml").read_text())["script"]
+    epochs = given.index("--num_train_epochs") + 1
+    given[epochs], given[given.index("--output_dir") + 1] = {"glue": "2", "clm": "1"}[name], str(output)
+    return [*given, "--use_cpu", "--disable_tqdm", "True"]
+
+
+def kills(name: str) -> list[int]:
+    """Steps, drawn: one of each fifth of the training, and none of the last that are done before it is heard of."""
+    draw, fifth = random.Random(name), (STEPS[name] - 20) // 5
+    return [2 + n * fifth + draw.randrange(fifth) for n in range(5)]
+
+
+def run_killed(job: Job, steps: list[int]) -> None:
+    """Each attempt loses a rank behind one of ``steps``; the last one ends."""
+    draw = random.Random(1)
+    for step in steps:
+        attempt = job.launch()
+        wait_for(lambda: _finished(attempt) >= step, f"step {step}\n{attempt.logs()}", 120, 0.002)  # noqa: B023
+        os.kill(rank_pid(attempt.paths, draw.randrange(2)), signal.SIGKILL)
+        assert attempt.wait(60).cause is Cause.RANK_KILLED, attempt.logs()
+    last = job.launch()
+    assert last.wait(180).cause is Cause.COMPLETED, last.logs()
+
+
+def _finished(attempt: Any) -> int:
+    assert attempt.agent.poll() is None, attempt.logs()
+    reading = attempt.reading()
+    return 0 if reading is None else reading.finished
+
+
+def values(file: Path) -> dict[str, Any]:
+    """What is in a file of weights or of pickled state, by path."""
+    return load_file(file) if file.suffix == ".safetensors" else dict(flat(torch.load(file, weights_only=False)))
+
+
+def flat(value: Any, path: str = "") -> Any:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from flat(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for key, item in enumerate(value):
+            yield from flat(item, f"{path}.{key}")
+    else:
+        yield path, value if isinstance(value, torch.Tensor) else repr(value)
+
+
+def same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def told(output: Path) -> dict[str, Any]:
+    """What ``trainer_state.json`` says, without the time that something took, and without who wrote it."""
+    state = json.loads((output / "trainer_state.json").read_text())
+    state["stateful_callbacks"].pop("RatchetJob", None)
+    state["best_model_checkpoint"] = Path(state["best_model_checkpoint"] or "").name
+    for entry in state["log_history"]:
+        for name in [name for name in entry if name.endswith(("_runtime", "_per_second"))]:
+            del entry[name]
+    return dict(state)
+
+
+def assert_same_outputs(mine: Path, theirs: Path) -> None:
+    """The same checkpoints, with the same tensors and generators; the same model at the end; the same log."""
+    checkpoints = sorted(path.name for path in theirs.glob("checkpoint-*"))
+    assert sorted(path.name for path in mine.glob("checkpoint-*")) == checkpoints and len(checkpoints) == 2
+    stored = [*(f"{name}/{file.name}" for name in checkpoints for file in (theirs / name).iterdir())]
+    files = [name for name in stored if name.endswith((".safetensors", ".pt", ".pth"))]
+    assert len(files) == 2 * 5, stored  # model, optimizer, scheduler, a file of generators for each rank
+    for file in ("model.safetensors", *files):
+        found, expected = values(mine / file), values(theirs / file)
+        assert found.keys() == expected.keys()
+        assert [name for name in found if not same(found[name], expected[name])] == [], file
+    for place in (".", *checkpoints):
+        assert told(mine / place) == told(theirs / place)
+
+
+@pytest.mark.parametrize("name", STEPS if os.environ.get("RATCHET_TEST_OPTIONS") == "all" else ["glue"])
+def test_a_killed_trainer_ends_as_the_plain_one(jobs: list[Job], tmp_path: Path, name: str) -> None:
+    code, mine, theirs = EXAMPLES / f"trainer_{name}", tmp_path / "killed", tmp_path / "plain"
+    spec = {"code": {"path": str(code)}, "checkpoint": {"every_steps": 7}, "determinism": "strict"}
+    jobs.append(Job(tmp_path, {**spec, "script": script(name, mine)}, code, interpreters=LIBRARIES))
+    run_killed(jobs[0], kills(name))
+    plain(code / "plain.py", *script(name, theirs)[1:])
+    assert_same_outputs(mine, theirs)
+    resumed = [attempt for attempt in jobs[0].attempts if attempt.report().base.step]
+    assert {attempt.report().verdict for attempt in resumed} == {"exact"} and len(resumed) >= 4
+    ignored = [
+        note.message for attempt in resumed for note in attempt.messages(kind="note") if "resume_from" in note.message
+    ]
+    assert len(ignored) >= 3 * (name == "glue") and all("own step" in text for text in ignored), ignored
+    if name == "glue":  # which goes on from the last checkpoint that it finds: of the plain Trainer now
+        jobs.append(
+            Job(tmp_path, {**spec, "script": script(name, theirs)}, code, job_id="job-2", interpreters=LIBRARIES)
+        )
+        refused = jobs[1].launch()
+        assert refused.wait(120).cause is Cause.USER_ERROR, refused.logs()
+        assert "checkpoint-76 was not written by this job" in refused.logs()
