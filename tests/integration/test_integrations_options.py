@@ -295,7 +295,9 @@ def assert_exact(jobs: list[Job], home: Path, script: str, case: dict[str, Any])
         assert stopped.wait(120).cause is Cause.SIGTERM, stopped.logs()
         bases += [{STOP, STOP + 1}]  # another rank may have begun the next step before it heard of the stop
     resumed = killed.job.launch()
-    assert resumed.wait(120).cause is Cause.COMPLETED, resumed.logs()
+    assert resumed.wait(900 if "torch_compile" in case.get("arguments", {}) else 120).cause is Cause.COMPLETED, (
+        resumed.logs()
+    )
     reports = [attempt.report() for attempt in killed.job.attempts[1:]]
     assert all(one.verdict == "exact" for one in reports), reports
     assert all(one.base.step in steps for one, steps in zip(reports, bases, strict=True)), reports
