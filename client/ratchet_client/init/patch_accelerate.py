@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Final
 
+from ratchet_client.init import carried_variables
 from ratchet_client.init.epoch_loops import Function, Loops
 from ratchet_client.init.origins import ACCELERATORS
 from ratchet_client.init.patching import Patching
@@ -67,6 +68,7 @@ def _epochs(patching: Patching, accelerator: str) -> None:
                 loop.node, f"{accelerator} is not known in its function: hand it on; the loop goes over {form}"
             )
         elif loop.count is not None:
+            carried_variables.tell(patching, loop, f"{accelerator}.session.prepare")
             patching.source.replace(loop.count, f"{accelerator}.epochs({loop.epochs})")
     for node in ast.walk(patching.source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):

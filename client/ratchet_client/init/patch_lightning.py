@@ -33,8 +33,10 @@ def patch(patching: Patching) -> bool:
                                  f"strategy={_STRATEGY}, from ratchet.lightning import SessionStrategy")  # fmt: skip
         return True
     for node in ast.walk(patching.source.tree):
-        if isinstance(node, ast.keyword) and node.arg == "ckpt_path":
-            patching.leave(node.value, "ckpt_path of fit is refused: a job goes on by itself; take it out")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fit":
+            for keyword in node.keywords:
+                if keyword.arg == "ckpt_path" and ast.unparse(keyword.value) != "None":
+                    patching.leave(keyword.value, "ckpt_path of fit is refused: a job goes on by itself; take it out")
     changed = [call for call in training if _strategy(patching, call)]
     if changed:
         patching.add_import("from ratchet.lightning import SessionStrategy", patching.imports_of(LIGHTNING_TRAINERS))

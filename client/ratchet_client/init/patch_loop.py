@@ -7,6 +7,7 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
+from ratchet_client.init import carried_variables
 from ratchet_client.init.epoch_loops import Function, Loop, Loops, bind
 from ratchet_client.init.origins import DDP
 from ratchet_client.init.patching import Patching
@@ -74,6 +75,7 @@ class _Change:
             if begun.lineno <= statement.lineno < end.lineno and self._is_device(statement):
                 self._source.replace(statement.value, f"{self._session}.device")  # type: ignore[attr-defined]
         self._prepare(name, made, end, loop)
+        carried_variables.tell(self._patching, loop, f"{self._session}.prepare")
         assert loop.count is not None
         self._source.replace(loop.count, f"{self._session}.epochs({loop.epochs})")
         for call in self._patching.calls(_DESTROY):
@@ -256,7 +258,8 @@ class _Change:
             last = max(last, statement, key=lambda s: s.lineno)
         if len(taken["loader"]) != 1 or loaders != set(taken["loader"]):
             self._leave(loop.node, "the DataLoader that it goes over is not seen to be made and given a name in the function of "
-                                   "the model: session.prepare takes it, and gives back the one to train over")  # fmt: skip
+                                   "the model: session.prepare takes it, and gives back the one to train over. Batches that come "
+                                   "otherwise: `for step in session.steps(n)`, a batch each")  # fmt: skip
         listed = ", ".join(name for names in taken.values() for name in names)
         line = f"{listed} = {self._session}.prepare({listed})"
         if last in self._source.siblings(end):

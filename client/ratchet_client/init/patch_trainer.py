@@ -39,5 +39,6 @@ def patch(patching: Patching) -> bool:
             origin for found in patching.origins.names.values() for origin in found if is_hugging_face_trainer(origin)
         )
         beside = patching.imports_of(wanted or frozenset({"transformers.Trainer"}))
-        patching.add_import(f"from ratchet.transformers import {listed}", beside)
+        again = set(names) & set(patching.origins.names)  # what tools for style do not like
+        patching.add_import(f"from ratchet.transformers import {listed}{'  # noqa: F811' if again else ''}", beside)
     return bool(uses)
