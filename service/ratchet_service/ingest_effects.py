@@ -177,7 +177,7 @@ class Effects:
         base, verdict = message.report.base, message.report.verdict
         text = "started at step 0" if base.epoch is None else f"resumed from step {base.step}"
         if verdict == UNMANAGED:
-            text = "the script was started from its first line"
+            text = "the script was started from its beginning"
         self._event(
             "resumed", storable(f"{text}: {message.report.sentence()}"), {"verdict": verdict, "step": base.step}
         )

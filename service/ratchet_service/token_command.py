@@ -71,7 +71,7 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
                 created_by=_BY,
             )
         print(text)
-        print("keep it: nobody can show it again", file=sys.stderr)
+        print("keep it: it is shown only once", file=sys.stderr)
         return 0
     finally:
         database.dispose()

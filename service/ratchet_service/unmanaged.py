@@ -25,7 +25,7 @@ def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldPr
     name = spec.script[0]
     elsewhere = f"If a module that it imports makes the Session, import {SESSION_PACKAGE} in {name} too"
     text = (
-        f"{name} has no Session of Ratchet: it is started from its first line, again after every preemption and failure, with "
+        f"{name} has no Session of Ratchet: it is started from its beginning, again after every preemption and failure, with "
         "its current directory as it left it; saving and restoring is its own affair, a hang is not detected, and the resume "
         f"report says unmanaged. Next step: docs/adoption.md. {elsewhere}"
     )

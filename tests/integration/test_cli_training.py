@@ -124,7 +124,7 @@ def _checkpoints_are_shown_and_verified(cli: Cli, server: Server, job_id: str) -
     assert "final,pinned" in cli("checkpoints", "ls", job_id).text
     assert cli("checkpoints", "show", job_id, final["id"], "--json").data["manifest"]["world_size"] == 2
     assert "checkpoints ls" in cli("checkpoints", "verify", job_id, "step-000000000002.a0001", expect=3).errors
-    assert (final["hook_iteration"] or 0) > 0 and "TOOK" in cli("checkpoints", "ls", job_id).text
+    assert (final["hook_iteration"] or 0) > 0 and "SAVE TIME" in cli("checkpoints", "ls", job_id).text
     _checkpoints_are_exported(cli, server, job_id, final["id"])
     _a_job_starts_from_what_was_exported(cli)
     _damage_is_found_among_all(cli, server, job_id)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from http.server import BaseHTTPRequestHandler
+
 import pytest
+from typer.testing import CliRunner
 
 from ratchet_client.cli import output
+from ratchet_client.cli.app import app
+from tests.support.scripted import HOOK, JOB, Reply, ok, serving
 
 MESSAGE = "TypeError: batch\n- Evaluation strategy: epoch\n- Save strategy: steps " + "and so on " * 20
 
@@ -34,3 +39,31 @@ def test_fields_are_parted_into_groups_and_what_is_empty_leaves_no_gap(capsys: p
 )
 def test_counts_have_three_digits_and_a_unit(number: int, words: str) -> None:
     assert output.count(number) == words
+
+
+def test_columns_and_empty_answers_have_the_words_of_the_field() -> None:
+    """``ratchet queue`` of nobody, and the heads of other tables."""
+    checkpoint = {
+        "id": "step-000000000007.a0001", "job_id": JOB["id"], "step": 7, "attempt": 1, "state": "committed", "reason": "schedule",
+        "size": 9, "created_at": JOB["created_at"], "digest": "d" * 64, "files": 3,
+    }  # fmt: skip
+    answers = {
+        "/v1/queue": {"items": [], "waiting": 0},
+        "/v1/hooks": {"items": [HOOK]},
+        "/checkpoints": {"items": [checkpoint]},
+    }
+
+    def answer(request: BaseHTTPRequestHandler, _: int) -> Reply:
+        path = request.path.partition("?")[0]
+        return ok(next((body for end, body in answers.items() if path.endswith(end)), JOB))
+
+    def told(*words: str) -> str:
+        done = CliRunner().invoke(app, ["--server", server.url, *words])
+        assert done.exit_code == 0, done.output
+        return done.stdout + done.stderr
+
+    with serving(answer) as server:
+        assert told("queue") == "the queue is empty\n"
+        assert "  BACKENDS  " in told("hooks")
+        head = told("checkpoints", "ls", str(JOB["id"])).splitlines()[0]
+    assert "  PAUSE  SAVE TIME  " in head and "  FLAGS  " in head

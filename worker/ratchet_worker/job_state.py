@@ -91,7 +91,9 @@ class JobState:
     def register(self, component: str, item: Any) -> None:
         """Add one object under a component's name. Raises ``UserError`` for what has no state that can be put back."""
         if not component or "/" in component:
-            raise UserError(f"{component!r} is no name for a registered object: it must not be empty or have a slash")
+            raise UserError(
+                f"{component!r} is not a valid name of a registered object: it must not be empty or have a slash"
+            )
         if component in (*self.optimizers, *self.stateful) or (component == "data" and self.data is not None):
             raise UserError(f"{component} is registered twice; give each object a name of its own")
         if isinstance(item, Optimizer):

@@ -52,12 +52,13 @@ def list_checkpoints(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = Fal
         return
     output.table(
         [
-            "ID", "STEP", "ATTEMPT", "STATE", "REASON", "HOOK ITER", "SIZE", "STALL", "TOOK", "METRIC", "VERIFIED", "MARKS",
+            "ID", "STEP", "ATTEMPT", "STATE", "REASON", "HOOK ITER", "SIZE", "PAUSE", "SAVE TIME", "METRIC", "VERIFIED", "FLAGS",
             "AGE", "DIGEST",
         ],
         [_row(c) for c in found],
-        right=["STEP", "ATTEMPT", "HOOK ITER", "SIZE", "STALL", "TOOK", "METRIC", "AGE"],
-        drop=["DIGEST", "REASON", "STALL", "TOOK", "STEP", "ATTEMPT", "AGE", "HOOK ITER", "SIZE", "VERIFIED", "METRIC", "MARKS"],
+        right=["STEP", "ATTEMPT", "HOOK ITER", "SIZE", "PAUSE", "SAVE TIME", "METRIC", "AGE"],
+        drop=["DIGEST", "REASON", "PAUSE", "SAVE TIME", "STEP", "ATTEMPT", "AGE", "HOOK ITER", "SIZE", "VERIFIED", "METRIC",
+              "FLAGS"],
         empty=none,
     )  # fmt: skip
 

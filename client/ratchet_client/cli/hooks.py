@@ -75,7 +75,7 @@ def _list_hooks(found: list[api.HookInfo], as_json: bool) -> None:
         output.emit(found)
         return
     output.table(
-        ["NAME", "AVAILABLE", "STATE", "BACK ENDS", "TITLE"],
+        ["NAME", "AVAILABLE", "STATE", "BACKENDS", "TITLE"],
         [[h.name, "yes" if h.available else "not yet", "yes" if h.stateful else "no", ",".join(h.backends) or "-", h.title]
          for h in found],
     )  # fmt: skip

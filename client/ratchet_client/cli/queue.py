@@ -44,7 +44,7 @@ def queue(
         rows,
         right=right,
         drop=("OWNER", "GPUS", "RANKS", "AGE"),
-        empty="nobody waits" if job is None else f"{job} is not queued",
+        empty="the queue is empty" if job is None else f"{job} is not queued",
     )
     if job is None and view.waiting is not None and view.waiting > len(found):
         output.note(f"{view.waiting - len(found)} more wait (--limit N, at most 100)")

@@ -48,7 +48,7 @@ def create(
         return
     output.line(made.token)
     ends = "never ends" if made.expires_at is None else f"ends {output.moment(made.expires_at)}"
-    output.note(f"token {made.id} of {made.owner} ({made.role}) {ends}; keep it: nobody can show it again")
+    output.note(f"token {made.id} of {made.owner} ({made.role}) {ends}; keep it: it is shown only once")
 
 
 def _days(text: str | None) -> float | Literal["never"] | None:

@@ -110,7 +110,7 @@ def _of_launcher(site: Site, launcher: KubernetesLauncherSpec) -> Iterator[tuple
             yield pointer("launcher", "queue_topology", how), f"{label!r} is no key of a label"
     for i, name in enumerate(launcher.image_pull_secrets):
         if _NAME.fullmatch(name) is None:
-            yield f"/launcher/image_pull_secrets/{i}", f"{name!r} is no name of a Secret"
+            yield f"/launcher/image_pull_secrets/{i}", f"{name!r} is not a valid name of a Secret"
 
 
 def _of_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
