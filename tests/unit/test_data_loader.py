@@ -63,7 +63,7 @@ def test_an_epoch_holds_every_sample_once_but_the_remainder() -> None:
     epochs = [[indices(list(loader)) for loader in ranks] for _ in range(2)]
     for parts in epochs:
         seen = sorted(parts[0] + parts[1])
-        assert len(parts[0]) == len(parts[1]) == 20
+        assert len(parts[0]) == len(parts[1]) == 20 == len(ranks[0]) * BATCH
         assert len(set(seen)) == 40 == LENGTH - LENGTH % (2 * BATCH)
     assert epochs[0] != epochs[1]
     assert [loader.epoch for loader in ranks] == [2, 2]

@@ -134,6 +134,10 @@ class TrainLoader:
         """Batches of this rank in one epoch, equal on all ranks; a remainder that fills no batch of all ranks is left out."""
         return self._cursor.rule.batches_per_epoch
 
+    def __len__(self) -> int:
+        """``steps_per_epoch``."""
+        return self.steps_per_epoch
+
     def data_digest(self) -> str | None:
         """Names the samples, if the data set can (``dataset.digest()``)."""
         return dataset_digest(self._samples.dataset)
