@@ -37,13 +37,23 @@ CAUSES = {
     "accelerate": ["rank-killed"],
     "trainer": ["api-suspend", "rank-killed"],
 }  # an epoch apart
-EPOCHS = {"lightning": 20, "accelerate": 8, "trainer": 16}
-STEPS_PER_EPOCH = 11  # 22 batches, two of them accumulated
+EPOCHS = {"lightning": 20, "accelerate": 3, "trainer": 16}
+STEPS_PER_EPOCH = 11  # 22 batches, two of them accumulated; each of Accelerate's batches is a step
 
 
 def weights(file: Path, package: str) -> Path:
     """A model to start from, under the names that the package's own checkpoint has."""
-    draw, prefix = np.random.default_rng(1), "" if package == "accelerate" else "net."
+    draw, prefix = np.random.default_rng(1), "net."
+    if package == "accelerate":
+        of_layer = {
+            "self_attn.in_proj_weight": (96, 32), "self_attn.in_proj_bias": (96,), "self_attn.out_proj.weight": (32, 32),
+            "self_attn.out_proj.bias": (32,), "linear1.weight": (64, 32), "linear1.bias": (64,), "linear2.weight": (32, 64),
+            "linear2.bias": (32,), "norm1.weight": (32,), "norm1.bias": (32,), "norm2.weight": (32,), "norm2.bias": (32,),
+        }  # fmt: skip
+        others = {"tokens.weight": (17, 32), "places": (64, 32), "head.weight": (10, 32), "head.bias": (10,)}
+        shapes = others | {f"layer.{name}": shape for name, shape in of_layer.items()}
+        save_file({n: draw.normal(0, 0.1, shape).astype(np.float32) for n, shape in shapes.items()}, file)
+        return file
     shapes = {"0": (128, 64), "4": (128, 128), "6": (10, 128)}
     found = {f"{n}.weight": draw.normal(0, 0.1, shape) for n, shape in shapes.items()}
     found |= {f"{n}.bias": np.zeros(shape[0]) for n, shape in shapes.items()}
@@ -87,12 +97,10 @@ def live(server: Server, package: str, disturbed: bool, start: Path) -> str:
 
 REFUSALS = """
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
 from lightning import LightningModule, Trainer
 from ratchet_contract.errors import UserError
 from ratchet_worker.data.loader import TrainLoader
 from ratchet_worker.data.own_generators import OwnGenerators
-from ratchet_worker.integrations.accelerate import prepare
 from ratchet_worker.integrations.lightning import SessionStrategy
 from ratchet_worker.integrations.training_arguments import make_generator
 from ratchet_worker.integrations.transformers import Trainer as Trainer_
@@ -118,11 +126,6 @@ def fit(module, data, overfit=0.0, **more):
     trainer = Trainer(**SessionStrategy(session).options(), max_epochs=1, logger=False, enable_progress_bar=False,
                       overfit_batches=overfit)
     refused(lambda: trainer.fit(module, data, **more))
-
-def accelerated(**loader):
-    net = torch.nn.Linear(2, 1)
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**loader))
-    refused(lambda: prepare(session, accelerator, net, torch.optim.SGD(net.parameters(), lr=0.1)))
 
 class Net(torch.nn.Linear):
     def forward(self, x):
@@ -157,11 +160,7 @@ train(data=samples, collator=masks, dataloader_num_workers=1)
 make_generator(masks, 0)
 print("refused: to draw from nothing:", sorted(OwnGenerators({"collate_fn": masks}).find()), flush=True)
 fit(Module(), data)
-accelerated(split_batches=True)
 session.register(data=data)
-accelerated(split_batches=True)
-accelerated(dispatch_batches=True)
-accelerated(use_seedable_sampler=True, data_seed=3)
 fit(Module(), data, overfit=2)
 fit(Module(), data, ckpt_path="somewhere.ckpt")
 fit(Module(), torch.utils.data.DataLoader(samples))
@@ -218,10 +217,6 @@ def test_what_no_session_can_honour_is_refused_by_name(server: Server, tmp_path:
         "data_collator: its seed",
         "['collate_fn.generator']",
         "no data is registered",
-        "split_batches: session.register(data=...) comes before prepare",
-        "split_batches: register TrainLoader(..., batch_is='global')",
-        "dispatch_batches: every rank",
-        "data_seed: the order of a job's data",
         "overfit_batches: a TrainLoader goes on",
         "ckpt_path",
         "trains on other data",

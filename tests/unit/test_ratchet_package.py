@@ -138,6 +138,7 @@ def test_an_older_ratchet_is_cured_with_the_package_of_ours_and_not_another_of_t
     ("text", "unmanaged"),
     [
         (b"from ratchet import Session", False), (b"import ratchet\nratchet.Session()", False),
+        (b"from ratchet.accelerate import Accelerator", False),
         (b"from ratchet_worker.session import Session", False), (b"import ratchet  # my own wrench", True),
         (b"import ratchet_hooks\nfrom sqlalchemy.orm import Session", True), (b"# ratchet submit; Session", True),
     ],

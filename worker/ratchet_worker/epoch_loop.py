@@ -40,7 +40,8 @@ class EpochLoop:
         self.over = False  # all epochs are done
         self.loader: Any = None  # the DataLoader itself
         self._data: SamplerPosition | StreamPosition | None = None
-        self._pass: _Pass | None = None  # the first one over the loader in this epoch
+        self._passes: Callable[[EpochLoop], Pass] = Pass
+        self._pass: Pass | None = None  # the first one over the loader in this epoch
         self._restored: tuple[dict[str, Any], dict[str, Any]] | None = (
             None  # generators, and what steers, within an epoch
         )
@@ -57,7 +58,8 @@ class EpochLoop:
     def _prepared(self, item: Any) -> Any:
         state = self.runtime.state
         if isinstance(item, DataLoader):
-            return self._prepared_loader(item)
+            self.train_on(item)
+            return PreparedLoader(self, item)
         if isinstance(item, Optimizer):
             state.register(self._name("optimizer", state.optimizers), item)
         elif isinstance(item, LRScheduler):
@@ -88,16 +90,18 @@ class EpochLoop:
         name = kind.removeprefix("user:")
         return next(f"user:{name}_{n}" for n in range(2, len(taken) + 3) if f"user:{name}_{n}" not in taken)
 
-    def _prepared_loader(self, loader: Any) -> PreparedLoader:
+    def train_on(self, loader: Any, passes: Callable[[EpochLoop], Pass] | None = None) -> None:
+        """``iterate`` goes over ``loader``, a DataLoader whose batches are the steps. ``passes``: another package's way to do it,
+        which loads each batch before the one in front of it is handed out. Raises ``UserError`` for a second one."""
         if self._data is not None:
             raise UserError(
                 "prepare takes one training DataLoader, whose batches are the job's steps. Loaders of an evaluation stay as they "
                 "are. Two for training: put both data sets into one, or use session.register(data=...) and session.steps(...)"
             )
-        self.loader = loader
-        self._data = SamplerPosition(loader) if sampler_position.fits(loader) else StreamPosition(loader)
+        self.loader, self._passes = loader, passes or Pass
+        ahead = passes is not None
+        self._data = SamplerPosition(loader, ahead=ahead) if sampler_position.fits(loader) else StreamPosition(loader)
         self.runtime.state.register("data", self._data)
-        return PreparedLoader(self, loader)
 
     # --- epochs --------------------------------------------------------------------------------------------------------
 
@@ -129,6 +133,11 @@ class EpochLoop:
                 runtime.begin_step()
             sampler_position.set_epoch(self.loader, epoch)
             yield epoch
+            if self._pass is None and runtime.gradients_reduced:
+                raise UserError(
+                    f"epoch {epoch} trained without a batch of the loader that prepare was given: go over that one, or give "
+                    "prepare the one that the training goes over"
+                )
             self._end_pass()
         self.epoch, self.over = None, True
         runtime.finish()  # also where checkpoint() has ended the last step
@@ -140,24 +149,28 @@ class EpochLoop:
                 "the prepared loader is iterated outside of an epoch: write `for epoch in session.epochs(n):` around it. For a "
                 "look at the data before the training take the DataLoader itself"
             )
-        return _Pass(self)
+        return self._passes(self)
 
-    def is_training(self, one: _Pass) -> bool:
+    def is_training(self, one: Pass) -> bool:
         """The first pass over the loader in an epoch is. Further ones, an evaluation on the training data say, belong to the step
         that is open."""
         if self._pass is None and self.epoch is not None:
             self._pass = one
         return self._pass is one
 
-    def next(self, one: _Pass) -> Any:
+    def next(self, one: Pass) -> Any:
         """The next batch: the open step ends, and another begins. Raises ``StopIteration`` at the end of the epoch, and what the
         step boundary raises."""
         runtime, data = self.runtime, self._data
         assert data is not None and self.epoch is not None
+        if not one.begun:
+            one.begins()
         if one.begun or self.start:
             self._put_back()
             if one.ended or not data.more():
-                self._end_pass()
+                if not one.ended:
+                    self._end_pass()
+                    one.ends()
                 raise StopIteration
             runtime.end_step()
             runtime.begin_step()
@@ -168,7 +181,7 @@ class EpochLoop:
         if not one.begun:
             one.begun = True
             self._number(one)
-        batch = data.take()
+        batch = one.of(data.take(), data.more)
         runtime.taken()
         return batch
 
@@ -190,7 +203,7 @@ class EpochLoop:
 
     # --- enumerate -----------------------------------------------------------------------------------------------------
 
-    def _number(self, one: _Pass) -> None:
+    def _number(self, one: Pass) -> None:
         """``enumerate`` goes on with the number of the batch; where it cannot, that is told."""
         for reader in enumerated.readers(one) if self.start else ():
             one.placeholders = True
@@ -244,13 +257,27 @@ class PreparedLoader:
         return getattr(self._loader, name)
 
 
-class _Pass:
-    """One pass over the loader."""
+class Pass:
+    """One pass over the loader. Another package's has more to do at its beginning, at each batch and at its end."""
 
     def __init__(self, loop: EpochLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self.begun = self.ended = self.placeholders = False
         self._plain: Iterator[Any] | None = None  # a pass that marks no steps
+
+    def begins(self) -> None:
+        """Before the first batch of the training's pass; also of one that goes on within the epoch."""
+
+    def of(self, batch: Any, more: Callable[[], bool]) -> Any:
+        """What the training gets of ``batch``. ``more``: is there another one behind it?"""
+        return batch
+
+    def ends(self) -> None:
+        """Behind the last batch, where the training asked for another."""
+
+    def plain(self) -> Iterator[Any]:
+        """A pass that is no training."""
+        return iter(self.loop.loader)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -258,6 +285,6 @@ class _Pass:
     def __next__(self) -> Any:
         if self.placeholders:
             return None
-        if self._plain is None and not self._loop.is_training(self):
-            self._plain = iter(self._loop.loader)
-        return next(self._plain) if self._plain is not None else self._loop.next(self)
+        if self._plain is None and not self.loop.is_training(self):
+            self._plain = self.plain()
+        return next(self._plain) if self._plain is not None else self.loop.next(self)

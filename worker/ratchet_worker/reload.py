@@ -35,7 +35,7 @@ def restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot) -> list
         _refuse_resize(runtime, manifest)
         reports = _restore_resized(runtime, manifest, saved, how)
     _insist_on_digests(runtime, manifest)
-    return [*reports, _layout_report(runtime, manifest)]
+    return [*reports, _layout_report(runtime)]
 
 
 def _insist_on_digests(runtime: Runtime, manifest: Manifest) -> None:
@@ -151,10 +151,10 @@ def _restore_resized(runtime: Runtime, manifest: Manifest, mine: Snapshot, how: 
     return runtime.state.restore_resized(mine, [everyone[r] for r in range(manifest.world_size)], seed, how)
 
 
-def _layout_report(runtime: Runtime, manifest: Manifest) -> ComponentReport:
+def _layout_report(runtime: Runtime) -> ComponentReport:
     note, rank = runtime.notes.layout, runtime.rank
     if note is not None:
         return ComponentReport(component="layout", rank=rank, status="redistributed", reason=note)
-    if manifest.bucket_layout is None:
-        return ComponentReport(component="layout", rank=rank, status="absent", reason="none was recorded")
-    return ComponentReport(component="layout", rank=rank, status="exact")
+    return ComponentReport(
+        component="layout", rank=rank, status="exact"
+    )  # none before the first reduction, then as now

@@ -264,6 +264,11 @@ class Runtime:
         self._batches += 1
         self.counter.tick()
 
+    @property
+    def batch_taken(self) -> bool:
+        """Has this step taken a batch of the training data?"""
+        return self._batches > 0
+
     def _fingerprint(self) -> None:
         """Before the step is counted, so that whoever finds it counted finds its fingerprint, and before it is saved."""
         assert self.proof is not None
@@ -281,7 +286,12 @@ class Runtime:
     def _worked(self) -> bool:
         if self.by_epochs and self._batches:  # a step may be one of several batches that are accumulated
             return self._open
-        return self._open and self.state.hook_or_refuse()[1].iteration > self._iteration
+        return self._open and self.gradients_reduced
+
+    @property
+    def gradients_reduced(self) -> bool:
+        """Has the hook run since this step began?"""
+        return self.state.hook_or_refuse()[1].iteration > self._iteration
 
     def checkpoint(self) -> bool:
         """Save now, unless this step is saved; every rank calls it after the same step. False: the save failed (and was told)."""

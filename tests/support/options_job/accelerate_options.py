@@ -7,18 +7,16 @@ import os
 import signal
 import sys
 import time
-from itertools import islice
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import DataLoaderConfiguration
 from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from ratchet_worker.data.loader import TrainLoader
-from ratchet_worker.integrations.accelerate import prepare
+from ratchet.accelerate import Accelerator
 from ratchet_worker.session import Session
 
 case = json.loads(sys.argv[1])
@@ -53,60 +51,55 @@ class Centred(nn.Module):
         return x - self.mean
 
 
-with Session() as session:
-    torch.manual_seed(session.seed)
-    draw = torch.Generator().manual_seed(1)
-    inputs = torch.randn(90, 12, generator=draw)
-    samples = TensorDataset(inputs, (inputs.sum(1) > 0).long())
-    accumulated = case.get("accumulated", 1)
-    options = dict(case.get("accelerator", {}))
-    if "plugin" in case:
-        options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=accumulated, **case["plugin"])
-    elif accumulated > 1:
-        options["gradient_accumulation_steps"] = accumulated
-    if "loader" in case:
-        options["dataloader_config"] = DataLoaderConfiguration(**case["loader"])
-    if "autocast" in case:
-        options["kwargs_handlers"] = [AutocastKwargs(**case["autocast"])]
-    accelerator = Accelerator(cpu=session.device.type == "cpu", **options)
-    whole = accelerator.split_batches
-    data = TrainLoader(
-        samples, batch_size=6 if whole else 3, batch_is="global" if whole else "per_rank", seed=session.seed,
-        rank=session.rank, world_size=session.world_size,
-    )  # fmt: skip
-    session.register(data=data)
-    net = nn.Sequential(
-        nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), Centred(24), nn.Dropout(0.3), nn.Linear(24, 2)
-    )  # fmt: skip
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    schedulers = {
-        "exponential": lambda: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97),
-        "cycle": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=8 * STEPS),
-        "warm restarts": lambda: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5),
-        "plateau": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
-    }
-    kind = case.get("scheduler", "exponential")
-    model, optimizer, scheduler = prepare(session, accelerator, net, optimizer, schedulers[kind]())
-    held_back = accelerator.prepare(DataLoader(samples, batch_size=5)) if "evaluation" in case else ()
-    if "log_with" in options:
-        accelerator.init_trackers("walk")
-    batches = session.batches()
-    for step in session.steps(STEPS):
+draw = torch.Generator().manual_seed(1)
+inputs = torch.randn(71, 12, generator=draw)
+samples = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+options = dict(case.get("accelerator", {}))
+accumulated = case.get("accumulated", 1)
+if "plugin" in case:
+    options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=accumulated, **case["plugin"])
+elif accumulated > 1:
+    options["gradient_accumulation_steps"] = accumulated
+if "loader" in case:
+    options["dataloader_config"] = DataLoaderConfiguration(**case["loader"])
+if "autocast" in case:
+    options["kwargs_handlers"] = [AutocastKwargs(**case["autocast"])]
+accelerator = Accelerator(**options)
+session = accelerator.session
+torch.manual_seed(session.seed)
+loader = DataLoader(samples, batch_size=6 if accelerator.split_batches else 3, shuffle=True)
+net = nn.Sequential(
+    nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), Centred(24), nn.Dropout(0.3), nn.Linear(24, 2)
+)  # fmt: skip
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+schedulers = {
+    "exponential": lambda: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97),
+    "cycle": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=8 * STEPS),
+    "warm restarts": lambda: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5),
+    "plateau": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+}
+kind = case.get("scheduler", "exponential")
+model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, schedulers[kind]())
+held_back = accelerator.prepare(DataLoader(samples, batch_size=6)) if "evaluation" in case else ()
+if "log_with" in options:
+    accelerator.init_trackers("walk")
+for _ in accelerator.epochs(STEPS // len(loader)):
+    for x, y in loader:
+        step = session.step
         die(session, step + 1)
-        for x, y in islice(batches, case.get("taken", accumulated)):
-            with accelerator.accumulate(model), accelerator.autocast():
-                loss = cross_entropy(model(x), y)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients and case.get("clip") == "norm":
-                    accelerator.clip_grad_norm_(net.parameters(), 0.1)
-                if accelerator.sync_gradients and case.get("clip") == "value":
-                    accelerator.clip_grad_value_(net.parameters(), 0.01)
-                optimizer.step()
-                if kind == "plateau":
-                    scheduler.step(float(accelerator.gather(loss.detach()).mean()))
-                else:
-                    scheduler.step()
-                optimizer.zero_grad()
+        with accelerator.accumulate(model), accelerator.autocast():
+            loss = cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and case.get("clip") == "norm":
+                accelerator.clip_grad_norm_(net.parameters(), 0.1)
+            if accelerator.sync_gradients and case.get("clip") == "value":
+                accelerator.clip_grad_value_(net.parameters(), 0.01)
+            optimizer.step()
+            if kind == "plateau":
+                scheduler.step(float(accelerator.gather(loss.detach()).mean()))
+            else:
+                scheduler.step()
+            optimizer.zero_grad()
         if (step + 1) % 4 == 0 and held_back:
             model.eval()
             right = 0
@@ -117,4 +110,3 @@ with Session() as session:
             model.train()
             optimizer.param_groups[0]["weight_decay"] = right / len(samples)
         accelerator.log({"loss": loss.item()}, step=step)
-        session.log({"loss": loss.item()})

@@ -1,71 +1,242 @@
-"""Accelerate in a job: its ``prepare`` with the Session's DDP.
+"""Accelerate as a job: its ``Accelerator`` with a Session inside.
 
-    with Session() as session:
-        accelerator = Accelerator(cpu=session.device.type == "cpu", gradient_accumulation_steps=2)
-        data = TrainLoader(my_dataset(), batch_size=32, seed=session.seed, rank=session.rank, world_size=session.world_size)
-        session.register(data=data)
-        model, optimizer, scheduler = prepare(session, accelerator, net, optimizer, scheduler)
-        batches = session.batches()
-        for step in session.steps(1000):
-            for x, y in islice(batches, accelerator.gradient_accumulation_steps):
-                with accelerator.accumulate(model):
-                    accelerator.backward(cross_entropy(model(x.to(accelerator.device)), y.to(accelerator.device)))
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
+An ordinary script of Accelerate, but for two lines::
 
-Hook, DDP's settings, ranks and devices are those of the spec, so ``DistributedDataParallelKwargs`` is refused, and with it what
-trains by other means than DDP. ``save_state`` and ``load_state`` go out of the script: what ``prepare`` is given is registered
-with the Session, which saves and restores it. A ``TrainLoader`` reads and orders samples by itself, so options of
-``DataLoaderConfiguration`` that ask for another order or other batches are refused; the others have nothing to do.
+    from ratchet.accelerate import Accelerator                # in place of: from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer, loader, test_loader, scheduler = accelerator.prepare(model, optimizer, loader, test_loader, scheduler)
+    for epoch in accelerator.epochs(3):                       # in place of: range(3)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+A batch of the first DataLoader that ``prepare`` is given is a step of the job; later ones are evaluation's. Batches, order and
+schedules are Accelerate's own. Saved with model, optimizers, schedulers, scaler and generators are the position in the epoch,
+what is accumulated, Accelerate's counts, and what ``register_for_checkpointing`` is given. Hook, DDP's settings, ranks and
+devices are those of the spec; without a service those of a Session that is made before the Accelerator, or the defaults.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 try:
-    from accelerate import Accelerator
+    import accelerate
+    from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SeedableRandomSampler
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DynamoBackend, send_to_device, synchronize_rng_states
 except ImportError as error:
     raise ImportError("Accelerate is not installed: pip install 'ratchet-train[worker,accelerate]'") from error
 
 from ratchet_contract.errors import UserError
-from ratchet_worker.data.loader import TrainLoader
+from ratchet_hooks.build import close_group
+from ratchet_worker.data import points
+from ratchet_worker.epoch_loop import EpochLoop, Pass
 from ratchet_worker.session import Session
 
 _DDP_ALONE: Final = ("deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 
 
-def prepare(
-    session: Session, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, *schedulers: Any
-) -> list[Any]:
-    """``accelerator.prepare(model, optimizer, *schedulers)``, with the model in the job's DDP and all of it registered.
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """See the module's text. ``session``: the rank's ``Session``, made here if the script has none yet. Raises ``UserError`` for
+    what the spec decides, and what a Session cannot resume."""
 
-    Once, on every rank; a collective. Raises ``UserError`` for what the job's spec decides, or what cannot be resumed.
-    """
-    if accelerator.ddp_handler is not None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.session = _session()
+        if self.session.device.type == "cpu":
+            os.environ["ACCELERATE_USE_CPU"] = "true"
+        super().__init__(*args, **kwargs)
+        self._refuse_arguments()
+        self.session.register(accelerate=_Counts(self))
+        if self.scaler is not None:
+            self.session.prepare(self.scaler)
+
+    def _refuse_arguments(self) -> None:
+        if self.ddp_handler is not None:
+            raise UserError(
+                "DistributedDataParallelKwargs: hook and DDP's settings are those of the job's spec (hook, ddp); drop it. "
+                "Without a service they are Session(hook=..., ddp=...), made before the Accelerator"
+            )
+        if self.init_handler is not None:
+            raise UserError("InitProcessGroupKwargs: the Session starts the process group (ddp.backend); drop it")
+        for name in _DDP_ALONE:
+            if getattr(self.state, name, None) is not None:
+                raise UserError(f"{name}: not supported within a Session, which trains with DDP; drop it")
+        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise UserError(
+                "dynamo_backend, dynamo_plugin: give prepare a model that is compiled: torch.compile(model)"
+            )
+        if self.use_stateful_dataloader:
+            raise UserError("use_stateful_dataloader: the Session saves and restores the position of loaders; drop it")
+        refuse_other_ranks(self.session, self)
+
+    @property
+    def _loop(self) -> EpochLoop:
+        return self.session._epoch_loop
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """``Session.epochs``: numbers of the epochs to do, from the restored one to ``total`` - 1."""
+        return self.session.epochs(total)
+
+    # --- prepare -------------------------------------------------------------------------------------------------------
+
+    @override
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Accelerate's, in the job's DDP."""
+        before = getattr(model, "_is_accelerate_prepared", False)
+        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if evaluation_mode or before:
+            return prepared
+        prepared = self.session.prepare(prepared)
+        prepared._is_accelerate_prepared = True
+        return prepared
+
+    @override
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        if not getattr(optimizer, "_is_accelerate_prepared", False):
+            self.session.prepare(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    @override
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        if not getattr(scheduler, "_is_accelerate_prepared", False):
+            self.session.prepare(scheduler)
+        return super().prepare_scheduler(scheduler)
+
+    @override
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's; the first one is the training's, whose batches are the job's steps."""
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if prepared is data_loader or self._loop.loader is not None:
+            return prepared
+        self._dataloaders[-1] = TrainingLoader(self._loop, prepared)
+        return self._dataloaders[-1]
+
+    @override
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        super().register_for_checkpointing(*objects)
+        others = [one for one in objects if not getattr(one, "_is_accelerate_prepared", False)]
+        if others:
+            self.session.prepare(*others)
+
+    # --- the loop ------------------------------------------------------------------------------------------------------
+
+    @override
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Accelerate's. Raises ``UserError`` where the batch is not one of the training's loader: no step would be counted."""
+        if not self.session._runtime.batch_taken:
+            raise UserError(
+                "accelerator.backward() without a batch of the training's DataLoader in this step. That is the first one that "
+                "prepare was given: give it the training's first, and evaluation's behind it"
+            )
+        super().backward(loss, **kwargs)
+
+    @override
+    def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> Any:
         raise UserError(
-            "DistributedDataParallelKwargs: hook and DDP's settings are those of the job's spec (hook, ddp); drop it"
+            "join_uneven_inputs: all ranks of a job do the same steps; leave even_batches at True and drop it"
         )
-    for name in _DDP_ALONE:
-        if getattr(accelerator.state, name, None) is not None:
-            raise UserError(f"{name}: not supported within a Session, which trains with DDP; drop it")
-    _refuse_loader_options(session, accelerator)
-    wrapped = wrap(session, accelerator, model)
-    prepared = [accelerator.prepare(item) for item in (optimizer, *schedulers)]
-    state: dict[str, Any] = {f"scheduler_{n}" if n else "scheduler": item for n, item in enumerate(schedulers)}
-    if accelerator.scaler is not None:
-        state["scaler"] = accelerator.scaler
-    session.register(optimizer=optimizer, accelerate=_Counts(accelerator), **state)
-    return [wrapped, *prepared]
+
+    @override
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        if isinstance(dataloader, TrainingLoader) and num_batches:
+            raise UserError(
+                "skip_first_batches of the training's DataLoader: a resumed job goes on within its epoch by itself; drop it, "
+                "and the load_state before it"
+            )
+        return super().skip_first_batches(dataloader, num_batches)
+
+    @override
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Accelerate's; what is a number is a metric of the job, too."""
+        super().log(values, step, log_kwargs or {})
+        runtime = self.session._runtime
+        if runtime.restored and not runtime.finished:
+            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+            tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
+            self.session.log(numbers | tensors)
+
+    @override
+    def end_training(self) -> None:
+        """Trackers end, and the job does where its loop was left early. The process group stays until the process ends."""
+        for tracker in self.trackers:
+            tracker.finish()
+        self.session.finish()
+
+    # --- Accelerate's own checkpoints ----------------------------------------------------------------------------------
+
+    @override
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's. A step that is done again behind a kill writes its files again."""
+        project = self.project_configuration
+        if project.automatic_checkpoint_naming and self.session._runtime.launch.epoch > 1:
+            folder = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
+            again = folder.exists()
+            self.wait_for_everyone()  # rank 0 is about to make it
+            if again:
+                project.automatic_checkpoint_naming = False
+                try:
+                    return super().save_state(str(folder), *args, **kwargs)
+                finally:
+                    project.automatic_checkpoint_naming = True
+        return super().save_state(output_dir, *args, **kwargs)
+
+    @override
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Before the first step of a job: what it begins with. A resumed one has its own, and leaves ``input_dir`` out, which it
+        tells. Raises ``UserError`` behind the first step."""
+        runtime = self.session._runtime
+        if runtime.restored:
+            raise UserError("load_state comes before the first step: a job goes on from its own checkpoints by itself")
+        if self.session.resumed:
+            text = f"load_state({str(input_dir)!r}) is left out: the job goes on from its own step {self.session.step}"
+        else:
+            super().load_state(input_dir, *args, **kwargs)
+            text = f"load_state({str(input_dir)!r}): the job begins with this state, at the first batch of epoch 0"
+        if runtime.rank == 0:
+            runtime.reporter.note("load-state", text)
+
+
+def _session() -> Session:
+    """The rank's. Generators stay as the script has seeded them; a process group that Accelerate has begun, with the same ranks,
+    gives way to the Session's."""
+    point = points.here({})
+    try:
+        session = Session()
+    except UserError as error:
+        if error.code != "group-exists" or not PartialState._shared_state:
+            raise
+        close_group()
+        session = Session()
+    point.put({})
+    if point.cuda is None:
+        torch.cuda.manual_seed_all(torch.initial_seed())
+    if PartialState._shared_state and not _fits(session, PartialState()):
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return session
+
+
+def _fits(session: Session, state: Any) -> bool:
+    return bool(state.num_processes == session.world_size and state.device.type == session.device.type)
 
 
 def refuse_other_ranks(session: Session, accelerator: Any) -> None:
     """Raises ``UserError`` where Accelerate has made something else of this process."""
-    if accelerator.num_processes != session.world_size or accelerator.device.type != session.device.type:
+    if not _fits(session, accelerator):
         raise UserError(
             f"Accelerate runs {accelerator.num_processes} processes on {accelerator.device.type}, the job {session.world_size} "
             f"on {session.device.type}: make the Session first, and pass cpu=session.device.type == 'cpu' to Accelerator; for a "
@@ -73,41 +244,99 @@ def refuse_other_ranks(session: Session, accelerator: Any) -> None:
         )
 
 
-def wrap(session: Session, accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """``accelerator.prepare_model(model)``, autocast included, with the job's DDP. Raises ``UserError`` for other ranks."""
-    refuse_other_ranks(session, accelerator)
-    wrapped: nn.Module = accelerator.prepare_model(session.wrap(model), evaluation_mode=True)  # no DDP of Accelerate's
-    return wrapped
+class TrainingLoader(DataLoaderShard):  # type: ignore[misc]
+    """What Accelerate made of the training's DataLoader, with an iteration that marks the steps. ``iteration``: of Accelerate,
+    passes that were not left early."""
 
-
-def _refuse_loader_options(session: Session, accelerator: Accelerator) -> None:
-    """Raises ``UserError`` for an option that a ``TrainLoader``, which Accelerate does not prepare, would leave out silently."""
-    config, data = accelerator.dataloader_config, session._runtime.state.data
-    refused = {
-        "split_batches": "register TrainLoader(..., batch_is='global'), whose batch_size is that of all ranks together",
-        "dispatch_batches": "every rank of a job reads its own samples, not rank 0 for all; drop it",
-        "data_seed": "the order of a job's data follows from its seed (seed in the spec); drop it",
-    }
-    for name, why in refused.items():
-        if getattr(config, name) in (None, False):
-            continue
-        if data is None:
+    def __init__(self, loop: EpochLoop, made: Any) -> None:
+        if type(made) is not DataLoaderShard:
             raise UserError(
-                f"{name}: session.register(data=...) comes before prepare, so that it is known what this is for"
+                "dispatch_batches: every rank of a job reads its own samples, not rank 0 for all. For an IterableDataset say "
+                "DataLoaderConfiguration(dispatch_batches=False)"
             )
-        global_batch = name == "split_batches" and isinstance(data, TrainLoader) and data.batch_is == "global"
-        if isinstance(data, TrainLoader) and not global_batch:
-            raise UserError(f"{name}: {why}")
+        if _uneven(made.batch_sampler):
+            raise UserError("even_batches: False gives ranks different numbers of batches here; leave it at True")
+        sampler = made.get_sampler()
+        if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:  # it makes one in its first epoch
+            sampler.generator = torch.Generator().manual_seed(sampler.initial_seed)
+        self.__dict__.update(vars(made))
+        self._loop = loop
+        loop.train_on(self.base_dataloader, lambda loop: _Pass(loop, self))
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        return self._loop.iterate()
+
+    @property
+    def start(self) -> int:
+        """Number of the first batch of this epoch's pass: 0, but behind a resume within the epoch."""
+        return self._loop.start
+
+
+def _uneven(sampler: Any) -> bool:
+    return (
+        isinstance(sampler, BatchSamplerShard)
+        and not (sampler.even_batches or sampler.drop_last)
+        and sampler.total_length % sampler.num_processes != 0
+    )
+
+
+class _Pass(Pass):
+    """Does what ``DataLoaderShard.__iter__`` does."""
+
+    def __init__(self, loop: EpochLoop, loader: TrainingLoader) -> None:
+        super().__init__(loop)
+        self._loader = loader
+
+    @override
+    def begins(self) -> None:
+        loader = self._loader
+        if loader.rng_types is not None and not loader.start:
+            synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
+        loader.begin()
+        loader.set_epoch(loader.iteration)
+
+    @override
+    def of(self, batch: Any, more: Callable[[], bool]) -> Any:
+        loader = self._loader
+        if loader.device is not None:
+            batch = send_to_device(batch, loader.device, non_blocking=loader._non_blocking)
+        loader.end_of_dataloader = not more()
+        return batch
+
+    @override
+    def ends(self) -> None:
+        self._loader.iteration += 1
+        self._loader.end()
+
+    @override
+    def plain(self) -> Iterator[Any]:
+        return DataLoaderShard.__iter__(self._loader)  # type: ignore[no-any-return]
 
 
 class _Counts:
-    """How many batches Accelerate has accumulated."""
+    """What an Accelerator counts, and what its last batch has left behind."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step}
+    def state_dict(self) -> dict[str, Any]:
+        one = self._accelerator
+        return {
+            "step": one.step,
+            "sync_gradients": one.sync_gradients,
+            "skipped": [optimizer.step_was_skipped for optimizer in one._optimizers],
+            "iterations": [loader.iteration for loader in one._dataloaders if isinstance(loader, TrainingLoader)],
+            "save_iteration": one.save_iteration,
+        }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._accelerator.step = state["step"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        one = self._accelerator
+        one.step, one.sync_gradients = state["step"], state["sync_gradients"]
+        for optimizer, skipped in zip(one._optimizers, state["skipped"], strict=True):
+            optimizer._is_overflow = skipped
+        for loader, iteration in zip(
+            (x for x in one._dataloaders if isinstance(x, TrainingLoader)), state["iterations"], strict=True
+        ):
+            loader.iteration = iteration
+        one.project_configuration.iteration = state["save_iteration"]

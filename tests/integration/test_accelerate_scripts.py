@@ -1,0 +1,107 @@
+"""Scripts of Accelerate under ``ratchet.accelerate``, killed at five places: the weights, and the saved states, of the same
+script under Accelerate alone.
+
+One kind of script by default; RATCHET_TEST_OPTIONS=all: all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ratchet_contract.phases import Cause
+from tests.support.interpreters import LIBRARIES
+from tests.support.launch import Job
+from tests.support.plain_ranks import plain, weights
+
+pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="the extra `accelerate` is not installed")
+
+CODE: Final = Path(__file__).parents[1] / "support" / "accelerate_job"
+BATCHES: Final = {"accumulated": 6, "workers": 6, "left early": 5}
+"""Of an epoch, or the least of one."""
+
+
+def places_of(kind: str) -> list[str]:
+    """Drawn: two within an accumulation of three batches; at an epoch's last batch, between two, and at the first of one."""
+    draw, last = random.Random(kind), BATCHES[kind] - 1
+    return [f"0.{draw.choice((0, 1))}", f"1.{draw.choice((3, 4))}", f"1.{last}", "1.end", f"{draw.choice((2, 3))}.0"]
+
+
+def states(out: Path) -> dict[str, Any]:
+    """What ``save_state`` has written, by file."""
+    found = {}
+    for path in sorted((out / "states").rglob("*.*")):
+        safe = path.suffix == ".safetensors"
+        found[str(path.relative_to(out))] = plainly(load_file(path) if safe else torch.load(path, weights_only=False))
+    return found
+
+
+def plainly(value: Any) -> Any:
+    """To be compared bit for bit."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
+    if isinstance(value, dict):
+        return {key: plainly(item) for key, item in value.items()}
+    return [plainly(item) for item in value] if isinstance(value, list | tuple) else repr(value)
+
+
+@pytest.mark.parametrize("kind", BATCHES if os.environ.get("RATCHET_TEST_OPTIONS") == "all" else ["accumulated"])
+def test_a_killed_script_ends_as_under_accelerate_alone(jobs: list[Job], tmp_path: Path, kind: str) -> None:
+    places = places_of(kind)
+    spec = {
+        "script": ["train.py", kind, str(tmp_path / "killed"), *places],
+        "code": {"path": str(CODE)},
+        "checkpoint": {"every_steps": 2 if kind == "workers" else 1, "first": "off"},
+        "determinism": "strict",
+    }
+    for name in ("killed", "plain"):
+        (tmp_path / name).mkdir()
+    jobs.append(Job(tmp_path / "home", spec, CODE, interpreters=LIBRARIES))
+    causes = []
+    for _ in (*places, "end"):
+        attempt = jobs[0].launch()
+        causes.append(attempt.wait(120).cause)
+        assert causes[-1] in (Cause.RANK_KILLED, Cause.COMPLETED), attempt.logs()
+    assert causes == [Cause.RANK_KILLED] * len(places) + [Cause.COMPLETED]
+    reports = [attempt.report() for attempt in jobs[0].attempts if attempt.report().base.step]
+    assert {report.verdict for report in reports} == {"exact"} and len(reports) >= 4, reports
+    plain(CODE / "train.py", kind, tmp_path / "plain")
+    for mine, theirs in zip(weights(tmp_path / "killed"), weights(tmp_path / "plain"), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+    saved, expected = states(tmp_path / "killed"), states(tmp_path / "plain")
+    assert saved.keys() == expected.keys() and len(saved) > 8
+    assert [name for name in saved if saved[name] != expected[name]] == []
+    logged = [attempt.metrics() for attempt in jobs[0].attempts]
+    assert sum("accuracy" in values for at in logged for values in at.values()) >= 4
+
+
+def test_what_no_session_can_honour_is_refused_by_name(jobs: list[Job], tmp_path: Path) -> None:
+    spec = {"script": ["refusals.py"], "code": {"path": str(CODE)}}
+    jobs.append(Job(tmp_path, spec, CODE, interpreters=LIBRARIES))
+    attempt = jobs[0].launch()
+    attempt.wait(120)
+    said = [line for line in attempt.paths.log(0).read_text().splitlines() if line.startswith("refused: ")]
+    expected = [
+        "DistributedDataParallelKwargs: hook and DDP's settings are those of the job's spec",
+        "InitProcessGroupKwargs: the Session starts the process group",
+        "dynamo_backend, dynamo_plugin: give prepare a model that is compiled",
+        "use_stateful_dataloader: the Session saves",
+        "dispatch_batches: every rank of a job",
+        "even_batches: False gives ranks different numbers",
+        "epochs() goes over the loader",
+        "skip_first_batches of the training's DataLoader",
+        "join_uneven_inputs: all ranks",
+        "the prepared loader is iterated outside of an epoch",
+        "load_state comes before the first step",
+        *["accelerator.backward() without a batch of the training's DataLoader"] * 2,
+        "epoch 0 trained without a batch of the loader",
+    ]
+    assert [(e, s) for e, s in zip(expected, said, strict=True) if e not in s] == []
