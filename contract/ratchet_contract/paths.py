@@ -8,6 +8,7 @@
 <home>/jobs/<job id>/quarantine/         damaged checkpoints, moved here whole
 <home>/jobs/<job id>/work/               current directory of the ranks: a writable copy of the code, kept over all attempts
 <home>/jobs/<job id>/work.json           which code that copy was made of, file by file
+<home>/jobs/<job id>/framework-files.jsonl   which files Lightning's callbacks wrote in which step
 <home>/jobs/<job id>/KEPT                the job was deleted without what it left in work/: its owner, as JSON
 <home>/jobs/<job id>/attempts/0007/      one launch: files of AttemptPaths
 <home>/jobs/<job id>/attempts/0007/node-00001/   its second node's agent: files of NodePaths
@@ -139,6 +140,11 @@ class JobPaths:
     def work_file(self) -> Path:
         """What of the code ``work`` is a copy of, file by file. Written by agents."""
         return self.root / "work.json"
+
+    @property
+    def framework_files(self) -> Path:
+        """Which checkpoint files of Lightning's own the ranks have written in which step, a line each. Written by rank 0."""
+        return self.root / "framework-files.jsonl"
 
     @property
     def kept_file(self) -> Path:

@@ -124,6 +124,11 @@ class Runtime:
         return self.exchange.world_size
 
     @property
+    def open_step(self) -> int:
+        """Its number; between two steps that of the one just done."""
+        return self.step + self._open
+
+    @property
     def done(self) -> bool:
         """Nothing is left to train: the checkpoint says so, or the last step is behind us."""
         manifest = self.chosen.manifest
@@ -345,7 +350,7 @@ class Runtime:
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
         """Metrics of the open step, or of the one just done; only rank 0's are kept."""
         if self.rank == 0:
-            step, found = self.step + self._open, {k: metric(k, v) for k, v in values.items()}
+            step, found = self.open_step, {k: metric(k, v) for k, v in values.items()}
             self.reporter.metrics(step, found)
             self.checkpointer.metric(step, found)
 

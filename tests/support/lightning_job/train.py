@@ -20,16 +20,14 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from ratchet_worker.data.loader import TrainLoader
-from ratchet_worker.integrations.lightning import SessionLogger, SessionStrategy
-from ratchet_worker.session import Session
+from ratchet.lightning import SessionLogger, SessionStrategy
 
 CASE: dict[str, Any] = json.loads(sys.argv[1])
 LAUNCH = json.loads(Path(os.environ["RATCHET_LAUNCH_FILE"]).read_bytes())
@@ -274,7 +272,11 @@ def end(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         if isinstance(callback, callbacks.EarlyStopping):
             out["stopping"] = [callback.wait_count, callback.stopped_epoch, float(callback.best_score)]
         if isinstance(callback, callbacks.ModelCheckpoint):
-            out["best"] = [float(callback.best_model_score), sorted(map(float, callback.best_k_models.values()))]
+            out["best"] = [
+                callback.best_model_path[len(str(Path.cwd())) :],
+                callback.last_model_path[len(str(Path.cwd())) :],
+            ]
+            out["scores"] = sorted(map(float, callback.best_k_models.values()))
         if isinstance(callback, Curriculum):
             out["curriculum"] = [callback.seen, callback.stage, trainer.gradient_clip_val]
         if isinstance(callback, callbacks.SpikeDetection):
@@ -288,25 +290,21 @@ def main() -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(8 * 2 * CASE.get("batches", 6), 12, generator=draw)
     y = x[:, :3].argmax(1)
-    with Session() as session:
-        data = TrainLoader(
-            TensorDataset(x, y), batch_size=8, seed=session.seed, rank=session.rank, world_size=session.world_size
-        )
-        session.register(data=data)
-        strategy = SessionStrategy(session)
-        bar = any("ProgressBar" in name for name in CASE.get("callbacks", []))
-        trainer = Trainer(
-            **strategy.options(),
-            max_epochs=CASE.get("epochs", 4),
-            callbacks=[*map(made, CASE.get("callbacks", [])), Kills()],
-            logger=[Lines(), SessionLogger(session)],
-            enable_progress_bar=bar,
-            **{"log_every_n_steps": 2} | CASE.get("trainer", {}),
-        )
-        module = Manual() if CASE.get("manual") else Module()
-        trainer.fit(module, data, DataLoader(TensorDataset(x[:32], y[:32]), batch_size=16))
-        if session.rank == 0:
-            Path("end.json").write_text(json.dumps(end(trainer, module)))
+    data = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+    bar = any("ProgressBar" in name for name in CASE.get("callbacks", []))
+    trainer = Trainer(
+        strategy=SessionStrategy(),
+        devices=2,
+        max_epochs=CASE.get("epochs", 4),
+        callbacks=[*map(made, CASE.get("callbacks", [])), Kills()],
+        logger=[Lines(), SessionLogger(), *([CSVLogger("logs")] if CASE.get("csv") else [])],
+        enable_progress_bar=bar,
+        **{"log_every_n_steps": 2} | CASE.get("trainer", {}),
+    )
+    module = Manual() if CASE.get("manual") else Module()
+    trainer.fit(module, data, DataLoader(TensorDataset(x[:32], y[:32]), batch_size=16))
+    if trainer.is_global_zero:
+        Path("end.json").write_text(json.dumps(end(trainer, module)))
 
 
 if __name__ == "__main__":

@@ -1,41 +1,39 @@
-"""Lightning's Trainer as a job: its loop inside of a ``Session``.
+"""Lightning's Trainer as a job: its loop inside of a ``Session``. One line of a script changes::
 
-The script as it was, but for the session, the data and the strategy::
+    from ratchet.lightning import SessionStrategy
 
-    from lightning import Trainer
-    from ratchet import Session, TrainLoader
-    from ratchet_worker.integrations.lightning import SessionStrategy
+    trainer = Trainer(strategy=SessionStrategy(), devices=2, max_epochs=20, callbacks=[ModelCheckpoint(monitor="loss")])
+    trainer.fit(module, datamodule=data)
 
-    with Session() as session:
-        data = TrainLoader(my_dataset(), batch_size=32, seed=session.seed, rank=session.rank, world_size=session.world_size)
-        session.register(data=data)
-        strategy = SessionStrategy(session)
-        trainer = Trainer(**strategy.options(), max_epochs=20)
-        trainer.fit(MyModule(), data)
-
-Hook, DDP's settings, ranks and devices are those of the spec. A step of the job is one of the optimizer, with its
-``accumulate_grad_batches`` batches; of a module that optimizes by itself (``automatic_optimization = False``) it is all batches
-up to the one in which an optimizer stepped. It ends when the Trainer asks for the next batch: what callbacks, validation and
-schedulers did until then belongs to it. Then it is counted, saved when a checkpoint is due, and stopped at when a stop was asked
-for, all of it by the Session. Saved are model, optimizers, schedulers, scaler, data position, generators, buffers, hook, and the
-Trainer's own: its loops' counters, logged values, callbacks, and what ``on_save_checkpoint`` adds to a checkpoint.
+The Session is the rank's: the job's, or under ``python`` and ``torchrun`` one without a service; ``SessionStrategy(session)``
+takes one that the script has made, with arguments. Hook and DDP's settings are the Session's. A step of the job is one of the
+optimizer, with its ``accumulate_grad_batches`` batches; of a module that optimizes by itself (``automatic_optimization = False``)
+it is all batches up to the one in which an optimizer stepped. It ends when the Trainer asks for the next batch: what callbacks,
+validation and schedulers did until then belongs to it. Then it is counted, saved when a checkpoint is due, and stopped at when a
+stop was asked for, all of it by the Session. Saved are model, optimizers, schedulers, scaler, data position, generators, buffers,
+hook, and the Trainer's own: its loops' counters, logged values, callbacks, and what ``on_save_checkpoint`` adds to a checkpoint.
+Lightning's own checkpoint files are what they are without Ratchet; those of steps that are done again take the place of the lost
+ones (``lightning_files``).
 
 A resumed Trainer begins as a new one does, with the hooks from ``setup`` to ``on_train_epoch_start`` of the epoch that is
 resumed, and everything is put back when it asks for its first batch: where it was saved. Lightning's own way of resuming is not
 taken; it leaves out hooks, schedulers' steps and logged values.
 
-Not supported, and refused by name: ``ckpt_path`` (the job resumes by itself), ``overfit_batches``, training
-data that is not the registered one, ``StochasticWeightAveraging`` of a model with batch norm, ``BaseFinetuning``,
-``ModelPruning``. A stop waits for the end of a validation.
+Not supported, and refused by name: ``ckpt_path`` of ``fit`` (the job resumes by itself), several training loaders,
+``StochasticWeightAveraging`` of a model with batch norm, ``BaseFinetuning``, ``ModelPruning``. A stop waits for the end of a
+validation.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +42,9 @@ from typing_extensions import override
 try:
     import lightning
     import lightning.pytorch as pl
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+    from lightning.fabric.utilities.data import _auto_add_worker_init_fn
     from lightning.pytorch.callbacks import (
         BaseFinetuning,
         GradientAccumulationScheduler,
@@ -56,12 +57,21 @@ try:
     )
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
     from lightning.pytorch.loops.loop import _Loop
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer import call
-    from lightning.pytorch.trainer.states import TrainerFn
-    from lightning_utilities.core.rank_zero import rank_zero_info
+    from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+    from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
+    from ratchet_worker.integrations.lightning_data import Batches
+    from ratchet_worker.integrations.lightning_files import (
+        CheckpointFiles,
+        csv_rows,
+        open_versions,
+        put_versions,
+        rewind_csv,
+    )
     from ratchet_worker.integrations.lightning_state import (
         Additions,
         Attributes,
@@ -73,12 +83,17 @@ try:
 except ImportError as error:
     raise ImportError("Lightning is not installed: pip install 'ratchet-train[worker,lightning]'") from error
 
+from ratchet_contract import environment as names
 from ratchet_contract.errors import UserError
+from ratchet_contract.paths import JobPaths
+from ratchet_contract.plural import counted
 from ratchet_hooks.codec import encode
 from ratchet_hooks.errors import HookStateError
-from ratchet_worker.data.epochs import endless
 from ratchet_worker.integrations.steps import Steps, goes_on, refuse_other_epochs
 from ratchet_worker.session import Session
+
+if TYPE_CHECKING:
+    from ratchet_worker.runtime import Runtime
 
 _UNLIMITED: Final = -1  # as Lightning writes it
 _COMPONENT: Final = "user:lightning"
@@ -96,37 +111,106 @@ _CONNECTOR: Final = (
 
 
 class SessionStrategy(DDPStrategy):
-    """See the module's text. One per Session; ``options()`` are the Trainer's arguments that go with it."""
+    """See the module's text. One per run; ``session``: one that the script has made, with arguments."""
 
-    def __init__(self, session: Session) -> None:
-        super().__init__()
+    def __init__(self, session: Session | None = None) -> None:
+        started = names.RANK in os.environ
+        super().__init__(cluster_environment=TorchElasticEnvironment() if started else LightningEnvironment())
         self._session = session
-        self._runtime = session._runtime
-        self._steps = Steps(session, "the Trainer", lambda: None)
+        self._steps: Steps | None = None
+        self._files: CheckpointFiles | None = None  # of the rank that writes them
+        self._committed = 0  # the step up to which they are settled
         self._global_step = _UNLIMITED  # the Trainer's, when the open step began
         self._handler: Any = None
         self._progress: _Progress | None = None
-        self._batches: _Batches | None = None
-        self._trial = False  # steps of a finder, which are undone
+        self._batches: Batches | None = None
+        self.tries = False  # steps of a finder, which are undone
 
-    def options(self) -> dict[str, Any]:
-        """For ``Trainer(**options, ...)``: strategy, accelerator, devices, nodes."""
-        world = self._runtime.launch.spec.world
-        return {
-            "strategy": self,
-            "accelerator": "gpu" if self._session.device.type == "cuda" else "cpu",
-            "devices": self._session.world_size // world.nodes,
-            "num_nodes": world.nodes,
-            "use_distributed_sampler": False,
-        }
+    # --- ranks ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def set_world_ranks(self) -> None:
+        """Raises ``UserError`` where the Trainer asks for other ranks than there are."""
+        assert self.parallel_devices is not None
+        there, here = (int(os.environ.get(name, 1)) for name in (names.WORLD_SIZE, names.LOCAL_WORLD_SIZE))
+        if names.RANK not in os.environ:
+            there = here = 1
+        if len(self.parallel_devices) * self.num_nodes == 1 and self.parallel_devices[0].type == "cpu":
+            self.parallel_devices, self.num_nodes = (
+                self.parallel_devices * here,
+                there // here,
+            )  # devices="auto" gives one
+        if (asked := len(self.parallel_devices) * self.num_nodes) != there:
+            raise UserError(
+                f"the Trainer asks for {counted(asked, 'rank')} (devices={len(self.parallel_devices)}, "
+                f"num_nodes={self.num_nodes}), and there {'is' if there == 1 else 'are'} {there}: start {asked} (`torchrun "
+                f"--nproc-per-node {len(self.parallel_devices)} {Path(sys.argv[0]).name}`, `ratchet run --nproc "
+                f"{len(self.parallel_devices)} {Path(sys.argv[0]).name}`, or world.ranks_per_node of the job's spec), or give "
+                f"Trainer(devices={here}, num_nodes={there // here})"
+            )
+        super().set_world_ranks()
+
+    @override
+    def _configure_launcher(self) -> None:
+        """The ranks are there."""
 
     # --- the way in ----------------------------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> Session:
+        """Made when the Trainer sets up. Raises ``UserError`` before."""
+        if self._session is None:
+            raise UserError("the Session of a SessionStrategy is made by trainer.fit: ask for it behind its beginning")
+        return self._session
+
+    @property
+    def _runtime(self) -> Runtime:
+        return self.session._runtime
+
+    @override
+    def setup_distributed(self) -> None:
+        if self._session is None:
+            self._session = Session()
+        device = self._session.device
+        if device.type != self.root_device.type:
+            raise UserError(
+                f"the Trainer trains on {self.root_device.type}, and the run on {device.type}: give Trainer(accelerator="
+                f"{'gpu' if device.type == 'cuda' else 'cpu'!r}), or world.device of the job's spec (without a service "
+                "CUDA_VISIBLE_DEVICES= for the CPU)"
+            )
+        super().setup_distributed()
+        trainer = self._trainer()
+        for logger in trainer.loggers:
+            if isinstance(logger, SessionLogger):
+                logger.session = self._session
+        if trainer.state.fn == TrainerFn.FITTING and self._steps is None:
+            self._steps = Steps(self._session, "the Trainer", lambda: None)
+            self._rewind_files(trainer)
+
+    def _rewind_files(self, trainer: Any) -> None:
+        """Before the first callback or logger writes one."""
+        runtime, versions = self._runtime, list[Any]()
+        if self.is_global_zero:
+            journal = JobPaths(Path(runtime.launch.job_root)).framework_files
+            self._files = CheckpointFiles(journal, lambda: runtime.open_step)
+            self._files.rewind(runtime.chosen.base.step)
+            versions = self._files.versions(open_versions(trainer.loggers))
+        put_versions(trainer.loggers, self.broadcast(versions))
+        if self.is_global_zero:
+            rewind_csv(trainer.loggers, self._recorded().get("rows", []))
+
+    def _recorded(self) -> dict[str, Any]:
+        """The Trainer's state that this attempt begins with."""
+        if self._runtime.chosen.manifest is None:
+            return {}
+        held = self._runtime.chosen.held[-1]
+        found: dict[str, Any] = held.value(_COMPONENT) if _COMPONENT in held.state else {}
+        return found
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse(trainer)
-            _leave_out_default(trainer)
         self._handler = signal.getsignal(signal.SIGTERM)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -134,7 +218,7 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        return self._session.wrap(model)
+        return self.session.wrap(model)
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -150,42 +234,34 @@ class SessionStrategy(DDPStrategy):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             state["scaler"] = scaler
-        self._progress = progress = _Progress(self._session, trainer)
-        self._session.register(**state, lightning=progress)
+        self._progress = _Progress(self.session, trainer)
+        self.session.register(**state, lightning=self._progress)
         for callback in trainer.callbacks:
             if isinstance(callback, LearningRateFinder):
                 callback.lr_find = partial(self._try_out, callback.lr_find)  # type: ignore[method-assign]
-        manifest = self._runtime.chosen.manifest
-        if manifest is not None and manifest.finished:  # saved behind the loop
-            self._steps.restore(self._total(trainer))
-        elif manifest is not None:
-            held = self._runtime.chosen.held[-1]
-            if _COMPONENT in held.state:
-                progress.begin_with(held.value(_COMPONENT))
-        if not self._runtime.restored and trainer.fit_loop.done:
-            self._steps.restore(self._total(trainer))
+            elif isinstance(callback, ModelCheckpoint):
+                callback._link_checkpoint = partial(self._link, callback._link_checkpoint)  # type: ignore[method-assign]
+        if recorded := self._recorded():
+            self._progress.begin_with(recorded)
+        self._restore_if_done()
 
     def _try_out(self, find: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """A finder trains, and undoes it. What it found before is in what is put back."""
-        if self._session.resumed and not self._runtime.restored:
+        if self.session.resumed and not self._runtime.restored:
             return
-        data: Any = self._runtime.state.data
-        position = data.state_dict()
-        self._trial = True
+        self.tries = True
         try:
             find(*args, **kwargs)
         finally:
-            self._trial = False
-            data.load_state_dict(position)
+            self.tries = False
 
-    def _total(self, trainer: pl.Trainer) -> int | None:
+    def _total(self) -> int | None:
         """Steps of the whole job, where the Trainer's limits tell; a module that optimizes by itself steps when it likes."""
-        if not trainer.lightning_module.automatic_optimization:
+        trainer = self._trainer()
+        if not trainer.lightning_module.automatic_optimization or self._batches is None:
             return None
-        data: Any = self._runtime.state.data
-        batches = trainer.limit_train_batches
-        per_epoch = len(_Batches(self, data))
-        per_epoch = min(per_epoch, batches) if isinstance(batches, int) else int(per_epoch * batches)
+        stage = RunningStage.TRAINING
+        per_epoch = _parse_num_batches(stage, len(self._batches), trainer.limit_train_batches)
         epochs = trainer.max_epochs if trainer.max_epochs is not None else _UNLIMITED
         limits = [] if trainer.max_steps == _UNLIMITED else [trainer.max_steps]
         if epochs != _UNLIMITED:
@@ -194,54 +270,94 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if dataloader is not self._runtime.state.data:
+        trainer = self._trainer()
+        if trainer.state.fn != TrainerFn.FITTING or trainer.state.stage != RunningStage.TRAINING:
             return dataloader
-        if self._batches is None:
-            self._batches = _Batches(self, dataloader)
-        return self._batches
+        _auto_add_worker_init_fn(dataloader, self.global_rank)
+        batches, before = Batches(self, dataloader, self._runtime.taken), self._batches
+        self._batches = batches
+        if before is None:
+            self.session.register(data=batches.data)
+        else:
+            batches.follow(before)
+            self._runtime.state.data = batches.data
+        self._restore_if_done()
+        return batches
+
+    def _restore_if_done(self) -> None:
+        """A Trainer that has nothing left to do asks for no batch. Raises ``UserError`` where the run has ended, and the Trainer
+        is to go on."""
+        if self._progress is None or self._batches is None or self._runtime.restored or self.tries:
+            return
+        loop, manifest = self._trainer().fit_loop, self._runtime.chosen.manifest
+        ended = manifest is not None and manifest.finished
+        if not ended and not loop.done:
+            return
+        assert self._steps is not None
+        self._steps.restore(self._total())
+        if loop.done:
+            self.session.finish()
+        elif goes_on(self.session):
+            raise UserError(
+                f"the run has ended with step {self.session.step}, and the Trainer is to go on (max_epochs, max_steps): fork the "
+                "job, or begin a run in another directory"
+            )
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self._trial:
+        if self.tries:
             return
         signal.signal(
             signal.SIGTERM, self._handler
         )  # Lightning's would end this rank alone, without the others' agreement
 
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        loaders = self._trainer().fit_loop._combined_loader.flattened  # a reload makes new ones
-        if not self._trial and not all(isinstance(loader, _Batches) for loader in loaders):
-            raise UserError(
-                "the Trainer trains on other data than the job's: session.register(data=TrainLoader(...)), and give the same "
-                "object to trainer.fit"
-            )
-
     # --- steps ---------------------------------------------------------------------------------------------------------
 
-    def before_batch(self) -> None:
+    @property
+    def fresh(self) -> bool:
+        """See ``Batches``."""
+        return not (self._runtime.restored or self.session.resumed or self.tries)
+
+    @property
+    def at_work(self) -> bool:
+        return self._runtime.restored and not self.tries
+
+    def restore(self) -> None:
+        """Before the first batch; everything is there."""
+        if self._runtime.restored:
+            return
+        trainer = self._trainer()
+        if len(trainer.fit_loop._combined_loader.flattened) > 1:
+            raise UserError(
+                "the Trainer has several training loaders, and a job's steps go over one: put the data sets into one "
+                "(torch.utils.data.StackDataset, ConcatDataset)"
+            )
+        if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+            raise UserError(
+                "training_step takes a dataloader_iter, and would take batches within a step: let it take a batch"
+            )
+        assert self._progress is not None and self._steps is not None
+        self._progress.refuse_unstorable()
+        self._steps.restore(self._total())
+
+    def next_step(self) -> None:
         """The Trainer asks for a batch: the step that is done ends, and the next one begins. Raises ``Stopped``."""
         trainer = self._trainer()
         self._runtime.counter.tick()
-        if self._trial:
+        if self._global_step == trainer.global_step:
             return
-        if not self._runtime.restored:
-            assert self._progress is not None
-            self._progress.refuse_unstorable()
-            self._steps.restore(self._total(trainer))
-        if self._global_step != trainer.global_step:
-            if trainer.accumulate_grad_batches != _accumulated(trainer, trainer.current_epoch):
-                self._runtime.total = None  # the script changes it
-            self._steps.next()
-            self._global_step = trainer.global_step
-        self._runtime.trial.batch()
+        if trainer.accumulate_grad_batches != _accumulated(trainer, trainer.current_epoch):
+            self._runtime.total = None  # the script changes it
+        assert self._steps is not None
+        self._steps.next()
+        self._global_step = trainer.global_step
+        self._settle_files()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._runtime.counter.tick()  # a long validation is no hang
-        if self._runtime.restored:
+        if self._runtime.restored and not self._runtime.finished:
             self._runtime.trial.evaluates(self._runtime.step, self._runtime.checkpointer.drain)
         return super().validation_step(*args, **kwargs)
 
@@ -249,16 +365,39 @@ class SessionStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         """Before Lightning takes the model off its device: the last step ends, the final checkpoint is made."""
         super().on_train_end()
-        if not self._trial:
-            self._session.finish()
+        if not self.tries:
+            self.session.finish()
+            self._settle_files()
 
-    # --- what is Ratchet's to do ---------------------------------------------------------------------------------------
+    # --- files ---------------------------------------------------------------------------------------------------------
+
+    def _settle_files(self) -> None:
+        step = self._runtime.checkpointer.last.step
+        if self._files is not None and step != self._committed:
+            self._files.settle(step)
+            self._committed = step
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._files is not None and not self.tries:
+            self._files.writes(filepath)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._files is None or self.tries or not self._files.removes(filepath):
+            super().remove_checkpoint(filepath)
+
+    def _link(self, link: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
+        if self._files is not None:
+            self._files.writes(linkpath)
+        link(trainer, filepath, linkpath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if self._trial:
-            return super().load_checkpoint(checkpoint_path, weights_only)
         trainer = self._trainer()
+        if self.tries or trainer.state.fn != TrainerFn.FITTING:
+            return super().load_checkpoint(checkpoint_path, weights_only)
         if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks):
             return _Nothing(
                 {"pytorch-lightning_version": lightning.__version__}
@@ -280,11 +419,12 @@ class _Nothing(dict[str, Any]):
 
 
 class SessionLogger(Logger):
-    """What a module logs (``self.log``), as the job's metrics: ``Trainer(logger=SessionLogger(session), ...)``."""
+    """What a module logs (``self.log``), as the job's metrics: ``Trainer(logger=SessionLogger(), ...)``, beside SessionStrategy,
+    which gives it its ``session``."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._session = session
+        self.session: Session | None = None
 
     @property
     @override
@@ -302,26 +442,9 @@ class SessionLogger(Logger):
 
     @override
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self._session.log({**metrics})  # of the step that is open, which is the one that Lightning has logged
-
-
-class _Batches:
-    """The job's data as the Trainer sees them, each batch within a step. The Trainer ends an epoch by the length; a shorter one
-    of its own (``limit_train_batches``) does not end that of the data, which go on in their order."""
-
-    def __init__(self, strategy: SessionStrategy, data: Any) -> None:
-        self._strategy, self._data = strategy, data
-        self._endless: Iterator[Any] | None = None
-
-    def __len__(self) -> int:
-        return int(self._data.steps_per_epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            self._strategy.before_batch()
-            if self._endless is None:  # after the data's position was put back
-                self._endless = endless(self._data, lambda: None)
-            yield next(self._endless)
+        if self.session is None:
+            raise UserError("SessionLogger needs Trainer(strategy=SessionStrategy())")
+        self.session.log({**metrics})  # of the step that is open, which is the one that Lightning has logged
 
 
 class _Progress:
@@ -383,6 +506,7 @@ class _Progress:
             "results": [results_of(results) for results in self._results()],
             "metrics": metrics_of(module),
             "attributes": self._attributes.state(),
+            "rows": csv_rows(trainer.loggers),
             **({} if trainer.datamodule is None else {"datamodule": trainer.datamodule.state_dict()}),
         }
 
@@ -470,30 +594,10 @@ def _accumulated(trainer: Any, epoch: int) -> int:
     return int(trainer.accumulate_grad_batches)
 
 
-def _leave_out_default(trainer: Any) -> None:
-    """The callback that every Trainer gets where it is given none."""
-    default = vars(ModelCheckpoint())
-    for callback in trainer.checkpoint_callbacks:
-        plain = type(callback) is ModelCheckpoint
-        if plain and all(vars(callback)[k] == v for k, v in default.items() if k not in ("dirpath", "_fs")):
-            trainer.callbacks.remove(callback)
-            rank_zero_info(
-                "Lightning's default ModelCheckpoint is left out, the job has its own checkpoints: give ModelCheckpoint "
-                "arguments (save_top_k, monitor, ...) for files of Lightning's"
-            )
-
-
 def _refuse(trainer: Any) -> None:
     if not trainer.lightning_module.automatic_optimization and trainer.strategy._runtime.launch.spec.ddp.static_graph:
         raise UserError(
             "automatic_optimization = False with ddp.static_graph: Lightning drives DDP's reducer by itself; drop static_graph"
-        )
-    if trainer.strategy._runtime.state.data is None:
-        raise UserError("no data is registered: session.register(data=TrainLoader(...)) before trainer.fit")
-    if trainer.overfit_batches > 0:
-        raise UserError(
-            "overfit_batches: a TrainLoader goes on in its order from epoch to epoch; register one of the samples to overfit "
-            "on, TrainLoader(torch.utils.data.Subset(dataset, range(64)), shuffle=False, ...), and drop it"
         )
     for callback in trainer.callbacks:
         name = type(callback).__name__
