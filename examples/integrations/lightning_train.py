@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from ratchet import Session, TrainLoader
-from ratchet_worker.integrations.lightning import SessionLogger, SessionStrategy
+from ratchet.lightning import SessionLogger, SessionStrategy
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
@@ -68,21 +67,18 @@ def main() -> None:
     args = parser.parse_args()
 
     train, test = load_digits()
-    with Session() as session:
-        data = TrainLoader(train, batch_size=32, seed=session.seed, rank=session.rank, world_size=session.world_size)
-        session.register(data=data)
-        strategy = SessionStrategy(session)
-        trainer = Trainer(
-            **strategy.options(),
-            max_epochs=args.epochs,
-            accumulate_grad_batches=2,
-            logger=SessionLogger(session),
-            log_every_n_steps=5,
-            enable_progress_bar=False,
-        )
-        trainer.fit(Digits(args.lr), data, DataLoader(test, batch_size=128))
-        if session.rank == 0 and "accuracy" in trainer.callback_metrics:
-            print(f"test accuracy {float(trainer.callback_metrics['accuracy']):.4f}", flush=True)
+    trainer = Trainer(
+        strategy=SessionStrategy(),
+        max_epochs=args.epochs,
+        accumulate_grad_batches=2,
+        logger=SessionLogger(),
+        log_every_n_steps=5,
+        enable_progress_bar=False,
+    )
+    loader = DataLoader(train, batch_size=32, shuffle=True, drop_last=True)
+    trainer.fit(Digits(args.lr), loader, DataLoader(test, batch_size=128))
+    if trainer.is_global_zero and "accuracy" in trainer.callback_metrics:
+        print(f"test accuracy {float(trainer.callback_metrics['accuracy']):.4f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ from lightning import LightningModule, Trainer
 from ratchet_contract.errors import UserError
 from ratchet_worker.data.loader import TrainLoader
 from ratchet_worker.data.own_generators import OwnGenerators
-from ratchet_worker.integrations.lightning import SessionStrategy
+from ratchet.lightning import SessionStrategy
 from ratchet_worker.integrations.training_arguments import make_generator
 from ratchet_worker.integrations.transformers import Trainer as Trainer_
 from ratchet_worker.session import Session
@@ -122,10 +122,12 @@ def refused(what):
     except UserError as error:
         print("refused:", error.detail, flush=True)
 
-def fit(module, data, overfit=0.0, **more):
-    trainer = Trainer(**SessionStrategy(session).options(), max_epochs=1, logger=False, enable_progress_bar=False,
-                      overfit_batches=overfit)
-    refused(lambda: trainer.fit(module, data, **more))
+def fit(module, data, devices=1, **more):
+    def run():
+        trainer = Trainer(strategy=SessionStrategy(session), devices=devices, max_epochs=1, logger=False,
+                          enable_progress_bar=False, enable_checkpointing=False)
+        trainer.fit(module, data, **more)
+    refused(run)
 
 class Net(torch.nn.Linear):
     def forward(self, x):
@@ -147,6 +149,13 @@ def train(resume=None, data=None, collator=None, trial=None, search=False, **arg
         trainer.hyperparameter_search() if search else trainer.train(resume, trial)
     refused(run)
 
+def loader():
+    return torch.utils.data.DataLoader(torch.ones(8, 2), 2)
+
+def again():  # as a new process has it
+    state = session._runtime.state
+    session._runtime.restored, state.ddp, state.optimizers, state.stateful, state.data = False, None, {}, {}, None
+
 session = Session()
 samples = [{"x": torch.ones(2)} for _ in range(8)]
 masks = DataCollatorForLanguageModeling(None, mlm=False, seed=5)
@@ -159,14 +168,12 @@ train(search=True)
 train(data=samples, collator=masks, dataloader_num_workers=1)
 make_generator(masks, 0)
 print("refused: to draw from nothing:", sorted(OwnGenerators({"collate_fn": masks}).find()), flush=True)
-fit(Module(), data)
-session.register(data=data)
-fit(Module(), data, overfit=2)
+fit(Module(), data, devices=2)
 fit(Module(), data, ckpt_path="somewhere.ckpt")
-fit(Module(), torch.utils.data.DataLoader(samples))
-runtime = session._runtime  # as a new process has it: Lightning had begun to train
-runtime.restored, runtime.state.ddp, runtime.state.optimizers, runtime.state.stateful = False, None, {}, {}
-runtime.state.data = None
+fit(Module(), [loader(), loader()])
+again()
+fit(Module(), iter(samples))
+again()
 train(data=samples)
 train(data=samples)
 session.finish()
@@ -216,10 +223,10 @@ def test_what_no_session_can_honour_is_refused_by_name(server: Server, tmp_path:
         "hyperparameter_search: a search",
         "data_collator: its seed",
         "['collate_fn.generator']",
-        "no data is registered",
-        "overfit_batches: a TrainLoader goes on",
+        "the Trainer asks for 2 ranks (devices=2, num_nodes=1), and there is 1",
         "ckpt_path",
-        "trains on other data",
+        "several training loaders",
+        "have no length",
         "should_epoch_stop",
         "trainer.train() comes once per job",
     ]

@@ -74,4 +74,6 @@ def test_a_trainer_that_a_callback_had_stopped_stays_so_in_its_job_and_not_in_a_
 def test_an_epoch_of_other_batches_is_refused(two: Ranks, tmp_path: Path) -> None:
     """On another number of ranks the epoch that was begun ended without its validation and its scheduler's step."""
     for said in two.run(runs.stopped_in_a_session, str(tmp_path), "mine", 44):
-        assert "batches_per_epoch was 22, now it is 44" in str(said) and "batch_is='global'" in str(said)
+        assert "batches_per_epoch was 22, now it is 44" in str(said) and "batch_size times the number of ranks" in str(
+            said
+        )

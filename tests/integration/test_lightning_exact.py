@@ -35,8 +35,9 @@ WATCHING = [
     "ThroughputMonitor", "Timer",
 ]  # fmt: skip
 CASES: dict[str, tuple[dict[str, Any], list[Kill]]] = {
-    "watching": ({"callbacks": WATCHING, "scheduler": ["plateau", "epoch", "loss_epoch"], "epochs": 6}, EVERYWHERE),
+    "watching": ({"callbacks": WATCHING, "scheduler": ["plateau", "epoch", "loss_epoch"], "epochs": 6, "csv": True}, EVERYWHERE),
     "averaging": ({"callbacks": ["EMAWeightAveraging", "GradientAccumulationScheduler", "RichProgressBar"]}, AVERAGED),
+    "default file": ({"csv": True}, [("batch", 8, 6), ("validation", 2, 15)]),
     "hooks": ({"callbacks": ["Keeps", "ModelSummary"], "trainer": {"val_check_interval": 0.5}}, WITHIN),
     "finder": ({"callbacks": ["LearningRateFinder", "WeightAveraging", "BasePredictionWriter"]}, WITHIN),
     "swa": ({"callbacks": ["StochasticWeightAveraging", "ProgressBar"], "norm": False}, [("batch", 10, 9), ("batch", 20, 18)]),
@@ -61,6 +62,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[Kill]]] = {
     "16 bits": ({"precision": "bf16-true", "min_epochs": 2, "min_steps": 20}, WITHIN),
     "time": ({"max_time": {"hours": 1}, "profiler": "simple", "deterministic": True, "benchmark": False}, WITHIN),
     "a short run": ({"fast_dev_run": 6}, [("batch", 4, 3)]),
+    "few batches again": ({"overfit_batches": 4, "check_val_every_n_epoch": 2}, [("batch", 10, 9)]),
+    "every sample on each rank": ({"use_distributed_sampler": False, "limit_train_batches": 7}, WITHIN),
     "without trial": ({"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_checkpointing": False}, WITHIN),
 }  # fmt: skip
 GIVEN = {"accelerator", "callbacks", "devices", "enable_progress_bar", "logger", "max_epochs", "num_nodes", "strategy"}
@@ -72,10 +75,8 @@ NOT_WALKED = {
     "limit_predict_batches": "not of a training",
     "limit_test_batches": "not of a training",
     "model_registry": "uploads checkpoints of Lightning's",
-    "overfit_batches": "refused: tests/e2e/test_integrations_service.py",
     "plugins": "precision has its own argument; a checkpoint's form and a cluster's are the job's",
     "sync_batchnorm": "needs a GPU",
-    "use_distributed_sampler": "of loaders that are no TrainLoader",
 }
 REFUSED = {
     "BackboneFinetuning": "BackboneFinetuning is not supported",
@@ -90,7 +91,7 @@ def test_every_callback_that_lightning_ships_is_walked() -> None:
     from lightning.pytorch import callbacks
 
     shipped = {n for n in callbacks.__all__ if inspect.isclass(getattr(callbacks, n))}
-    walked = {name for case, _ in CASES.values() for name in case["callbacks"]}
+    walked = {name for case, _ in CASES.values() for name in case.get("callbacks", [])}
     assert shipped == (walked | REFUSED.keys()) - {"Curriculum", "Keeps"}
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import torch
 
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
@@ -44,6 +47,35 @@ class LightningJob(Job):
         return json.loads((self.paths.work / "end.json").read_text())
 
 
+def checkpoint_files(root: Path, *, unlike: tuple[str, ...] = ("Timer",)) -> dict[str, str]:
+    """What Lightning's own checkpoint files below ``root`` hold, by file and path within it: weights, optimizers, loops,
+    callbacks. ``unlike``: callbacks whose state is a measured time."""
+    out = {}
+    for file in sorted(p for p in root.rglob("*") if p.suffix == ".ckpt" or ".ckpt." in p.name):
+        for path, value in _leaves(torch.load(file, weights_only=True)):
+            if not any(f"/callbacks/{name}" in path for name in unlike):
+                text = repr(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
+                out[f"{file.relative_to(root)}{path}".replace(str(root), "")] = text.replace(str(root), "")
+    return out
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield path, sorted(map(str, value))
+        for key, one in value.items():
+            yield from _leaves(one, f"{path}/{key}")
+    elif isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            yield from _leaves(one, f"{path}/{number}")
+    else:
+        yield path, value
+
+
+def _unequal(kind: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    names = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
+    return [f"{kind} {k}: {str(ours.get(k))[:200]} {str(theirs.get(k))[:200]}" for k in names]
+
+
 def difference(
     home: Path, case: dict[str, Any], kills: list[Kill], *, unlike: tuple[str, ...] = (), **spec: Any
 ) -> list[str]:
@@ -66,7 +98,15 @@ def difference(
         out += [f"{k}: {v} {cut.end().get(k)}" for k, v in whole.end().items() if cut.end().get(k) != v]
         ours, theirs = whole.logged(), cut.logged()
         names = [k for k in ours.keys() | theirs.keys() if not k.startswith(unlike) or not unlike]
-        return out + [f"{k}: {ours.get(k)} {theirs.get(k)}" for k in sorted(names) if ours.get(k) != theirs.get(k)]
+        out += _unequal("logged", *({k: one[k] for k in names if k in one} for one in (ours, theirs)))
+        out += _unequal("file", *(checkpoint_files(job.paths.work) for job in (whole, cut)))
+        return out + _unequal(
+            "rows",
+            *(
+                {str(f.relative_to(job.paths.work)): f.read_text() for f in job.paths.work.rglob("*.csv")}
+                for job in (whole, cut)
+            ),
+        )
     finally:
         whole.close()
         cut.close()

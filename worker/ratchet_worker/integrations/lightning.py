@@ -385,7 +385,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self._files is None or self.tries or not self._files.removes(filepath):
+        hides = self._files is not None and not self.tries and not self._runtime.finished
+        if not hides or self._files is None or not self._files.removes(filepath):
             super().remove_checkpoint(filepath)
 
     def _link(self, link: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
@@ -512,8 +513,9 @@ class _Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ``ValueError`` where an epoch has other steps than the recorded one."""
-        refuse_other_epochs(state, self._epoch())
         trainer: Any = self._trainer
+        refuse_other_epochs(state, self._epoch(), "loaders whose batch_size times the number of ranks stays the same")
+        self._refuse_other_ranks(state["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"])
         self._load_hooks(state)
         _load(trainer.fit_loop, state["fit_loop"])
         # A checkpoint of before has no such entries, from here on.
@@ -533,6 +535,15 @@ class _Progress:
         for logger in self._muted:
             del logger.log_metrics
         self._muted = []
+
+    def _refuse_other_ranks(self, batches: int) -> None:
+        """The data of other ranks begin an epoch again, and the Trainer goes on behind the ``batches`` that were used."""
+        manifest = self._session._runtime.chosen.manifest
+        if batches and manifest is not None and manifest.world_size != self._session.world_size:
+            raise ValueError(
+                f"{batches} batches of the epoch are used, and the ranks were {manifest.world_size}, now they are "
+                f"{self._session.world_size}: resume on {manifest.world_size} until an epoch ends"
+            )
 
     def _load_hooks(self, state: dict[str, Any]) -> None:
         trainer = self._trainer

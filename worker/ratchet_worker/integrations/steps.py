@@ -17,14 +17,17 @@ def goes_on(session: Session) -> bool:
     return manifest is not None and manifest.job_id == runtime.launch.job_id
 
 
-def refuse_other_epochs(recorded: Mapping[str, Any], now: Mapping[str, int]) -> None:
+def refuse_other_epochs(
+    recorded: Mapping[str, Any],
+    now: Mapping[str, int],
+    data: str = "data of a fixed global batch: session.register(data=TrainLoader(..., batch_is='global'))",
+) -> None:
     """Raises ``ValueError`` where an epoch of now has other steps than the ``recorded`` one: the package counts in them, and what
-    it does at an epoch's end would come at another place or not at all."""
+    it does at an epoch's end would come at another place or not at all. ``data``: which do not, in words."""
     for name, value in now.items():
         if recorded.get(name, value) != value:  # a checkpoint of before may lack it
             raise ValueError(
-                f"{name} was {recorded[name]}, now it is {value}; on another number of ranks the same steps come from data of a "
-                "fixed global batch: session.register(data=TrainLoader(..., batch_is='global'))"
+                f"{name} was {recorded[name]}, now it is {value}; on another number of ranks the same steps come from {data}"
             )
 
 
