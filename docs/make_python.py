@@ -25,7 +25,8 @@ HEAD: Final = """\
 
 Training code uses [`Session`](#session) or [`Task`](#task), with [`TrainLoader`](#trainloader) for its data; scripts and
 notebooks use [`Client`](#client) and the [`Job`](#job) that it gives. How the client is used, as a text:
-[python-client.md](python-client.md); whether a Session or a Task: [adoption.md](adoption.md).
+[python-client.md](python-client.md); whether a Session or a Task: [adoption.md](adoption.md). `ratchet.lightning` has
+`SessionStrategy` and `SessionLogger`, for a script with Lightning: [integrations.md](integrations.md#as-a-job).
 
 Made from the code by `python docs/make_python.py`. The examples are parts of [`examples/reference`](../examples/reference) and of
 the docstrings; tests run them. `job_id` is the id of a job that has ended, `directory` a directory, `key` any text.

@@ -35,7 +35,7 @@ WATCHING = [
     "ThroughputMonitor", "Timer",
 ]  # fmt: skip
 CASES: dict[str, tuple[dict[str, Any], list[Kill]]] = {
-    "watching": ({"callbacks": WATCHING, "scheduler": ["plateau", "epoch", "loss_epoch"], "epochs": 6, "csv": True}, EVERYWHERE),
+    "watching": ({"callbacks": WATCHING, "scheduler": ["plateau", "epoch", "loss_epoch"], "epochs": 6}, EVERYWHERE),
     "averaging": ({"callbacks": ["EMAWeightAveraging", "GradientAccumulationScheduler", "RichProgressBar"]}, AVERAGED),
     "default file": ({"csv": True}, [("batch", 8, 6), ("validation", 2, 15)]),
     "hooks": ({"callbacks": ["Keeps", "ModelSummary"], "trainer": {"val_check_interval": 0.5}}, WITHIN),

@@ -51,6 +51,14 @@ def test_a_trainer_takes_one_changed_line() -> None:
         assert [line for line in added if line != "+"] == ["+from ratchet.transformers import Trainer  # noqa: F811"]
 
 
+def test_a_lightning_script_takes_one_changed_line_and_an_import() -> None:
+    changed = maker().diff("lightning_image_classifier/plain", "lightning_image_classifier/train").splitlines()[2:]
+    assert (
+        sum(line.startswith("-") for line in changed) == 1
+        and sum(line.startswith("+") and line != "+" for line in changed) == 2
+    )
+
+
 def test_what_init_says_on_the_page_is_what_it_says() -> None:
     place = project.locate(str(LADDER / "0_torchrun" / "train.py"), None)
     facts = reading.read_script(place.script, place.code)
