@@ -362,6 +362,16 @@ class SessionStrategy(DDPStrategy):
         return super().validation_step(*args, **kwargs)
 
     @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._runtime.counter.tick()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._runtime.counter.tick()
+        return super().predict_step(*args, **kwargs)
+
+    @override
     def on_train_end(self) -> None:
         """Before Lightning takes the model off its device: the last step ends, the final checkpoint is made."""
         super().on_train_end()
@@ -430,7 +440,8 @@ class SessionLogger(Logger):
     @property
     @override
     def name(self) -> str:
-        return "ratchet"
+        """Of the directory for checkpoint files, where it is the first logger."""
+        return "lightning_logs"
 
     @property
     @override

@@ -53,7 +53,7 @@ class CheckpointFiles:
                 path.rename(aside)
                 left.append({**entry, "kind": LOST})
         self._entries = left[::-1]
-        if left:
+        if left or self._journal.exists():
             write_atomic(self._journal, "".join(map(_line, self._entries)).encode(), durable=True)
 
     def versions(self, found: list[Any]) -> list[Any]:
