@@ -213,7 +213,8 @@ def stopped_in_a_session(rank: int, directory: str, recorded_by: str, batches: i
 
     chosen = SimpleNamespace(manifest=SimpleNamespace(job_id=recorded_by, world_size=2))
     state = SimpleNamespace(data=SimpleNamespace(steps_per_epoch=22))
-    runtime = SimpleNamespace(chosen=chosen, launch=SimpleNamespace(job_id="mine"), state=state)
+    launch = SimpleNamespace(job_id="mine", workdir=directory, job_root=f"{directory}/jobs/mine")
+    runtime = SimpleNamespace(chosen=chosen, launch=launch, state=state)
     session: Any = SimpleNamespace(_runtime=runtime, world_size=2)
     before, after = (
         pl.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=directory) for _ in range(2)

@@ -67,9 +67,11 @@ try:
     from ratchet_worker.integrations.lightning_data import Batches
     from ratchet_worker.integrations.lightning_files import (
         CheckpointFiles,
+        absolute_paths,
         csv_rows,
         open_versions,
         put_versions,
+        relative_paths,
         rewind_csv,
     )
     from ratchet_worker.integrations.lightning_state import (
@@ -85,7 +87,7 @@ except ImportError as error:
 
 from ratchet_contract import environment as names
 from ratchet_contract.errors import UserError
-from ratchet_contract.paths import JobPaths
+from ratchet_contract.paths import HomePaths, JobPaths
 from ratchet_contract.plural import counted
 from ratchet_hooks.codec import encode
 from ratchet_hooks.errors import HookStateError
@@ -472,7 +474,7 @@ class _Progress:
 
     def begin_with(self, state: dict[str, Any]) -> None:
         """The Trainer is to begin the recorded epoch anew, as it did then. Its loggers wait, and no validation is tried out."""
-        loop: Any = self._trainer.fit_loop
+        state, loop = self._here(state), self._trainer.fit_loop
         _load(loop, state["fit_loop"])
         for tracker in (loop.epoch_progress.total, loop.epoch_progress.current):
             tracker.ready -= 1
@@ -504,7 +506,7 @@ class _Progress:
         call._call_callbacks_on_save_checkpoint(trainer, checkpoint)
         call._call_lightning_module_hook(trainer, "on_save_checkpoint", checkpoint)
         loop: Any = trainer.fit_loop
-        return {
+        state = {
             **self._epoch(),
             "fit_loop": loop.state_dict(),
             "callbacks": callbacks,
@@ -521,9 +523,12 @@ class _Progress:
             "rows": csv_rows(trainer.loggers),
             **({} if trainer.datamodule is None else {"datamodule": trainer.datamodule.state_dict()}),
         }
+        found: dict[str, Any] = relative_paths(state, Path(self._session._runtime.launch.workdir))
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ``ValueError`` where an epoch has other steps than the recorded one."""
+        state = self._here(state)
         trainer: Any = self._trainer
         refuse_other_epochs(state, self._epoch(), "loaders whose batch_size times the number of ranks stays the same")
         self._refuse_other_ranks(state["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"])
@@ -546,6 +551,15 @@ class _Progress:
         for logger in self._muted:
             del logger.log_metrics
         self._muted = []
+
+    def _here(self, state: dict[str, Any]) -> dict[str, Any]:
+        """With the paths of files in this job's working directory, or in that of the job that it is a fork of."""
+        runtime = self._session._runtime
+        workdir, manifest = Path(runtime.launch.workdir), runtime.chosen.manifest
+        if manifest is not None and not goes_on(self._session):
+            workdir = HomePaths(Path(runtime.launch.job_root).parents[1]).job(manifest.job_id).work
+        found: dict[str, Any] = absolute_paths(state, workdir)
+        return found
 
     def _refuse_other_ranks(self, batches: int) -> None:
         """The data of other ranks begin an epoch again, and the Trainer goes on behind the ``batches`` that were used."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import DataLoader
+
 from ratchet_contract.errors import UserError
 from ratchet_worker.data import sampler_position
 from ratchet_worker.data.sampler_position import SamplerPosition
@@ -35,13 +38,14 @@ class Batches:
 
     def __init__(self, trainer: Trainer, loader: Any, taken: Callable[[], None]) -> None:
         self._trainer, self._loader, self._taken = trainer, loader, taken
-        self.data = SamplerPosition(loader) if sampler_position.fits(loader) else StreamPosition(loader)
-        self._begun = False
-        if self.data.steps_per_epoch is None:
+        if sized_len(loader) is None:
             raise UserError(
                 f"the training data ({type(loader).__name__}) have no length, by which the Trainer ends an epoch: give the data "
                 "set __len__ (samples of all its workers)"
             )
+        indexed = isinstance(loader, DataLoader) and sampler_position.fits(loader)
+        self.data = SamplerPosition(loader) if indexed else StreamPosition(loader)
+        self._begun = False
 
     def follow(self, before: Batches) -> None:
         """In place of the loader ``before``, at the beginning of an epoch."""

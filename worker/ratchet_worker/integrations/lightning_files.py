@@ -23,6 +23,7 @@ from ratchet_worker.files import write_atomic
 
 WRITTEN, REMOVED, LOST, LOGS = "written", "removed", "lost", "logs"
 _UNKNOWN: Final = object()
+_BELOW: Final = "{workdir}"
 
 
 class CheckpointFiles:
@@ -112,6 +113,32 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+# --- paths in what callbacks keep ------------------------------------------------------------------------------------------
+
+
+def relative_paths(value: Any, workdir: Path) -> Any:
+    """``value`` with paths below the job's working directory as any job has them: two that train alike have the same."""
+    root = str(workdir.resolve())
+    return _replaced(value, lambda text: _BELOW + text[len(root) :] if f"{text}/".startswith(f"{root}/") else text)
+
+
+def absolute_paths(value: Any, workdir: Path) -> Any:
+    """What ``relative_paths`` has made, in this ``workdir``."""
+    root = str(workdir.resolve())
+    return _replaced(value, lambda text: root + text[len(_BELOW) :] if text.startswith(_BELOW) else text)
+
+
+def _replaced(value: Any, replace: Callable[[str], str]) -> Any:
+    """In the containers of a state: their keys, too."""
+    if type(value) is str:
+        return replace(value)
+    if type(value) is dict:
+        return {_replaced(key, replace): _replaced(one, replace) for key, one in value.items()}
+    if type(value) is list:
+        return [_replaced(one, replace) for one in value]
+    return value
 
 
 # --- loggers -----------------------------------------------------------------------------------------------------------
