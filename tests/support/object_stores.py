@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class S3Server:
         self.unconditional = False  # a store that does not know If-None-Match
         self.requests: list[tuple[str, str]] = []
         self.hung = threading.Event()
+        self._conditional = threading.Lock()
         port = free_port()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _MAIN, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -134,9 +136,11 @@ class S3Server:
         upstream = http.client.HTTPConnection("127.0.0.1", self._upstream, timeout=30)
         try:
             given = {k: v for k, v in request.headers.items() if not (self.unconditional and k == "if-none-match")}
-            upstream.request(request.command, request.path, body, given)
-            answer = upstream.getresponse()
-            data = answer.read()
+            # S3 looks and stores in one step, moto in two.
+            with self._conditional if "if-none-match" in given else nullcontext():
+                upstream.request(request.command, request.path, body, given)
+                answer = upstream.getresponse()
+                data = answer.read()
             headers = [(k, v) for k, v in answer.getheaders() if k.lower() not in ("connection", "transfer-encoding")]
             _send(request, answer.status, headers, data)
         finally:

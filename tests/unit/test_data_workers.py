@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 def rank(mode: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[str], dict[str, Any]]]]:
     """A process group of its own, and a function that waits for the line of one event."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.data_rank", mode],
+        [sys.executable, "-W", "ignore:This DataLoader will create:UserWarning", "-m", "tests.support.data_rank", mode],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
