@@ -222,6 +222,14 @@ def test_what_cannot_be_changed_is_told_by_line_and_nothing_else_is_changed(text
         assert any("session = Session() takes its place" in row for row in rows), printed.said
 
 
+def test_a_loop_that_counts_from_1_goes_on_to() -> None:
+    made = Printed(LOOP.replace("range(3)", "tqdm(range(1, args.epochs + 1))")).applied()
+    assert (
+        "for epoch in tqdm(session.epochs(args.epochs)):\n    epoch += 1  # they are counted from 0\n    loader" in made
+    )
+    assert Printed(LOOP.replace("range(3)", "range(1, args.epochs)")).code == 5
+
+
 CARRIED = LOOP.replace("for epoch", "best, total, seen, steps = 0.0, None, [], 0\nfor epoch").replace(
     "    for inputs", "    total = 0.0\n    for inputs"
 )

@@ -15,13 +15,14 @@ Arguments = dict[str, ast.expr]
 @dataclass(frozen=True)
 class Loop:
     """``for ... in range(...)`` around passes over data. ``count``: the call of ``range``; None where it goes over something
-    else. ``epochs``: how many, as the script says it; None where that is not known, or the first may be another than 0.
+    else. ``epochs``: how many, as the script says it; None where that is not known. ``first``: the number of the first, 0 or 1.
     ``loaders``: what the passes go over, as the loop's function names it; None where that is not seen. ``outer``: there are two
     such loops, one around the other."""
 
     node: ast.For
     count: ast.Call | None
     epochs: str | None
+    first: int
     loaders: list[ast.expr | None]
     outer: bool
 
@@ -35,6 +36,13 @@ class Loop:
                 "that are left; remove what the script does to go on by itself"
             )
         return None
+
+    def change(self, source: Source, name: str) -> None:
+        """Have it go over ``name.epochs``, which counts from 0."""
+        assert self.count is not None and self.epochs is not None
+        source.replace(self.count, f"{name}.epochs({self.epochs})")
+        if self.first:
+            source.insert(f"{ast.unparse(self.node.target)} += 1  # they are counted from 0", before=self.node.body[0])
 
 
 class Loops:
@@ -51,21 +59,25 @@ class Loops:
         below = {id(loop): {id(n) for n in self._below(loop)} for loop in fors}
         found = [
             Loop(
-                loop, (count := _range(loop.iter)), self._epochs(count), [loader for _, loader in self._passes(loop.body, ())],
-                any(id(other) in below[id(loop)] for other in fors),
+                loop, (count := _range(loop.iter)), *self._epochs(loop, count),
+                [loader for _, loader in self._passes(loop.body, ())], any(id(other) in below[id(loop)] for other in fors),
             )
             for loop in fors
             if not any(id(loop) in nodes for nodes in below.values())
         ]  # fmt: skip
         return sorted(found, key=lambda loop: loop.node.lineno)
 
-    def _epochs(self, count: ast.Call | None) -> str | None:
-        if count is None or count.keywords or any(isinstance(a, ast.Starred) for a in count.args):
-            return None
-        match count.args:
+    def _epochs(self, loop: ast.For, count: ast.Call | None) -> tuple[str | None, int]:
+        """How many, and the number of the first one."""
+        plain = isinstance(loop.target, ast.Name) and loop.body[0].lineno > loop.lineno
+        match count.args if count is not None and not count.keywords else []:
+            case [ast.Starred()]:
+                pass
             case [total] | [ast.Constant(value=0), total]:
-                return self._source.expression(total)
-        return None
+                return self._source.expression(total), 0
+            case [ast.Constant(value=1), ast.BinOp(left=total, op=ast.Add(), right=ast.Constant(value=1))] if plain:
+                return self._source.expression(total), 1
+        return None, 0
 
     def trains(self, node: ast.AST, within: tuple[str, ...] = ()) -> bool:
         """Whether a ``backward`` is called in it."""

@@ -67,9 +67,9 @@ def _epochs(patching: Patching, accelerator: str) -> None:
             patching.leave(
                 loop.node, f"{accelerator} is not known in its function: hand it on; the loop goes over {form}"
             )
-        elif loop.count is not None:
+        else:
             carried_variables.tell(patching, loop, f"{accelerator}.session.prepare")
-            patching.source.replace(loop.count, f"{accelerator}.epochs({loop.epochs})")
+            loop.change(patching.source, accelerator)
     for node in ast.walk(patching.source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id

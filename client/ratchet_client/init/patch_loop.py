@@ -76,8 +76,7 @@ class _Change:
                 self._source.replace(statement.value, f"{self._session}.device")  # type: ignore[attr-defined]
         self._prepare(name, made, end, loop)
         carried_variables.tell(self._patching, loop, f"{self._session}.prepare")
-        assert loop.count is not None
-        self._source.replace(loop.count, f"{self._session}.epochs({loop.epochs})")
+        loop.change(self._source, self._session)
         for call in self._patching.calls(_DESTROY):
             if isinstance(self._source.statement(call), ast.Expr):
                 self._source.remove(self._source.statement(call))
