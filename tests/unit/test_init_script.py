@@ -17,6 +17,7 @@ from ratchet_client.init.reading import read_script
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.spec_parse import load_spec_text, parse_spec
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 UNRUNNABLE = "raise SystemExit('a script that is read must not be run')\n"
 
 
@@ -310,3 +311,9 @@ def test_what_runs_the_training_is_told_and_whether_it_saves(text: str, named: s
     assert (named is None) == ("framework" not in notes) and (named or "") in notes.get("framework", "")
     assert ("saves-nothing" not in notes) == saves
     assert ("ratchet init --patch train.py" in notes["unmanaged"]) == (named is not None)
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*/train.py")), ids=lambda path: path.parent.name)
+def test_the_session_of_an_example_is_seen_also_within_a_framework(script: Path) -> None:
+    notes = {note.code: note for note in propose([str(script)], {}, {}, code=None, name=None).notes}
+    assert "session" in notes and not notes.keys() & {"no-session", "unmanaged", "saves-nothing", "backend", "hook"}

@@ -22,6 +22,13 @@ def is_hugging_face_trainer(origin: str) -> bool:
     return origin.startswith(("transformers.", "trl.")) and origin.endswith("Trainer")
 
 
+def makes_a_session(origin: str) -> bool:
+    """What integrations offer: a Session is in it, or it makes one."""
+    return origin.startswith(
+        ("ratchet.lightning.", "ratchet.transformers.", "ratchet.accelerate.", "ratchet_worker.integrations.")
+    )
+
+
 class Origins:
     """A name that several imports bind (``try`` and ``except``) has several origins."""
 

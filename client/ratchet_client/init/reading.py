@@ -14,6 +14,7 @@ from ratchet_client.init.origins import (
     OLD_LIGHTNING_TRAINERS,
     Origins,
     is_hugging_face_trainer,
+    makes_a_session,
 )
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.module_imports import files_of, imports
@@ -160,7 +161,7 @@ class _Reader:
 
     # --- what is called ------------------------------------------------------------------------------------------------
 
-    def _session(self, node: ast.Call) -> None:
+    def _session(self, node: ast.expr) -> None:
         if not is_unmanaged(ast.unparse(self.tree).encode()):
             self.facts.session = self.facts.session or self._place(node)
 
@@ -179,6 +180,8 @@ class _Reader:
     def _framework(self, node: ast.Call) -> None:
         origins, given = self.origins.of(node.func), {k.arg: k.value for k in node.keywords}
         place = self._place(node)
+        if any(map(makes_a_session, origins)):
+            self._session(node)
         if origins & (LIGHTNING_TRAINERS | OLD_LIGHTNING_TRAINERS):
             devices, saves = given.get("devices"), given.get("enable_checkpointing")
             shown = None if devices is None else ast.unparse(self._value(devices) or devices)
@@ -195,6 +198,8 @@ class _Reader:
 
     def _bases(self, node: ast.ClassDef) -> None:
         for base in node.bases:
+            if any(map(makes_a_session, self.origins.of(base))):
+                self._session(base)
             if any(map(is_hugging_face_trainer, self.origins.of(base))):
                 place = self._place(base)
                 self.facts.frameworks.append(
