@@ -96,13 +96,16 @@ class Following(Calls):
 
     # --- logs and events ----------------------------------------------------------------------------------------------
 
-    def events(self, job: str | Job) -> Iterator[api.EventView]:
-        """The history that is there now, oldest first.
+    def events(
+        self, job: str | Job, *, attempt: int | None = None, type: str | None = None, page_size: int = PAGE
+    ) -> Iterator[api.EventView]:
+        """The history that is there now, oldest first; of one ``attempt``, or of one ``type``.
 
         >>> next(client.events(job_id)).type
         'submitted'
         """
-        return self._job_pages(api.EventView, {"limit": PAGE}, job, "events")
+        params: Params = {"attempt": attempt, "type": type, "limit": page_size}
+        return self._job_pages(api.EventView, params, job, "events")
 
     def logs(self, job: str | Job, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
              grep: str | None = None, since: str | None = None) -> Iterator[api.LogLine]:  # fmt: skip

@@ -102,6 +102,13 @@ def test_events_page_and_keep_their_order(api: Api, job: str) -> None:
     assert [e["message"] for e in seen[1:]] == [str(i) for i in range(25)]
     assert [e["id"] for e in seen] == sorted(e["id"] for e in seen)
 
+    def some(**query: Any) -> list[str]:
+        found = api.client.get(f"/v1/jobs/{job}/events", params={"limit": 2, **query}).json()["items"]
+        return [e["message"] for e in found]
+
+    assert some(type="note.n", attempt=1) == ["0", "1"] and some(type="note.n", attempt=2) == []
+    assert [e["message"] for e in seen if e["type"] == "submitted"] == some(type="submitted")
+
 
 def test_a_follower_gets_every_event_once_across_a_broken_connection(api: Api, job: str) -> None:
     path = f"/v1/jobs/{job}/events?follow=true"

@@ -6,6 +6,7 @@ import json
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from typer.testing import CliRunner
 
@@ -110,10 +111,27 @@ def test_who_watches_a_resumed_job_sees_its_newest_attempt_alone() -> None:
         def script(
             request: BaseHTTPRequestHandler, _: int, job: dict[str, Any] = job, events: list[dict[str, Any]] = events
         ) -> Reply:
-            return ok(job if request.path == f"/v1/jobs/{ID}" else {"items": events})
+            if request.path == f"/v1/jobs/{ID}":
+                return ok(job)
+            query = parse_qs(urlsplit(request.path).query)
+            assert query["limit"] == ["1"], "a long history is not read"
+            return ok({"items": [e for e in events if str(e["attempt"]) == query["attempt"][0]][:1]})
 
         with serving(script) as server, RatchetClient(server.url) as client:
             assert watch._before_newest(client, ID) == after
+
+
+def test_who_waits_is_told_which_files_of_the_working_directory_were_kept() -> None:
+    text = "of its files in the working directory, those that the job has changed are left as they are: notes.txt"
+    kept = {"id": 7, "job_id": ID, "at": JOB["created_at"], "type": "note.work-kept", "attempt": 2, "message": text}
+
+    def script(request: BaseHTTPRequestHandler, _: int) -> Reply:
+        if request.path == f"/v1/jobs/{ID}":
+            return ok(JOB | {"phase": "SUCCEEDED", "attempt": 2})
+        return ok({"job_id": ID, "series": [], "items": [kept] if "type=note.work-kept" in request.path else []})
+
+    with serving(script) as server:
+        assert text in CliRunner().invoke(app, ["--server", server.url, "wait", ID]).stderr
 
 
 def test_an_act_tells_what_became_of_the_job() -> None:

@@ -80,6 +80,8 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
     with open_client(ctx, PATIENCE if deadline is None else 1.0) as client:
         job = client.wait(job_id, until or TERMINAL, deadline, on_change=tell)
         if job.phase.terminal and not as_json:
+            for event in client.events(job.id, type="note.work-kept"):
+                output.note(event_line(event))
             _tell_end(client, job)
         rank = _failed_rank(client, job)
     if as_json:
@@ -162,13 +164,10 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
 
 
 def _before_newest(client: RatchetClient, job_id: str) -> int | None:
-    """Id of the event before the first one of the newest attempt; None where no attempt was before it."""
-    if client.view(job_id).attempt < 2:
-        return None
-    seen = list(client.events(job_id))
-    newest = max((event.attempt for event in seen if event.attempt is not None), default=0)
-    first = next((i for i, event in enumerate(seen) if event.attempt == newest), 0)
-    return seen[first - 1].id if newest > 1 and first else None
+    """Id of the last that is not shown: all before the first event of the newest attempt. None where no attempt was before it."""
+    newest = client.view(job_id).attempt
+    first = next(client.events(job_id, attempt=newest, page_size=1), None) if newest > 1 else None
+    return None if first is None else first.id - 1
 
 
 def pump(

@@ -74,6 +74,8 @@ def get_events(
     service: ServiceDep,
     job_id: str,
     follow: Annotated[bool, Query(description="Send events as they come (text/event-stream).")] = False,
+    attempt: Annotated[int | None, Query(ge=1, le=2**31 - 1, description="A page: only this attempt's.")] = None,
+    type: Annotated[str | None, Query(max_length=100, description="A page: only those of this type.")] = None,
     limit: Limit = 100,
     cursor: Cursor = None,
     accept: Annotated[str | None, Header()] = None,
@@ -82,7 +84,7 @@ def get_events(
     """Oldest first. The stream ends with `event: end` when the job has ended; `Last-Event-ID` goes on after that event."""
     if http.choose(accept, [http.EVENTS] if follow else [http.JSON, http.EVENTS]) == http.JSON:
         with service.database.read() as session:
-            return events.list_events(session, job_id, limit, cursor)
+            return events.list_events(session, job_id, limit, cursor, attempt, type)
     _no_cursor(cursor)
     last = events.parse_last_id(last_event_id)
     with service.database.read() as session:

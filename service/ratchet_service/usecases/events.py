@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
@@ -13,18 +15,24 @@ from ratchet_service.usecases.queries import find_job
 from ratchet_service.usecases.views import event_view
 
 
-def list_events(session: Session, job_id: str, limit: int, cursor: str | None) -> Page[EventView]:
+def list_events(
+    session: Session, job_id: str, limit: int, cursor: str | None, attempt: int | None = None, kind: str | None = None
+) -> Page[EventView]:
+    """Of one ``attempt``, or of one ``kind`` (``EventView.type``); None: of all."""
     find_job(session, job_id)
-    digest = cursors.query_digest(of="events", job=job_id)
+    wanted = {column: value for column, value in (("epoch", attempt), ("type", kind)) if value is not None}
+    digest = cursors.query_digest(of="events", job=job_id, **wanted)
     after = cursors.decode(cursor, digest, (int,)) or [0]
-    rows = events_after(session, job_id, after[0], limit + 1)
+    rows = events_after(session, job_id, after[0], limit + 1, **wanted)
     page = rows[:limit]
     following = cursors.encode(digest, [page[-1].id]) if len(rows) > limit else None
     return Page[EventView](items=page, next_cursor=following)
 
 
-def events_after(session: Session, job_id: str, last_id: int, limit: int) -> list[EventView]:
-    query = sa.select(Event).where(Event.job_id == job_id, Event.id > last_id).order_by(Event.id).limit(limit)
+def events_after(session: Session, job_id: str, last_id: int, limit: int, **wanted: Any) -> list[EventView]:
+    """``wanted``: values of columns."""
+    query = sa.select(Event).where(Event.job_id == job_id, Event.id > last_id).filter_by(**wanted)
+    query = query.order_by(Event.id).limit(limit)
     return [event_view(row) for row in session.scalars(query)]
 
 
