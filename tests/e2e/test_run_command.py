@@ -50,6 +50,10 @@ with Session() as s:
         print("weights", hashlib.sha256(net.weight.detach().numpy().tobytes()).hexdigest(), flush=True)
         Path("result.txt").write_text("done")
 """
+UNUSED = """
+def unused():  # `ratchet init` reads a device in it
+    torch.distributed.init_process_group("gloo")
+"""
 WEIGHTS = re.compile(r"^weights (\w+)$", re.MULTILINE)
 EVERY = ("--set", "checkpoint.every_steps=10", "--set", "policy.backoff=0.05")
 
@@ -182,11 +186,15 @@ def test_the_command_is_killed_and_leaves_no_process(undisturbed: str, tmp_path:
         running.process.kill()
         wait_for(lambda: not processes_below(running.home), "the end of service, agent and ranks", 120)
         (tmp_path / "hurry").touch()
-        (tmp_path / "code" / "notes.txt").write_text("of no effect")
+        (tmp_path / "code" / "train.py").write_text(TRAIN + UNUSED)
         with run(tmp_path, *EVERY, *command) as again:
             assert again.ended() == 0, again.err.read_text()
             said = again.err.read_text()
             assert re.search(r"goes on with job-\w+ from step \d+, with the code as it is now: not exact", said), said
+            assert (
+                'keeps its spec, and a new job of this command would have another: world.device ("auto", now "cpu")'
+                in said
+            )
             assert again.steps()[-1] == 299 and again.steps()[0] > 10
             assert WEIGHTS.findall(again.out.read_text()) == [undisturbed]
 

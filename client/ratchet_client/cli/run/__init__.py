@@ -71,7 +71,7 @@ def run(
     Standard output gets what rank 0 prints, standard error all else. Ctrl-C or SIGTERM saves a checkpoint and stops; the same
     command goes on from there.
     """
-    from ratchet_client.cli.run.beginning import begin, command_digest, unfinished
+    from ratchet_client.cli.run.beginning import begin, unfinished
     from ratchet_client.cli.run.private_service import COMMAND_FILE, run_service, unfinished_elsewhere
     from ratchet_client.client import RatchetClient
     from ratchet_client.discovery import home_directory
@@ -81,13 +81,13 @@ def run(
             "--server: run trains on this machine; `ratchet submit FILE --follow` uses another's service"
         )
     shown = _ranks(ranks)
-    spec = _spec(words, nproc, name, sets)
+    spec, mark = _spec(words, nproc, name, sets)
     _say_slurm_nodes()
-    place = f"{spec['name']}-{command_digest(spec)[:8]}"
+    place = f"{spec['name']}-{mark[:8]}"
     with interruptible(), run_service(home_directory(settings(ctx).home), place) as service:
         ctx.obj = Settings(None, service.paths.home)
         with RatchetClient(home=service.paths.home, retry_for=PATIENCE, timeout=600.0) as client:
-            begun = begin(client, service.paths, spec, new=new)
+            begun = begin(client, service.paths, spec, mark, new=new)
             if service.private:
                 for command in unfinished_elsewhere(service.paths, spec["name"]):
                     output.note(f"unfinished, of another command: {command}")
@@ -99,8 +99,10 @@ def run(
     raise typer.Exit(code)
 
 
-def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]) -> dict[str, Any]:
-    """Of a spec file, or what ``ratchet init`` would write. Raises ``Refused``, ``SpecError``, ``NotFound``."""
+def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]) -> tuple[dict[str, Any], str]:
+    """Of a spec file, or what ``ratchet init`` would write; and the digest that the command is known by: of the spec in the file,
+    else of the command alone, whatever the script's text is by now. Raises ``Refused``, ``SpecError``, ``NotFound``."""
+    from ratchet_client.cli.run.beginning import command_digest
     from ratchet_client.cli.submit import override
     from ratchet_client.init.command import count_ranks
     from ratchet_client.init.proposal import propose
@@ -130,7 +132,12 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
     if name is not None:
         spec["name"] = name
     parse_spec(spec)  # before a directory is named after it, and a service started
-    return spec
+    if made is None:
+        return spec, command_digest(spec)
+    typed, script = made.command, {"script": str(made.place.script), "python": spec.get("python")}
+    words_ = {"arguments": typed.arguments, "env": typed.env, "ranks": typed.ranks, "device": typed.device}
+    options = {"policy": typed.policy, "nproc": nproc, "name": spec["name"], "set": given}
+    return spec, command_digest({**script, **words_, **options})
 
 
 def _ranks(text: str) -> Collection[int] | None:

@@ -15,6 +15,8 @@ from ratchet_contract.code_tree import UNLIMITED, Entry, TreeError, digest, entr
 from ratchet_contract.errors import Conflict
 from ratchet_contract.paths import MANIFEST_NAME, HomePaths, JobPaths, parse_checkpoint_dir_name
 from ratchet_contract.phases import JobPhase
+from ratchet_contract.run_without_service import shown, unequal
+from ratchet_contract.spec_parse import parse_spec
 
 if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 LABEL: Final = "ratchet-run"
 """The label by which a job is found again: the digest of its command."""
+_READ: Final = ("task", "script", "hook", "world")
+"""Keys of the spec that are found in the script's text, among others."""
 _LOGS: Final = (".log", ".out", ".err")
 """What this command's own output is sent to, beside the script, and what batch systems write there: no change of the code."""
 
@@ -35,18 +39,18 @@ class Begun:
     event: int | None = None
 
 
-def command_digest(spec: Mapping[str, Any]) -> str:
+def command_digest(said: Mapping[str, Any]) -> str:
     """Of all that the command says: the same command is the same job."""
-    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def begin(client: RatchetClient, home: HomePaths, spec: dict[str, Any], *, new: bool) -> Begun:
-    """Let the newest job of this command go on where it is unfinished; else, or with ``new``, submit another.
+def begin(client: RatchetClient, home: HomePaths, spec: dict[str, Any], mark: str, *, new: bool) -> Begun:
+    """Let the newest job of this command, whose digest is ``mark``, go on where it is unfinished; else, or with ``new``, submit
+    another of ``spec``.
 
     Raises what the requests raise: ``SpecError``, ``Conflict`` where
     strict determinism forbids changed code.
     """
-    mark = command_digest(spec)
     known = next(client.jobs(label={LABEL: mark}, page_size=1), None)
     if known is not None and new and not known.phase.terminal:
         client.cancel(known.id)
@@ -58,7 +62,17 @@ def begin(client: RatchetClient, home: HomePaths, spec: dict[str, Any], *, new: 
         print_warnings(job.warnings)
         output.note(f"{job.id} ({job.name}) starts")
         return Begun(job)
+    _say_what_is_read_otherwise(spec, known)
     return _go_on(client, home, known)
+
+
+def _say_what_is_read_otherwise(spec: dict[str, Any], job: JobView) -> None:
+    """The script's text may be another now, of which a new job would have another spec: the one that goes on keeps its own."""
+    now = parse_spec(spec).model_dump(mode="json")
+    odd = [leaf for key in _READ for leaf in unequal(key, job.spec.get(key), now[key])]
+    if odd:
+        told = ", ".join(f"{path} ({shown(before)}, now {shown(here)})" for path, before, here in odd)
+        output.note(f"warning: {job.id} keeps its spec, and a new job of this command would have another: {told}")
 
 
 def unfinished(job: JobView) -> bool:
