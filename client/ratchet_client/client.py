@@ -66,12 +66,15 @@ class RatchetClient(Following, Access):
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
-    def submit(self, spec: Spec, *, idempotency_key: str | None = None, upload: bool | None = None,
-               note: Note | None = None) -> Job:  # fmt: skip
+    def submit(self, spec: Spec, *, adopt: str | os.PathLike[str] | None = None, idempotency_key: str | None = None,
+               upload: bool | None = None, note: Note | None = None) -> Job:  # fmt: skip
         """Create a job from the path of a YAML file, a mapping or a ``JobSpec``. Raises ``SpecError`` with every wrong field.
 
         Relative paths of the spec start at the file's directory, or at the current one where there is no file. The same
         ``idempotency_key`` with the same spec gives the same job again.
+
+        ``adopt``: the directory, on the service's machine, of a run of the spec's script without a service. The job goes on from
+        its newest checkpoint, of which it has a copy; the directory stays as it is.
 
         ``upload``: send the directory ``code.path`` of this machine first; False: it is one of the service's machine; None: it
         is sent where the service's address is not this machine's, if there is such a directory here. The service is asked
@@ -86,7 +89,9 @@ class RatchetClient(Following, Access):
         True
         """
         body = with_code(self._transport, spec_body(spec), upload, note)
-        return Job(self, self._post("/v1/jobs", api.JobView, json=body, idempotency_key=idempotency_key))
+        params: Params = {"adopt": _absolute(adopt)}
+        view = self._post("/v1/jobs", api.JobView, params=params, json=body, idempotency_key=idempotency_key)
+        return Job(self, view)
 
     def job(self, job: str | Job) -> Job:
         """The job with this id or, alone, this name, as it is now. Raises ``NotFound``, ``AmbiguousName``.
@@ -96,15 +101,16 @@ class RatchetClient(Following, Access):
         """
         return Job(self, self.view(job))
 
-    def plan(self, spec: Spec, *, upload: bool | None = None, note: Note | None = None) -> api.PlanView:
-        """What ``submit`` would run of ``spec``, with all checks made. No job is stored; code is sent as ``submit`` does, and
-        kept by the service for ten minutes.
+    def plan(self, spec: Spec, *, adopt: str | os.PathLike[str] | None = None, upload: bool | None = None,
+             note: Note | None = None) -> api.PlanView:  # fmt: skip
+        """What ``submit`` would run of ``spec``, with all checks made, those of ``adopt`` too. No job is stored; code is sent as
+        ``submit`` does, and kept by the service for ten minutes.
 
         >>> client.plan("examples/digits-powersgd.yaml").resolved.backend
         'gloo'
         """
         body = with_code(self._transport, spec_body(spec), upload, note)
-        return self._post("/v1/jobs", api.PlanView, params={"dry_run": "true"}, json=body)
+        return self._post("/v1/jobs", api.PlanView, params={"dry_run": "true", "adopt": _absolute(adopt)}, json=body)
 
     def jobs(self, *, phase: Collection[str] = (), label: Mapping[str, str] | None = None, name: str | None = None,
              sort: str | None = None, owner: str | None = None, page_size: int = PAGE) -> Iterator[api.JobView]:  # fmt: skip
@@ -398,3 +404,7 @@ def _queue_shown() -> Iterator[None]:
         if error.code != "no-such-route":
             raise
         raise NotFound("the service is older than this client: it does not show its queue", code=error.code) from error
+
+
+def _absolute(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().absolute())

@@ -129,6 +129,9 @@ class JobView(View):
     hook: str
     last_checkpoint: str | None = None
     forked_from: str | None = Field(None, description="<job id>/<checkpoint id>")
+    adopted_from: str | None = Field(
+        None, description="Directory of the run without a service from whose newest checkpoint the job went on."
+    )
     work_dir: str | None = Field(
         None, description="Current directory of its ranks, once an attempt has made it; told where one job is read."
     )

@@ -84,12 +84,15 @@ class ServicePointer(Message):
 
 
 class ForkSource(Message):
-    """The checkpoint, of another job, that a forked job's first attempt starts from."""
+    """The checkpoint, of another job, that a forked job's first attempt starts from; or that of a run without a service."""
 
     job_root: str
     step: int
     epoch: int
     digest: str
+    adopted: str | None = Field(
+        None, description="Directory of the run without a service that was adopted; job_root has a copy. null: a fork."
+    )
 
 
 class LaunchFile(Grown):
@@ -98,7 +101,7 @@ class LaunchFile(Grown):
     LATER: ClassVar[tuple[str, ...]] = (
         "pace", "service_ca", "log_bytes", "spec.secret_env", "spec.resources.open_files", "spec.policy.preemptible",
         "spec.policy.exit_codes", "spec.policy.startup_deadline", "spec.policy.step_deadline", "spec.checkpoint.first",
-        "spec.trial", "spec.checkpoint.ignore", "spec.ttl_outputs", "spec.code.include",
+        "spec.trial", "spec.checkpoint.ignore", "spec.ttl_outputs", "spec.code.include", "fork.adopted",
     )  # fmt: skip
     protocol: int = PROTOCOL_VERSION
     job_id: str

@@ -6,6 +6,7 @@
 <home>/run/<name>-<digest>/              run directory of a job of `ratchet run`, laid out as <home>
 <home>/jobs/<job id>/checkpoints/step-000000001200.a0007/{rank-00000-of-00002.safetensors, MANIFEST.json}
 <home>/jobs/<job id>/quarantine/         damaged checkpoints, moved here whole
+<home>/jobs/<job id>/adopted/            copy of the run without a service that the job began with, laid out as a job
 <home>/jobs/<job id>/work/               current directory of the ranks: a writable copy of the code, kept over all attempts
 <home>/jobs/<job id>/work.json           which code that copy was made of, file by file
 <home>/jobs/<job id>/framework-files.jsonl   which files Lightning's callbacks wrote in which step
@@ -131,6 +132,11 @@ class JobPaths:
     @property
     def quarantine(self) -> Path:
         return self.root / "quarantine"
+
+    @property
+    def adopted(self) -> JobPaths:
+        """What was copied of the run without a service that the job began with. Written by the service."""
+        return JobPaths(self.root / "adopted")
 
     @property
     def work(self) -> Path:

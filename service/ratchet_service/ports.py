@@ -45,6 +45,9 @@ class SubmissionPorts(Protocol):
     def snapshot_file(self, path: Path) -> str:
         """Copy the file that a job starts from below the run directory; returns the copy's digest. Raises ``SpecError``."""
 
+    def allows(self, real: Path) -> bool:
+        """May a submission name the directory or file ``real``, which is without links?"""
+
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
         """What a launch would run: commands and variables, without secret values. Starts nothing."""
 

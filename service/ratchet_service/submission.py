@@ -132,6 +132,9 @@ class LocalSubmission:
     def snapshot_file(self, path: Path) -> str:
         return snapshot.snapshot_file(path, self._home.code, allowed=self._roots.allows)
 
+    def allows(self, real: Path) -> bool:
+        return self._roots.allows(real)
+
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
         """The launch of a first attempt; the job's id and the GPU indices are only known when there is one."""
         gpus = tuple(self._machine_of(spec).gpus[: spec.world.ranks_per_node]) if resolved.device == "cuda" else ()

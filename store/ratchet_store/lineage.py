@@ -31,7 +31,7 @@ class Quarantine(NamedTuple):
 
 def find_base(
     checkpoints: Path,
-    quarantine: Path,
+    quarantine: Path | None,
     lineage: Sequence[Segment],
     *,
     expected_job_id: str | None = None,
@@ -42,7 +42,8 @@ def find_base(
     ``check``: how that is found out. Whoever reads and verifies it afterwards lets ``check_files`` look at the sizes alone, and
     calls ``set_aside`` and this function again where that finds damage.
 
-    Damaged ones on the way are moved to ``quarantine`` and reported, those without a manifest or outside the lineage passed over.
+    Damaged ones on the way are moved to ``quarantine`` and reported (None: raised), those without a manifest or outside the
+    lineage passed over.
     ``root`` is what the oldest segment started from (``Base()`` for scratch, or a fork's base); None accepts any parent there.
     Raises ``CheckpointError`` where an older one must not silently take its place: a newer format version
     (``checkpoint-newer``), files that the system does not give out or a quarantine that fails (``checkpoint-unreadable``).
@@ -62,6 +63,8 @@ def find_base(
                 raise
             if not (directory / MANIFEST_NAME).exists():  # deleted while we read it
                 continue
+            if quarantine is None:
+                raise
             moved.append(Quarantine(step, epoch, error.detail, set_aside(directory, quarantine)))
     return None, moved
 

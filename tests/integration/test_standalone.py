@@ -214,6 +214,7 @@ def test_a_script_held_interrupted_twice_stopped_and_debugged_ends_in_the_same_b
 
 IN_PYTEST = """
 import signal
+import threading
 import pytest
 import torch.distributed as dist
 from ratchet import Session, UserError
@@ -231,6 +232,7 @@ def test_one_after_the_other(tmp_path, monkeypatch):
     (tmp_path / "c" / "checkpoints").mkdir(parents=True)
     for arguments, said in (
         ({"directory": tmp_path / "c"}, "is no directory of a run"),
+        ({"directory": "/proc/run"}, "/proc/run cannot be used for checkpoints .No such file"),
         ({"hook": "powersgdd"}, "/hook"),
         ({"checkpoint": {"uri": "s3://bucket/prefix"}}, "checkpoint.uri"),
     ):
@@ -244,6 +246,22 @@ def test_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED")
     with pytest.raises(UserError, match="PYTHONHASHSEED=0"):
         Session(tmp_path / "d", determinism="strict")
+
+    caught = []
+
+    def elsewhere():
+        try:
+            Session(tmp_path / "d")
+        except UserError as error:
+            caught.append(error.code)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert caught == ["not-the-main-thread"]
+    monkeypatch.setenv("RATCHET_JOB_ID", "job-1")
+    with pytest.raises(UserError, match="by a rank of job job-1"):
+        Session(tmp_path / "d")
 """
 
 
@@ -287,6 +305,9 @@ def test_a_start_that_does_not_train_deletes_no_checkpoint(place: Path) -> None:
     assert "has ended" in _run(place, "train.py").stderr
     (place / "train.py").write_text(SCRIPT.replace('"powerSGD"', '"powerSGDD"'))
     assert _run(place, "train.py").returncode != 0
+    (place / "train.py").write_text(SCRIPT.replace("hook=HOOK", 'hook="allreduce"'))
+    other = _run(place, "train.py")
+    assert other.returncode != 0 and "set policy.on_hook_mismatch to" in other.stderr, other.stderr
     assert sorted(path.name for path in root.iterdir()) == kept
 
 

@@ -86,6 +86,9 @@ class FakePorts:
     def snapshot_file(self, path: Path) -> str:
         return self.snapshot(path)
 
+    def allows(self, real: Path) -> bool:
+        return True
+
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
         return {"agent": {"command": ["agent"]}, "ranks": [{"RANK": str(r)} for r in range(spec.world.size)]}
 

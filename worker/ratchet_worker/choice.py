@@ -23,6 +23,7 @@ from ratchet_store.files import DAMAGED, MISSING, UNREADABLE, ensure_dir, refres
 from ratchet_store.filesystem import examine
 from ratchet_store.lineage import find_base, set_aside
 from ratchet_store.read import verify_files
+from ratchet_worker.adopted import NOT_LOOKED_AT
 from ratchet_worker.exchange import Exchange
 from ratchet_worker.fetched import fetched_notes
 from ratchet_worker.reporter import Reporter
@@ -156,7 +157,12 @@ class _RankZero:
             return []
         if fork is not None:
             self._tried = _source(fork)
-            return [f"forked from job {self._tried[1].job_id}"]
+            if fork.adopted is None:
+                return [f"forked from job {self._tried[1].job_id}"]
+            return [
+                f"adopted from the run in {fork.adopted}, step {fork.step} of its start {fork.epoch}",
+                NOT_LOOKED_AT,
+            ]
         if not launch.lineage:
             return []
         valid = "valid " if self._quarantined else ""
@@ -176,7 +182,8 @@ class _RankZero:
                 code=UNREADABLE,
             )
         if directory.parent != self._job.checkpoints:  # of another job, whose affair it is
-            raise _unusable(detail)
+            assert self._launch.fork is not None
+            raise _unusable(detail, self._launch.fork)
         self._put_aside(manifest.step, manifest.epoch, detail, set_aside(directory, self._job.quarantine))
 
     def _put_aside(self, step: int, epoch: int, error: str, path: Path) -> None:
@@ -212,13 +219,16 @@ def _source(fork: ForkSource) -> tuple[Path, Manifest]:
         check_files(directory, manifest)
     except CheckpointError as error:
         if error.code in (MISSING, DAMAGED):
-            raise _unusable(error.detail) from error
+            raise _unusable(error.detail, fork) from error
         raise
     return directory, manifest
 
 
-def _unusable(detail: str) -> UserError:
-    return UserError(f"the source of the fork cannot be used: {detail}; fork from another checkpoint")
+def _unusable(detail: str, fork: ForkSource) -> UserError:
+    what, cure = "the source of the fork", "fork from another checkpoint"
+    if fork.adopted is not None:
+        what, cure = f"the copy of what was adopted from {fork.adopted}", "submit the job again, with --adopt"
+    return UserError(f"{what} cannot be used: {detail}; {cure}")
 
 
 def _told(error: RatchetError) -> Told:

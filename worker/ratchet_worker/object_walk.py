@@ -81,7 +81,8 @@ _CONTAINERS: Final[dict[Kind, tuple[type, ...]]] = {
 }  # fmt: skip
 _PASSED_BY: Final = frozenset({
     "torch", "lightning", "pytorch_lightning", "lightning_utilities", "accelerate", "ratchet_worker", "ratchet_hooks",
-    "ratchet_contract", "logging", "threading", "_thread", "io", "_io", "weakref", "concurrent", "multiprocessing", "asyncio",
+    "ratchet_contract", "ratchet_store", "ratchet",
+    "logging", "threading", "_thread", "io", "_io", "weakref", "concurrent", "multiprocessing", "asyncio",
     "re", "pathlib", "abc", "inspect", "warnings", "wandb", "tensorboard", "mlflow", "comet_ml", "neptune", "tqdm", "rich",
     "builtins", "typing", "socket", "queue", "contextlib", "functools", "sqlite3", "tempfile", "subprocess", "datetime",
     "decimal", "fractions", "uuid", "ctypes", "mmap", "operator", "importlib", "numpy", "unittest",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -139,9 +139,13 @@ def begin(runtime: Runtime, report: ResumeReport) -> ReplayProof:
     launch, rank = runtime.launch, runtime.rank
     ddp, _ = runtime.state.hook_or_refuse()
     fingerprints = StepFingerprints([*ddp.module.parameters()], runtime.device)
-    facts = _facts(runtime, fingerprints.plan.digest)
+    facts = _facts(runtime, launch, fingerprints.plan.digest)
     line = _line(runtime, report)
-    found = _earlier(launch, rank, report, RingHeader(line, facts))
+    earlier = [_Attempt(f"attempt {paths.root.name.lstrip('0')}", paths, facts) for paths in _attempts(launch)]
+    if runtime.adopted is not None:
+        theirs = _facts(runtime, runtime.adopted.launch, fingerprints.plan.digest)
+        earlier += [_Attempt("the adopted run", paths, theirs) for paths in runtime.adopted.attempts()]
+    found = _earlier(earlier, rank, report, line)
     redone = _agree(runtime.exchange.gather("redone", found.told()), report.base.step)
     ring = _ring(AttemptPaths(Path(launch.attempt_dir)).ring(rank), RingHeader(line, facts), runtime.reporter)
     if fingerprints.plan.left_out:
@@ -153,6 +157,21 @@ def begin(runtime: Runtime, report: ResumeReport) -> ReplayProof:
     if rank == 0:
         proof.tell()
     return proof
+
+
+class _Attempt(NamedTuple):
+    """One before this. ``facts``: what this one's are, in the words of that."""
+
+    name: str
+    paths: AttemptPaths
+    facts: Record
+
+
+def _attempts(launch: LaunchFile) -> Iterator[AttemptPaths]:
+    """The job's own, newest first."""
+    job = JobPaths(Path(launch.job_root))
+    numbers = range(launch.epoch - 1, max(0, launch.epoch - 1 - RING_ATTEMPTS), -1)
+    yield from (job.attempt(number) for number in numbers)
 
 
 class _Earlier(NamedTuple):
@@ -167,17 +186,16 @@ class _Earlier(NamedTuple):
         return {"last": self.last, "has": _ranges(self.fingerprints), "reason": self.reason}
 
 
-def _earlier(launch: LaunchFile, rank: int, report: ResumeReport, header: RingHeader) -> _Earlier:
-    """The newest attempt's fingerprints count, where several have done a step."""
-    base, job = report.base.step, JobPaths(Path(launch.job_root))
+def _earlier(attempts: Sequence[_Attempt], rank: int, report: ResumeReport, line: str) -> _Earlier:
+    """``attempts``: newest first, whose fingerprints count where several have done a step."""
+    base = report.base.step
     refused: list[tuple[int, str]] = []
     last, fingerprints = 0, dict[int, StepFingerprint]()
-    for number in range(launch.epoch - 1, max(0, launch.epoch - 1 - RING_ATTEMPTS), -1):
-        paths = job.attempt(number)
+    for name, paths, facts in attempts:
         done = finished_step(paths.counter(rank if paths.counter(rank).exists() else 0))
         if done <= base:
             continue
-        why = _incomparable(number, report, read_header(paths.ring(rank)), header)
+        why = _incomparable(name, report, read_header(paths.ring(rank)), RingHeader(line, facts))
         if why is not None:
             refused.append((done, why))
             continue
@@ -189,18 +207,18 @@ def _earlier(launch: LaunchFile, rank: int, report: ResumeReport, header: RingHe
     return _Earlier(last, fingerprints, None)
 
 
-def _incomparable(number: int, report: ResumeReport, found: RingHeader | None, mine: RingHeader) -> str | None:
-    """Why attempt ``number`` is not compared; None: it is."""
+def _incomparable(name: str, report: ResumeReport, found: RingHeader | None, mine: RingHeader) -> str | None:
+    """Why the attempt ``name`` is not compared; None: it is."""
     if report.verdict not in ("fresh", "exact"):
         return f"the resume is not exact: {inexact(report)}"
     if found is None:
-        return f"attempt {number} left no fingerprints that this version of Ratchet reads"
+        return f"{name} left no fingerprints that this version of Ratchet reads"
     differences = compare(found.facts, mine.facts)
     if differences:
         more = f" and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""
-        return f"attempt {number} ran under other facts: {sentence(differences[:_NAMED])}{more}"
+        return f"{name} ran under other facts: {sentence(differences[:_NAMED])}{more}"
     if found.line != mine.line:
-        return f"attempt {number} and this one go back to different resumes that were not exact"
+        return f"{name} and this one go back to different resumes that were not exact"
     return None
 
 
@@ -236,8 +254,10 @@ def _line(runtime: Runtime, report: ResumeReport) -> str:
         return "start"
     if report.verdict != "exact":
         return _own_line(launch)
-    if manifest is not None and manifest.job_id == launch.job_id and base.epoch is not None:
-        header = read_header(JobPaths(Path(launch.job_root)).attempt(base.epoch).ring(runtime.rank))
+    job = JobPaths(Path(launch.job_root)) if runtime.adopted is None else runtime.adopted.paths
+    own = manifest is not None and (runtime.adopted is not None or manifest.job_id == launch.job_id)
+    if own and base.epoch is not None:
+        header = read_header(job.attempt(base.epoch).ring(runtime.rank))
         if header is not None:
             return header.line
     return f"checkpoint {base.digest}"
@@ -254,11 +274,10 @@ def _cure(launch: LaunchFile) -> str:
 
 
 def _own_line(launch: LaunchFile) -> str:
-    return f"attempt {launch.epoch}"
+    return f"attempt {launch.epoch} of {launch.job_id}"  # another run's line may go on in this job (``adopted``)
 
 
-def _facts(runtime: Runtime, sample: str) -> Record:
-    launch = runtime.launch
+def _facts(runtime: Runtime, launch: LaunchFile, sample: str) -> Record:
     hook = launch.spec.hook
     facts = {
         **runtime.environment,

@@ -24,6 +24,7 @@ from ratchet_contract.phases import Cause
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_store.commit import mark_changed
 from ratchet_worker import environment_record, group, replay_proof, resume
+from ratchet_worker.adopted import adopted
 from ratchet_worker.agreement import FINISH, NOT_STARTED, STRIDE, Agreement, Decision, Stopped, position
 from ratchet_worker.checkpointer import Checkpointer
 from ratchet_worker.choice import choose
@@ -66,7 +67,7 @@ class Runtime:
     ) -> None:
         self.launch, self.local_rank, self.device = launch, local_rank, device
         self.exchange, self.agreement, self.counter, self.reporter = exchange, agreement, counter, reporter
-        self.chosen = chosen
+        self.chosen, self.adopted = chosen, adopted(launch, chosen)
         self.step = chosen.base.step
         self.total: int | None = None
         code = Path(launch.code_dir or launch.workdir)
@@ -383,6 +384,10 @@ class Runtime:
         self._end_body()
         manifest = self.chosen.manifest
         if manifest is not None and manifest.job_id != self.launch.job_id and self.step == manifest.step:
+            if self.adopted is not None:
+                raise UserError(
+                    f"the adopted run has done all {self.step} steps, and nothing is left to train: submit it with more steps"
+                )
             raise UserError(
                 f"the fork starts after step {self.step} and has nothing left to train: fork {manifest.job_id} again, with more "
                 f"steps or from an earlier checkpoint (`ratchet fork {manifest.job_id} --checkpoint ID`)"

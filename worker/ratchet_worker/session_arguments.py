@@ -4,13 +4,13 @@ spec counts, and what the script gives otherwise is told.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from ratchet_contract.errors import SpecError, UserError
+from ratchet_contract.run_without_service import shown, unequal
 from ratchet_contract.spec import JobSpec
 from ratchet_contract.spec_parse import parse_spec
 
@@ -50,20 +50,7 @@ class SessionArguments:
         jobs = spec.model_dump(mode="json")
         asked = self.spec(jobs).model_dump(mode="json")
         return [
-            f"{path} ({_text(there)} in the script, {_text(here)} in the job's spec)"
+            f"{path} ({shown(there)} in the script, {shown(here)} in the job's spec)"
             for key in ("policy" if key == _POLICY else key for key in self.given)
-            for path, there, here in _unequal(key, asked[key], jobs[key])
+            for path, there, here in unequal(key, asked[key], jobs[key])
         ]
-
-
-def _unequal(path: str, there: Any, here: Any) -> list[tuple[str, Any, Any]]:
-    """The leaves in which two values differ; a hook of another name is one of them."""
-    same_kind = isinstance(there, dict) and isinstance(here, dict) and there.get("name") == here.get("name")
-    if not same_kind:
-        return [] if there == here else [(path, there, here)]
-    keys = sorted({*there, *here})
-    return [leaf for key in keys for leaf in _unequal(f"{path}.{key}", there.get(key), here.get(key))]
-
-
-def _text(value: Any) -> str:
-    return str(value["name"]) if isinstance(value, dict) and "name" in value else json.dumps(value)

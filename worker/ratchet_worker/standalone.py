@@ -29,7 +29,6 @@ from torch.distributed import destroy_process_group, is_initialized
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
-from ratchet_contract import code_tree
 from ratchet_contract import environment as names
 from ratchet_contract.errors import RatchetError, UserError
 from ratchet_contract.exit_codes import EXIT_PREEMPTED
@@ -37,9 +36,10 @@ from ratchet_contract.messages import LaunchFile, RankResult
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.plural import counted
+from ratchet_contract.run_without_service import spec_data
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_hooks.build import close_group
-from ratchet_worker import allocator, determinism, import_draws, rng
+from ratchet_worker import allocator, determinism, import_draws, imported_code, rng
 from ratchet_worker.agreement import Agreement, Decision, Stopped, Wish
 from ratchet_worker.console_report import ConsoleReport, say, shown
 from ratchet_worker.counter import StepCounter
@@ -49,7 +49,6 @@ from ratchet_worker.files import now
 from ratchet_worker.group import Clients, Identity, farewell, refuse_other_group
 from ratchet_worker.import_draws import installed_folders
 from ratchet_worker.listener import Listener
-from ratchet_worker.object_walk import is_users_module
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.runtime import Runtime, join
 from ratchet_worker.session_arguments import SessionArguments
@@ -74,7 +73,7 @@ class Place:
 
     @classmethod
     def here(cls) -> Place:
-        """Raises ``UserError`` where torchrun's variables are not complete."""
+        """Raises ``UserError`` where torchrun's variables are not complete, or fit no group of as many ranks on each node."""
         env = os.environ
         if names.RANK not in env:
             return cls(Identity(0, 0, 1, "127.0.0.1", 0, None), 1, 0, False, _main_file())
@@ -87,8 +86,15 @@ class Place:
                 "script by torchrun, or by python without any of them",
                 code="torchrun-variables",
             ) from None
+        size = identity.world_size
+        if per_node < 1 or size % per_node or not 0 <= identity.rank < size:
+            raise UserError(
+                f"RANK={identity.rank}, WORLD_SIZE={size} and LOCAL_WORLD_SIZE={per_node} are of no group that has as many ranks "
+                "on each node: start the script by torchrun, with the same --nproc-per-node on all nodes",
+                code="torchrun-variables",
+            )
         served = env.get(names.TORCHELASTIC_USE_AGENT_STORE) == "True"
-        return cls(identity, identity.world_size // per_node, identity.rank // per_node, served, _main_file())
+        return cls(identity, size // per_node, identity.rank // per_node, served, _main_file())
 
     @property
     def owns_process(self) -> bool:
@@ -220,7 +226,7 @@ class _Run:
 
     def _begin(self, spec: JobSpec) -> dict[str, Any]:
         place = self._place
-        self._directory = StandaloneDirectory(self._arguments.directory.absolute())
+        directory = self._arguments.directory.absolute()
         facts = {
             "world_size": place.identity.world_size,
             "ranks": [*range(place.ranks_per_node)],
@@ -229,13 +235,21 @@ class _Run:
             "code_dir": None if place.script is None else str(place.script.parent),
             "workdir": str(Path.cwd()),
         }
-        launch = self._directory.begin(facts)
+        try:
+            self._directory = StandaloneDirectory(directory)
+            launch = self._directory.begin(facts)
+        except OSError as error:
+            raise UserError(
+                f"{directory} cannot be used for checkpoints ({error.strerror or error}): give a directory that can be written "
+                'to (Session("other-directory"))',
+                code="directory-unusable",
+            ) from error
         return {"launch": launch.model_dump(mode="json")}
 
     def _spec(self) -> JobSpec:
         """Of the arguments, with the spec's defaults. Raises ``UserError``."""
         place = self._place
-        script = ["session.py"] if place.script is None else [place.script.with_suffix(".py").name, *sys.argv[1:]]
+        script = ["session.py"] if place.script is None else [place.script.name, *sys.argv[1:]]
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cuda" and place.ranks_per_node > torch.cuda.device_count():
             raise UserError(
@@ -243,14 +257,7 @@ class _Run:
                 f"{torch.cuda.device_count()}: start fewer, or set CUDA_VISIBLE_DEVICES= (empty) for the CPU",
                 code="too-few-gpus",
             )
-        spec = self._arguments.spec(
-            {
-                "name": "standalone",
-                "script": script,
-                "code": {"path": "."},
-                "world": {"nodes": place.nodes, "ranks_per_node": place.ranks_per_node, "device": device},
-            }
-        )
+        spec = self._arguments.spec(spec_data(script, place.nodes, place.ranks_per_node, device))
         if spec.checkpoint.uri is not None:
             raise UserError(
                 "checkpoint.uri: copies in an object store are made by Ratchet's agents, and this run has none: leave it out, or "
@@ -456,20 +463,8 @@ def _resolved(spec: JobSpec, place: Place) -> Resolved:
         backend=("nccl" if device == "cuda" else "gloo") if backend == "auto" else backend,
         threads_per_rank=int(threads) if threads.isdigit() else max(1, cores // place.ranks_per_node),
         python=sys.executable,
-        code_digest=code_digest(place.script),
+        code_digest=imported_code.digest(place.script),
     )
-
-
-def code_digest(script: Path | None) -> str | None:
-    """Of the main file and the modules of the user's that are imported by now; None: there are none. What else lies beside them
-    may be written by the run itself."""
-    found = {"__main__": script} if script is not None else {}
-    for name, module in [*sys.modules.items()]:
-        file = getattr(module, "__file__", None)
-        if name != "__main__" and isinstance(file, str) and is_users_module(name) and Path(file).is_file():
-            found[name] = Path(file)
-    entries = [code_tree.Entry(name, path) for name, path in sorted(found.items())]
-    return code_tree.digest(entries) if entries else None
 
 
 def _caveats(launch: LaunchFile, place: Place) -> list[str]:

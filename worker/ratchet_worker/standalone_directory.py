@@ -16,21 +16,19 @@ import json
 import os
 import secrets
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from ratchet_contract.errors import CheckpointError, UserError
 from ratchet_contract.lineage import lineage
 from ratchet_contract.messages import LaunchFile
-from ratchet_contract.paths import MANIFEST_NAME, RUN_MARK_NAME, JobPaths, NodePaths, is_job_id
+from ratchet_contract.paths import MANIFEST_NAME, JobPaths, NodePaths
 from ratchet_contract.resume import Base
 from ratchet_contract.spec_checkpoint import BestSpec, CheckpointSpec
 from ratchet_store.commit import checkpoint_dirs, read_manifest
 from ratchet_store.keeping import Id, Rules
 from ratchet_store.retain import delete_unless_pinned, sweep, whole
+from ratchet_store.run_directory import RunDirectory
 from ratchet_worker.agent_files import lock
 from ratchet_worker.files import write_atomic
 
@@ -41,6 +39,7 @@ class StandaloneDirectory:
 
     def __init__(self, root: Path) -> None:
         self.paths = JobPaths(root)
+        self._run = RunDirectory(self.paths)
         root.mkdir(parents=True, exist_ok=True)
         held = lock(NodePaths(root))
         if held is None:
@@ -67,8 +66,8 @@ class StandaloneDirectory:
         """The next attempt, written to its ``launch.json``. ``facts``: of the launch file, all that does not follow from the
         directory. Raises ``UserError`` for checkpoints whose attempts are not there."""
         epochs = [e for _, e, at in checkpoint_dirs(self.paths.checkpoints) if (at / MANIFEST_NAME).exists()]
-        epoch = max([*self._numbers(), *epochs], default=0) + 1
-        segments = lineage(self._bases())
+        epoch = max([*self._run.numbers(), *epochs], default=0) + 1
+        segments = lineage(self._run.bases())
         if epochs and not segments:
             raise UserError(
                 f"{self.paths.root} has checkpoints, and {self.paths.root / 'attempts'} does not tell which starts made them: "
@@ -91,44 +90,25 @@ class StandaloneDirectory:
         return launch
 
     def _identify(self) -> str:
-        mark = self.paths.root / RUN_MARK_NAME
-        try:
-            found = json.loads(mark.read_bytes())["id"]
-            if is_job_id(found):
-                return str(found)
-        except FileNotFoundError:
-            theirs = [path.name for path in (self.paths.checkpoints, self.paths.root / "attempts") if path.exists()]
-            if not theirs:
-                made = f"job-{secrets.token_hex(6)}"
-                write_atomic(mark, json.dumps({"id": made}).encode(), durable=True)
-                return made
-        except (ValueError, LookupError, TypeError):
-            pass
-        raise UserError(
-            f"{self.paths.root} is no directory of a run without a service: {mark} is missing or has no id. Give "
-            'another directory (Session("other-directory"))',
-            code="directory-of-others",
-        )
-
-    def _numbers(self) -> Iterator[int]:
-        folder = self.paths.root / "attempts"
-        if folder.is_dir():
-            yield from (int(path.name) for path in folder.iterdir() if path.name.isascii() and path.name.isdigit())
-
-    def _bases(self) -> dict[int, Base]:
-        """What each attempt started from; of those that ended before they trained there is nothing."""
-        found = {}
-        for number in self._numbers():
-            with suppress(OSError, ValidationError):
-                found[number] = Base.model_validate_json(self.paths.attempt(number).base_file.read_bytes())
-        return found
+        if found := self._run.id():
+            return found
+        theirs = [path for path in (self.paths.checkpoints, self.paths.root / "attempts") if path.exists()]
+        if self._run.mark.exists() or theirs:
+            raise UserError(
+                f"{self.paths.root} is no directory of a run without a service: {self._run.mark} is missing or has no id. Give "
+                'another directory (Session("other-directory"))',
+                code="directory-of-others",
+            )
+        made = f"job-{secrets.token_hex(6)}"
+        write_atomic(self._run.mark, json.dumps({"id": made}).encode(), durable=True)
+        return made
 
     def tidy(self, spec: CheckpointSpec) -> list[str]:
         """Before a start trains, and behind its last save; while it trains it deletes only what it wrote itself. Returns what
         could not be deleted, in sentences."""
-        notes, bases = [], self._bases()
+        notes, bases = [], self._run.bases()
         try:
-            sweep(self.paths.checkpoints, dead_epochs=[*self._numbers()])
+            sweep(self.paths.checkpoints, dead_epochs=[*self._run.numbers()])
             found = whole(self.paths.checkpoints, lineage(bases))
             first = [one for one in found if read_manifest(self.paths.checkpoint(*one)).reason == "first"]
         except CheckpointError as error:

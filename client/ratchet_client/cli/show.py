@@ -125,6 +125,7 @@ def get(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> None:
             ("hook", found.hook), ("device", found.resolved.device), ("backend", found.resolved.backend),
             ("threads per rank", found.resolved.threads_per_rank), ("git", commit_words(found.spec)),
             ("packages", _packages(found.environment)), ("forked from", found.forked_from),
+            ("adopted from", found.adopted_from),
         ],
         [
             ("working directory", found.work_dir), ("created", output.moment(found.created_at)),

@@ -42,6 +42,14 @@ def submit(
         Path | None,
         typer.Option("--import", metavar="FILE", help="Begin with this model: safetensors, or a PyTorch checkpoint."),
     ] = None,
+    adopt: Annotated[
+        Path | None,
+        typer.Option(
+            "--adopt",
+            metavar="DIR",
+            help="Go on from the newest checkpoint of a run without a service, which saved to DIR.",
+        ),
+    ] = None,
     key: Annotated[
         str | None,
         typer.Option("--idempotency-key", help="The same key and spec give the same job, however often submitted."),
@@ -60,15 +68,19 @@ def submit(
     if start is not None:
         given = spec.get("start_from")
         spec["start_from"] = {**(given if isinstance(given, dict) else {}), "path": str(start.expanduser().absolute())}
-    with open_client(ctx, timeout=_COPY_SECONDS if spec.get("start_from") else 30.0) as client:
+    if adopt is not None:
+        adopt = adopt.expanduser().absolute()
+    with open_client(ctx, timeout=_COPY_SECONDS if spec.get("start_from") or adopt else 30.0) as client:
         if dry_run:
-            _dry_run(client, spec, upload, as_json)
+            _dry_run(client, spec, adopt, upload, as_json)
             return
-        job = client.submit(spec, idempotency_key=key, upload=upload, note=output.note).view
+        job = client.submit(spec, adopt=adopt, idempotency_key=key, upload=upload, note=output.note).view
         print_warnings(job.warnings)
         if not as_json:
             output.line(job.id)
             output.note(f"submitted {job.name} ({job.hook}); {job.phase}")
+            if job.adopted_from is not None:
+                output.note(f"goes on from step {job.progress.step} of {job.adopted_from}, which stays as it is")
             _tell_others(client, job)
         elif not (wait or follow):
             output.emit(job)
@@ -120,12 +132,14 @@ def override(spec: dict[str, Any], sets: list[str], labels: dict[str, str]) -> N
         spec["labels"] = {**(spec.get("labels") or {}), **labels}
 
 
-def _dry_run(client: RatchetClient, spec: dict[str, Any], upload: bool | None, as_json: bool) -> None:
+def _dry_run(
+    client: RatchetClient, spec: dict[str, Any], adopt: Path | None, upload: bool | None, as_json: bool
+) -> None:
     """Raises ``SpecError``, with ``--json`` after a document with its ``errors``."""
     from ratchet_contract.errors import SpecError
 
     try:
-        plan = client.plan(spec, upload=upload, note=output.note)
+        plan = client.plan(spec, adopt=adopt, upload=upload, note=output.note)
     except SpecError as error:
         if as_json:
             errors = [wrong.model_dump() for wrong in error.errors]

@@ -17,6 +17,9 @@ from ratchet_service.access import Caller, needs
 from ratchet_service.bodies import decode, parse
 from ratchet_service.http import BodyDep, Cursor, Limit, ServiceDep, SpecPost, reply, respond
 from ratchet_service.idempotency import Reply
+from ratchet_service.models import Job
+from ratchet_service.ports import SubmissionPorts
+from ratchet_service.usecases import adopt as adoption
 from ratchet_service.usecases import attempts, deletion, jobs, listing, queue, submit
 from ratchet_service.usecases.queries import find_job
 from ratchet_service.usecases.spent import of_job
@@ -39,19 +42,43 @@ def submit_job(
     post: SpecPost,
     caller: Caller,
     dry_run: Annotated[bool, Query(description="Check and plan only.")] = False,
+    adopt: Annotated[
+        str | None,
+        Query(
+            max_length=4096,
+            description="Directory, on the service's machine, of a run without a service (`Session()` under plain python or "
+            "torchrun). Its newest checkpoint is copied, and the job goes on from there; the directory stays as it is.",
+        ),
+    ] = None,
 ) -> Response:
     """Validate the spec against this machine, snapshot its code and queue it. JSON or YAML, by content type."""
     poster, data = post
+    ports, homes = service.ports, service.settings.paths
     if dry_run:
-        return poster.run(lambda: submit.dry_run(data, service.ports), lambda _session, plan: reply(200, plan))
+        return poster.run(lambda: _plan(data, adopt, ports), lambda _session, plan: reply(200, plan))
 
-    def effect(session: Session, prepared: submit.Prepared) -> Reply:
-        job = submit.store(session, prepared, caller.owner)
+    def answered(session: Session, job: Job) -> Reply:
         return reply(201, job_view(session, job), Location=f"/v1/jobs/{job.id}", ETag=jobs.etag(job))
 
-    answer = poster.run(lambda: submit.prepare(data, service.ports), effect)
-    service.ports.wake()
+    if adopt is None:
+        answer = poster.run(
+            lambda: submit.prepare(data, ports),
+            lambda session, prepared: answered(session, submit.store(session, prepared, caller.owner)),
+        )
+    else:
+        answer = poster.run(
+            lambda: adoption.prepare(data, adopt, ports, homes),
+            lambda session, prepared: answered(session, adoption.store(session, prepared, caller.owner, homes)),
+        )
+    ports.wake()
     return answer
+
+
+def _plan(data: Any, adopt: str | None, ports: SubmissionPorts) -> PlanView:
+    plan = submit.dry_run(data, ports)
+    if adopt is None:
+        return plan
+    return plan.model_copy(update={"warnings": [*plan.warnings, *adoption.check(data, adopt, ports)]})
 
 
 @router.get("/v1/jobs", dependencies=[needs(Scope.JOBS_READ)], summary="List jobs")

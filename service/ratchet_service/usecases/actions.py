@@ -103,6 +103,8 @@ def resume(session: Session, job_id: str, prepared: PreparedResume, ports: Submi
         source, data = _checkpoint_at(session, job, request.from_step), {"from_step": request.from_step}
     start = worlds.next_start(session, job, source, homes)
     digest = code.digest if code is not None else job.resolved.get("code_digest")
+    if start is not None and start.parent == homes.job(job_id).adopted.checkpoints:
+        digest = None  # a run without a service knows no snapshot of its code
     for problem in worlds.mismatches(spec or _spec(job), start, digest) if start is not None else ():
         raise Conflict(problem.detail, code=problem.code, phase=job.phase.value)
     change = None

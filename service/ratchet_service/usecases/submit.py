@@ -82,13 +82,15 @@ def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
     )
 
 
-def store(session: Session, prepared: Prepared, owner: str, *, pointer: str = "", **columns: Any) -> Job:
+def store(
+    session: Session, prepared: Prepared, owner: str, *, pointer: str = "", job_id: str | None = None, **columns: Any
+) -> Job:
     """The job's row, labels and first event. ``columns`` are further columns of the row (a fork's origin); ``pointer``: where the
-    spec lies in the body. Raises ``Conflict`` or ``SpecError`` (``quota-exceeded``)."""
+    spec lies in the body; ``job_id``: one that ``new_job_id`` gave, whose directory there is already. Raises ``Conflict`` or
+    ``SpecError`` (``quota-exceeded``)."""
     spec, now = prepared.spec, now_in(session)
     quotas.admit(session, owner, spec, prepared.resolved, pointer=pointer)
-    job_id = new_job_id()
-    while session.get(Job, job_id) is not None:
+    while job_id is None or session.get(Job, job_id) is not None:
         job_id = new_job_id()
     job = Job(
         id=job_id,

@@ -80,6 +80,7 @@ def _job_view(job: Job, labels: dict[str, str]) -> JobView:
         hook=job.spec["hook"]["name"],
         last_checkpoint=last_checkpoint(job),
         forked_from=job.forked_from,
+        adopted_from=(job.fork_source or {}).get("adopted"),
         created_at=job.created_at,
         updated_at=job.updated_at,
         started_at=job.started_at,

@@ -192,40 +192,42 @@ def mismatches(spec: JobSpec, checkpoint: Path, code_digest: str | None) -> list
             manifest = read_manifest(checkpoint)
     except (CheckpointError, OSError):
         return []
+    return against(spec, manifest, code_digest)
+
+
+def against(
+    spec: JobSpec, manifest: Manifest, code_digest: str | None, cure: str = "fork the job with determinism: warn"
+) -> list[FieldProblem]:
+    """As ``mismatches``, of a checkpoint's manifest. ``cure``: what to do where bits may be others."""
     out = []
-    if reason := _other_ranks(spec, checkpoint.name, manifest):
+    if reason := _other_ranks(spec, manifest, cure):
         out.append(FieldProblem(pointer="/world/ranks_per_node", code="world-size-mismatch", detail=reason))
     codes = (manifest.code_digest, code_digest)
     if spec.determinism == "strict" and None not in codes and codes[0] != codes[1]:
         detail = (
-            f"checkpoint {checkpoint.name} was made by other code ({codes[0]} -> {codes[1]}): that is never exact, and "
-            "determinism is strict; fork the job with determinism: warn"
+            f"checkpoint {manifest.id} was made by other code ({codes[0]} -> {codes[1]}): that is never exact, and "
+            f"determinism is strict; {cure}"
         )
         out.append(FieldProblem(pointer="/code", code="code-mismatch", detail=detail))
     changed = change_of(manifest.hook.name, manifest.hook.parameters, spec.hook)
     if changed is not None:
         reason = changed.refusal(spec.policy.on_hook_mismatch)
         if spec.determinism == "strict":  # no leave of the policy helps
-            reason = (
-                f"{changed.what}: that is never exact, and determinism is strict; fork the job with determinism: warn"
-            )
+            reason = f"{changed.what}: that is never exact, and determinism is strict; {cure}"
         if reason is not None:
-            detail = f"checkpoint {checkpoint.name} was made under another hook. {reason}"
+            detail = f"checkpoint {manifest.id} was made under another hook. {reason}"
             out.append(FieldProblem(pointer="/hook", code="hook-mismatch", detail=detail))
     return out
 
 
-def _other_ranks(spec: JobSpec, name: str, manifest: Manifest) -> str | None:
+def _other_ranks(spec: JobSpec, manifest: Manifest, cure: str) -> str | None:
     ranks = manifest.world_size
     if ranks == spec.world.size:
         return None
     again = counted(ranks, "rank")
-    written = f"checkpoint {name} was written by {again}, the job asks for {spec.world.size}"
+    written = f"checkpoint {manifest.id} was written by {again}, the job asks for {spec.world.size}"
     if spec.determinism == "strict":
-        return (
-            f"{written}: that is never exact, and determinism is strict; keep {again}, or fork the job with determinism: "
-            "warn"
-        )
+        return f"{written}: that is never exact, and determinism is strict; keep {again}, or {cure}"
     if spec.policy.on_hook_mismatch != "fail":
         return None
     recorded = hook_of({**manifest.hook.parameters, "name": manifest.hook.name})

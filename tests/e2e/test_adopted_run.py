@@ -1,0 +1,193 @@
+"""A run without a service that a job adopts: killed anywhere, it ends in the bits of the run that nobody touched."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ratchet_store.compare import compare, render
+from tests.support.cli import Cli
+from tests.support.interpreters import LIBRARIES
+from tests.support.server import Server
+
+AGENTS = LIBRARIES
+STEPS = 24
+TASK = {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask"}
+SCRIPT = """
+import os, signal, sys
+
+import torch
+from torch import nn
+
+import settings
+from ratchet import Session, TrainLoader
+
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        x = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return x, (x.sum() > 0).long()
+
+
+def train():
+    with Session(hook=settings.HOOK, seed=3, checkpoint={"every_steps": 5, "first": "off"}) as session:
+        data = TrainLoader(Points(), batch_size=4, seed=session.seed, rank=session.rank, world_size=session.world_size)
+        net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 2))
+        model = session.wrap(net)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        session.register(optimizer=optimizer, data=data)
+        batches = session.batches()
+        for step in session.steps(int(sys.argv[1])):
+            x, y = next(batches)
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if os.environ.get("KILL") == f"{session.rank} {step}":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    train()
+"""
+POWER = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
+LOCAL = {"name": "post_localSGD", "start_localSGD_iter": 6, "model_averaging_period": 3}
+CASES = [(2, POWER)]
+if os.environ.get("RATCHET_TEST_OPTIONS") == "all":
+    CASES += [(1, {"name": "allreduce"}), (2, LOCAL), (2, {**POWER, "wrapper": "fp16"}), (3, POWER)]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def _project(at: Path, hook: dict[str, Any]) -> Path:
+    at.mkdir()
+    (at / "train.py").write_text(SCRIPT)
+    (at / "settings.py").write_text(f"HOOK = {hook!r}\n")
+    return at
+
+
+def _train(project: Path, ranks: int = 1, kill: str = "") -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "KILL": kill, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, *([*TORCHRUN, str(ranks)] if ranks > 1 else []), "train.py", str(STEPS)],
+        cwd=project,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def _spec(project: Path, ranks: int, hook: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "name": "adopting",
+        "script": ["train.py", str(STEPS)],
+        "code": {"path": str(project)},
+        "world": {"ranks_per_node": ranks, "device": "cpu"},
+        "resources": {"cpus_per_rank": 1},
+        "hook": hook,
+        "seed": 3,
+        "checkpoint": {"every_steps": 5},
+        "policy": {"max_failures": 0},
+        **more,
+    }
+
+
+def _submitted(cli: Cli, spec: dict[str, Any], directory: Path, *options: str, expect: int = 0) -> Any:
+    (cli.cwd / "job.yaml").write_text(yaml.safe_dump(spec))
+    return cli("submit", "job.yaml", "--adopt", str(directory), *options, expect=expect)
+
+
+def _content(root: Path) -> dict[str, str]:
+    files = (path for path in sorted(root.rglob("*")) if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def _newest(root: Path) -> Path:
+    return max((root / "checkpoints").glob(f"step-{STEPS:012d}.*"))
+
+
+@pytest.mark.parametrize(("ranks", "hook"), CASES, ids=[f"{ranks}-{hook['name']}" for ranks, hook in CASES])
+def test_a_killed_run_goes_on_as_a_job_to_the_same_bits(
+    server: Server, tmp_path: Path, ranks: int, hook: dict[str, Any]
+) -> None:
+    cli = Cli(server.home, tmp_path)
+    whole, project = _project(tmp_path / "whole", hook), _project(tmp_path / "project", hook)
+    assert (done := _train(whole, ranks)).returncode == 0, done.stderr
+    at = random.choice([12, 13, 14, 17, 18, 19])  # steps that are behind a checkpoint
+    assert _train(project, ranks, kill=f"{ranks - 1} {at}").returncode != 0
+    run = project / "ratchet-checkpoints"
+    before = _content(run)
+    base = max(int(path.parent.name[5:17]) for path in (run / "checkpoints").glob("*/MANIFEST.json"))
+
+    told = _submitted(cli, _spec(project, ranks, hook), run, "--wait", "--json")
+    job = json.loads(told.text)
+    assert (job["phase"], job["adopted_from"]) == ("SUCCEEDED", str(run)), told
+    (attempt,) = server.attempts(job["id"])
+    report, redone = attempt["resume_report"], attempt["redone"]
+    assert (report["verdict"], report["base"]["step"]) == ("exact", base), report
+    assert f"adopted from the run in {run}, step {base} of its start 1" in report["notes"]
+    assert (redone["steps"], redone["compared"], redone["equal"]) == (at - base,) * 3, redone
+    same = compare(_newest(whole / "ratchet-checkpoints"), _newest(server.paths.job(job["id"]).root))
+    assert not same.different and same.tensors, f"killed in step {at}: {render(same)}"
+    assert _content(run) == before
+
+
+def test_what_is_not_the_runs_is_named_or_refused(server: Server, tmp_path: Path) -> None:
+    cli, project = Cli(server.home, tmp_path), _project(tmp_path / "project", POWER)
+    run = project / "ratchet-checkpoints"
+
+    def refused(directory: Path, pointer: str, code: str, said: str, **changes: Any) -> None:
+        before = {path.name for path in server.paths.jobs.iterdir()} if server.paths.jobs.exists() else set()
+        spec = {k: v for k, v in (_spec(project, 1, POWER) | changes).items() if v is not None}
+        answer = server.call("POST", "/v1/jobs", params={"adopt": str(directory)}, json=spec, expect=422).json()
+        told = [(e["pointer"], e["code"]) for e in answer["errors"]]
+        assert (pointer, code) in told and said in str(answer["errors"]), answer
+        assert {path.name for path in server.paths.jobs.iterdir()} == before  # no copy stays
+
+    refused(run, "/query/adopt", "adopt-not-found", "is copied there first")
+    refused(project, "/query/adopt", "adopt-no-run", "ratchet-run.json")
+    assert _train(project, kill="0 3").returncode != 0
+    refused(run, "/query/adopt", "adopt-no-checkpoint", "no checkpoint yet")
+    assert _train(project, kill="0 17").returncode != 0
+    before = _content(run)
+
+    refused(run, "/hook", "hook-mismatch", "on_hook_mismatch", hook="allreduce")
+    refused(run, "/world/ranks_per_node", "world-size-mismatch", "redistribute", world={"ranks_per_node": 2})
+    refused(run, "/seed", "adopt-differs", "3 in the run, 4 in this spec", seed=4, determinism="strict")
+    refused(run, "/task", "adopt-needs-script", "Session", script=None, task=TASK)
+    (project / "plain.py").write_text("print()\n")
+    refused(run, "/script", "adopt-unmanaged", "no Session", script=["plain.py"], hook="allreduce")
+    (project / "plain.py").unlink()
+    with (run / "agent.lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert "stop it" in _submitted(cli, _spec(project, 1, POWER), run, expect=1).errors
+
+    (project / "settings.py").write_text(f"HOOK = {POWER!r}\nRATE = 1\n")
+    told = _submitted(cli, _spec(project, 1, POWER, seed=4), run, "--wait")
+    assert "warning: /seed: 3 in the run, 4 in this spec" in told.errors
+    (attempt,) = server.attempts(told.text.strip())
+    found = {d["key"] for d in attempt["resume_report"]["differences"]}
+    assert (attempt["resume_report"]["verdict"], found) == ("not-exact", {"code_digest", "spec_digest"})
+    assert attempt["redone"]["reason"].startswith("the resume is not exact")
+
+    (rank_file,) = (run / "checkpoints").glob("step-000000000015.*/rank-*")
+    assert _content(run) == before
+    whole = rank_file.read_bytes()
+    rank_file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    refused(run, "/query/adopt", "adopt-damaged", str(rank_file))
+    plan = cli("submit", "job.yaml", "--adopt", str(run), "--dry-run")
+    assert "the spec is valid" in plan.text
