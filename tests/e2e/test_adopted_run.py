@@ -174,7 +174,7 @@ def test_what_is_not_the_runs_is_named_or_refused(server: Server, tmp_path: Path
     (project / "plain.py").unlink()
     with (run / "agent.lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert "stop it" in _submitted(cli, _spec(project, 1, POWER), run, expect=1).errors
+        assert "stop it" in _submitted(cli, _spec(project, 1, POWER), run, expect=4).errors
 
     (project / "settings.py").write_text(f"HOOK = {POWER!r}\nRATE = 1\n")
     told = _submitted(cli, _spec(project, 1, POWER, seed=4), run, "--wait")
