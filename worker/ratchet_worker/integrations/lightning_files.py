@@ -152,7 +152,7 @@ def open_versions(loggers: Iterable[Logger]) -> list[Any]:
 def put_versions(loggers: Iterable[Logger], versions: list[Any]) -> None:
     for logger, version in zip(loggers, versions, strict=False):
         if version is not None:
-            logger._version = version  # type: ignore[attr-defined]
+            vars(logger)["_version"] = version
 
 
 def csv_rows(loggers: Iterable[Logger]) -> list[int]:
