@@ -1,7 +1,7 @@
 """Hugging Face's Trainer with one line changed, killed at five places: the weights, and the Trainer's own checkpoints, of the
 plain script under torch alone.
 
-The second example too with RATCHET_TEST_OPTIONS=all.
+The second example, and one killed under plain python, with RATCHET_TEST_OPTIONS=all.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +37,8 @@ pytestmark = [
 
 EXAMPLES: Final = Path(__file__).parents[2] / "examples"
 STEPS: Final = {"glue": 76, "clm": 96}
+ONE_THREAD: Final = {**os.environ, "OMP_NUM_THREADS": "1"}
+ALL: Final = os.environ.get("RATCHET_TEST_OPTIONS") == "all"
 
 
 def script(name: str, output: Path) -> list[str]:
@@ -115,7 +119,7 @@ def assert_same_outputs(mine: Path, theirs: Path) -> None:
         assert told(mine / place) == told(theirs / place)
 
 
-@pytest.mark.parametrize("name", STEPS if os.environ.get("RATCHET_TEST_OPTIONS") == "all" else ["glue"])
+@pytest.mark.parametrize("name", STEPS if ALL else ["glue"])
 def test_a_killed_trainer_ends_as_the_plain_one(jobs: list[Job], tmp_path: Path, name: str) -> None:
     code, mine, theirs = EXAMPLES / f"trainer_{name}", tmp_path / "killed", tmp_path / "plain"
     spec = {"code": {"path": str(code)}, "checkpoint": {"every_steps": 7}, "determinism": "strict"}
@@ -136,3 +140,27 @@ def test_a_killed_trainer_ends_as_the_plain_one(jobs: list[Job], tmp_path: Path,
         refused = jobs[1].launch()
         assert refused.wait(120).cause is Cause.USER_ERROR, refused.logs()
         assert "checkpoint-76 was not written by this job" in refused.logs()
+
+
+@pytest.mark.skipif(not ALL, reason="RATCHET_TEST_OPTIONS=all runs it")
+def test_without_a_service_the_checkpoints_are_beside_the_trainers(tmp_path: Path) -> None:
+    def run(kind: str, output: str) -> subprocess.Popen[str]:
+        arguments = [*script("clm", tmp_path / output)[1:], "--max_steps", "45", "--save_steps", "15"]
+        command = [sys.executable, str(EXAMPLES / f"trainer_clm/{kind}.py"), *arguments]
+        return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=ONE_THREAD)
+
+    killed = run("train", "killed")
+    wait_for(lambda: [*(tmp_path / "killed").glob("checkpoint-15/trainer_state.json")], "step 15", 120, 0.002)
+    killed.kill()
+    killed.communicate()
+    for kind, output in (("train", "killed"), ("plain", "plain")):
+        _, said = (one := run(kind, output)).communicate(timeout=180)
+        assert one.returncode == 0, said
+        assert kind == "plain" or "ratchet: resumed exactly from step" in said, said
+    names = [
+        "model.safetensors",
+        *(f"checkpoint-{n}/{name}" for n in (30, 45) for name in ("optimizer.pt", "rng_state.pth")),
+    ]
+    for name in names:
+        mine, theirs = values(tmp_path / "killed" / name), values(tmp_path / "plain" / name)
+        assert mine.keys() == theirs.keys() and [key for key in mine if not same(mine[key], theirs[key])] == []
