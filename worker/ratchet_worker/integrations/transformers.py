@@ -42,8 +42,9 @@ from ratchet_contract.errors import UserError
 from ratchet_contract.messages import LaunchFile
 from ratchet_hooks.groups import close_group
 from ratchet_worker.data import points
+from ratchet_worker.data.sampler_position import SamplerPosition
 from ratchet_worker.integrations import accelerate
-from ratchet_worker.integrations.steps import Steps, goes_on, refuse_other_epochs
+from ratchet_worker.integrations.steps import Steps, goes_on
 from ratchet_worker.integrations.training_arguments import SEARCH, ddp_of, make_generator, refuse
 from ratchet_worker.integrations.training_batches import TrainingBatches
 from ratchet_worker.runtime import Runtime
@@ -183,6 +184,9 @@ class Trainer(transformers.Trainer):
         given["num_update_steps_per_epoch"] -= done
         given["steps_in_epoch"] -= done * self.args.gradient_accumulation_steps
         super()._run_epoch(**given)  # type: ignore[no-untyped-call]
+        data = self._runtime.state.data
+        if isinstance(data, SamplerPosition) and data.epoch == epoch and not self.control.should_training_stop:
+            data.end()  # it began again, on another number of ranks
         if self.control.should_epoch_stop and not self.control.should_training_stop:
             raise UserError("should_epoch_stop: an epoch that ends early has no place in the order of the job's data")
 
@@ -313,7 +317,12 @@ class _Progress:
         """Raises ``ValueError`` where an epoch has other steps than the recorded one."""
         now = {"steps_per_epoch": self.steps_per_epoch}
         now["gradient_accumulation_steps"] = self._trainer.args.gradient_accumulation_steps
-        refuse_other_epochs(state, now)
+        for name, value in now.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"{name} was {state[name]}, now it is {value}: keep the data, and the samples that a step has on all "
+                    "ranks together (on half of the ranks twice per_device_train_batch_size)"
+                )
         self._loaded, self.ended = state, state["ended"] and goes_on(self._trainer.session)
         self._put()
 
