@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.support.object_stores import free_port
 
 
-def plain(*script: object) -> str:
+def plain(*script: object, seconds: float = 60) -> str:
     """Under torch alone, as torchrun starts it; what rank 0 prints. Up to five times: at the end of a script on gloo a race in
     torch between the threads of DDP's reducer hangs or aborts a process now and then."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET")}
@@ -29,7 +29,7 @@ def plain(*script: object) -> str:
             for rank in range(2)
         ]
         try:
-            printed = [rank.communicate(timeout=60)[0] for rank in ranks]
+            printed = [rank.communicate(timeout=seconds)[0] for rank in ranks]
             if [rank.returncode for rank in ranks] == [0, 0]:
                 return printed[0]
         except subprocess.TimeoutExpired:
