@@ -66,7 +66,7 @@ KINDS: Final[dict[str, Kind]] = {
     "two ranks on one device": Kind(_script(EXAMPLES / "adoption" / "2_session", "train.py"), shared=True),
     "Lightning": Kind(_script(EXAMPLES / "integrations", "lightning_train.py", times=8), "lightning"),
     "transformers Trainer": Kind(_script(EXAMPLES / "integrations", "trainer_train.py", times=8), "transformers"),
-    "Accelerate": Kind(_script(EXAMPLES / "integrations", "accelerate_train.py", times=8), "accelerate"),
+    "Accelerate": Kind(_script(EXAMPLES / "integrations", "accelerate_train.py", times=2), "accelerate"),
 }
 _CHEAP: Final = ("float16 with GradScaler",)
 
