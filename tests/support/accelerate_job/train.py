@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -92,6 +93,7 @@ def main() -> None:
     set_seed(7)
     if not JOB:
         torch.set_num_threads(1)
+        shutil.rmtree(out / "states", ignore_errors=True)  # of a run that torch broke at its end
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=not early),
