@@ -336,7 +336,7 @@ def _chained(before: str, indices: Any) -> str:
     return xxhash.xxh3_128_hexdigest((before + text).encode())
 
 
-def samplers(loader: DataLoader[Any]) -> list[Any]:
+def _samplers(loader: DataLoader[Any]) -> list[Any]:
     """The loader's, and those below a batch sampler."""
     found: list[Any] = []
     waiting = [loader.batch_sampler, loader.sampler]
@@ -349,16 +349,16 @@ def samplers(loader: DataLoader[Any]) -> list[Any]:
 
 
 def _attributes(loader: DataLoader[Any]) -> Attributes:
-    return [{name: value for name, value in vars(one).items() if type(value) in _PLAIN} for one in samplers(loader)]
+    return [{name: value for name, value in vars(one).items() if type(value) in _PLAIN} for one in _samplers(loader)]
 
 
 def _put_attributes(loader: DataLoader[Any], recorded: Attributes) -> None:
-    for one, attributes in zip(samplers(loader), recorded, strict=False):
+    for one, attributes in zip(_samplers(loader), recorded, strict=False):
         vars(one).update(attributes)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell it to samplers (``DistributedSampler``) that ask for it."""
-    for one in samplers(loader):
+    for one in _samplers(loader):
         if callable(getattr(one, "set_epoch", None)):
             one.set_epoch(epoch)

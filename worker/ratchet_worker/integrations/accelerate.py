@@ -34,9 +34,9 @@ from typing_extensions import override
 
 try:
     import accelerate
-    from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SeedableRandomSampler
+    from accelerate.data_loader import DataLoaderShard
     from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DynamoBackend, send_to_device, synchronize_rng_states
+    from accelerate.utils import DynamoBackend
 except ImportError as error:
     raise ImportError("Accelerate is not installed: pip install 'ratchet-train[worker,accelerate]'") from error
 
@@ -44,6 +44,7 @@ from ratchet_contract.errors import UserError
 from ratchet_hooks.build import close_group
 from ratchet_worker.data import points
 from ratchet_worker.epoch_loop import EpochLoop, Pass
+from ratchet_worker.integrations import data_loader_shard
 from ratchet_worker.session import Session
 
 _DDP_ALONE: Final = ("deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
@@ -54,7 +55,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     what the spec decides, and what a Session cannot resume."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.session = _session()
+        self.session = session_of_rank()
+        if PartialState._shared_state and not _fits(self.session, PartialState()):
+            AcceleratorState._reset_state(reset_partial_state=True)
         if self.session.device.type == "cpu":
             os.environ["ACCELERATE_USE_CPU"] = "true"
         super().__init__(*args, **kwargs)
@@ -211,22 +214,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             runtime.reporter.note("load-state", text)
 
 
-def _session() -> Session:
-    """The rank's. Generators stay as the script has seeded them; a process group that Accelerate has begun, with the same ranks,
-    gives way to the Session's."""
+def session_of_rank(make: Callable[[], Session] = Session) -> Session:
+    """What ``make`` gives. Generators stay as the script has seeded them; a process group that Accelerate has begun, with the
+    same ranks, gives way to the Session's."""
     point = points.here({})
     try:
-        session = Session()
+        session = make()
     except UserError as error:
         if error.code != "group-exists" or not PartialState._shared_state:
             raise
         close_group()
-        session = Session()
+        session = make()
     point.put({})
     if point.cuda is None:
         torch.cuda.manual_seed_all(torch.initial_seed())
-    if PartialState._shared_state and not _fits(session, PartialState()):
-        AcceleratorState._reset_state(reset_partial_state=True)
     return session
 
 
@@ -254,11 +255,7 @@ class TrainingLoader(DataLoaderShard):  # type: ignore[misc]
                 "dispatch_batches: every rank of a job reads its own samples, not rank 0 for all. For an IterableDataset say "
                 "DataLoaderConfiguration(dispatch_batches=False)"
             )
-        if _uneven(made.batch_sampler):
-            raise UserError("even_batches: False gives ranks different numbers of batches here; leave it at True")
-        sampler = made.get_sampler()
-        if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:  # it makes one in its first epoch
-            sampler.generator = torch.Generator().manual_seed(sampler.initial_seed)
+        data_loader_shard.make_ready(made)
         self.__dict__.update(vars(made))
         self._loop = loop
         loop.train_on(self.base_dataloader, lambda loop: _Pass(loop, self))
@@ -273,14 +270,6 @@ class TrainingLoader(DataLoaderShard):  # type: ignore[misc]
         return self._loop.start
 
 
-def _uneven(sampler: Any) -> bool:
-    return (
-        isinstance(sampler, BatchSamplerShard)
-        and not (sampler.even_batches or sampler.drop_last)
-        and sampler.total_length % sampler.num_processes != 0
-    )
-
-
 class _Pass(Pass):
     """Does what ``DataLoaderShard.__iter__`` does."""
 
@@ -290,19 +279,11 @@ class _Pass(Pass):
 
     @override
     def begins(self) -> None:
-        loader = self._loader
-        if loader.rng_types is not None and not loader.start:
-            synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
-        loader.begin()
-        loader.set_epoch(loader.iteration)
+        data_loader_shard.begin(self._loader, within=self._loader.start > 0)
 
     @override
     def of(self, batch: Any, more: Callable[[], bool]) -> Any:
-        loader = self._loader
-        if loader.device is not None:
-            batch = send_to_device(batch, loader.device, non_blocking=loader._non_blocking)
-        loader.end_of_dataloader = not more()
-        return batch
+        return data_loader_shard.handed_out(self._loader, batch, more)
 
     @override
     def ends(self) -> None:

@@ -29,7 +29,6 @@ from typing_extensions import override
 
 try:
     import transformers
-    from accelerate.state import PartialState
     from transformers import TrainerCallback
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
@@ -40,8 +39,6 @@ except ImportError as error:
 
 from ratchet_contract.errors import UserError
 from ratchet_contract.messages import LaunchFile
-from ratchet_hooks.groups import close_group
-from ratchet_worker.data import points
 from ratchet_worker.data.sampler_position import SamplerPosition
 from ratchet_worker.integrations import accelerate
 from ratchet_worker.integrations.steps import Steps, goes_on
@@ -101,7 +98,8 @@ class Trainer(transformers.Trainer):
         told. Raises ``UserError`` for what cannot be honoured, and ``Stopped``."""
         if trial is not None:
             raise UserError(f"trial: {SEARCH}")
-        self._session = _session_of(self.args)
+        directory, ddp = Path(str(self.args.output_dir)) / DIRECTORY, ddp_of(self.args)
+        self._session = accelerate.session_of_rank(lambda: Session._of_package(directory, ddp))
         if self._runtime.restored:
             raise UserError("trainer.train() comes once per job: do all epochs in one call")
         self._steps = Steps(self.session, "the Trainer", self._progress.settle)
@@ -211,20 +209,6 @@ class Trainer(transformers.Trainer):
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
     """``Trainer``, with generation in evaluations."""
-
-
-def _session_of(args: TrainingArguments) -> Session:
-    """The rank's. What the script has seeded stays; the process group that Accelerate has begun, with the first
-    ``TrainingArguments``, gives way to the Session's."""
-    directory, ddp = Path(str(args.output_dir)) / DIRECTORY, ddp_of(args)
-    with points.kept():
-        try:
-            return Session._of_package(directory, ddp)
-        except UserError as error:
-            if error.code != "group-exists" or not PartialState._shared_state:
-                raise
-            close_group()
-            return Session._of_package(directory, ddp)
 
 
 def _is_of(checkpoint: Path, launch: LaunchFile) -> bool:
