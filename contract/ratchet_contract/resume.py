@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Generic, Literal, TypeVar
 
@@ -83,9 +84,14 @@ class ReportOf(_Model, Generic[B]):
         return next((d for d in self.differences if d.key == "code_digest"), None)
 
     def sentence(self) -> str:
-        """The verdict, and the digests where the code has changed."""
-        code = self.changed_code
-        return self.verdict if code is None else f"{self.verdict}: code changed ({code.recorded} -> {code.current})"
+        """The verdict, and the digests where the code has changed; else the first component that is not exact, and why."""
+        if (code := self.changed_code) is not None:
+            return f"{self.verdict}: code changed ({code.recorded} -> {code.current})"
+        part = next((c for c in self.components if c.status != "exact"), None) if self.verdict == "not-exact" else None
+        if part is None:
+            return self.verdict
+        why = textwrap.shorten(part.reason or part.status, 300, placeholder=" ...")
+        return f"{self.verdict}: {part.component} of rank {part.rank}: {why}"
 
 
 class ResumeReport(ReportOf[Base]):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.support.object_stores import free_port
 
 
-def plain(*script: object, seconds: float = 60) -> str:
+def plain(*script: object, seconds: float = 60, directory: Path | None = None) -> str:
     """Under torch alone, as torchrun starts it; what rank 0 prints. Up to five times: at the end of a script on gloo a race in
     torch between the threads of DDP's reducer hangs or aborts a process now and then."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET")}
@@ -23,6 +23,7 @@ def plain(*script: object, seconds: float = 60) -> str:
             subprocess.Popen(
                 [sys.executable, *map(str, script)],
                 env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=directory,
                 stdout=subprocess.PIPE,
                 text=True,
             )

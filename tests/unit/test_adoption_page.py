@@ -14,6 +14,7 @@ from ratchet_client.init import advice, command, project, reading
 
 ROOT = Path(__file__).parents[2]
 LADDER = ROOT / "examples" / "adoption"
+LOOPS = {"ordinary_loop": 10, "image_loop": 12, "token_loop": 12}
 PAGE = (ROOT / "docs" / "adoption.md").read_text()
 
 
@@ -30,13 +31,13 @@ def test_the_differences_on_the_page_are_those_of_the_files() -> None:
         assert maker().page(file.read_text()) == file.read_text(), f"{file.name}: run python docs/make_adoption.py"
     rungs = sorted(path.name for path in LADDER.iterdir() if path.is_dir())
     shown = re.findall(r"<!-- diff (\S+) (\S+) -->\n```diff\n---", PAGE)
-    assert shown == [("ordinary_loop/plain", "ordinary_loop/train"), *pairwise(rungs)] and len(rungs) == 4
+    assert shown == [*((f"{name}/plain", f"{name}/train") for name in LOOPS), *pairwise(rungs)] and len(rungs) == 4
 
 
 @pytest.mark.parametrize(
     ("plain", "train", "most"),
     [
-        ("ordinary_loop/plain", "ordinary_loop/train", 10),
+        *((f"{name}/plain", f"{name}/train", most) for name, most in LOOPS.items()),
         ("integrations/accelerate_plain", "integrations/accelerate_train", 3),  # one of them in the docstring
     ],
 )

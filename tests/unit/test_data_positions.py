@@ -6,6 +6,7 @@ import copy
 import inspect
 import random
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -167,7 +168,7 @@ class Resumed:
 
     def __init__(self) -> None:
         self.items, self.placeholders = iter(range(3, 6)), False
-        self.behind: bool | None = None
+        self.asked, self.anew = False, ""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -175,10 +176,10 @@ class Resumed:
     def __next__(self) -> Any:
         if self.placeholders:
             return None
-        if self.behind is None:
+        if not self.asked:
             frame = inspect.currentframe()
             assert frame is not None
-            self.behind = enumerated.behind_generators(frame.f_back)
+            self.asked, self.anew = True, enumerated.anew(self, frame.f_back) or ""
             self.placeholders = True
             for reader in enumerated.readers(self):
                 enumerated.advance(reader, 3)
@@ -201,16 +202,25 @@ def test_the_numbers_of_enumerate_go_on() -> None:
     assert list(bar(enumerate(Resumed()))) == [(3, 3), (4, 4), (5, 5)]
     again = Resumed()
     pairs = enumerate(again)
-    assert [next(pairs), next(pairs)] == [(3, 3), (4, 4)] and again.behind is False
+    assert [next(pairs), next(pairs)] == [(3, 3), (4, 4)] and again.anew == ""
 
 
-def test_an_enumerate_that_reads_a_generator_is_found() -> None:
-    for make, behind in (
-        (lambda items: enumerate(bar(items)), True),
-        (lambda items: enumerate(inner_loop(bar(items))), True),
-        (lambda items: bar(enumerate(items)), False),
-        (lambda items: zip(range(3), bar(items), strict=False), False),
-    ):
-        items = Resumed()
-        list(make(items))
-        assert items.behind is behind
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda items: enumerate(bar(items)), "session.enumerate"),
+        (lambda items: enumerate(inner_loop(bar(items))), "session.enumerate"),
+        (lambda items: enumerate(map(str, items)), "session.enumerate"),
+        (lambda items: bar(enumerate(items)), ""),
+        (lambda items: map(str, filter(None, items)), ""),
+        (lambda items: zip(range(3), bar(items), strict=False), "through zip"),
+        (lambda items: enumerate(zip(items, range(3), strict=False)), "through zip"),
+        (lambda items: map(max, items, range(3)), "through map"),
+        (lambda items: islice(items, 3), "through islice"),
+        (lambda items: bar(islice(bar(items), 3)), "through islice"),
+    ],
+)
+def test_what_would_not_go_on_with_the_loader_is_named(make: Callable[[Any], Any], named: str) -> None:
+    items = Resumed()
+    list(make(items))
+    assert named in items.anew and bool(named) == bool(items.anew)

@@ -25,9 +25,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 CLUSTER = EXAMPLES / "cluster"
+LOOPS = ("ordinary_loop", "image_loop", "token_loop")
 FILES = sorted(
     file
-    for place in (".", "hooks", "cluster", "ordinary_loop", "reference", "trainer_clm", "trainer_glue")
+    for place in (".", "hooks", "cluster", *LOOPS, "reference", "trainer_clm", "trainer_glue")
     for file in (EXAMPLES / place).glob("*.yaml")
 )
 GPUS = Machine(tuple(range(8)), 32)

@@ -25,6 +25,7 @@ from ratchet_worker import rng
 from ratchet_worker.data import enumerated, sampler_position
 from ratchet_worker.data.sampler_position import SamplerPosition
 from ratchet_worker.data.stream_position import StreamPosition
+from ratchet_worker.job_state import is_plain
 
 if TYPE_CHECKING:
     from ratchet_worker.runtime import Runtime
@@ -46,6 +47,9 @@ class EpochLoop:
             None  # generators, and what steers, within an epoch
         )
         self._looked = False  # for enumerate, in this attempt
+        self._asked = False  # for epochs
+        self._left: int | None = None  # iterations of the hook when the epoch's pass was over
+        self._told_outside = False
 
     # --- before the first step -----------------------------------------------------------------------------------------
 
@@ -67,17 +71,23 @@ class EpochLoop:
         elif isinstance(item, torch.amp.GradScaler):
             state.register(self._name("scaler", state.stateful), item)
         elif isinstance(item, nn.parallel.DistributedDataParallel):
-            raise UserError("prepare puts the model into DDP, under the job's hook: give it the module without DDP")
+            raise UserError(
+                "prepare puts the model into DDP, under the job's hook: give it the module without DDP. What DDP was given "
+                "(find_unused_parameters, bucket_cap_mb) goes to `ddp` of the spec, or to Session(ddp={...})"
+            )
         elif _is_trained(item):
             return self.runtime.wrap(item)
         elif hasattr(item, "state_dict") or rng.is_generator(item):
             if isinstance(item, nn.Module):
                 item.to(self.runtime.device)
             state.register(self._name(f"user:{type(item).__name__.lower()}", state.stateful), item)
+        elif is_plain(item):
+            state.register(self._name(f"user:{type(item).__name__.lower()}", state.plain), item)
         else:
             raise UserError(
-                f"prepare takes models, optimizers, schedulers, scalers, one training DataLoader and what has state_dict and "
-                f"load_state_dict; a {type(item).__name__} is none of these. Data that are no DataLoader: "
+                "prepare takes models, optimizers, schedulers, scalers, one training DataLoader, what has state_dict and "
+                f"load_state_dict, and dicts, lists and objects of your own; a {type(item).__name__} is none of these. Data that "
+                "are no DataLoader: "
                 "session.register(data=TrainStream(...)) and session.steps(...)"
             )
         return item
@@ -116,12 +126,18 @@ class EpochLoop:
             raise UserError(f"epochs must be at least 1, not {total}")
         length = data.steps_per_epoch
         steps = None if length is None else total * length
+        runtime.look_at_loop(inspect.currentframe())
         if not runtime.restored:
             restore(steps)
             if data.position:
                 self._restored = rng.capture(runtime.device), runtime.state.steering()
         runtime.refuse_after_the_end()
-        runtime.total, runtime.by_epochs = steps, True
+        if self._asked:
+            raise UserError(
+                "epochs() was asked for before: all epochs belong in one loop, and a loop within one has range(...). Phases of a "
+                "training are `if epoch < 5` in its body"
+            )
+        self._asked, runtime.total, runtime.by_epochs = True, steps, True
         if runtime.done:
             return
         for epoch in range(data.epoch, total):
@@ -132,12 +148,14 @@ class EpochLoop:
                 runtime.end_step()
                 runtime.begin_step()
             sampler_position.set_epoch(self.loader, epoch)
+            self._left = self._iteration
             yield epoch
             if self._pass is None and runtime.gradients_reduced:
                 raise UserError(
                     f"epoch {epoch} trained without a batch of the loader that prepare was given: go over that one, or give "
                     "prepare the one that the training goes over"
                 )
+            self._tell_outside(epoch)
             self._end_pass()
         self.epoch, self.over = None, True
         runtime.finish()  # also where checkpoint() has ended the last step
@@ -155,8 +173,29 @@ class EpochLoop:
         """The first pass over the loader in an epoch is. Further ones, an evaluation on the training data say, belong to the step
         that is open."""
         if self._pass is None and self.epoch is not None:
-            self._pass = one
+            self._pass, self._left = one, None
+        elif self._pass is not one and self._left is None:
+            self._left = self._iteration
         return self._pass is one
+
+    @property
+    def _iteration(self) -> int:
+        return self.runtime.state.hook_or_refuse()[1].iteration
+
+    def _tell_outside(self, epoch: int) -> None:
+        """Whatever is trained where no batch of the epoch's pass is asked for belongs to one step."""
+        count = 0 if self._left is None else self._iteration - self._left
+        if count < 2 or self._told_outside:
+            return
+        self._told_outside = True
+        if self.runtime.rank == 0:
+            self.runtime.reporter.note(
+                "trained-outside-the-loader",
+                f"{count} backward passes of epoch {epoch} were outside of the first pass over the prepared loader, so they are "
+                "one step: no checkpoint and no stop comes between them. The steps are the batches of the epoch's first `for "
+                "batch in loader`: not of a second one, of next(iter(loader)), or of a list of the batches. An evaluation in "
+                "front of it takes the DataLoader itself",
+            )
 
     def next(self, one: Pass) -> Any:
         """The next batch: the open step ends, and another begins. Raises ``StopIteration`` at the end of the epoch, and what the
@@ -171,6 +210,7 @@ class EpochLoop:
                 if not one.ended:
                     self._end_pass()
                     one.ends()
+                    self._left = self._iteration
                 raise StopIteration
             runtime.end_step()
             runtime.begin_step()
@@ -215,17 +255,18 @@ class EpochLoop:
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename == __file__:
             frame = frame.f_back
-        if enumerated.behind_generators(frame):
-            self._tell_numbers()
+        self.runtime.look_at_loop(frame)
+        if (what := enumerated.anew(one, frame)) is not None:
+            self._tell_anew(what)
 
-    def _tell_numbers(self) -> None:
+    def _tell_anew(self, what: str) -> None:
         runtime, data = self.runtime, self._data
         assert data is not None
         if runtime.launch.spec.determinism == "strict":
-            raise UserError(f"determinism is strict, and {enumerated.ANEW}", code="state-unsaved")
-        data.numbers = enumerated.ANEW
+            raise UserError(f"determinism is strict, and {what}", code="state-unsaved")
+        data.numbers = what
         if runtime.rank == 0:
-            runtime.reporter.note("batches-numbered-anew", enumerated.ANEW)
+            runtime.reporter.note("batches-numbered-anew", what)
 
 
 def _is_trained(item: Any) -> bool:

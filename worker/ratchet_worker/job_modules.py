@@ -102,11 +102,11 @@ def _is_used_elsewhere(module: ModuleType, name: str) -> bool:
 
 
 def _nodes(module: ModuleType) -> list[tuple[ast.AST, tuple[ast.AST, ...]]]:
-    return _parsed(str(module.__file__))
+    return parsed(str(module.__file__))
 
 
 @lru_cache(maxsize=256)
-def _parsed(file: str) -> list[tuple[ast.AST, tuple[ast.AST, ...]]]:
+def parsed(file: str) -> list[tuple[ast.AST, tuple[ast.AST, ...]]]:
     """Each node of a source file with those around it, the nearest first."""
     try:
         tree: Any = ast.parse(Path(file).read_bytes())

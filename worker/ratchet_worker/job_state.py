@@ -44,6 +44,7 @@ from ratchet_worker.equal_state import EqualState
 from ratchet_worker.hidden_state import HiddenState
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.module_origin import Origin
+from ratchet_worker.object_walk import is_users
 from ratchet_worker.passage import HookState, Passage, batches, restore_hook
 from ratchet_worker.snapshot import Snapshot, Until, addresses
 from ratchet_worker.task import Stateful, TrainData
@@ -57,8 +58,9 @@ _ALWAYS: Final = frozenset({
 })  # fmt: skip
 
 _CURE: Final = (
-    "Make it a buffer or another attribute of the model, give its module get_extra_state and set_extra_state, or register an "
-    "object with state_dict. If training does not depend on it: session.ignore(path, reason), or checkpoint.ignore in the spec"
+    "Make it a buffer or another attribute of the model, give its module get_extra_state and set_extra_state, or make it an "
+    "attribute of an object that is registered. If training does not depend on it: session.ignore(path, reason), or "
+    "checkpoint.ignore in the spec"
 )
 
 
@@ -80,6 +82,7 @@ class JobState:
         self._equal, self._modules, self._generators = EqualState(), module_state.Capture(), rng.Capture(device)
         self.optimizers: dict[str, Optimizer] = {}
         self.stateful: dict[str, Stateful] = {}
+        self.plain: dict[str, Any] = {}  # saved by their attributes or items
         self.data: TrainData | None = None
         self.start = Start({}, {})  # of the model
 
@@ -94,7 +97,9 @@ class JobState:
             raise UserError(
                 f"{component!r} is not a valid name of a registered object: it must not be empty or have a slash"
             )
-        if component in (*self.optimizers, *self.stateful) or (component == "data" and self.data is not None):
+        if component in (*self.optimizers, *self.stateful, *self.plain) or (
+            component == "data" and self.data is not None
+        ):
             raise UserError(f"{component} is registered twice; give each object a name of its own")
         if isinstance(item, Optimizer):
             optimizer_state.refuse_sharded(component, item)
@@ -108,6 +113,8 @@ class JobState:
             self.data = item
         elif item is self.ddp or (isinstance(item, DistributedDataParallel) and not isinstance(item, ManagedDDP)):
             raise UserError(f"{component}: a model is registered by wrap(), not by register()")
+        elif is_plain(item):
+            self.plain[component] = item
         else:
             self.stateful[component] = _as_stateful(component, item)
 
@@ -196,7 +203,12 @@ class JobState:
         ddp, _ = self.hook_or_refuse()
         self.start = divergence.start(ddp.module)
         data, generators = self.data, own_generators.of(self.data)
-        own = {"model": ddp.module, **self.optimizers, **({"task": self.task} if self.task is not None else {})}
+        own = {
+            "model": ddp.module,
+            **self.optimizers,
+            **self.plain,
+            **({"task": self.task} if self.task is not None else {}),
+        }
         stateful = {
             c: item.item if isinstance(item, optimizer_state.AroundOptimizer) else item
             for c, item in self.stateful.items()
@@ -507,6 +519,14 @@ def _functions_of(schedulers: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def is_plain(item: Any) -> bool:
+    """Has it no ``state_dict``, and attributes or items that the walk saves and puts back?"""
+    kind: type = type(item)
+    if hasattr(item, "state_dict") or rng.is_generator(item):
+        return False
+    return kind in (dict, list) or (is_users(kind) and not hasattr(item, "__iter__"))  # no loader of the user's
+
+
 def _as_stateful(component: str, item: Any) -> Stateful:
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
         if isinstance(getattr(item, "param_groups", None), list) and hasattr(item, "__dict__"):
@@ -516,6 +536,6 @@ def _as_stateful(component: str, item: Any) -> Stateful:
     if rng.is_generator(item):
         return rng.GeneratorState(item)
     raise UserError(
-        f"{component} of type {type(item).__name__} has no state_dict and load_state_dict, so it cannot be put back; "
-        "add them (tensors, numbers, strings, lists, dicts), or do not register it"
+        f"{component} of type {type(item).__name__} has no state_dict and load_state_dict, so it cannot be put back; add them "
+        "(tensors, numbers, strings, lists, dicts), give it as a dict or a SimpleNamespace, or do not register it"
     )

@@ -44,6 +44,7 @@ class Notes:
     reset: str | None = None
     change: HookChange | None = None
     total: str | None = None
+    carried: str | None = None
     imported: Imported | None = None
 
 
@@ -213,7 +214,8 @@ def _union(found: list[EnvironmentDifference]) -> list[EnvironmentDifference]:
 
 def _caveats(runtime: Runtime, packages: list[str]) -> list[str]:
     """What a report cannot know of."""
-    out = [note for note in (runtime.notes.total, untested(torch.__version__)) if note is not None]
+    found = runtime.notes.total, runtime.notes.carried, untested(torch.__version__)
+    out = [note for note in found if note is not None]
     if edited := package_list.editable(packages):
         out.append(f"installed as editable, so whether their code is the same is not looked at: {', '.join(edited)}")
     for path, reason in sorted(runtime.state.hidden.ignored.items()):

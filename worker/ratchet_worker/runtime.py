@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from ratchet_contract.paths import JobPaths
 from ratchet_contract.phases import Cause
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_store.commit import mark_changed
-from ratchet_worker import environment_record, group, replay_proof, resume
+from ratchet_worker import environment_record, group, loop_variables, replay_proof, resume
 from ratchet_worker.adopted import adopted
 from ratchet_worker.agreement import FINISH, NOT_STARTED, STRIDE, Agreement, Decision, Stopped, position
 from ratchet_worker.checkpointer import Checkpointer
@@ -149,13 +150,26 @@ class Runtime:
         """DDP under the job's hook, on the recorded bucket layout. ``find_unused_parameters``: also where the spec does not say
         so, unless it says ``static_graph``. A collective. Raises ``UserError``."""
         if self.state.ddp is not None:
-            raise UserError("one model per job can be wrapped; put several networks into one module")
+            raise UserError(
+                "one model per job can be wrapped; put several networks into one module. A copy that is not trained (an average) "
+                "is given to prepare behind requires_grad_(False), or registered"
+            )
         options = self.launch.spec.ddp
         if find_unused_parameters and not options.static_graph:
             options = options.model_copy(update={"find_unused_parameters": True})
         ddp, hook = resume.build(self.launch, self.chosen, module.to(self.device), self.device, self.notes, options)
         self.state.wrapped(ddp, hook)
         return ddp
+
+    def look_at_loop(self, frame: FrameType | None) -> None:
+        """Tell what the script's loop in ``frame`` carries in variables: in the resume report, where that is not made yet."""
+        if (found := loop_variables.carried(frame)) is None:
+            return
+        text = loop_variables.sentence(found)
+        if not self.restored:
+            self.notes.carried = text
+        if self.rank == 0 and (self.restored or self.chosen.manifest is None):
+            self.reporter.note("loop-variables", text)
 
     def restore(self, total: int | None) -> None:
         """Put back what was registered, tell how it went, and say that training begins. On every rank, once.
@@ -192,8 +206,16 @@ class Runtime:
     # --- steps ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Start the next step, or act on what was agreed first. Raises ``Stopped``, and ``UserError`` behind the job's end."""
+        """Start the next step, or act on what was agreed first. Raises ``Stopped``, and ``UserError`` behind the job's end, and
+        where a step is open."""
+        if self.stopped is not None:  # and caught by the script
+            raise self.stopped
         self.refuse_after_the_end()
+        if self._open:
+            raise UserError(
+                "another loop over steps was begun in the middle of a step: all steps belong in one loop, steps(total of all "
+                "phases), and a loop within a step has range(...). Behind a loop that was left by `break` the job has ended"
+            )
         self._end_body()
         if self.trial.under_way:
             self._next_of_trial()

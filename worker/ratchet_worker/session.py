@@ -68,7 +68,7 @@ their mean is evaluated.
 
 from __future__ import annotations
 
-import itertools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from os import PathLike
@@ -212,7 +212,8 @@ class Session:
     def prepare(self, *objects: Any) -> Any:
         """``objects`` of an ordinary training loop, in any number and order, as the loop uses them: a list in the same order,
         one alone by itself. Of the model ``wrap(model)``. Optimizers, schedulers, a scaler, modules that have nothing to train
-        (put onto this rank's device) and what else has ``state_dict`` are registered. Of the training's DataLoader one whose
+        (put onto this rank's device), what else has ``state_dict``, and dicts, lists, ``SimpleNamespace`` and objects of your
+        own, whose items and attributes come back, are registered. Of the training's DataLoader one whose
         batches are the steps of ``epochs``, with its ``len`` and attributes, and ``start``: the number of the first batch of this
         epoch's pass. Raises ``UserError`` behind the first step, and for a second model or loader."""
         found = self._epoch_loop.prepare(objects)
@@ -225,9 +226,10 @@ class Session:
         return self._runtime.wrap(module)
 
     def register(self, **objects: Any) -> None:
-        """``objects`` with state, by name: ``state_dict`` and ``load_state_dict``, or a ``torch.Generator``. ``optimizer``,
-        ``scheduler`` and ``scaler`` are those; ``data``: a ``TrainLoader``, a ``TrainStream``, or what fits ``TrainData``; other
-        names are free. Raises ``UserError`` behind the first step, and for what has no state to give."""
+        """``objects`` with state, by name: with ``state_dict`` and ``load_state_dict``, a ``torch.Generator``, or a dict, a list,
+        a ``SimpleNamespace`` or an object of your own, whose items and attributes come back. ``optimizer``, ``scheduler`` and
+        ``scaler`` are those; ``data``: a ``TrainLoader``, a ``TrainStream``, or what fits ``TrainData``; other names are free.
+        Raises ``UserError`` behind the first step, and for what has no state to give."""
         if self._runtime.restored:
             raise UserError("register before the first step: the state has been put back already")
         for name, item in objects.items():
@@ -266,6 +268,7 @@ class Session:
         runtime = self._runtime
         if total is not None and total < 1:
             raise UserError(f"total must be at least 1, not {total}")
+        runtime.look_at_loop(inspect.currentframe())
         if not runtime.restored:
             self.restore(total)
         runtime.refuse_after_the_end()
@@ -285,8 +288,9 @@ class Session:
     def enumerate(self, batches: Iterable[Item], start: int = 0) -> Iterator[tuple[int, Item]]:
         """``batches``, the prepared loader or a progress bar around it, with their numbers in the epoch, counted from ``start``:
         they go on behind a resume. (Those of Python's ``enumerate`` around the loader itself do, too.)"""
-        for offset, batch in zip(itertools.count(start), batches, strict=False):
-            yield self._epoch_loop.start + offset, batch
+        for batch in batches:
+            yield self._epoch_loop.start + start, batch
+            start += 1
 
     def checkpoint(self) -> bool:
         """Save now, between two steps (after ``zero_grad``); every rank calls it. False: the save failed, which was told."""

@@ -57,6 +57,8 @@ from ratchet_worker.standalone_directory import StandaloneDirectory
 _TIMEOUT: Final = 1800.0
 """Seconds that a rank waits for others, which is torch's own: nobody watches over a hang, and a debugger may stop one of them."""
 _FAREWELL: Final = 3.0
+_SEED_AT_IMPORT: Final = torch.initial_seed()
+"""Of this process, by which a script is seen that has seeded torch before its Session."""
 _EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
@@ -134,6 +136,11 @@ class Standalone:
         if run is not None:
             run.end(None)
         place = Place.here()
+        if run is None and place.identity.rank == 0 and torch.initial_seed() != _SEED_AT_IMPORT:
+            say(
+                "torch was seeded before Session(), which seeds it anew: call torch.manual_seed behind it. In a job a rank is "
+                "seeded before its script, whose own seed counts wherever it stands"
+            )
         self._stores = self._stores or _Stores(place)
         self._runs, self._arguments = self._runs + 1, arguments
         self._run = _Run(place, self._stores.clients(self._runs), arguments)

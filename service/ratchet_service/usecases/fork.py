@@ -87,7 +87,10 @@ def _nothing_left(prepared: submit.Prepared, origin: Job, source: Checkpoint) ->
 
 
 def _pointless(origin: Job, source: Checkpoint, earlier: list[str]) -> Conflict:
-    more = "give it more steps, by --set of what its code takes them from (task.args, script)"
+    more = (
+        "give it more steps, by --set of what its code takes them from (task.args, script; where its data have grown: any change "
+        "of env)"
+    )
     other = (
         f", or fork it from an earlier checkpoint: `ratchet fork {origin.id} --checkpoint {earlier[0]}`"
         if earlier

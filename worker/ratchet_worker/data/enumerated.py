@@ -1,4 +1,5 @@
-"""``enumerate`` around an iterator that begins in the middle: found, and made to go on with its number.
+"""``enumerate`` around an iterator that begins in the middle: found, and made to go on with its number. ``zip``, ``islice`` and
+others that would have to go on, too: found, and named.
 
 ``enumerate`` asks for an item before it looks at its own number. So an iterator that is asked for its first item may ask the
 ``enumerate`` that reads it for as many as were used before, give it nothing but placeholders, and then give the item.
@@ -8,16 +9,27 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 from collections.abc import Iterator
 from itertools import repeat
 from types import FrameType, GeneratorType
 from typing import Any, Final
 
 ANEW: Final = (
-    "the loop numbers a progress bar, or another generator over the loader, with enumerate: behind a resume within an epoch from "
-    "0 on. Write session.enumerate(...) in place of enumerate(...)"
+    "the loop numbers a progress bar, or another generator or map over the loader, with enumerate: behind a resume within an "
+    "epoch from 0 on. Write session.enumerate(...) in place of enumerate(...)"
 )
 """What is wrong where a number cannot be set."""
+
+THROUGH: Final = (
+    "the loop reads the loader through {name}: behind a resume within an epoch the loader goes on where it was, and {name} "
+    "begins anew, with its count and with what it reads beside the loader. Write `if n == N: break` in place of islice; put what "
+    "zip reads beside the loader into its data set (torch.utils.data.StackDataset)"
+)
+"""What is wrong where something reads the loader that keeps a count, an item or another iterator."""
+
+_PASSING: Final = (map, filter, itertools.chain, itertools.starmap, itertools.takewhile, itertools.filterfalse)
+_KEEPING: Final = (zip, *(one for one in vars(itertools).values() if hasattr(one, "__next__") and one not in _PASSING))
 
 
 def readers(iterator: Iterator[Any]) -> list[enumerate[Any]]:
@@ -25,17 +37,41 @@ def readers(iterator: Iterator[Any]) -> list[enumerate[Any]]:
     return [one for one in gc.get_referrers(iterator) if isinstance(one, enumerate)]
 
 
-def behind_generators(frame: FrameType | None) -> bool:
-    """Does one read a generator, a progress bar's say, that runs in ``frame`` and reads the iterator? Its number cannot be set:
-    it would ask a generator that is at work."""
+def anew(iterator: Iterator[Any], frame: FrameType | None) -> str | None:
+    """What of the loop that reads ``iterator``, in ``frame`` or through generators that run there, will not go on behind a resume
+    within an epoch; None where all does. An ``enumerate`` around a generator, a progress bar's say, would ask one that is at
+    work; one around ``map`` would have it call its function."""
+    waiting: list[Any] = [one for one in _read_by(iterator) if type(one) is not enumerate]
+    waiting += _running(frame)
+    while waiting:
+        one = waiting.pop()
+        if type(one) is enumerate:
+            return ANEW
+        if type(one) in _KEEPING or (
+            type(one) is map and len(one.__reduce__()[1]) > 2
+        ):  # its function, and what it reads
+            return THROUGH.format(name=type(one).__name__)
+        waiting += _read_by(one)
+    return None
+
+
+def _read_by(iterator: Any) -> list[Any]:
+    """Iterators of Python's own that read ``iterator``. ``zip`` and ``map`` hold theirs in a tuple."""
+    kinds = (enumerate, *_PASSING, *_KEEPING)
+    found = gc.get_referrers(iterator)
+    tuples = [one for one in found if type(one) is tuple]
+    return [one for one in (*found, *(gc.get_referrers(*tuples) if tuples else ())) if type(one) in kinds]
+
+
+def _running(frame: FrameType | None) -> list[Any]:
+    """Generators that run in ``frame``, from the inner to the outer."""
     running: list[FrameType] = []
     while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
         running.append(frame)
         frame = frame.f_back
     if not running:
-        return False
-    generators = [one for one in gc.get_objects() if type(one) is GeneratorType and one.gi_frame in running]
-    return any(readers(generator) for generator in generators)
+        return []
+    return [one for one in gc.get_objects() if type(one) is GeneratorType and one.gi_frame in running]
 
 
 def advance(reader: enumerate[Any], count: int) -> None:

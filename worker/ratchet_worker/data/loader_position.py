@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -12,6 +13,7 @@ class LoaderPosition:
         self.loader = loader
         self.numbers: str | None = None
         self._told: str | None = None
+        self._other_length: str | None = None  # than recorded
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -20,6 +22,15 @@ class LoaderPosition:
             return len(self.loader)
         except (TypeError, NotImplementedError):
             return None
+
+    def _compare_length(self, state: Mapping[str, Any]) -> None:
+        before, now = state.get("length"), self.steps_per_epoch
+        differs = before is not None and now is not None and before != now
+        self._other_length = (
+            f"an epoch had {before} batches, and now has {now}: data, batch size or sampler are others"
+            if differs
+            else None
+        )
 
     @property
     def exact(self) -> bool:

@@ -73,7 +73,7 @@ class SamplerPosition(LoaderPosition):
         """A sentence for the resume report; None where every batch comes again as it was."""
         if self.loader.num_workers and not self.loader.in_order:
             return "in_order=False: workers hand batches over in another order each time; leave it out"
-        return self._differs
+        return self._differs or self._other_length
 
     def data_digest(self) -> str | None:
         """Names the samples, if the data set can (``dataset.digest()``)."""
@@ -236,6 +236,7 @@ class SamplerPosition(LoaderPosition):
         state: dict[str, Any] = {"kind": self._kind, "epoch": self.epoch, "position": self.position}
         alive = self._start["alive"] if self._start else self._plain is not None and self.loader.persistent_workers
         state |= {
+            "length": self.steps_per_epoch,
             "numbers": self.numbers,
             "alive": alive,
             "workers": None if self._workers is None else list(self._workers.states),
@@ -260,6 +261,7 @@ class SamplerPosition(LoaderPosition):
         self._forget_ahead()
         if "before" in state:
             self._before, self._load_again = points.Point.of(state["before"]), True
+        self._compare_length(state)
 
     def begin_again(self, state: dict[str, Any]) -> None:
         """For another number of ranks: the beginning of the epoch of ``state``."""

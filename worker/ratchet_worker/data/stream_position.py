@@ -40,7 +40,7 @@ class StreamPosition(LoaderPosition):
     @property
     def inexact_reason(self) -> str | None:
         """A sentence for the resume report."""
-        return self.stream.inexact_reason or (self.numbers if self._numbered else None)
+        return self.stream.inexact_reason or (self.numbers if self._numbered else None) or self._other_length
 
     def data_digest(self) -> str | None:
         return self.stream.data_digest()
@@ -93,7 +93,7 @@ class StreamPosition(LoaderPosition):
     def state_dict(self) -> dict[str, Any]:
         """The stream's, with the batch that was read ahead counted."""
         ahead = bool(self._ahead) or self._ahead_recorded
-        return {**self.stream.state_dict(), "ahead": ahead, "numbers": self.numbers}
+        return {**self.stream.state_dict(), "ahead": ahead, "numbers": self.numbers, "length": self.steps_per_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ``ValueError`` for the state of something else."""
@@ -101,7 +101,9 @@ class StreamPosition(LoaderPosition):
             raise ValueError(
                 f"the data position was recorded for {state.get('kind')!r}, this is a loader that is read ahead"
             )
-        self.stream.load_state_dict({name: value for name, value in state.items() if name not in ("ahead", "numbers")})
+        own = ("ahead", "numbers", "length")
+        self.stream.load_state_dict({name: value for name, value in state.items() if name not in own})
+        self._compare_length(state)
         self._ahead, self._ahead_recorded = [], bool(state["ahead"]) and self.stream.position > 0
         self.numbers, self._numbered = state["numbers"], False
 

@@ -1,0 +1,99 @@
+"""Loops over a prepared loader that are not written as ``for batch in loader``: refused, or told what becomes of the steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "support" / "loop_job" / "shapes.py"
+OUTSIDE: Final = "were outside of the first pass over the prepared loader"
+ARGUMENTS = (
+    "ordinary", "nested", "two_loops", "nested_steps", "not_prepared", "next_of_iter", "evaluated_first", "listed", "zipped",
+    "sliced", "zipped-strict", "sliced-strict",
+)  # fmt: skip
+
+
+def run(place: Path, *arguments: str, samples: int = 20) -> dict[str, tuple[dict[str, Any], str]]:
+    """Of each argument what the script tells, and what Ratchet printed meanwhile."""
+    env = {**os.environ, "SAMPLES": str(samples), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    done = subprocess.run(
+        command, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+    )
+    found, said = dict[str, tuple[dict[str, Any], str]](), ""
+    for line in done.stdout.splitlines():
+        if line.startswith('{"shape"'):
+            found[arguments[len(found)]] = json.loads(line), said
+            said = ""
+        else:
+            said += line + "\n"
+    assert len(found) == len(arguments), done.stdout
+    return found
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], str]]:
+    return run(tmp_path_factory.mktemp("shapes"), *ARGUMENTS)
+
+
+def test_an_ordinary_loop_is_told_nothing(told: dict[str, tuple[dict[str, Any], str]]) -> None:
+    ended, said = told["ordinary"]
+    assert (ended["step"], ended["error"]) == (13, None) and "outside" not in said and "through" not in said
+    assert "was seeded before" not in said
+
+
+@pytest.mark.parametrize(
+    ("shape", "error", "done"),
+    [
+        ("nested", "epochs() was asked for before", 0),
+        ("two_loops", "epochs() was asked for before", 5),
+        ("not_prepared", "trained without a batch of the loader that prepare was given", 5),
+        ("nested_steps", "in the middle of a step", 0),
+        ("zipped-strict", "reads the loader through zip", 0),
+        ("sliced-strict", "reads the loader through islice", 0),
+    ],
+)
+def test_loops_that_would_do_other_steps_are_refused(
+    told: dict[str, tuple[dict[str, Any], str]], shape: str, error: str, done: int
+) -> None:
+    ended, _ = told[shape]
+    assert error in (ended["error"] or "") and ended["done"] == done, ended
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "steps"),
+    [("next_of_iter", 4, 2), ("evaluated_first", 5, 10), ("listed", 5, 10)],
+)
+def test_what_is_trained_outside_of_the_pass_is_told_once(
+    told: dict[str, tuple[dict[str, Any], str]], shape: str, count: int, steps: int
+) -> None:
+    ended, said = told[shape]
+    assert (ended["step"], ended["done"], ended["error"]) == (steps, 10, None)
+    assert said.count(OUTSIDE) == 1 and f"{count} backward passes of epoch 0" in said, said
+
+
+@pytest.mark.parametrize(("shape", "name", "steps"), [("zipped", "zip", 10), ("sliced", "islice", 6)])
+def test_what_reads_the_loader_and_keeps_a_count_is_named(
+    told: dict[str, tuple[dict[str, Any], str]], shape: str, name: str, steps: int
+) -> None:
+    ended, said = told[shape]
+    assert (ended["step"], ended["error"]) == (steps, None) and OUTSIDE not in said
+    assert said.count(f"the loop reads the loader through {name}") == 1, said
+
+
+def test_a_script_that_seeds_torch_before_its_session_is_told(tmp_path: Path) -> None:
+    told = run(tmp_path, "seeded_before", "ordinary")
+    assert ["torch was seeded before Session()" in said for _, said in told.values()] == [True, False], told
+
+
+def test_a_stop_that_the_script_catches_stops_all_the_same_and_other_data_are_named(tmp_path: Path) -> None:
+    ended, _ = run(tmp_path, "stop_caught")["stop_caught"]
+    assert (ended["step"], ended["done"]) == (7, 7) and "Stopped" in ended["error"], ended
+    ended, said = run(tmp_path, "stop_caught", samples=24)["stop_caught"]
+    assert "an epoch had 5 batches, and now has 6" in said, said

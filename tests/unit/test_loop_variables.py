@@ -1,0 +1,76 @@
+"""Variables that a loop carries from step to step, by its source."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ratchet_worker import loop_variables
+
+CARRIED = {
+    "best = max(best, found(x))": ["best"],
+    "count += 1": ["count"],
+    "use(batch); batch = draw()": ["batch"],
+    "for y in x:\n  use(batch); batch = draw()": ["batch"],
+    "if x > best:\n  best = x": ["best"],
+    "if x:\n  last = x\nuse(last)": ["last"],
+    "try:\n  a = f(x)\nexcept ValueError:\n  pass\nuse(a)": ["a"],
+    "a, b = b, a": ["a", "b"],
+    "f = [a + y for y in x]; a = f": ["a"],
+    "del a; use(a); a = x; a += b; b = 1": ["b"],
+}
+NOT = [
+    "total = 0\nfor y in x:\n  total += y\nprint(total)",
+    "for y in x:\n  loss = f(y)\nprint(loss)",
+    "if x:\n  a = 1\nelse:\n  a = 2\nuse(a)",
+    "try:\n  a = f(x)\nexcept ValueError:\n  continue\nuse(a)",
+    "with open(x) as file:\n  a = file.read()\nuse(a)",
+    "use(time.time() - end); end = time.time()",
+    "now = time.perf_counter(); use(now - last); last = now",
+    "state['a'] = state.get('a', 0) + 1; model.step += 1",
+    "a = [y for y in x]; b = (lambda y: y)(a)",
+    "if (found := f(x)) > 1:\n  use(found)",
+    "match x:\n  case [a, *b]:\n    use(a, b)",
+    "i, n = x\nuse(i)",
+]
+
+
+def carried(body: str) -> list[str]:
+    lines = "\n".join(f"  {line}" for line in body.splitlines())
+    loop = ast.parse(f"for i, x in steps:\n{lines}").body[0]
+    assert isinstance(loop, ast.For)
+    return loop_variables._carried_by(loop)
+
+
+@pytest.mark.parametrize("body", CARRIED)
+def test_what_a_body_reads_before_it_stores_it_is_carried(body: str) -> None:
+    assert carried(body) == CARRIED[body]
+
+
+@pytest.mark.parametrize("body", NOT)
+def test_what_a_body_makes_anew_is_not(body: str) -> None:
+    assert carried(body) == []
+
+
+def steps(found: list[str | None]) -> Iterator[int]:
+    for number in range(3):
+        found.append(loop_variables.carried(inspect.currentframe().f_back))  # type: ignore[union-attr]
+        yield number
+
+
+def bar(items: Any) -> Iterator[Any]:
+    yield from items
+
+
+def test_the_loop_is_found_through_generators() -> None:
+    found: list[str | None] = []
+    best = 0
+    for number in bar(steps(found)):
+        best = max(best, number)
+    assert {text and text.endswith(": best") for text in found} == {True}
+    assert all("test_loop_variables.py, line" in str(text) for text in found)
+    assert list(steps(found)) == [0, 1, 2] and found[-1] is None
