@@ -155,6 +155,7 @@ class Module(LightningModule):
     def validation_step(self, batch: Any, _: int) -> None:
         x, y = batch
         self.log("accuracy", (self.net(x).argmax(1) == y).float().mean(), sync_dist=True)
+        self.log("out", self.net(x).mean(), on_step=True, on_epoch=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["factor"] = self.factor

@@ -515,6 +515,7 @@ class _Progress:
             "fetched": 0 if loop._data_fetcher is None else loop._data_fetcher.fetched,
             "reloaded": [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch],
             "validated": loop.epoch_loop.val_loop._has_run,
+            "seen": [[*one] for one in loop.epoch_loop.val_loop._seen_batches_per_dataloader.items()],
             "skip_backward": loop._skip_backward,
             "logged": {name: getattr(trainer._logger_connector, name) for name in _CONNECTOR},
             "results": [results_of(results) for results in self._results()],
@@ -542,6 +543,7 @@ class _Progress:
         if "results" in state:
             loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch = state["reloaded"]
             loop.epoch_loop.val_loop._has_run = state["validated"]
+            loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(dict(state.get("seen", [])))
             loop._skip_backward = state["skip_backward"]
             vars(trainer._logger_connector).update(state["logged"])
             for results, saved in zip(self._results(), state["results"], strict=True):
