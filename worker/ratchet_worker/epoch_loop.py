@@ -43,9 +43,7 @@ class EpochLoop:
         self._data: SamplerPosition | StreamPosition | None = None
         self._passes: Callable[[EpochLoop], Pass] = Pass
         self._pass: Pass | None = None  # the first one over the loader in this epoch
-        self._restored: tuple[dict[str, Any], dict[str, Any]] | None = (
-            None  # generators, and what steers, within an epoch
-        )
+        self._restored: tuple[dict[str, Any], dict[str, Any]] | None = None  # generators, and what steers
         self._looked = False  # for enumerate, in this attempt
         self._asked = False  # for epochs
         self._left: int | None = None  # iterations of the hook when the epoch's pass was over
@@ -129,8 +127,6 @@ class EpochLoop:
         runtime.look_at_loop(inspect.currentframe())
         if not runtime.restored:
             restore(steps)
-            if data.position:
-                self._restored = rng.capture(runtime.device), runtime.state.steering()
         runtime.refuse_after_the_end()
         if self._asked:
             raise UserError(
@@ -140,6 +136,8 @@ class EpochLoop:
         self._asked, runtime.total, runtime.by_epochs = True, steps, True
         if runtime.done:
             return
+        if not data.position:
+            self._put_back()
         for epoch in range(data.epoch, total):
             self.epoch, self.start, self._pass = epoch, data.position, None
             if (
@@ -159,6 +157,11 @@ class EpochLoop:
             self._end_pass()
         self.epoch, self.over = None, True
         runtime.finish()  # also where checkpoint() has ended the last step
+
+    def state_restored(self) -> None:
+        """What the script draws and steps from here to where the interrupted attempt stood, it did before that attempt's kill."""
+        if self._data is not None and self.runtime.chosen.manifest is not None:
+            self._restored = rng.capture(self.runtime.device), self.runtime.state.steering()
 
     def iterate(self) -> Iterator[Any]:
         """Raises ``UserError`` before the first epoch: nothing would be a step."""
@@ -226,7 +229,7 @@ class EpochLoop:
         return batch
 
     def _put_back(self) -> None:
-        """What an epoch draws and steps before its first batch, it drew and stepped before the kill, too."""
+        """See ``state_restored``."""
         if self._restored is not None:
             generators, steering = self._restored
             self.runtime.state.put_steering(steering)

@@ -258,6 +258,7 @@ class Session:
         digest = getattr(self._runtime.state.data, "data_digest", None)
         self._runtime.data_digest = digest() if callable(digest) else None
         self._runtime.restore(total_steps)
+        self._epoch_loop.state_restored()
 
     # --- the loop ------------------------------------------------------------------------------------------------------
 

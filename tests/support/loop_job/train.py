@@ -120,6 +120,9 @@ def main() -> None:
         model = DistributedDataParallel(net)
     else:
         loader, model, scheduler, optimizer = session.prepare(loader, model, scheduler, optimizer)
+        if kind == "weighted":  # the others leave it to epochs()
+            session.restore()
+    torch.rand(2)  # drawn again by every attempt
     accumulate = 2 if kind == "weighted" else 1
     test = DataLoader(Samples(12, noise=True), 6, shuffle=True)
     for epoch in range(EPOCHS) if session is None else session.epochs(EPOCHS):
