@@ -174,3 +174,25 @@ def test_what_is_not_the_runs_is_named_or_refused(server: Server, tmp_path: Path
     with (run / "agent.lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert "stop it" in _submitted(cli, _spec(project, 1, POWER), run, expect=4).errors
+
+
+def test_other_code_is_named_and_another_seed_and_damage_are_refused(server: Server, tmp_path: Path) -> None:
+    cli, project = Cli(server.home, tmp_path), _project(tmp_path / "project", POWER)
+    run = project / "ratchet-checkpoints"
+    assert _train(project, kill="0 17").returncode != 0
+    before = _content(run)
+    (project / "settings.py").write_text(f"HOOK = {POWER!r}\nRATE = 1\n")
+    assert "set it to 3" in _submitted(cli, _spec(project, 1, POWER, seed=4), run, expect=5).errors
+    told = _submitted(cli, _spec(project, 1, POWER), run, "--wait")
+    (attempt,) = server.attempts(told.text.strip())
+    found = {d["key"] for d in attempt["resume_report"]["differences"]}
+    assert (attempt["resume_report"]["verdict"], found) == ("not-exact", {"code_digest"})
+    assert attempt["redone"]["reason"].startswith("the resume is not exact")
+
+    newest = max((run / "checkpoints").glob("step-*/MANIFEST.json")).parent
+    (rank_file,) = newest.glob("rank-*")
+    assert _content(run) == before
+    whole = rank_file.read_bytes()
+    rank_file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    damaged = _submitted(cli, _spec(project, 1, POWER), run, expect=5).errors
+    assert f"{rank_file}" in damaged and "move it away" in damaged, damaged

@@ -31,7 +31,7 @@ from ratchet_store.files import DAMAGED, MISSING, remove_tree
 from ratchet_store.run_directory import RunDirectory
 
 _POINTER = "/query/adopt"
-_COMPARED = ("script", "ddp", "determinism", "seed")
+_COMPARED = ("script", "ddp", "determinism")
 """Keys of the spec in which a difference is never exact; another hook and other ranks have rules of their own (``worlds``)."""
 
 
@@ -171,6 +171,12 @@ def _compared(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, 
     found: list[tuple[str, str]] = []
     if launch is not None:
         before, now = (s.model_dump(mode="json") for s in (launch.spec, as_without_service(spec, resolved.device)))
+        seed = launch.spec.seed
+        if seed != spec.seed:
+            text = (
+                f"{seed} in the run, {spec.seed} in this spec; the order of the data follows from it: set it to {seed}"
+            )
+            problems.append(FieldProblem(pointer="/seed", code="adopt-differs", detail=text))
         leaves = [leaf for key in _COMPARED for leaf in unequal(key, before[key], now[key])]
         found = [(path, f"{shown(there)} in the run, {shown(here)} in this spec") for path, there, here in leaves]
         threads = launch.resolved.threads_per_rank
