@@ -95,6 +95,7 @@ def difference(
         assert all(a.report().verdict in ("exact", "not-exact") for a in cut.attempts[1 + early :])
         found = compare(whole.newest(), cut.newest())
         out = [f"tensor {one.name}" for one in found.different if "user:lightning/" not in one.name]
+        out += [f"state {one.pointer}" for one in found.states if "attributes" in one.pointer]
         out += [f"{k}: {v} {cut.end().get(k)}" for k, v in whole.end().items() if cut.end().get(k) != v]
         ours, theirs = whole.logged(), cut.logged()
         names = [k for k in ours.keys() | theirs.keys() if not k.startswith(unlike) or not unlike]

@@ -339,9 +339,11 @@ class SessionStrategy(DDPStrategy):
             raise UserError(
                 "training_step takes a dataloader_iter, and would take batches within a step: let it take a batch"
             )
-        assert self._progress is not None and self._steps is not None
+        assert self._progress is not None and self._steps is not None and self._batches is not None
         self._progress.refuse_unstorable()
+        self._batches.set_epoch(0)  # as in the first attempt, when attributes are looked at that change from here on
         self._steps.restore(self._total())
+        self._batches.set_epoch(self._batches.data.epoch)
 
     def next_step(self) -> None:
         """The Trainer asks for a batch: the step that is done ends, and the next one begins. Raises ``Stopped``."""

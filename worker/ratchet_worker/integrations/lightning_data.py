@@ -53,6 +53,11 @@ class Batches:
             before.data.end()
         self.data.begin_again({"epoch": before.data.epoch})
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell it to samplers that ask for it, as the Trainer does."""
+        if isinstance(self._loader, DataLoader):
+            sampler_position.set_epoch(self._loader, epoch)
+
     def __len__(self) -> int:
         return len(self._loader)
 
