@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import ValidationError
 
+from ratchet_contract import environment as names
 from ratchet_contract import service_pointers
 from ratchet_contract.hearing import LONGEST
 from ratchet_contract.messages import ServiceFile
@@ -128,7 +129,10 @@ class Server(uvicorn.Server):
             log.error("%s cannot be written, trying again: %s", self._paths.service_file, error.strerror or error)
 
     def _point(self) -> None:
-        """Tried for as long as the service runs, and told once: a service can be used without."""
+        """Tried for as long as the service runs, and told once: a service can be used without. One that ends with a command is
+        that command's alone: others would lose their jobs with it."""
+        if names.ENDS_WITH in os.environ:
+            return
         try:
             self._pointer = service_pointers.announce(self._paths.home.absolute())
         except OSError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ratchet_contract import service_pointers
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import JobPaths
 from tests.support.cli import EXECUTABLE, Cli
@@ -215,13 +216,17 @@ while True:
 
 
 def test_the_second_signal_ends_a_script_that_does_not_stop_and_a_failing_one_gives_its_exit_code(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     (tmp_path / "plain.py").write_text(PLAIN)
     with run(tmp_path, "--ranks", "all", "--nproc", "2", "plain.py") as running:
         running.wait_for(
             lambda: sorted(running.out.read_text().splitlines()) == ["1.0 | begun 0", "1.1 | begun 1"], "output"
         )
+        assert service_pointers.running() == [], "no other command finds it"
         with run(tmp_path, "--ranks", "all", "--nproc", "2", "plain.py") as twin:
             assert twin.process.wait(60) == 5 and "the same command runs already" in twin.err.read_text()
         running.process.send_signal(signal.SIGINT)
