@@ -213,7 +213,7 @@ def test_a_fork_is_a_new_job_with_a_changed_spec(api: Api, job: str) -> None:
     with api.database.read() as session:
         source = session.get_one(Job, fork["id"]).fork_source
     root = str(paths(api, job).root)
-    assert source == {"job_root": root, "step": 10, "epoch": 1, "digest": newest.digest}
+    assert source == {"job_root": root, "step": 10, "epoch": 1, "digest": newest.digest, "adopted": None}
     assert api.client.get(url(job, newest)).json()["pinned"] is True
 
 

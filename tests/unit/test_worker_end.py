@@ -38,7 +38,7 @@ def _launch(root: Path) -> Any:
     deadlines = SimpleNamespace(step=10)
     return SimpleNamespace(
         job_root=str(root), job_id="job", epoch=1, spec=spec, save_seconds=None, deadlines=deadlines,
-        code_dir=None, workdir=str(root), faults=[],
+        code_dir=None, workdir=str(root), faults=[], fork=None,
     )  # fmt: skip
 
 

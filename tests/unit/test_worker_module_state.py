@@ -360,7 +360,7 @@ def test_a_parameter_that_nobody_saves_is_refused_before_the_first_step() -> Non
 
 @pytest.mark.parametrize("name", ["", "user:a/b"])
 def test_names_that_would_mix_up_two_components_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match="no name"):
+    with pytest.raises(UserError, match="not a valid name"):
         _job(_net()).register(name, nn.Linear(1, 1))
 
 

@@ -20,6 +20,7 @@ from ratchet_contract.errors import CheckpointError, Conflict, FieldProblem, Spe
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.paths import HomePaths, JobPaths
+from ratchet_contract.plural import counted
 from ratchet_contract.run_without_service import as_without_service, shown, unequal
 from ratchet_service import disk, unmanaged
 from ratchet_service.ids import new_job_id
@@ -181,9 +182,8 @@ def _compared(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, 
         found = [(path, f"{shown(there)} in the run, {shown(here)} in this spec") for path, there, here in leaves]
         threads = launch.resolved.threads_per_rank
         if threads != resolved.threads_per_rank:
-            text = (
-                f"{threads} threads per rank in the run, {resolved.threads_per_rank} in this job: set it to {threads}"
-            )
+            now_has = resolved.threads_per_rank
+            text = f"{counted(threads, 'thread')} per rank in the run, {now_has} in this job: set it to {threads}"
             found.append(("resources.cpus_per_rank", text))
     pointers = [(f"/{path.replace('.', '/')}", text) for path, text in found]
     if spec.determinism == "strict":

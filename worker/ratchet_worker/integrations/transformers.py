@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
@@ -285,11 +286,15 @@ class _Progress:
         trainer = self._trainer
         state = {name: getattr(trainer.state, name) for name in _PROGRESS}
         state["log_history"] = [_lasting(entry) for entry in trainer.state.log_history]
+        # as of the Trainer's last save, for its next trainer_state.json
+        told: Any = deepcopy(trainer.state.stateful_callbacks)
+        told.pop(RatchetJob.__name__, None)
         return {
             "steps_per_epoch": self.steps_per_epoch,
             "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
             "ended": trainer.control.should_training_stop,
             "state": state,
+            "stateful_callbacks": told,
             "flos": float(trainer.current_flos),
             "loss": trainer._tr_loss.clone(),
             "total_loss": trainer._total_loss_scalar,
@@ -326,6 +331,8 @@ class _Progress:
         assert self._loaded is not None
         for name, value in self._loaded["state"].items():
             setattr(self._trainer.state, name, list(value) if name == "log_history" else value)
+        told: Any = self._trainer.state.stateful_callbacks
+        told.update(deepcopy(self._loaded["stateful_callbacks"]))
         self._trainer.current_flos = self._loaded["flos"]
         for name, callback in self._callbacks():
             for attribute, value in self._loaded["callbacks"].get(name, {}).items():
