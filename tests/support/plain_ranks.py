@@ -13,12 +13,19 @@ from safetensors.torch import load_file
 from tests.support.object_stores import free_port
 
 
-def plain(*script: object, seconds: float = 60, directory: Path | None = None) -> str:
+def plain(
+    *script: object, seconds: float = 60, directory: Path | None = None, ended: Path | None = None, **variables: str
+) -> str:
     """Under torch alone, as torchrun starts it; what rank 0 prints. Up to five times: at the end of a script on gloo a race in
-    torch between the threads of DDP's reducer hangs or aborts a process now and then."""
+    torch between the threads of DDP's reducer hangs or aborts a process now and then. ``ended``: each try has an empty current
+    directory; that of the one which ended well gets this path."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET")}
-    for _ in range(5):
+    for number in range(5):
+        if ended is not None:
+            directory = ended.with_name(f"{ended.name}-{number}")
+            directory.mkdir(parents=True)
         env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        env |= variables
         ranks = [
             subprocess.Popen(
                 [sys.executable, *map(str, script)],
@@ -32,6 +39,8 @@ def plain(*script: object, seconds: float = 60, directory: Path | None = None) -
         try:
             printed = [rank.communicate(timeout=seconds)[0] for rank in ranks]
             if [rank.returncode for rank in ranks] == [0, 0]:
+                if ended is not None and directory is not None:
+                    directory.rename(ended)
                 return printed[0]
         except subprocess.TimeoutExpired:
             pass
