@@ -107,7 +107,7 @@ class _Shared(Generic[T, R]):
         with self._changed:
             self._closed = True
             while self._helping:  # not join: interrupted, it may take a thread that runs for ended (bpo-46726)
-                self._changed.wait()
+                self._changed.wait(0.1)  # a signal that comes just before a thread waits does not wake it
 
     def outcome(self) -> list[R]:
         """Raises the first error."""
