@@ -1,4 +1,4 @@
-"""Puts the differences between scripts of the examples into the pages that show them: ``python docs/make_adoption.py``. A test
+"""Puts the differences between scripts of the examples into the page that shows them: ``python docs/make_adoption.py``. A test
 compares."""
 
 from __future__ import annotations
@@ -7,13 +7,13 @@ import difflib
 import re
 from pathlib import Path
 
-PAGES = [Path(__file__).with_name(name) for name in ("adoption.md", "integrations.md")]
+PAGE = Path(__file__).with_name("adoption.md")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 _BLOCK = re.compile(r"<!-- diff (\S+) (\S+) -->\n```diff\n.*?```\n", re.DOTALL)
 
 
 def diff(old: str, new: str) -> str:
-    """Of two rungs of the ladder, or two scripts of the examples (``DIRECTORY/NAME``). Unified, one line of context."""
+    """Of two forms in ``examples/adoption``, or two scripts of examples (``DIRECTORY/NAME``). Unified, one line of context."""
     names = [f"{one}.py" if "/" in one else f"{one}/train.py" for one in (old, new)]
     texts = [
         (EXAMPLES / ("" if "/" in one else "adoption") / name).read_text().splitlines(keepends=True)
@@ -28,5 +28,4 @@ def page(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for file in PAGES:
-        file.write_text(page(file.read_text()))
+    PAGE.write_text(page(PAGE.read_text()))

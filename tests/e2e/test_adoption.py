@@ -1,4 +1,4 @@
-"""The adoption ladder as docs/adoption.md tells it: four ways to train the same net, each with a rank killed on the way.
+"""The four forms of one script in docs/adoption.md: four ways to train the same net, each with a rank killed on the way.
 
 Rung 0 goes on, but into other weights than without the kill; rung 1, under plain torchrun, ends in the weights of the undisturbed
 rung 0; rungs 2 and 3 end in the checkpoint of an undisturbed run, the same one for both.
