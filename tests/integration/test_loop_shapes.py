@@ -15,7 +15,8 @@ SCRIPT = Path(__file__).parents[1] / "support" / "loop_job" / "shapes.py"
 OUTSIDE: Final = "were outside of the first pass over the prepared loader"
 ARGUMENTS = (
     "ordinary", "nested", "two_loops", "nested_steps", "not_prepared", "next_of_iter", "evaluated_first", "listed", "zipped",
-    "sliced", "zipped-strict", "sliced-strict",
+    "sliced", "zipped-strict", "sliced-strict", "by_next", "by_next-strict", "while_next", "sliced_numbers", "another_loop_later",
+    "walked",
 )  # fmt: skip
 
 
@@ -57,6 +58,7 @@ def test_an_ordinary_loop_is_told_nothing(told: dict[str, tuple[dict[str, Any], 
         ("nested_steps", "in the middle of a step", 0),
         ("zipped-strict", "reads the loader through zip", 0),
         ("sliced-strict", "reads the loader through islice", 0),
+        ("by_next-strict", "takes batches with next()", 0),
     ],
 )
 def test_loops_that_would_do_other_steps_are_refused(
@@ -78,13 +80,35 @@ def test_what_is_trained_outside_of_the_pass_is_told_once(
     assert said.count(OUTSIDE) == 1 and f"{count} backward passes of epoch 0" in said, said
 
 
-@pytest.mark.parametrize(("shape", "name", "steps"), [("zipped", "zip", 10), ("sliced", "islice", 6)])
+@pytest.mark.parametrize(
+    ("shape", "name", "steps"),
+    [
+        ("zipped", "the loop reads the loader through zip", 10),
+        ("sliced", "the loop reads the loader through islice", 6),
+        ("sliced_numbers", "the loop reads the loader through islice", 6),
+        ("another_loop_later", "the loop reads the loader through islice", 16),
+        ("by_next", "the loop takes batches with next()", 6),
+        ("while_next", "count: variables that the loop carries", 6),
+    ],
+)
 def test_what_reads_the_loader_and_keeps_a_count_is_named(
     told: dict[str, tuple[dict[str, Any], str]], shape: str, name: str, steps: int
 ) -> None:
     ended, said = told[shape]
     assert (ended["step"], ended["error"]) == (steps, None) and OUTSIDE not in said
-    assert said.count(f"the loop reads the loader through {name}") == 1, said
+    assert said.count(name) == 1, said
+
+
+def test_what_reads_the_loader_is_looked_for_in_the_first_epoch_alone(
+    told: dict[str, tuple[dict[str, Any], str]],
+) -> None:
+    assert told["walked"][0]["error"] == "AssertionError: [True, False, False]"
+
+
+def test_the_numbers_of_the_pass_that_is_resumed_go_on_and_those_of_the_next_begin_at_0(tmp_path: Path) -> None:
+    assert "Stopped" in run(tmp_path, "numbered")["numbered"][0]["error"]
+    ended, said = run(tmp_path, "numbered")["numbered"]
+    assert ended["error"] == "AssertionError: [2, 3, 4] [0, 1, 2, 3, 4]" and "resumed exactly" in said, (ended, said)
 
 
 def test_a_script_that_seeds_torch_before_its_session_is_told(tmp_path: Path) -> None:

@@ -196,13 +196,47 @@ def inner_loop(items: Any) -> Iterator[Any]:
         yield int(item)
 
 
+def counted(items: Any) -> Iterator[Any]:
+    source = iter(items)
+    for _ in range(3):
+        yield next(source)
+
+
+class Ahead:
+    """Has one item more than it gave."""
+
+    def __init__(self, items: Any) -> None:
+        self.source = iter(items)
+        self.ahead = next(self.source)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        item, self.ahead = self.ahead, next(self.source)
+        return item
+
+
+def until_its_end(items: Any) -> Iterator[Any]:
+    source = iter(items)
+    while True:
+        try:
+            yield next(source)
+        except StopIteration:
+            break
+
+
+def looked_at(items: Any) -> list[Any]:
+    return [next(iter(items))]
+
+
 def test_the_numbers_of_enumerate_go_on() -> None:
     assert list(enumerate(Resumed())) == [(3, 3), (4, 4), (5, 5)]
     assert list(enumerate(Resumed(), start=1)) == [(4, 3), (5, 4), (6, 5)]
     assert list(bar(enumerate(Resumed()))) == [(3, 3), (4, 4), (5, 5)]
     again = Resumed()
     pairs = enumerate(again)
-    assert [next(pairs), next(pairs)] == [(3, 3), (4, 4)] and again.anew == ""
+    assert [next(pairs), next(pairs)] == [(3, 3), (4, 4)] and "with next()" in again.anew
 
 
 @pytest.mark.parametrize(
@@ -218,6 +252,13 @@ def test_the_numbers_of_enumerate_go_on() -> None:
         (lambda items: map(max, items, range(3)), "through map"),
         (lambda items: islice(items, 3), "through islice"),
         (lambda items: bar(islice(bar(items), 3)), "through islice"),
+        (lambda items: islice(enumerate(items), 3), "through islice"),
+        (lambda items: bar(zip(enumerate(items), range(3), strict=False)), "through zip"),
+        (lambda items: enumerate(enumerate(items)), "session.enumerate"),
+        (counted, "with next()"),
+        (Ahead, "with next()"),
+        (until_its_end, ""),
+        (looked_at, ""),
     ],
 )
 def test_what_would_not_go_on_with_the_loader_is_named(make: Callable[[Any], Any], named: str) -> None:

@@ -74,3 +74,12 @@ def test_the_loop_is_found_through_generators() -> None:
     assert {text and text.endswith(": best") for text in found} == {True}
     assert all("test_loop_variables.py, line" in str(text) for text in found)
     assert list(steps(found)) == [0, 1, 2] and found[-1] is None
+
+
+def test_the_count_of_a_while_that_asks_by_next_is_found() -> None:
+    found: list[str | None] = []
+    source, count = iter(bar(steps(found))), 0
+    while count < 3:
+        next(source)
+        count += 1
+    assert [text and text.endswith(": count") for text in found] == [True] * 3

@@ -10,7 +10,8 @@ the step of the epoch's first batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,7 @@ class EpochLoop:
         self._passes: Callable[[EpochLoop], Pass] = Pass
         self._pass: Pass | None = None  # the first one over the loader in this epoch
         self._restored: tuple[dict[str, Any], dict[str, Any]] | None = None  # generators, and what steers
-        self._looked = False  # for enumerate, in this attempt
+        self._looked = set[tuple[CodeType, int] | None]()  # at loops over the loader
         self._asked = False  # for epochs
         self._left: int | None = None  # iterations of the hook when the epoch's pass was over
         self._told_outside = False
@@ -140,9 +141,7 @@ class EpochLoop:
             self._put_back()
         for epoch in range(data.epoch, total):
             self.epoch, self.start, self._pass = epoch, data.position, None
-            if (
-                not self.start
-            ):  # what stands before the epoch's first batch belongs to its step: a save here is before both
+            if not self.start:  # what stands before the first batch belongs to its step: a save here is before both
                 runtime.end_step()
                 runtime.begin_step()
             sampler_position.set_epoch(self.loader, epoch)
@@ -246,18 +245,27 @@ class EpochLoop:
 
     # --- enumerate -----------------------------------------------------------------------------------------------------
 
+    def numbered(self, batches: Iterable[Any], start: int) -> Iterator[tuple[int, Any]]:
+        """See ``Session.enumerate``. Only the training's pass goes on within an epoch."""
+        before = self._pass
+        for batch in batches:
+            yield start + (self.start if self._pass is not before else 0), batch
+            start += 1
+
     def _number(self, one: Pass) -> None:
-        """``enumerate`` goes on with the number of the batch; where it cannot, that is told."""
+        """``enumerate`` goes on with the number of the batch; where it cannot, that is told. It is looked for once at each place
+        of the code, since that takes a walk over all objects."""
         for reader in enumerated.readers(one) if self.start else ():
             one.placeholders = True
             enumerated.advance(reader, self.start)
             one.placeholders = False
-        if self._looked:
-            return
-        self._looked = True
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename == __file__:
             frame = frame.f_back
+        place = None if frame is None else (frame.f_code, frame.f_lasti)
+        if place in self._looked:
+            return
+        self._looked.add(place)
         self.runtime.look_at_loop(frame)
         if (what := enumerated.anew(one, frame)) is not None:
             self._tell_anew(what)
@@ -286,7 +294,7 @@ class PreparedLoader:
 
     @property
     def start(self) -> int:
-        """Number of the first batch of this epoch's pass: 0, but behind a resume within the epoch."""
+        """Number of the first batch of this epoch's pass: 0, but after a resume within the epoch."""
         return self._loop.start
 
     def __len__(self) -> int:

@@ -173,7 +173,7 @@ class JobState:
 
     def evaluation_begins(self) -> None:
         """Between two steps: what an evaluation moves (a metric's sums, a module's own generator) is saved as it is now, since
-        the evaluation runs again behind a resume from any save until ``step_begins``."""
+        the evaluation runs again after a resume from any save until ``step_begins``."""
         if self._before_evaluation is None:
             own = self._own()
             own.private = {name: tensor.detach().clone() for name, tensor in own.private.items()}

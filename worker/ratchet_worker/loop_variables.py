@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
+from itertools import islice
 from types import FrameType
 from typing import Any, Final
 
@@ -17,16 +18,18 @@ from ratchet_worker.object_walk import is_users_module
 
 _CLOCK: Final = frozenset({"time", "perf_counter", "monotonic", "process_time", "time_ns", "perf_counter_ns", "now"})
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_AROUND: Final = (ast.For, ast.AsyncFor, ast.While, *_FUNCTIONS, ast.Module)
 _COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def carried(frame: FrameType | None) -> str | None:
-    """Place and names of the user's loop that asks in ``frame``, or through generators there, for its next item; None where there
-    is no such loop, or it carries nothing."""
+    """Place and names of the user's loop that asks in ``frame``, or through generators there, for its next item, also of a
+    ``while`` that does by ``next``; None where there is no such loop, or it carries nothing."""
     while frame is not None:
-        if is_users_module(str(frame.f_globals.get("__name__"))):
+        if _is_users(frame):
             file, line = frame.f_code.co_filename, frame.f_lineno
-            found = [node for node, _ in parsed(file) if isinstance(node, ast.For) and _asks(node, line)]
+            found: Any = [node for node, _ in parsed(file) if isinstance(node, ast.For) and _asks(node, line)]
+            found = found or [one for one in _around_next(frame) if isinstance(one, ast.While)]
             if found:
                 names = _carried_by(found[-1])
                 return f"{file.rpartition('/')[2]}, line {line}: {', '.join(names)}" if names else None
@@ -34,10 +37,31 @@ def carried(frame: FrameType | None) -> str | None:
     return None
 
 
+def asks_by_next(frame: FrameType | None) -> bool:
+    """Does the user's code in ``frame`` ask by ``next``, elsewhere than in a ``while``? One of an iterator that is made for it,
+    ``next(iter(loader))``, is a look."""
+    return frame is not None and _is_users(frame) and any(not isinstance(one, ast.While) for one in _around_next(frame))
+
+
+def _around_next(frame: FrameType) -> list[ast.AST]:
+    """The innermost loop, else the function or module, around the call of ``next`` that runs in ``frame``; else nothing."""
+    place = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    for node, above in parsed(frame.f_code.co_filename):
+        if isinstance(node, ast.Call) and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == place:
+            asks = getattr(node.func, "id", getattr(node.func, "attr", "")) in ("next", "__next__")
+            looks = any(isinstance(arg, ast.Call) and getattr(arg.func, "id", "") == "iter" for arg in node.args)
+            return [next(one for one in above if isinstance(one, _AROUND))] if asks and not looks else []
+    return []
+
+
+def _is_users(frame: FrameType) -> bool:
+    return is_users_module(str(frame.f_globals.get("__name__")))
+
+
 def sentence(found: str) -> str:
     """``found``: of ``carried``."""
     return (
-        f"{found}: variables that the loop carries from one pass to the next. No checkpoint has them, so behind a resume they "
+        f"{found}: variables that the loop carries from one pass to the next. No checkpoint has them, so after a resume they "
         "begin as the script makes them. What training, or a file that it writes, depends on: make it an attribute of an object "
         "that session.prepare(SimpleNamespace(...)) takes"
     )
@@ -47,9 +71,11 @@ def _asks(loop: ast.For, line: int) -> bool:
     return loop.iter.lineno <= line <= (loop.iter.end_lineno or loop.iter.lineno)
 
 
-def _carried_by(loop: ast.For) -> list[str]:
+def _carried_by(loop: ast.For | ast.While) -> list[str]:
     flow = _Flow()
-    flow.run(loop.body, {*_stored([loop.target])})
+    if isinstance(loop, ast.While):
+        flow._read([loop.test], set())
+    flow.run(loop.body, {*_stored([loop.target])} if isinstance(loop, ast.For) else set())
     return sorted((flow.exposed & flow.stored) - _clocks(loop))
 
 
@@ -140,7 +166,7 @@ def _stored(nodes: Iterable[ast.AST]) -> Iterable[str]:
         yield from _stored(ast.iter_child_nodes(node))
 
 
-def _clocks(loop: ast.For) -> set[str]:
+def _clocks(loop: ast.For | ast.While) -> set[str]:
     """Names that are given nothing but times of the clock."""
     values: dict[str, list[ast.expr]] = {}
     others = set[str]()

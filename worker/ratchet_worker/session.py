@@ -288,10 +288,8 @@ class Session:
 
     def enumerate(self, batches: Iterable[Item], start: int = 0) -> Iterator[tuple[int, Item]]:
         """``batches``, the prepared loader or a progress bar around it, with their numbers in the epoch, counted from ``start``:
-        they go on behind a resume. (Those of Python's ``enumerate`` around the loader itself do, too.)"""
-        for batch in batches:
-            yield self._epoch_loop.start + start, batch
-            start += 1
+        they go on after a resume. (Those of Python's ``enumerate`` around the loader itself do, too.)"""
+        return self._epoch_loop.numbered(batches, start)
 
     def checkpoint(self) -> bool:
         """Save now, between two steps (after ``zero_grad``); every rank calls it. False: the save failed, which was told."""

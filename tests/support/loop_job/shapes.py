@@ -4,6 +4,7 @@ For each a line of JSON: the steps and backward passes that it did, and the erro
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -95,6 +96,68 @@ def sliced(session: Any, loader: Any, raw: Any, work: Work) -> None:
     for _ in session.epochs(2):
         for (x,) in itertools.islice(loader, 3):
             work(x)
+
+
+def by_next(session: Any, loader: Any, raw: Any, work: Work) -> None:
+    for _ in session.epochs(2):
+        batches = iter(loader)
+        for _ in range(3):
+            work(next(batches)[0])
+
+
+def while_next(session: Any, loader: Any, raw: Any, work: Work) -> None:
+    for _ in session.epochs(2):
+        batches, count = iter(loader), 0
+        while count < 3:
+            work(next(batches)[0])
+            count += 1
+
+
+def sliced_numbers(session: Any, loader: Any, raw: Any, work: Work) -> None:
+    for _ in session.epochs(2):
+        for _, (x,) in itertools.islice(enumerate(loader), 3):
+            work(x)
+
+
+def another_loop_later(session: Any, loader: Any, raw: Any, work: Work) -> None:
+    for epoch in session.epochs(4):
+        if epoch % 2 == 0:
+            for (x,) in loader:
+                work(x)
+        else:
+            for (x,) in itertools.islice(loader, 3):
+                work(x)
+
+
+def walked(session: Any, loader: Any, raw: Any, work: Work) -> None:
+    """How often all objects are gone over to find what reads the loader, by epoch."""
+    counts, walk = [0, 0, 0], gc.get_referrers
+
+    def counting(*items: Any) -> list[Any]:
+        counts[epoch] += 1
+        return walk(*items)
+
+    gc.get_referrers = counting
+    for epoch in session.epochs(3):  # noqa: B007  (counting reads it)
+        for (x,) in loader:
+            work(x)
+    gc.get_referrers = walk
+    raise AssertionError([count > 0 for count in counts])
+
+
+def numbered(session: Any, loader: Any, raw: Any, work: Work) -> None:
+    """The first run is stopped in its first epoch, after the third batch; the second goes on."""
+    for _ in session.epochs(1):
+        numbers = []
+        for n, (x,) in session.enumerate(loader):
+            work(x)
+            numbers.append(n)
+            if n == 1 and not session.resumed:
+                os.kill(os.getpid(), signal.SIGTERM)
+                while not session.should_stop:
+                    threading.Event().wait(0.01)
+        again = [n for n, _ in session.enumerate(loader)]
+        raise AssertionError(f"{numbers} {again}")
 
 
 def stop_caught(session: Any, loader: Any, raw: Any, work: Work) -> None:

@@ -15,15 +15,24 @@ from itertools import repeat
 from types import FrameType, GeneratorType
 from typing import Any, Final
 
+from ratchet_worker import loop_variables
+
 ANEW: Final = (
-    "the loop numbers a progress bar, or another generator or map over the loader, with enumerate: behind a resume within an "
+    "the loop numbers a progress bar, or another generator or map over the loader, with enumerate: after a resume within an "
     "epoch from 0 on. Write session.enumerate(...) in place of enumerate(...)"
 )
 """What is wrong where a number cannot be set."""
 
+BY_NEXT: Final = (
+    "the loop takes batches with next(): after a resume within an epoch the loader goes on where it was, and what counts or "
+    "keeps batches around it (`for n in range(N)`, a prefetcher) starts over. Write `for batch in loader`, and `if n == N: "
+    "break` in place of range(N)"
+)
+"""What is wrong where the loop is not over the loader."""
+
 THROUGH: Final = (
-    "the loop reads the loader through {name}: behind a resume within an epoch the loader goes on where it was, and {name} "
-    "begins anew, with its count and with what it reads beside the loader. Write `if n == N: break` in place of islice; put what "
+    "the loop reads the loader through {name}: after a resume within an epoch the loader goes on where it was, and {name} "
+    "starts over, with its count and with what it reads beside the loader. Write `if n == N: break` in place of islice; put what "
     "zip reads beside the loader into its data set (torch.utils.data.StackDataset)"
 )
 """What is wrong where something reads the loader that keeps a count, an item or another iterator."""
@@ -38,18 +47,20 @@ def readers(iterator: Iterator[Any]) -> list[enumerate[Any]]:
 
 
 def anew(iterator: Iterator[Any], frame: FrameType | None) -> str | None:
-    """What of the loop that reads ``iterator``, in ``frame`` or through generators that run there, will not go on behind a resume
+    """What of the loop that reads ``iterator``, in ``frame`` or through generators that run there, will not go on after a resume
     within an epoch; None where all does. An ``enumerate`` around a generator, a progress bar's say, would ask one that is at
     work; one around ``map`` would have it call its function."""
-    waiting: list[Any] = [one for one in _read_by(iterator) if type(one) is not enumerate]
-    waiting += _running(frame)
+    if loop_variables.asks_by_next(frame):
+        return BY_NEXT
+    waiting = _running(frame)
+    for one in _read_by(iterator):
+        waiting += _read_by(one) if type(one) is enumerate else [one]
     while waiting:
         one = waiting.pop()
         if type(one) is enumerate:
             return ANEW
-        if type(one) in _KEEPING or (
-            type(one) is map and len(one.__reduce__()[1]) > 2
-        ):  # its function, and what it reads
+        reads_others = type(one) is map and len(one.__reduce__()[1]) > 2  # its function, and what it reads
+        if type(one) in _KEEPING or reads_others:
             return THROUGH.format(name=type(one).__name__)
         waiting += _read_by(one)
     return None

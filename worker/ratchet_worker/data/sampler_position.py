@@ -54,7 +54,7 @@ class SamplerPosition(LoaderPosition):
         self._kind = "sampler, one ahead" if ahead else "sampler"
         self._loads_ahead, self._ahead = ahead, deque[Any]()
         self._before: points.Point | None = None  # where generators stood when it was loaded, in this process
-        self._load_again = False  # it is not there yet, behind a resume
+        self._load_again = False  # it is not there yet, after a resume
         self._own: dict[str, Any] = {}  # generators of the loader, as the last look found them
         roots = {
             name: getattr(loader, name) for name in ("dataset", "collate_fn", "sampler", "batch_sampler", "generator")

@@ -1,7 +1,7 @@
 """A training loop's passes over a loader that is no DataLoader over a map-style data set: by a ``TrainStream``, one batch ahead.
 
 Whether an epoch has a further batch is known only when that is read. So one is read before the step of the batch before it ends;
-it counts as handed out when it is, and is read again behind a resume.
+it counts as handed out when it is, and is read again after a resume.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ class TrainingLoader(DataLoaderShard):  # type: ignore[misc]
 
     @property
     def start(self) -> int:
-        """Number of the first batch of this epoch's pass: 0, but behind a resume within the epoch."""
+        """Number of the first batch of this epoch's pass: 0, but after a resume within the epoch."""
         return self._loop.start
 
 

@@ -25,7 +25,7 @@ def make_ready(loader: Any) -> None:
 
 
 def begin(loader: Any, *, within: bool) -> None:
-    """A pass begins; ``within``: behind a resume in the midst of its epoch."""
+    """A pass begins; ``within``: after a resume in the midst of its epoch."""
     if loader.rng_types is not None and not within:
         synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
     loader.begin()

@@ -15,7 +15,7 @@ from ratchet_worker.integrations import data_loader_shard
 
 
 class TrainingBatches:
-    """``loader``, with a ``position`` that a checkpoint has. A pass begins with an epoch, and behind a resume within one. Length
+    """``loader``, with a ``position`` that a checkpoint has. A pass begins with an epoch, and after a resume within one. Length
     and attributes are the loader's. Raises ``UserError`` for a loader whose position could not be put back."""
 
     def __init__(self, loader: Any) -> None:
