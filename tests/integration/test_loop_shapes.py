@@ -46,7 +46,6 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, 
 def test_an_ordinary_loop_is_told_nothing(told: dict[str, tuple[dict[str, Any], str]]) -> None:
     ended, said = told["ordinary"]
     assert (ended["step"], ended["error"]) == (13, None) and "outside" not in said and "through" not in said
-    assert "was seeded before" not in said
 
 
 @pytest.mark.parametrize(
@@ -109,11 +108,6 @@ def test_the_numbers_of_the_pass_that_is_resumed_go_on_and_those_of_the_next_beg
     assert "Stopped" in run(tmp_path, "numbered")["numbered"][0]["error"]
     ended, said = run(tmp_path, "numbered")["numbered"]
     assert ended["error"] == "AssertionError: [2, 3, 4] [0, 1, 2, 3, 4]" and "resumed exactly" in said, (ended, said)
-
-
-def test_a_script_that_seeds_torch_before_its_session_is_told(tmp_path: Path) -> None:
-    told = run(tmp_path, "seeded_before", "ordinary")
-    assert ["torch was seeded before Session()" in said for _, said in told.values()] == [True, False], told
 
 
 def test_a_stop_that_the_script_catches_stops_all_the_same_and_other_data_are_named(tmp_path: Path) -> None:

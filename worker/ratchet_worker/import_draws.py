@@ -61,7 +61,7 @@ class _Finder(MetaPathFinder):
             run(module)
         finally:
             self._importing = False
-            if _only_drawn(before, random.getstate()):
+            if only_drawn(before, random.getstate()):
                 random.setstate(before)
 
 
@@ -69,10 +69,10 @@ def _is_installed(spec: ModuleSpec) -> bool:
     return spec.origin is not None and any(Path(spec.origin).is_relative_to(folder) for folder in installed_folders())
 
 
-def _only_drawn(before: Any, after: Any) -> bool:
-    """Does ``random`` come from one state to the other by a few draws?"""
+def only_drawn(before: Any, after: Any) -> bool:
+    """Does ``random`` come from one state to the other by a few draws, or none?"""
     if before == after:
-        return False
+        return True
     probe = random.Random()
     probe.setstate(before)
     for _ in range(_MOST):

@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -15,7 +15,17 @@ from pydantic import JsonValue
 from ratchet_hooks.codec import Tensors, encode
 from ratchet_hooks.generators import capture, restore
 
-__all__ = ["Capture", "GeneratorState", "capture", "derive_seed", "forked", "is_generator", "restore", "seed_all"]
+__all__ = [
+    "Capture",
+    "GeneratorState",
+    "Seeds",
+    "capture",
+    "derive_seed",
+    "forked",
+    "is_generator",
+    "restore",
+    "seed_all",
+]
 
 
 def derive_seed(seed: int, *parts: str | int, bits: int = 63) -> int:
@@ -24,11 +34,28 @@ def derive_seed(seed: int, *parts: str | int, bits: int = 63) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - bits)
 
 
+class Seeds(NamedTuple):
+    """Of a rank's generators."""
+
+    torch: int
+    numpy: int
+    python: int
+
+    @staticmethod
+    def of(seed: int, rank: int) -> Seeds:
+        return Seeds(
+            derive_seed(seed, "torch", rank),
+            derive_seed(seed, "numpy", rank, bits=32),
+            derive_seed(seed, "python", rank),
+        )
+
+
 def seed_all(seed: int, rank: int) -> None:
     """Seed all generators of this process as a function of (seed, rank). ``torch.manual_seed`` seeds every CUDA device too."""
-    torch.manual_seed(derive_seed(seed, "torch", rank))
-    np.random.seed(derive_seed(seed, "numpy", rank, bits=32))
-    random.seed(derive_seed(seed, "python", rank))
+    seeds = Seeds.of(seed, rank)
+    torch.manual_seed(seeds.torch)
+    np.random.seed(seeds.numpy)
+    random.seed(seeds.python)
 
 
 @contextmanager

@@ -118,7 +118,8 @@ class Session:
     ) -> None:
         """Arguments are for a run without a service, which saves to ``directory`` and goes on from there; in a job its spec
         counts, and an event tells what the script gives otherwise. They are keys of the spec with its defaults: ``hook``,
-        ``seed`` and ``determinism``, the mappings ``checkpoint`` and ``ddp``, and ``on_hook_mismatch`` of ``policy``."""
+        ``seed`` and ``determinism``, the mappings ``checkpoint`` and ``ddp``, and ``on_hook_mismatch`` of ``policy``. ``seed`` is
+        for what the script has not seeded itself, as in a job, and for the order of the data (``session.seed``)."""
         given = {"hook": hook, "seed": seed, "checkpoint": checkpoint, "ddp": ddp, "determinism": determinism}
         given["on_hook_mismatch"] = on_hook_mismatch
         if Session._opener is None:
@@ -188,7 +189,8 @@ class Session:
 
     @property
     def seed(self) -> int:
-        """The job's seed; torch, CUDA, numpy and ``random`` are seeded from it and the rank already."""
+        """The job's seed. torch, CUDA, numpy and ``random`` are seeded from it and the rank already; what the script has seeded
+        counts all the same, before ``Session()`` or behind it."""
         return self._runtime.launch.spec.seed
 
     @property

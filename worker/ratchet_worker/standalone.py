@@ -39,7 +39,7 @@ from ratchet_contract.plural import counted
 from ratchet_contract.run_without_service import spec_data
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_hooks.build import close_group
-from ratchet_worker import allocator, determinism, import_draws, imported_code, rng
+from ratchet_worker import allocator, determinism, import_draws, imported_code
 from ratchet_worker.agreement import Agreement, Decision, Stopped, Wish
 from ratchet_worker.console_report import ConsoleReport, say, shown
 from ratchet_worker.counter import StepCounter
@@ -51,14 +51,13 @@ from ratchet_worker.import_draws import installed_folders
 from ratchet_worker.listener import Listener
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.runtime import Runtime, join
+from ratchet_worker.script_seeds import ScriptSeeds
 from ratchet_worker.session_arguments import SessionArguments
 from ratchet_worker.standalone_directory import StandaloneDirectory
 
 _TIMEOUT: Final = 1800.0
 """Seconds that a rank waits for others, which is torch's own: nobody watches over a hang, and a debugger may stop one of them."""
 _FAREWELL: Final = 3.0
-_SEED_AT_IMPORT: Final = torch.initial_seed()
-"""Of this process, by which a script is seen that has seeded torch before its Session."""
 _EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
@@ -115,6 +114,7 @@ class Standalone:
         self._stores: _Stores | None = None
         self._runs = 0
         self._arguments = SessionArguments()
+        self._seeds = ScriptSeeds()
         self._pid = os.getpid()
         atexit.register(self._at_exit)
 
@@ -136,14 +136,9 @@ class Standalone:
         if run is not None:
             run.end(None)
         place = Place.here()
-        if run is None and place.identity.rank == 0 and torch.initial_seed() != _SEED_AT_IMPORT:
-            say(
-                "torch was seeded before Session(), which seeds it anew: call torch.manual_seed behind it. In a job a rank is "
-                "seeded before its script, whose own seed counts wherever it stands"
-            )
         self._stores = self._stores or _Stores(place)
         self._runs, self._arguments = self._runs + 1, arguments
-        self._run = _Run(place, self._stores.clients(self._runs), arguments)
+        self._run = _Run(place, self._stores.clients(self._runs), arguments, self._seeds)
         return self._run.open()
 
     def _at_exit(self) -> None:
@@ -155,8 +150,8 @@ class Standalone:
 class _Run:
     """One rank's part in one start."""
 
-    def __init__(self, place: Place, clients: Clients, arguments: SessionArguments) -> None:
-        self._place, self._clients, self._arguments = place, clients, arguments
+    def __init__(self, place: Place, clients: Clients, arguments: SessionArguments, seeds: ScriptSeeds) -> None:
+        self._place, self._clients, self._arguments, self._seeds = place, clients, arguments, seeds
         self._shown = shown(arguments.directory)
         self._listener = Listener()
         self._directory: StandaloneDirectory | None = None
@@ -188,7 +183,8 @@ class _Run:
         counter = StepCounter.create(self._paths.counter(identity.rank))
         spool = ConsoleReport(self._paths.spool(identity.rank), self._shown, self._proved)
         self._reporter = Reporter(spool, identity.rank)
-        _prepare_process(launch, identity)
+        _prepare_process(launch)
+        self._seed(launch.spec.seed)
         self._give_back = self._listener.take_signals()
         self._reporter.started(launch.resolved.device, torch.__version__)
         self._agreement = Agreement(
@@ -204,9 +200,23 @@ class _Run:
                 f"the run in {self._shown} has ended with step {manifest.step}, so that nothing is left to do. A new run is to "
                 "have another directory"
             )
-        runtime.chosen.notes.extend(_caveats(launch, place))
+        runtime.chosen.notes.extend(_caveats(launch, place, self._seeds.drawn))
         self.runtime = runtime
         return runtime
+
+    def _seed(self, seed: int) -> None:
+        script = self._seeds.seed_others(seed, self._place.identity.rank)
+        import_draws.take_back_draws()
+        if (
+            script
+            and "seed" in self._arguments.given
+            and seed != torch.initial_seed()
+            and self._place.identity.rank == 0
+        ):
+            say(
+                f"{', '.join(script)}: as the script has seeded it before Session(seed={seed}), which seeds what the script has "
+                "not seeded"
+            )
 
     def _launch(self, exchange: Exchange) -> LaunchFile:
         """Rank 0 makes it, and all agree on it. Raises ``UserError`` and ``CheckpointError`` on all ranks alike."""
@@ -366,6 +376,7 @@ class _Run:
         if self._settled:
             return
         self._settled = True
+        self._seeds.run_over()
         runtime = self.runtime
         stopped = runtime is not None and runtime.stopped is not None
         if threading.current_thread() is threading.main_thread():  # no other may
@@ -474,16 +485,20 @@ def _resolved(spec: JobSpec, place: Place) -> Resolved:
     )
 
 
-def _caveats(launch: LaunchFile, place: Place) -> list[str]:
+def _caveats(launch: LaunchFile, place: Place, drawn: list[str]) -> list[str]:
     """What the verdict on a resume does not cover."""
     unseen = "code that was not imported yet when Session() was called" + " and the main file" * (place.script is None)
     out = [unseen if launch.resolved.code_digest is not None else "the code, which has no file"]
     if os.environ.get("PYTHONHASHSEED", "random") == "random":
         out.append("the order of sets of strings, since PYTHONHASHSEED is not set")
+    if drawn:
+        out.append(
+            f"what was drawn from {', '.join(drawn)} before Session() without a seed, which is other in each start"
+        )
     return [f"not looked at: {'; '.join(out)}"]
 
 
-def _prepare_process(launch: LaunchFile, identity: Identity) -> None:
+def _prepare_process(launch: LaunchFile) -> None:
     """What an agent sets before a rank starts, and the rank itself, as far as a process that runs already allows; the rest is
     among the facts that a resume compares."""
     if launch.spec.world.nodes == 1:
@@ -494,5 +509,3 @@ def _prepare_process(launch: LaunchFile, identity: Identity) -> None:
     determinism.apply(launch.spec.determinism, launch.resolved.threads_per_rank)
     if launch.resolved.device == "cpu":
         allocator.keep_freed()
-    rng.seed_all(launch.spec.seed, identity.rank)
-    import_draws.take_back_draws()

@@ -36,9 +36,6 @@ def ordinary(session: Any, loader: Any, raw: Any, work: Work) -> None:
         work(torch.ones(2, 4))
 
 
-seeded_before = ordinary
-
-
 def nested(session: Any, loader: Any, raw: Any, work: Work) -> None:
     for _ in session.epochs(2):
         for _ in session.epochs(2):
@@ -175,8 +172,6 @@ def stop_caught(session: Any, loader: Any, raw: Any, work: Work) -> None:
 
 def run(shape: str, directory: str) -> dict[str, Any]:
     done, error = 0, None
-    if shape == "seeded_before":
-        torch.manual_seed(3)
     determinism = "strict" if directory.endswith("strict") else "warn"
     try:
         with Session(directory, checkpoint={"every_steps": 2, "first": "off"}, determinism=determinism) as session:

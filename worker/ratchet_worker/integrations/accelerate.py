@@ -42,7 +42,6 @@ except ImportError as error:
 
 from ratchet_contract.errors import UserError
 from ratchet_hooks.build import close_group
-from ratchet_worker.data import points
 from ratchet_worker.epoch_loop import EpochLoop, Pass
 from ratchet_worker.integrations import data_loader_shard
 from ratchet_worker.session import Session
@@ -215,20 +214,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def session_of_rank(make: Callable[[], Session] = Session) -> Session:
-    """What ``make`` gives. Generators stay as the script has seeded them; a process group that Accelerate has begun, with the
-    same ranks, gives way to the Session's."""
-    point = points.here({})
+    """What ``make`` gives. A process group that Accelerate has begun, with the same ranks, gives way to the Session's."""
     try:
-        session = make()
+        return make()
     except UserError as error:
         if error.code != "group-exists" or not PartialState._shared_state:
             raise
         close_group()
-        session = make()
-    point.put({})
-    if point.cuda is None:
-        torch.cuda.manual_seed_all(torch.initial_seed())
-    return session
+        return make()
 
 
 def _fits(session: Session, state: Any) -> bool:
