@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ from ratchet_contract.paths import MANIFEST_NAME
 from ratchet_store.compare import compare
 from tests.e2e.exactness import final_checkpoint
 from tests.support.interpreters import LIBRARIES
+from tests.support.packages import needs
 from tests.support.server import Server, rank_pid, wait_for
 
 pytestmark = [  # found, not imported: every worker reads this file, and the jobs are processes of their own
     pytest.mark.slow,
-    *(
-        pytest.mark.skipif(find_spec(extra) is None, reason=f"the extra `{extra}` is not installed")
-        for extra in ("lightning", "accelerate", "transformers")
-    ),
+    needs("lightning"),
+    needs("accelerate"),
+    needs("transformers"),
 ]
 
 AGENTS = LIBRARIES

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,9 +18,11 @@ from safetensors.torch import load_file
 from ratchet_contract.phases import Cause
 from tests.support.interpreters import LIBRARIES
 from tests.support.launch import Job
+from tests.support.packages import needs
+from tests.support.pickled import read_pickled
 from tests.support.plain_ranks import plain, weights
 
-pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="the extra `accelerate` is not installed")
+pytestmark = needs("accelerate")
 
 CODE: Final = Path(__file__).parents[1] / "support" / "accelerate_job"
 BATCHES: Final = {"accumulated": 6, "workers": 6, "left early": 5}
@@ -39,7 +40,7 @@ def states(out: Path) -> dict[str, Any]:
     found = {}
     for path in sorted((out / "states").rglob("*.*")):
         safe = path.suffix == ".safetensors"
-        found[str(path.relative_to(out))] = plainly(load_file(path) if safe else torch.load(path, weights_only=False))
+        found[str(path.relative_to(out))] = plainly(load_file(path) if safe else read_pickled(path))
     return found
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from ratchet_contract.phases import Cause
 from ratchet_store.commit import read_manifest
 from ratchet_store.compare import compare, render
 from tests.support.launch import Job
+from tests.support.packages import needs
 from tests.support.plain_ranks import plain, weights
 
 CODE = Path(__file__).parents[1] / "support" / "loop_job"
@@ -108,7 +108,7 @@ def test_an_enumerate_whose_number_cannot_go_on_is_named_and_refused_under_stric
     assert {c.component for c in resumed.report().components if c.status != "exact"} == {"data"}
 
 
-@pytest.mark.skipif(find_spec("sklearn") is None, reason="its data are scikit-learn's")
+@needs("sklearn")
 def test_the_example_says_what_the_plain_script_says(jobs: list[Job], tmp_path: Path) -> None:
     spec = {"script": ["train.py", "--epochs", "2"], "code": {"path": str(EXAMPLE)}}
     jobs.append(Job(tmp_path, spec, EXAMPLE))

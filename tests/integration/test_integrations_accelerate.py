@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.support.groups import Named, Ranks
+from tests.support.packages import needs
 
-pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="the extra `accelerate` is not installed")
-transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="the extra `transformers` is not installed")
+pytestmark = needs("accelerate")
+transformers = needs("transformers")
 runs = Named("tests.support.accelerate_runs")
 
 

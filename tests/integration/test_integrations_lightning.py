@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.groups import Named, Ranks
+from tests.support.packages import needs
 
-pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="the extra `lightning` is not installed")
+pytestmark = needs("lightning")
 runs = Named("tests.support.lightning_runs")
 
 

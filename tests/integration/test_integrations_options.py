@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 from enum import Enum
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -25,13 +24,12 @@ from ratchet_contract.phases import Cause
 from ratchet_store.compare import compare, render
 from tests.support.interpreters import LIBRARIES
 from tests.support.launch import Attempt, Job
+from tests.support.packages import missing, needs
 
 pytestmark = [
     pytest.mark.slow,
-    *(
-        pytest.mark.skipif(find_spec(extra) is None, reason=f"the extra `{extra}` is not installed")
-        for extra in ("accelerate", "transformers")
-    ),
+    needs("accelerate"),
+    needs("transformers"),
 ]
 
 ALL: Final = os.environ.get("RATCHET_TEST_OPTIONS") == "all"
@@ -382,8 +380,8 @@ def test_every_argument_of_accelerate_is_walked_or_it_is_said_why_not() -> None:
 @pytest.mark.parametrize("name", some(OPTIMIZERS | OF_A_PACKAGE))
 def test_the_trainer_with_an_optimizer_is_exact(jobs: list[Job], tmp_path: Path, name: str) -> None:
     package, arguments = OF_A_PACKAGE[name] if name in OF_A_PACKAGE else ("torch", OPTIMIZERS[name])
-    if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
+    if why := missing(package):
+        pytest.skip(why)
     assert_exact(jobs, tmp_path, "trainer_options.py", trainer({}, optim=name, **arguments))
 
 
@@ -400,7 +398,7 @@ def test_the_trainer_with_a_scheduler_is_exact(jobs: list[Job], tmp_path: Path, 
 @pytest.mark.parametrize("name", some(OPTIONS))
 def test_the_trainer_with_an_option_is_exact(jobs: list[Job], tmp_path: Path, name: str) -> None:
     if name == "torch_compile" and shutil.which("g++") is None:
-        pytest.skip("no g++, which inductor needs on the CPU")
+        pytest.skip("no g++, which inductor needs on the CPU: apt-get install g++")
     assert_exact(jobs, tmp_path, "trainer_options.py", trainer({}, **OPTIONS[name]))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ import pytest
 
 from ratchet_contract.phases import Cause
 from tests.support.lightning_jobs import Kill, LightningJob, difference
+from tests.support.packages import needs
 
-pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="the extra `lightning` is not installed")
+pytestmark = needs("lightning")
 AGENTS = "libraries"
 ALL = os.environ.get("RATCHET_TEST_LIGHTNING") == "all"
 

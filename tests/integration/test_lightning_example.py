@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import random
-from importlib.util import find_spec
 from pathlib import Path
-
-import pytest
 
 from ratchet_contract.phases import Cause
 from tests.support.launch import Job
 from tests.support.lightning_jobs import LightningJob, checkpoint_files
+from tests.support.packages import needs
 from tests.support.plain_ranks import plain
 
-pytestmark = [
-    pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
-    for package in ("lightning", "sklearn")
-]
+pytestmark = [needs("lightning"), needs("sklearn")]
 AGENTS = "libraries"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_image_classifier"
 STEPS = 18 * 8

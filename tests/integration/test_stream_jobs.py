@@ -6,7 +6,6 @@ Two by default; RATCHET_TEST_OPTIONS=all: all of them.
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +14,7 @@ import pytest
 from ratchet_contract.phases import Cause
 from ratchet_store.compare import compare, render
 from tests.support.launch import Job
+from tests.support.packages import missing
 
 CODE = Path(__file__).parents[1] / "support" / "stream_job"
 TORCHDATA: Final = ["stateful", "nested", "nested, workers"]
@@ -23,8 +23,8 @@ KINDS: Final = [*TORCHDATA, "buffered", "noise", "pipe"]
 
 @pytest.mark.parametrize("kind", KINDS if os.environ.get("RATCHET_TEST_OPTIONS") == "all" else ["stateful", "buffered"])
 def test_a_killed_job_on_a_stream_is_exact(jobs: list[Job], tmp_path: Path, kind: str) -> None:
-    if kind in TORCHDATA and find_spec("torchdata") is None:
-        pytest.skip("torchdata is not installed")
+    if kind in TORCHDATA and (why := missing("torchdata")):
+        pytest.skip(why)
     spec = {"checkpoint": {"every_steps": 7, "first": "off"}, "code": {"path": str(CODE)}}
     jobs += [
         Job(tmp_path / name, {**spec, "script": ["train.py", kind, name]}, CODE, job_id="job")

@@ -12,7 +12,6 @@ import random
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,16 +23,16 @@ from safetensors.torch import load_file
 from ratchet_contract.phases import Cause
 from tests.support.interpreters import LIBRARIES
 from tests.support.launch import Job
+from tests.support.packages import needs
+from tests.support.pickled import read_pickled
 from tests.support.plain_ranks import plain
 from tests.support.server import rank_pid, wait_for
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
-    *(
-        pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
-        for package in ("transformers", "sklearn")
-    ),
+    needs("transformers"),
+    needs("sklearn"),
 ]
 
 EXAMPLES: Final = Path(__file__).parents[2] / "examples"
@@ -77,7 +76,7 @@ def _finished(attempt: Any) -> int:
 
 def values(file: Path) -> dict[str, Any]:
     """What is in a file of weights or of pickled state, by path."""
-    return load_file(file) if file.suffix == ".safetensors" else dict(flat(torch.load(file, weights_only=False)))
+    return load_file(file) if file.suffix == ".safetensors" else dict(flat(read_pickled(file)))
 
 
 def flat(value: Any, path: str = "") -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from ratchet_worker.data.iterable import TrainStream
 from ratchet_worker.job_state import JobState
 from ratchet_worker.snapshot import Snapshot
 from tests.support import streams
+from tests.support.packages import missing
 from tests.support.streams import BY_STATE, REPEATABLE, TORCHDATA, N, train_stream
 
 CPU = torch.device("cpu")
@@ -96,8 +96,8 @@ WITH_WORKERS = [kind for kind in (BY_STATE | TORCHDATA | REPEATABLE) if "workers
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("kind", [*BY_STATE, *TORCHDATA, *REPEATABLE])
 def test_an_interrupted_stream_goes_on_as_if_it_had_not_been(kind: str) -> None:
-    if kind in TORCHDATA and importlib.util.find_spec("torchdata") is None:
-        pytest.skip("torchdata is not installed")
+    if kind in TORCHDATA and (why := missing("torchdata")):
+        pytest.skip(why)
     assert differing(lambda: train_stream(kind), FEW if kind in WITH_WORKERS else ALL) == []
 
 

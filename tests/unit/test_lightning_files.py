@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.support.packages import needs
 
-pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="the extra `lightning` is not installed")
+pytestmark = needs("lightning")
 
 
 class Training:
