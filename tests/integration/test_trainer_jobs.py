@@ -42,11 +42,12 @@ ALL: Final = os.environ.get("RATCHET_TEST_OPTIONS") == "all"
 
 
 def script(name: str, output: Path) -> list[str]:
-    """The example's, with an output directory that can be looked at, on the CPU, and shorter."""
+    """The example's, with an output directory that can be looked at, on the CPU, and shorter; one of them in mixed precision."""
     given: list[str] = yaml.safe_load((EXAMPLES / f"trainer_{name}/train.yaml").read_text())["script"]
     epochs = given.index("--num_train_epochs") + 1
     given[epochs], given[given.index("--output_dir") + 1] = {"glue": "2", "clm": "1"}[name], str(output)
-    return [*given, "--use_cpu", "--disable_tqdm", "True"]
+    mixed = ["--bf16"] if name == "glue" else []
+    return [*given, *mixed, "--use_cpu", "--disable_tqdm", "True"]
 
 
 def kills(name: str) -> list[int]:

@@ -36,7 +36,7 @@ try:
     import accelerate
     from accelerate.data_loader import DataLoaderShard
     from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DynamoBackend
+    from accelerate.utils import DynamoBackend, compile_regions
 except ImportError as error:
     raise ImportError("Accelerate is not installed: pip install 'ratchet-train[worker,accelerate]'") from error
 
@@ -99,13 +99,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
         """Accelerate's, in the job's DDP."""
-        before = getattr(model, "_is_accelerate_prepared", False)
-        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
-        if evaluation_mode or before:
-            return prepared
-        prepared = self.session.prepare(prepared)
-        prepared._is_accelerate_prepared = True
-        return prepared
+        if evaluation_mode or getattr(model, "_is_accelerate_prepared", False):
+            return super().prepare_model(model, device_placement, evaluation_mode=True)
+        return prepare_model(self, model, self.session.prepare, device_placement)
 
     @override
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
@@ -222,6 +218,24 @@ def session_of_rank(make: Callable[[], Session] = Session) -> Session:
             raise
         close_group()
         return make()
+
+
+def prepare_model(
+    accelerator: Any, model: nn.Module, wrap: Callable[[nn.Module], nn.Module], device_placement: bool | None = None
+) -> Any:
+    """Accelerate's, with ``wrap`` in the place of its DDP: around autocast, which evaluations of the model itself have, too, and
+    within torch.compile."""
+    plugin = accelerator.state.dynamo_plugin
+    backend, plugin.backend = plugin.backend, DynamoBackend.NO
+    try:
+        prepared: Any = wrap(accelerator.prepare_model(model, device_placement, evaluation_mode=True))
+    finally:
+        plugin.backend = backend
+    if backend != DynamoBackend.NO:
+        compiled = compile_regions if plugin.use_regional_compilation else torch.compile
+        prepared = compiled(prepared, **plugin.to_kwargs())
+    prepared._is_accelerate_prepared = True
+    return prepared
 
 
 def _fits(session: Session, state: Any) -> bool:

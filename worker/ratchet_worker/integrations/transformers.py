@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,7 +59,7 @@ __all__ = ["Seq2SeqTrainer", "Trainer"]
 
 _PROGRESS: Final = (
     "epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history", "best_metric", "best_global_step",
-    "best_model_checkpoint",
+    "best_model_checkpoint", "stateful_callbacks",
 )  # fmt: skip
 
 
@@ -152,8 +153,8 @@ class Trainer(transformers.Trainer):
             return wrapped
         accelerate.refuse_other_ranks(self.session, self.accelerator)
         handler: Any = self.accelerator.ddp_handler
-        ddp = self._runtime.wrap(model, find_unused_parameters=handler.find_unused_parameters)
-        prepared: nn.Module = self.accelerator.prepare_model(ddp, evaluation_mode=True)  # no DDP of Accelerate's
+        wrap = partial(self._runtime.wrap, find_unused_parameters=handler.find_unused_parameters)
+        prepared: nn.Module = accelerate.prepare_model(self.accelerator, model, wrap)
         return prepared
 
     @override
@@ -284,17 +285,14 @@ class _Progress:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        state = {name: getattr(trainer.state, name) for name in _PROGRESS}
-        state["log_history"] = [_lasting(entry) for entry in trainer.state.log_history]
-        # as of the Trainer's last save, for its next trainer_state.json
-        told: Any = deepcopy(trainer.state.stateful_callbacks)
-        told.pop(RatchetJob.__name__, None)
+        state: dict[str, Any] = {name: deepcopy(getattr(trainer.state, name)) for name in _PROGRESS}
+        state["log_history"] = [_lasting(entry) for entry in state["log_history"]]
+        state["stateful_callbacks"].pop(RatchetJob.__name__, None)  # it names this job, and a fork is another
         return {
             "steps_per_epoch": self.steps_per_epoch,
             "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
             "ended": trainer.control.should_training_stop,
             "state": state,
-            "stateful_callbacks": told,
             "flos": float(trainer.current_flos),
             "loss": trainer._tr_loss.clone(),
             "total_loss": trainer._total_loss_scalar,
@@ -329,10 +327,11 @@ class _Progress:
 
     def _put(self) -> None:
         assert self._loaded is not None
+        state: Any = self._trainer.state
+        of_this_job = state.stateful_callbacks
         for name, value in self._loaded["state"].items():
-            setattr(self._trainer.state, name, list(value) if name == "log_history" else value)
-        told: Any = self._trainer.state.stateful_callbacks
-        told.update(deepcopy(self._loaded["stateful_callbacks"]))
+            setattr(state, name, deepcopy(value))
+        state.stateful_callbacks = {**of_this_job, **state.stateful_callbacks}
         self._trainer.current_flos = self._loaded["flos"]
         for name, callback in self._callbacks():
             for attribute, value in self._loaded["callbacks"].get(name, {}).items():
