@@ -113,6 +113,13 @@ def test_what_cannot_be_honoured_is_refused_by_name_with_the_cure(line: str, sai
         parse(line)
 
 
+def test_the_command_in_the_cure_for_another_launcher_is_taken() -> None:
+    with pytest.raises(Refused, match="accelerate launch is not read") as refused:
+        parse("accelerate launch --num_processes 4 train.py --lr 0.1")
+    command = parse(str(refused.value).partition(", like ")[2])
+    assert (command.script, command.arguments, command.ranks) == ("train.py", ["--lr", "0.1"], 4)
+
+
 def test_every_answer_is_a_sentence() -> None:
     for option in OPTIONS:
         answer = option.rule("7")

@@ -361,6 +361,28 @@ def test_the_accelerator_is_ratchets_and_gives_the_epochs() -> None:
     loop = "{0}\nfor e in {1}:\n  for b in l:\n    a.backward(b)\n"
     alone = changed("import accelerate\n" + loop.format("a = accelerate.Accelerator()", "range(9)"))
     assert alone == "\nfrom ratchet.accelerate import Accelerator\n" + loop.format("a = Accelerator()", "a.epochs(9)")
+    choice = "a = Accelerator(log_with=t) if t else Accelerator()"
+    chosen = changed("from accelerate import Accelerator\n" + loop.format(choice, "range(n)"))
+    assert chosen == "\nfrom ratchet.accelerate import Accelerator\n" + loop.format(choice, "a.epochs(n)")
+
+
+def test_the_accelerator_of_an_object_gives_its_other_methods_the_epochs() -> None:
+    text = """
+    from accelerate import Accelerator
+
+    class Training:
+        def __init__(self):
+            self.accelerator = Accelerator()
+
+        def all(self, count):
+            for epoch in range(count):
+                self.one()
+
+        def one(self):
+            for batch in self.loader:
+                self.accelerator.backward(self.model(batch))
+    """
+    assert "        for epoch in self.accelerator.epochs(count):\n" in changed(text)
 
 
 @pytest.mark.parametrize(
@@ -386,6 +408,8 @@ def test_the_accelerator_is_ratchets_and_gives_the_epochs() -> None:
         (ACCELERATE.replace("def train(accelerator,", "def train(a,"), 6, "accelerator is not known in its function"),
         (ACCELERATE + "    accelerator.load_state()\n", 14, "load_state: a job goes on by itself"),
         ("from accelerate import Accelerator\na = Accelerator()\n", 2, "no loop over epochs"),
+        ("from accelerate import Accelerator\nf(Accelerator())\na.load_state()\n", 3, "load_state: a job goes on"),
+        ("from lightning.pytorch.cli import LightningCLI\nLightningCLI(Net)\n", 2, "ratchet.lightning.SessionStrategy"),
     ],
 )
 def test_what_is_left_to_the_user_is_told_by_line(text: str, line: int, said: str) -> None:

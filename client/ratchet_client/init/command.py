@@ -54,7 +54,7 @@ def parse_command(words: Sequence[str], environ: Mapping[str, str]) -> Command:
     first = Path(rest[0]).name
     if first in _OTHERS:
         raise Refused(
-            f"{_OTHERS[first]} is not read: give the command that it starts in the end, like ratchet init --nproc-per-node 4 "
+            f"{_OTHERS[first]} is not read: give the command that it starts in the end, like torchrun --nproc-per-node 4 "
             "train.py --lr 0.1"
         )
     if first == "torchrun":

@@ -11,6 +11,7 @@ LIGHTNING_TRAINERS: Final = frozenset(
 )
 OLD_LIGHTNING_TRAINERS: Final = frozenset({"pytorch_lightning.Trainer", "pytorch_lightning.trainer.Trainer"})
 """Of the package that came before; its classes are others."""
+LIGHTNING_CLI: Final = frozenset({"lightning.pytorch.cli.LightningCLI"})
 ACCELERATORS: Final = frozenset({"accelerate.Accelerator", "accelerate.accelerator.Accelerator"})
 DDP: Final = frozenset(
     {"torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel"}

@@ -19,16 +19,17 @@ def patch(patching: Patching) -> bool:
     if not made:
         return False
     name = _class(patching, made)
-    held = [patching.source.statement(call) for call in made]
+    held = {patching.source.statement(call) for call in made}  # one statement may choose between two calls
     names = {ast.unparse(s.targets[0]) for s in held if isinstance(s, ast.Assign) and len(s.targets) == 1}
-    if len(made) > 1 or len(names) != 1:
+    if len(held) > 1 or len(names) != 1:
         for call in made:
             patching.leave(
                 call,
                 f"{name}: what name the training has it by is not known; the loop over epochs goes over its epochs(n)",
             )
-        return True
-    _epochs(patching, names.pop())
+    else:
+        _epochs(patching, names.pop())
+    _resumes(patching)
     return True
 
 
@@ -70,6 +71,9 @@ def _epochs(patching: Patching, accelerator: str) -> None:
         else:
             carried_variables.tell(patching, loop, f"{accelerator}.session.prepare")
             loop.change(patching.source, accelerator)
+
+
+def _resumes(patching: Patching) -> None:
     for node in ast.walk(patching.source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
@@ -80,10 +84,10 @@ def _epochs(patching: Patching, accelerator: str) -> None:
 def _sees(patching: Patching, loop: ast.For, name: str) -> bool:
     """Whether ``name`` is the Accelerator where the loop stands: of its function, or of the module."""
     scope = patching.source.scope(loop)
-    if "." in name:
-        return ast.unparse(loop).find(f"{name}.") >= 0
-    (made,) = patching.calls(ACCELERATORS)
-    home = patching.source.scope(made)
+    home = patching.source.scope(patching.calls(ACCELERATORS)[0])
     if scope is home or isinstance(home, ast.Module):
         return True
+    if "." in name:
+        methods = isinstance(scope, Function) and patching.source.scope(scope) is patching.source.scope(home)
+        return (methods and name.startswith("self.")) or f"{name}." in ast.unparse(loop)
     return isinstance(scope, Function) and any(a.arg == name for a in (*scope.args.args, *scope.args.kwonlyargs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Final
 
-from ratchet_client.init.origins import LIGHTNING_TRAINERS, OLD_LIGHTNING_TRAINERS
+from ratchet_client.init.origins import LIGHTNING_CLI, LIGHTNING_TRAINERS, OLD_LIGHTNING_TRAINERS
 from ratchet_client.init.patching import Patching
 
 _STRATEGY: Final = "SessionStrategy()"
@@ -40,7 +40,11 @@ def patch(patching: Patching) -> bool:
     changed = [call for call in training if _strategy(patching, call)]
     if changed:
         patching.add_import("from ratchet.lightning import SessionStrategy", patching.imports_of(LIGHTNING_TRAINERS))
-    return bool(trainers or old)
+    commands = patching.calls(LIGHTNING_CLI)
+    for call in commands:
+        patching.leave(call, "LightningCLI makes its Trainer of a YAML file: write `strategy: {class_path: "
+                             "ratchet.lightning.SessionStrategy}` there, and `import ratchet.lightning` here")  # fmt: skip
+    return bool(trainers or old or commands)
 
 
 def _trains(patching: Patching, call: ast.Call) -> bool:
