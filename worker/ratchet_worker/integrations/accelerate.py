@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from numbers import Real
 from pathlib import Path
 from typing import Any, Final
 
@@ -164,7 +165,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().log(values, step, log_kwargs or {})
         runtime = self.session._runtime
         if runtime.restored and not runtime.finished:
-            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+            numbers = {name: float(value) for name, value in values.items() if isinstance(value, Real)}  # numpy's, too
             tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
             self.session.log(numbers | tensors)
 
