@@ -17,10 +17,9 @@ import yaml
 
 from ratchet_store.compare import compare, render
 from tests.support.cli import Cli
-from tests.support.interpreters import LIBRARIES
+from tests.support.interpreters import RANKS
 from tests.support.server import Server
 
-AGENTS = LIBRARIES
 STEPS = 24
 TASK = {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask"}
 SCRIPT = """
@@ -80,15 +79,8 @@ def _project(at: Path, hook: dict[str, Any]) -> Path:
 
 def _train(project: Path, ranks: int = 1, kill: str = "") -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "KILL": kill, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, *([*TORCHRUN, str(ranks)] if ranks > 1 else []), "train.py", str(STEPS)],
-        cwd=project,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    launcher = [*TORCHRUN, str(ranks)] if ranks > 1 else []
+    return RANKS.run([sys.executable, *launcher, "train.py", str(STEPS)], cwd=project, env=environ)
 
 
 def _spec(project: Path, ranks: int, hook: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_a_killed_script_ends_as_under_accelerate_alone(jobs: list[Job], tmp_pat
     assert causes == [Cause.RANK_KILLED] * len(places) + [Cause.COMPLETED]
     reports = [attempt.report() for attempt in jobs[0].attempts if attempt.report().base.step]
     assert {report.verdict for report in reports} == {"exact"} and len(reports) >= 4, reports
-    plain(CODE / "train.py", kind, tmp_path / "plain")
+    plain(CODE / "train.py", kind, tmp_path / "plain", interpreters=LIBRARIES)
     for mine, theirs in zip(weights(tmp_path / "killed"), weights(tmp_path / "plain"), strict=True):
         assert mine.keys() == theirs.keys()
         assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 from ratchet_contract.phases import Cause
+from tests.support.interpreters import LIBRARIES
 from tests.support.launch import Job
 from tests.support.lightning_jobs import LightningJob, checkpoint_files
 from tests.support.packages import needs
@@ -40,7 +41,7 @@ def test_a_killed_job_leaves_the_weights_and_files_of_plain_lightning(jobs: list
     assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
     assert {a.report().verdict for a in job.attempts[1:]} == {"exact"}
     ended = tmp_path / "plain" / "ended"
-    printed = plain(EXAMPLE / "plain.py", "--epochs", "8", seconds=120, ended=ended, **LAUNCHED)
+    printed = plain(EXAMPLE / "plain.py", "--epochs", "8", seconds=120, ended=ended, interpreters=LIBRARIES, **LAUNCHED)
     (best,) = [line for line in printed.splitlines() if line.startswith("best: ")]
     assert best in attempt.paths.log(0).read_text().splitlines()
     assert files(job.paths.work) == files(ended)

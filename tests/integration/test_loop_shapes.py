@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+
+from tests.support.interpreters import LIBRARIES
 
 SCRIPT = Path(__file__).parents[1] / "support" / "loop_job" / "shapes.py"
 OUTSIDE: Final = "were outside of the first pass over the prepared loader"
@@ -24,17 +25,18 @@ def run(place: Path, *arguments: str, samples: int = 20) -> dict[str, tuple[dict
     """Of each argument what the script tells, and what Ratchet printed meanwhile."""
     env = {**os.environ, "SAMPLES": str(samples), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), *arguments]
-    done = subprocess.run(
-        command, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
-    )
+    with (place / "said").open("w+") as said_to:
+        LIBRARIES.start(command, said_to.fileno(), cwd=place, env=env).wait(120)
+        said_to.seek(0)
+        printed = said_to.read()
     found, said = dict[str, tuple[dict[str, Any], str]](), ""
-    for line in done.stdout.splitlines():
+    for line in printed.splitlines():
         if line.startswith('{"shape"'):
             found[arguments[len(found)]] = json.loads(line), said
             said = ""
         else:
             said += line + "\n"
-    assert len(found) == len(arguments), done.stdout
+    assert len(found) == len(arguments), printed
     return found
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import Any
 
 import yaml
 
 from tests.support.docs import ROOT
+from tests.support.interpreters import RANKS
 from tests.support.server import Server
 
+VARIABLES = {"TEST_STEP_SECONDS": "0.02"}  # what is called beside a training has the cores
 REFERENCE = ROOT / "examples" / "reference"
 
 
@@ -24,7 +25,7 @@ def test_every_example_of_the_reference_runs(server: Server) -> None:
     variables = {**os.environ, "RATCHET_HOME": str(server.home), "RATCHET_CONFIG": str(server.home / "none.json")}
     for script in ("loader.py", "client.py"):
         command = [sys.executable, str(REFERENCE / script)]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
+        done = RANKS.run(command, env=variables, timeout=240)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     for job_id, name in trained.items():
         server.wait_phase(job_id, "SUCCEEDED")

@@ -17,6 +17,7 @@ from ratchet_contract.exit_codes import EXIT_PREEMPTED
 from ratchet_contract.phases import Cause
 from ratchet_store.commit import read_manifest
 from ratchet_store.compare import compare, render
+from tests.support.interpreters import RANKS
 from tests.support.launch import Job
 from tests.support.server import wait_for
 
@@ -95,15 +96,7 @@ def _environ(plan: str = "[]") -> dict[str, str]:
 
 
 def _run(place: Path, *command: str, plan: str = "[]") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=place,
-        env=_environ(plan),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return RANKS.run([sys.executable, *command], cwd=place, env=_environ(plan))
 
 
 def _final(root: Path, step: int = STEPS) -> Path:

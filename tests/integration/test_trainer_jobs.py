@@ -127,7 +127,7 @@ def test_a_killed_trainer_ends_as_the_plain_one(jobs: list[Job], tmp_path: Path,
     spec = {"code": {"path": str(code)}, "checkpoint": {"every_steps": 7}, "determinism": "strict"}
     jobs.append(Job(tmp_path, {**spec, "script": script(name, mine)}, code, interpreters=LIBRARIES))
     run_killed(jobs[0], kills(name))
-    plain(code / "plain.py", *script(name, theirs)[1:], seconds=240)
+    plain(code / "plain.py", *script(name, theirs)[1:], seconds=240, interpreters=LIBRARIES)
     assert_same_outputs(mine, theirs)
     resumed = [attempt for attempt in jobs[0].attempts if attempt.report().base.step]
     assert {attempt.report().verdict for attempt in resumed} == {"exact"} and len(resumed) >= 4

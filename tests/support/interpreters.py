@@ -7,7 +7,8 @@ name that it would have been started with; ``/proc`` shows its command line and 
 interpreter's start (PYTHONHASHSEED) is that process's. Where the program would have seen another value of what imports read, it
 is started afresh.
 
-An agent that is started so has its ranks, or the process that it forks them from, started so, too, once (``_Spare``).
+An agent that is started so has its ranks, or the process that it forks them from, started so, too, once (``_beside_a_spare``),
+and torchrun all of its ranks. An agent's ranks sleep TEST_STEP_SECONDS behind each step of an optimizer, if that is set.
 
 As a program (``interpreters.py SOCKET OWNER PADDING``) this is the process that forks.
 """
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -44,6 +46,7 @@ _EARLY_BY_TORCH: Final = (
 _NOT_EARLY: Final = (
     "PYTHONHASHSEED", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR",
 )  # fmt: skip
+_THREADS: Final = "_NUM_THREADS"  # torch is told its number
 _OF_RANKS: Final = {
     "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMEXPR_NUM_THREADS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC": "1", "CUDA_VISIBLE_DEVICES": "",
@@ -56,7 +59,8 @@ _SERVICE: Final = (
     "ratchet_service.serve", "ratchet_service.__main__", "uvicorn.protocols.http.auto", "alembic.command",
     "ratchet_worker.agent",
 )  # fmt: skip
-_RANKS: Final = ("torch._dynamo", "ratchet_worker.process", "ratchet_worker.agent")
+_TORCHRUN: Final = "torch.distributed.run"
+_RANKS: Final = ("torch._dynamo", _TORCHRUN, "ratchet_worker.process", "ratchet_worker.agent")
 _MODULES: Final = {
     "service": _SERVICE,
     "trainer": (*_SERVICE, "psycopg", "tests.support.plane", "tests.support.trainer"),
@@ -64,13 +68,17 @@ _MODULES: Final = {
     "libraries": (*_RANKS, "sklearn.datasets", "accelerate", "lightning", "transformers", "transformers.trainer"),
 }
 _RUN_AS_MAIN: Final = (  # imported for what they import
-    "ratchet_service.__main__", "ratchet_worker.agent", "tests.support.plane", "tests.support.trainer",
+    "ratchet_service.__main__", "ratchet_worker.agent", "tests.support.plane", "tests.support.trainer", _TORCHRUN,
 )  # fmt: skip
 _IGNORED_MEANWHILE: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def _early(environment: Mapping[str, str], also: Sequence[str] = ()) -> dict[str, str]:
-    return {k: v for k, v in environment.items() if k.startswith((*_EARLY, *also)) and not k.startswith(_NOT_EARLY)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith((*_EARLY, *also)) and not name.startswith(_NOT_EARLY) and not name.endswith(_THREADS)
+    }
 
 
 class Program:
@@ -146,14 +154,16 @@ class Interpreter:
         command: Sequence[str],
         log: int,
         *,
+        errors: int | None = None,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         agents: str | None = None,
     ) -> Program | subprocess.Popen[bytes]:
-        """``command`` in a session of its own, its output into the descriptor ``log``; afresh where it does not fit. ``agents``:
-        the address where a service has its local agents forked."""
+        """``command`` in a session of its own, its output into the descriptor ``log``, and ``errors`` where these are apart;
+        afresh where it does not fit. ``agents``: the address where a service has its local agents forked."""
         env = os.environ if env is None else env
-        found = ask(self.address, command, log, env, cwd or Path.cwd(), agents)
+        errors = log if errors is None else errors
+        found = ask(self.address, command, log, env, cwd or Path.cwd(), agents, errors)
         if found is None:
             return subprocess.Popen(
                 command,
@@ -161,10 +171,28 @@ class Interpreter:
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=log,
+                stderr=errors,
                 start_new_session=True,
             )
         return Program(*found)
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        timeout: float = 120.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """To its end. Raises ``TimeoutExpired``, with the command killed."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+            program = self.start(command, out.fileno(), errors=errors.fileno(), env=env, cwd=cwd)
+            try:
+                code = program.wait(timeout)
+            finally:
+                program.kill()
+            out.seek(0), errors.seek(0)
+            return subprocess.CompletedProcess(command, code, out.read(), errors.read())
 
     def _start(self) -> None:
         self._environment = dict(os.environ) | (_OF_RANKS if self._kind != "service" else {})
@@ -206,7 +234,13 @@ def share() -> None:
 
 
 def ask(
-    address: str, command: Sequence[str], log: int, env: Mapping[str, str], cwd: Path, agents: str | None = None
+    address: str,
+    command: Sequence[str],
+    log: int,
+    env: Mapping[str, str],
+    cwd: Path,
+    agents: str | None = None,
+    errors: int | None = None,
 ) -> tuple[int, int] | None:
     """Have ``command`` forked: its pid, and the descriptor where its exit code will be read. None: it must be started afresh."""
     net = None
@@ -219,7 +253,7 @@ def ask(
         connection.connect(address)
         assert connection.recv(32) == b"ready"
         request = {"command": list(command), "env": dict(env), "cwd": str(cwd), "agents": agents, "net": net}
-        _send(connection, request, [log])
+        _send(connection, request, [log, log if errors is None else errors])
         told = connection.recv(32)
     except OSError:
         told = b""
@@ -251,6 +285,20 @@ def fork_agents(address: str) -> None:
     local._spawn = lambda argv, env, log, fds=(): (
         (None if fds else fork_agent(address, argv, env, log)) or start_afresh(argv, env, log, fds)
     )
+
+
+def _fork_ranks_of_torchrun(address: str) -> None:
+    """What this process's torchrun starts is forked by the process at ``address``."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    start_afresh = SubprocessHandler._popen
+
+    def start(handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        out, errors = (file.fileno() if file else n for n, file in ((1, handler._stdout), (2, handler._stderr)))
+        found = ask(address, args, out, env, Path.cwd(), errors=errors)
+        return start_afresh(handler, args, env) if found is None else Program(*found)
+
+    SubprocessHandler._popen = start  # type: ignore[method-assign]
 
 
 def _send(connection: socket.socket, request: dict[str, Any], descriptors: Sequence[int]) -> None:
@@ -314,29 +362,33 @@ class _Server:
         if received is None:
             connection.close()
             return None
-        request, (log,) = received
+        request, (log, errors) = received
         env = request["env"]
         if _early(env) != self._early or len(_block(env)) > _room("environ"):
             with suppress(OSError):
                 connection.send(b"afresh")
             connection.close()
-            os.close(log)
+            os.close(log), os.close(errors)
             return None
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
             _die_with(parent)
             set_by_imports = {k: v for k, v in os.environ.items() if self._environment.get(k) != v}
-            told = connection.detach()
+            told, address = connection.detach(), self._listener.getsockname()
             _enter(request["net"])
             for other in (self._listener, *self._connections.values(), *self._children.values()):
                 other.detach()  # nobody is to close a number that will be somebody else's
-            _become(request, log, {}, told)
+            _become(request, log, {2: errors}, told)
             if request["agents"] is not None:
                 fork_agents(request["agents"])
             command: list[str] = request["command"]
+            if _TORCHRUN in command[1:3]:
+                _fork_ranks_of_torchrun(address)
+            if command[1:4] in _AGENTS and (seconds := request["env"].get("TEST_STEP_SECONDS")):
+                _slow_down(float(seconds))
             return (command[1:4] in _AGENTS and _beside_a_spare(self._environment, set_by_imports)) or command
         self._children[pid] = connection
-        os.close(log)
+        os.close(log), os.close(errors)
         return None
 
     def _collect(self) -> None:
@@ -346,6 +398,12 @@ class _Server:
                 return
             with self._children.pop(pid) as connection, suppress(OSError):
                 connection.send(b"%d" % os.waitstatus_to_exitcode(status))
+
+
+def _slow_down(seconds: float) -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(lambda *_: time.sleep(seconds))
 
 
 def _beside_a_spare(imported_in: Mapping[str, str], set_by_imports: Mapping[str, str]) -> list[str] | None:
@@ -368,6 +426,8 @@ def _beside_a_spare(imported_in: Mapping[str, str], set_by_imports: Mapping[str,
         except OSError:
             os._exit(1)  # the agent will meet the error itself
         os.environ.update(set_by_imports)
+        if (torch := sys.modules.get("torch")) and (threads := request["env"].get("OMP_NUM_THREADS")) is not None:
+            torch.set_num_threads(int(threads))
         return list(request["command"])
     theirs.close()
     from ratchet_worker import forking, starter
@@ -466,7 +526,7 @@ def _run(command: list[str]) -> None:
 
     words = command[1:]
     safe = words[0] == "-P"
-    words = words[safe:]
+    words = words[safe or words[0] == "-u" :]  # of torchrun, where PYTHONUNBUFFERED has been set
     sys.orig_argv = command
     if not safe:
         sys.path.insert(0, str(Path.cwd()) if words[0] == "-m" else str(Path(words[0]).parent))

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,7 +77,7 @@ def wait_saved(paths: AttemptPaths, step: int) -> None:
 class Server:
     """Starts, kills and restarts ``python -m ratchet_service serve`` and talks to it as any client would. ``services``,
     ``agents``: what forks it, and its local agents; ``afresh``: all of it in interpreters of their own, and not as
-    ``interpreters`` has them, the service by the command ``prefix``."""
+    ``interpreters`` has them, the service by the command ``prefix``. ``variables``: beside those of this process."""
 
     def __init__(
         self,
@@ -88,12 +88,14 @@ class Server:
         services: Interpreter = SERVICES,
         agents: Interpreter = RANKS,
         prefix: tuple[str, ...] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.home = home
         self.paths = HomePaths(home)
         self.options = ("--cpu-slots", str(cpu_slots), *options)
         self.process: subprocess.Popen[bytes] | Program | None = None
         self._afresh, self._services, self._agents, self._prefix = afresh, services, agents, prefix
+        self._variables = variables or {}
         self._starts = 0
         self.token: str | None = None
         # One for all requests, each on a connection of its own. httpx.request makes a client per request, which reads the
@@ -115,12 +117,13 @@ class Server:
         with (self.home / f"service-{self._starts}.log").open("wb") as log:
             command = [*self._prefix, sys.executable, "-m", "ratchet_service", "serve", "--home", str(self.home)]
             command += ["--port", "0", *self.options]
+            env = os.environ | self._variables
             if self._afresh:
-                self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             else:
                 local = "--no-reconciler" not in self.options
                 self.process = self._services.start(
-                    command, log.fileno(), agents=self._agents.address if local else None
+                    command, log.fileno(), env=env, agents=self._agents.address if local else None
                 )
                 if local:
                     self._agents.ready()  # a launcher is not to wait for it
@@ -262,24 +265,22 @@ def rank_pid(paths: AttemptPaths, rank: int) -> int:
 
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A service of the module's own; afterwards nothing of it is alive. The module's ``AGENTS`` fork its agents."""
-    yield from _served(tmp_path_factory, agents=getattr(request.module, "AGENTS", RANKS))
+    """A service of the module's own; afterwards nothing of it is alive. The module's ``AGENTS`` fork its agents, and its
+    ``VARIABLES`` are the service's."""
+    agents, variables = getattr(request.module, "AGENTS", RANKS), getattr(request.module, "VARIABLES", None)
+    yield from _running(Server(tmp_path_factory.mktemp("service") / "home", agents=agents, variables=variables))
 
 
 @pytest.fixture(scope="module")
 def idle_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A service without a reconciler: jobs wait, everything else is as in earnest."""
-    yield from _served(tmp_path_factory, "--no-reconciler")
+    yield from _running(Server(tmp_path_factory.mktemp("service") / "home", "--no-reconciler"))
 
 
 @pytest.fixture
 def strict(tmp_path: Path) -> Iterator[Server]:
     """A service that wants tokens, without a reconciler, of the test's own."""
     yield from _running(Server(tmp_path / "home", "--no-reconciler", "--auth", "token"))
-
-
-def _served(factory: pytest.TempPathFactory, *options: str, agents: Interpreter = RANKS) -> Iterator[Server]:
-    yield from _running(Server(factory.mktemp("service") / "home", *options, agents=agents))
 
 
 def _running(server: Server) -> Iterator[Server]:

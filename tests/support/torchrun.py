@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from tests.support.interpreters import RANKS
 
 
 class Torchrun:
@@ -21,16 +22,16 @@ class Torchrun:
         # Else the restarted ranks share a store with the dead ones, whose addresses gloo finds in it.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [str(python), "-m", "torch.distributed.run", *options, *script], cwd=directory, env=environment,
-                stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            command = [str(python), "-m", "torch.distributed.run", *options, *script]
+            self.process = RANKS.start(command, output.fileno(), env=environment, cwd=directory)
+        self._directory = directory.resolve()
 
     def kill(self, rank: int) -> None:
         for entry in Path("/proc").iterdir():
             with suppress(OSError, IndexError):
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                if parent == self.process.pid and f"\0RANK={rank}\0".encode() in (entry / "environ").read_bytes():
+                session = (entry / "stat").read_text().rsplit(")", 1)[1].split()[3]
+                mine = session == entry.name and (entry / "cwd").readlink() == self._directory
+                if mine and f"\0RANK={rank}\0".encode() in (entry / "environ").read_bytes():
                     os.kill(int(entry.name), signal.SIGKILL)
                     return
         raise AssertionError(f"rank {rank} has gone: {self.output.read_text()}")
