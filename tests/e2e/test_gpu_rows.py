@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -18,27 +18,35 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.gpu import __main__ as command
-from tests.gpu import inventory
+from tests.gpu import inventory, runner
 from tests.gpu.packages import CARRIED, LIMIT, OBSTACLE, PRESENT, ROOTS, canonical
 from tests.gpu.rows import ROWS, Row
 from tests.gpu.runner import ROOT, Result, run_rows
 from tests.gpu.search_path import PACKAGES, variables
 from tests.gpu.wheels import RECORD, wheel_name
 from tests.gpu.work import Work, read_parts
-from tests.support.interpreters import Interpreter
+from tests.support.interpreters import LIBRARIES, RANKS, Program
 from tests.support.server import processes_below, wait_for
 
 FORKS_AGENTS = """
-import os, sys
+import json, os, sys
 if "ratchet_service" in sys.orig_argv:
     from tests.support.interpreters import fork_agents
     fork_agents(os.environ["TEST_RANKS"])
+    del os.environ["PYTHONPATH"]  # what this file is found by is nothing to its agents
+    os.environ |= json.loads(os.environ["TEST_BEFORE"])
 """
 
 
 @pytest.fixture
 def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """What rows are started with; their directories lie below a short path of this test's own, and are gone in the end."""
+    """What rows are started with, forked where they can be; their directories lie below a short path of this test's own, and are
+    gone in the end."""
+
+    def start(command: list[str], variables: Mapping[str, str], log: int) -> Program | subprocess.Popen[bytes]:
+        return LIBRARIES.start(command, log, env=variables, cwd=ROOT)
+
+    monkeypatch.setattr(runner, "start", start)
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         with variables(None) as found:
@@ -66,15 +74,11 @@ def test_every_row_is_green_on_the_cpu(name: str, environ: dict[str, str]) -> No
 def test_doctor_is_green_on_the_cpu(environ: dict[str, str], tmp_path: Path) -> None:
     """Its ranks are forked."""
     (tmp_path / "sitecustomize.py").write_text(FORKS_AGENTS)
+    environ["TEST_BEFORE"] = json.dumps({name: value for name, value in environ.items() if name == "PYTHONPATH"})
     environ["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(ROOT)])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", environ["PYTHONPATH"])
-        ranks = Interpreter("ranks", own=True)
-        environ["TEST_RANKS"] = ranks.address
-    try:
-        result = run("doctor", environ)
-    finally:
-        ranks.close()
+    environ["TEST_RANKS"] = RANKS.address
+    RANKS.ready()
+    result = run("doctor", environ)
     assert result.verdict == "green", f"{result.seen}\n{result.log}"
     assert [part.name for part in result.parts] == ["exactness powerSGD cpu"]
 

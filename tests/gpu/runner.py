@@ -94,9 +94,7 @@ def _execute(row: Row, device: str, size: Size, limit: float, folder: Path, envi
     }  # fmt: skip
     command = [sys.executable, "-m", "tests.gpu.row", row.function, str(folder), device, size, f"{limit:.1f}"]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+        process = start(command, variables, log.fileno())
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -111,6 +109,12 @@ def _execute(row: Row, device: str, size: Size, limit: float, folder: Path, envi
     if not (folder / "end.json").exists():
         return f"its process ended with exit code {code}"
     return ""
+
+
+def start(command: list[str], variables: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )
 
 
 def kill_all(folder: Path, patience: float = 10.0) -> list[int]:
