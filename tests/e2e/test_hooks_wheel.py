@@ -25,6 +25,8 @@ PIP = {key: value for key, value in os.environ.items() if not key.startswith("PI
 PIP |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 PIP |= {"PIP_NO_BUILD_ISOLATION": "0"}  # hatchling is there
 STEPS, EVERY = 1000, 100
+ENOUGH = 3 * EVERY
+"""Steps for a test."""
 
 
 def pip(python: str | Path, *arguments: str) -> None:
@@ -106,7 +108,7 @@ def runs(alone: Path, tmp_path: Path) -> Iterator[list[Torchrun]]:
     started = []
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "train.py").write_text(example.text)
+        (tmp_path / name / "train.py").write_text(example.text.replace(f"{STEPS})", f"{ENOUGH})"))
         started.append(Torchrun(["train.py"], tmp_path / name, alone))
     yield started
     for one in started:
@@ -116,10 +118,10 @@ def runs(alone: Path, tmp_path: Path) -> Iterator[list[Torchrun]]:
 def test_the_example_of_the_readme_is_killed_and_ends_in_the_same_bits(runs: list[Torchrun]) -> None:
     whole, killed = runs
     folder = killed.output.parent
-    saved = [folder / f"rank-{rank}" / f"{3 * EVERY}.safetensors" for rank in range(2)]
+    saved = [folder / f"rank-{rank}" / f"{EVERY}.safetensors" for rank in range(2)]
     wait_for(lambda: all(file.exists() for file in saved), "a checkpoint of both ranks", 150, 0.002)
     killed.kill(1)
-    last = [f"rank-{rank}/{STEPS}.safetensors" for rank in range(2)]
+    last = [f"rank-{rank}/{ENOUGH}.safetensors" for rank in range(2)]
     assert not any((folder / name).exists() for name in last), "it was over before the kill"
     whole.wait(), killed.wait()
     pairs = [[(run.output.parent / name).read_bytes() for run in runs] for name in last]

@@ -27,6 +27,25 @@ _VENV = """#!/bin/sh
 if [ "$1 $2" = "-m venv" ]; then cd "{root}" && exec "{python}" -m tests.support.installed "$3" service,worker; fi
 exec "{python}" "$@"
 """
+_UNHURRIED = """
+# The training that commands are typed beside, and whose end nobody waits for, leaves them the cores.
+import importlib.util, sys, time
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name != "torch.optim.optimizer":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            module.register_optimizer_step_post_hook(lambda *_: time.sleep(0.02))
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
 
 
 class Reader:
@@ -59,6 +78,10 @@ class Reader:
         shell = self.terminal(ROOT)
         for command in commands(block.text):
             assert shell.run(command).code == 0, f"{command}: {shell.text()}"
+        if not SLOW:
+            (packages,) = self.home.glob("ratchet/lib/python3*/site-packages")
+            (packages / "unhurried.py").write_text(_UNHURRIED)
+            (packages / "unhurried.pth").write_text("import unhurried\n")
 
     def serve(self, block: Block, directory: Path) -> Server:
         """Type a block that ends with ``ratchet serve``."""
