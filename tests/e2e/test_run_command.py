@@ -16,7 +16,9 @@ import pytest
 from ratchet_contract import service_pointers
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import JobPaths
-from tests.support.cli import EXECUTABLE, Cli
+from tests.support.cli import EXECUTABLE, FORKS, Cli
+from tests.support.cli_forks import Command
+from tests.support.interpreters import RANKS, SERVICES
 from tests.support.server import Server, processes_below, rank_pid, wait_for
 
 # Slow until the file `hurry` is beside the script, so that what interrupts it comes in time on any machine.
@@ -64,7 +66,7 @@ class Running:
     """A ``ratchet run`` in ``folder``, its streams in files."""
 
     folder: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Command
     out: Path
     err: Path
 
@@ -94,19 +96,20 @@ class Running:
 
 @contextmanager
 def run(folder: Path, *arguments: str, **more: str) -> Iterator[Running]:
-    """``more``: variables."""
+    """``more``: variables. The command, its service, agents and ranks are forked where these leave that as it is."""
     variables = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")} | more
     number = len(list(folder.glob("out-*")))
     out, err = folder / f"out-{number}", folder / f"err-{number}"
-    with out.open("wb") as one, err.open("wb") as two:
-        process = subprocess.Popen(
-            [str(EXECUTABLE), "run", *arguments],
-            cwd=folder,
-            env=variables,
-            stdout=one,
-            stderr=two,
-            stdin=subprocess.DEVNULL,
-        )
+    process: subprocess.Popen[bytes] | Command
+    with out.open("wb") as one, err.open("wb") as two, Path(os.devnull).open("rb") as none:
+        if FORKS.fits(variables):
+            RANKS.ready()
+            streams = [none.fileno(), one.fileno(), two.fileno()]
+            addresses = SERVICES.address, RANKS.address
+            process = FORKS.start(["run", *arguments], streams, cwd=folder, env=variables, services=addresses)
+        else:
+            command = [str(EXECUTABLE), "run", *arguments]
+            process = subprocess.Popen(command, cwd=folder, env=variables, stdin=none, stdout=one, stderr=two)
     running = Running(folder, process, out, err)
     try:
         yield running

@@ -2,8 +2,8 @@
 
 Its import, and the making of all its options, are nearly all that a command costs. As a program (``cli_forks.py SOCKET``) this is
 the process that forks; ``Forks`` is the tests' end of the socket. A request is a command's arguments, directory, environment, and
-whether it shall have a session of its own with the terminal that is its standard input; with four descriptors: its three streams,
-and the end of a pipe that tells the command's pid and its exit code.
+whether it shall have a session of its own with the terminal that is its standard input, and what forks the service that it may
+start for itself; with four descriptors: its three streams, and the end of a pipe that tells the command's pid and its exit code.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 _LONGEST = 1 << 20  # bytes of a request
@@ -99,10 +100,12 @@ class Forks:
         cwd: Path,
         env: Mapping[str, str],
         terminal: bool = False,
+        services: tuple[str, str] | None = None,
     ) -> Command:
-        """``ratchet ARGUMENTS`` with three ``streams``; ``terminal``: the first one is its controlling terminal."""
+        """``ratchet ARGUMENTS`` with three ``streams``; ``terminal``: the first one is its controlling terminal. ``services``:
+        the addresses where a service that it starts is forked, and that one's agents (``interpreters``)."""
         self._socket = self._socket or self._started()
-        request = json.dumps([[str(self._executable), *arguments], str(cwd), dict(env), terminal]).encode()
+        request = json.dumps([[str(self._executable), *arguments], str(cwd), dict(env), terminal, services]).encode()
         ended, end = os.pipe()
         try:
             socket.send_fds(self._socket, [request], [*streams, end])
@@ -131,17 +134,20 @@ class Command:
             self._told.close()
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             select.select([self._told], [], [], timeout)
         code = self.poll()
         if code is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return code
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def _text(file: Any) -> str:
@@ -179,7 +185,7 @@ def _next_command(requests: socket.socket) -> None:
             keepers -= 1
     requests.close()
     _keep(descriptors)
-    arguments, directory, environment, terminal = json.loads(message)
+    arguments, directory, environment, terminal, services = json.loads(message)
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
     for descriptor in descriptors:
@@ -194,6 +200,19 @@ def _next_command(requests: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).parent)
+    if services is not None:
+        _fork_service(*services)
+
+
+def _fork_service(address: str, agents: str) -> None:
+    """The service that this process starts for itself is forked at ``address``, and that one's agents at ``agents``."""
+    from ratchet_client.cli import service_process
+
+    def start(command: list[str], *, stdout: Any, env: dict[str, str], **more: Any) -> Any:
+        found = interpreters.ask(address, command, stdout.fileno(), env, Path.cwd(), agents)
+        return interpreters.Program(*found) if found else subprocess.Popen(command, stdout=stdout, env=env, **more)
+
+    service_process.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
 
 
 def _end(program: Callable[[], None]) -> NoReturn:
@@ -211,6 +230,7 @@ def _end(program: Callable[[], None]) -> NoReturn:
 
 
 if __name__ == "__main__":
+    interpreters = importlib.import_module("interpreters")  # which lies beside this file
     for name in _IMPORTED:
         importlib.import_module(name)
     import typer.main
