@@ -151,6 +151,11 @@ class LaunchFile(Grown):
         return not self.service_file
 
     @property
+    def mismatch_key(self) -> str:
+        """``policy.on_hook_mismatch``, as the run's user sets it."""
+        return "Session(on_hook_mismatch=...)" if self.standalone else "policy.on_hook_mismatch"
+
+    @property
     def deadlines(self) -> Deadlines:
         """How long this attempt's ranks may go without progress."""
         return deadlines(self.spec.policy, self.pace)

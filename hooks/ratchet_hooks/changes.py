@@ -33,23 +33,20 @@ class HookChange:
     anew: str = ""
     averages: bool = False
 
-    def refusal(self, policy: str) -> str | None:
-        """Why ``policy.on_hook_mismatch`` forbids it, and what allows it; None: it may be."""
+    def refusal(self, policy: str, key: str = "policy.on_hook_mismatch") -> str | None:
+        """Why ``policy.on_hook_mismatch`` forbids it, and what allows it; None: it may be. ``key``: its name where it is set."""
         if policy == "reset" or (self.state == "none" and not self.averages):
             return None
         if self.state == "lost":
             return (
-                f"{self.what}: the recorded state means nothing to the new hook. Keep the hook as it was, or set "
-                "policy.on_hook_mismatch to reset (the hook starts anew)"
+                f"{self.what}: the recorded state means nothing to the new hook. Keep the hook as it was, or set {key} to reset "
+                "(the hook starts anew)"
             )
         if policy == "redistribute":
             return None
         means = ["the ranks' parameters become their mean"] if self.averages else []
         gives = "; ".join(([self.reason] if self.state == "carried" else []) + means)
-        return (
-            f"{self.what}: keep the hook as it was, or set policy.on_hook_mismatch to redistribute ({gives}) or reset (the hook "
-            "starts anew)"
-        )
+        return f"{self.what}: keep the hook as it was, or set {key} to redistribute ({gives}) or reset (the hook starts anew)"
 
     @property
     def reason(self) -> str:

@@ -112,6 +112,13 @@ def test_the_numbers_of_the_pass_that_is_resumed_go_on_and_those_of_the_next_beg
     assert ended["error"] == "AssertionError: [2, 3, 4] [0, 1, 2, 3, 4]" and "resumed exactly" in said, (ended, said)
 
 
+def test_a_save_behind_a_pass_that_was_left_is_of_the_epochs_end(tmp_path: Path) -> None:
+    assert "ArithmeticError" in run(tmp_path, "broken_off")["broken_off"][0]["error"]
+    ended, said = run(tmp_path, "broken_off")["broken_off"]
+    later = [(epoch, n) for epoch in (1, 2) for n in range(3)]
+    assert ended["error"] == f"AssertionError: {later}" and "resumed exactly from step 3" in said, (ended, said)
+
+
 def test_a_stop_that_the_script_catches_stops_all_the_same_and_other_data_are_named(tmp_path: Path) -> None:
     ended, _ = run(tmp_path, "stop_caught")["stop_caught"]
     assert (ended["step"], ended["done"]) == (7, 7) and "Stopped" in ended["error"], ended

@@ -17,6 +17,7 @@ from ratchet_contract.exit_codes import EXIT_PREEMPTED
 from ratchet_contract.phases import Cause
 from ratchet_store.commit import read_manifest
 from ratchet_store.compare import compare, render
+from tests.support.agent_host import APART
 from tests.support.interpreters import RANKS
 from tests.support.launch import Job
 from tests.support.server import wait_for
@@ -49,6 +50,13 @@ def act(step, rank):
     for when, who, at, what in json.loads(os.environ.get("PLAN", "[]")):
         if (when, who, at) != (start, rank, step):
             continue
+        if what == "fill":
+            ballast = os.open("ratchet-checkpoints/ballast", os.O_CREAT | os.O_WRONLY)
+            try:
+                while True:
+                    os.write(ballast, bytes(4096))
+            except OSError:
+                return
         if what != "hold":
             os.kill(os.getpid(), getattr(signal, what))
             continue
@@ -284,6 +292,68 @@ def test_a_stop_ends_the_process_also_where_another_thread_does_the_steps(place:
     assert "the next start goes on from step" in stopped.stderr
 
 
+ON_A_SMALL_DISK = """
+mkdir ratchet-checkpoints
+mount -t tmpfs -o size=4m none ratchet-checkpoints
+"$1" train.py
+test $? = 1 || exit 9
+rm ratchet-checkpoints/ballast
+PLAN=[] "$1" train.py
+"""
+
+
+@pytest.mark.skipif(not APART, reason="needs root and mount namespaces")
+def test_a_disk_that_is_full_is_told_and_with_room_on_it_the_next_start_goes_on(place: Path) -> None:
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", ON_A_SMALL_DISK, "sh", sys.executable],
+        cwd=place,
+        env=_environ('[["0", 0, 7, "fill"]]'),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    failed = re.findall(r"^ratchet: step (\d+) was not saved: .* the disk is full: free space, ", done.stderr, re.M)
+    assert failed == ["10", "15", "20"] and "3 saves in a row failed, the last at step 20" in done.stderr, done.stderr
+    assert "resumed exactly from step 5" in done.stderr and "the run has ended" in done.stderr, done.stderr
+
+
+AT_A_PROMPT = """
+import os, signal, time, torch
+from ratchet import Session
+
+def cell(interrupt=None):
+    session = Session(checkpoint={"every_steps": 2})
+    net = torch.nn.Linear(4, 1)
+    model, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for step in session.steps(6):
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            while not session.should_stop:
+                time.sleep(0.01)
+    session.finish()
+    return session.step, session.resumed
+
+try:
+    cell(interrupt=3)
+except SystemExit as stop:
+    print("stopped", stop.code)
+print(cell())
+"""
+
+
+def test_a_cell_that_was_interrupted_at_a_prompt_goes_on_in_the_next(place: Path) -> None:
+    done = subprocess.run(
+        [sys.executable], input=AT_A_PROMPT, cwd=place, env=_environ(), capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "stopped 143\n(6, True)\n"), done.stderr
+    assert "stopped after step 4: the next start goes on from step 4" in done.stderr, done.stderr
+    assert "and the main file" in done.stderr or "the code, which has no file" in done.stderr
+
+
 def test_a_start_that_does_not_train_deletes_no_checkpoint(place: Path) -> None:
     """Its own retention may be another: that of a script that evaluates, or the default."""
     keeping = "Session(directory, hook=HOOK, checkpoint={'every_steps': 5, 'keep_last': 50}"
@@ -300,8 +370,13 @@ def test_a_start_that_does_not_train_deletes_no_checkpoint(place: Path) -> None:
     assert _run(place, "train.py").returncode != 0
     (place / "train.py").write_text(SCRIPT.replace("hook=HOOK", 'hook="allreduce"'))
     other = _run(place, "train.py")
-    assert other.returncode != 0 and "set policy.on_hook_mismatch to" in other.stderr, other.stderr
+    assert other.returncode != 0 and "set Session(on_hook_mismatch=...) to reset" in other.stderr, other.stderr
     assert sorted(path.name for path in root.iterdir()) == kept
+    (place / "train.py").write_text(
+        SCRIPT.replace("hook=HOOK", 'hook="allreduce", on_hook_mismatch="reset"').replace('"strict"', '"warn"')
+    )
+    followed = _run(place, "train.py")
+    assert followed.returncode == 0 and "has ended with step 24" in followed.stderr, followed.stderr
 
 
 def test_an_error_behind_the_training_ends_all_ranks(place: Path) -> None:

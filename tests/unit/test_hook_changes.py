@@ -106,7 +106,7 @@ def test_a_recorded_hook_that_is_none_any_more_can_only_be_begun_anew() -> None:
 def test_only_a_state_that_was_recorded_is_reset() -> None:
     assert reset_by_policy("reset", hook("allreduce"), "why") is None
     assert reset_by_policy("redistribute", hook("powerSGD"), "why") is None
-    assert reset_by_policy("reset", hook("powerSGD"), "why") == "why, and policy.on_hook_mismatch is reset"
+    assert reset_by_policy("reset", hook("powerSGD"), "why") == "why, and on_hook_mismatch is reset"
     assert reset_by_policy("reset", None, "why") is not None
 
 

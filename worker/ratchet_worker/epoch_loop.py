@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -43,7 +44,9 @@ class EpochLoop:
         self.loader: Any = None  # the DataLoader itself
         self._data: SamplerPosition | StreamPosition | None = None
         self._passes: Callable[[EpochLoop], Pass] = Pass
-        self._pass: Pass | None = None  # the first one over the loader in this epoch
+        self._pass: ref[Pass] | None = (
+            None  # the first one over the loader in this epoch; a loop that is left lets go of it
+        )
         self._restored: tuple[dict[str, Any], dict[str, Any]] | None = None  # generators, and what steers
         self._looked = set[tuple[CodeType, int] | None]()  # at loops over the loader
         self._asked = False  # for epochs
@@ -175,10 +178,11 @@ class EpochLoop:
         """The first pass over the loader in an epoch is. Further ones, an evaluation on the training data say, belong to the step
         that is open."""
         if self._pass is None and self.epoch is not None:
-            self._pass, self._left = one, None
-        elif self._pass is not one and self._left is None:
+            self._pass, self._left = ref(one), None
+        training = self._pass is not None and self._pass() is one
+        if not training and self._left is None:
             self._left = self._iteration
-        return self._pass is one
+        return training
 
     @property
     def _iteration(self) -> int:
@@ -235,11 +239,16 @@ class EpochLoop:
             rng.restore(generators, self.runtime.device)
             self._restored = None
 
+    def saves(self) -> None:
+        """The script saves: behind a pass that it has left by ``break`` the epoch is over."""
+        if self._pass is not None and self._pass() is None:
+            self._end_pass()
+
     def _end_pass(self) -> None:
         """From here on the position is the beginning of the next epoch."""
         assert self._data is not None
-        if self._pass is not None:
-            self._pass.ended = True
+        if self._pass is not None and (one := self._pass()) is not None:
+            one.ended = True
         if self._data.epoch == self.epoch:
             self._data.end()
 

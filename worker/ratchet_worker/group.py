@@ -106,7 +106,7 @@ def refuse_other_group() -> None:
     if is_initialized():
         raise UserError(
             "the script called torch.distributed.init_process_group before it made its Session: remove that line, Session() "
-            "starts the group itself, with the back end of the spec (ddp.backend), and ends it",
+            "starts the group itself, with the back end that ddp.backend names, and ends it",
             code="group-exists",
         )
 

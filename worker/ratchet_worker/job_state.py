@@ -60,7 +60,7 @@ _ALWAYS: Final = frozenset({
 _CURE: Final = (
     "Make it a buffer or another attribute of the model, give its module get_extra_state and set_extra_state, or make it an "
     "attribute of an object that is registered. If training does not depend on it: session.ignore(path, reason), or "
-    "checkpoint.ignore in the spec"
+    "checkpoint.ignore"
 )
 
 
@@ -414,7 +414,8 @@ class JobState:
         except (StateError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise UserError(
                 f"{component} of rank {self.rank} cannot take the state of the checkpoint: {error}. Resume with the code, the "
-                "spec and the arguments that made it, or fork the job from an earlier checkpoint",
+                "spec and the arguments that made it. To go on from an earlier checkpoint fork the job; without a service move "
+                "the later ones away",
                 code="state-mismatch",
             ) from error
         return self._report(component, "exact", None)

@@ -84,7 +84,7 @@ def reset_by_policy(policy: str, recorded: HookSpec | None, why: str) -> str | N
     """The reason to start the hook anew because of ``why``, where ``policy`` wants that and a state was recorded."""
     if policy != "reset" or (recorded is not None and not is_stateful(recorded)):
         return None
-    return f"{why}, and policy.on_hook_mismatch is reset"
+    return f"{why}, and on_hook_mismatch is reset"
 
 
 def batches(old: Any, new: Any) -> str | None:

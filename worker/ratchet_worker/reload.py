@@ -137,8 +137,8 @@ def _refuse_resize(runtime: Runtime, manifest: Manifest) -> None:
     if lost and launch.spec.policy.on_hook_mismatch == "fail":
         raise UserError(
             f"the checkpoint was made by {counted(manifest.world_size, 'rank')}, this group has {runtime.world_size}: "
-            f"{' and '.join(lost)} cannot come back exactly. Resume with on_hook_mismatch redistribute or reset (in a "
-            f"spec: policy.on_hook_mismatch), or with {counted(manifest.world_size, 'rank')} again",
+            f"{' and '.join(lost)} cannot come back exactly. Set {launch.mismatch_key} to redistribute or reset, or "
+            f"resume with {counted(manifest.world_size, 'rank')} again",
             code="world-size-mismatch",
         )
 

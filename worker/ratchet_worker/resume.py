@@ -59,7 +59,7 @@ def build(
     policy = spec.policy.on_hook_mismatch
     recorded = manifest.bucket_layout if manifest is not None else None
     if manifest is not None and (change := disk.hook_change(manifest, launch)) is not None:
-        if (refusal := change.refusal(policy)) is not None:
+        if (refusal := change.refusal(policy, launch.mismatch_key)) is not None:
             raise UserError(refusal, code="hook-mismatch")
         notes.change = change
         notes.reset = reset_by_policy(policy, disk.recorded_hook(manifest), change.what)
@@ -69,7 +69,7 @@ def build(
         if policy == "fail":
             raise UserError(
                 f"the recorded bucket layout cannot stand again: {error}. Resume with the recorded model and ddp settings, or "
-                "set policy.on_hook_mismatch to redistribute (state by parameter name) or reset",
+                f"set {launch.mismatch_key} to redistribute (state by parameter name) or reset",
                 code="layout-mismatch",
             ) from error
         assert manifest is not None  # nothing else has a layout

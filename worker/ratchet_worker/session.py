@@ -295,6 +295,7 @@ class Session:
 
     def checkpoint(self) -> bool:
         """Save now, between two steps (after ``zero_grad``); every rank calls it. False: the save failed, which was told."""
+        self._epoch_loop.saves()
         return self._runtime.checkpoint()
 
     def evaluation(self) -> AbstractContextManager[Evaluation]:

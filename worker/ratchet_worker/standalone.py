@@ -164,7 +164,10 @@ class _Run:
 
     @property
     def over(self) -> bool:
-        return self._settled or (self.runtime is not None and self.runtime.finished)
+        if self._settled or self.runtime is None:
+            return self._settled
+        # At a prompt a stop has ended a cell, and the next one is another start.
+        return self.runtime.finished or (self.runtime.stopped is not None and not self._place.owns_process)
 
     def open(self) -> Runtime:
         try:
@@ -464,9 +467,8 @@ def _refuse_where_no_run_can_be() -> None:
 
 def _main_file() -> Path | None:
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    if file is None:
+    if file is None or not (path := Path(file).absolute()).is_file():  # "<stdin>"
         return None
-    path = Path(file).absolute()
     programs = (*installed_folders(), Path(sysconfig.get_path("scripts")))
     return None if any(path.is_relative_to(folder) for folder in programs) else path
 

@@ -157,6 +157,21 @@ def numbered(session: Any, loader: Any, raw: Any, work: Work) -> None:
         raise AssertionError(f"{numbers} {again}")
 
 
+def broken_off(session: Any, loader: Any, raw: Any, work: Work) -> None:
+    """Saves behind passes that are left by ``break``. The first run fails in its second epoch; the second goes on."""
+    done = []
+    for epoch in session.epochs(3):
+        for n, (x,) in enumerate(loader):
+            work(x)
+            done.append((epoch, n))
+            if not session.resumed and epoch == 1:
+                raise ArithmeticError
+            if n == 2:
+                break
+        assert session.checkpoint()
+    raise AssertionError(done)
+
+
 def stop_caught(session: Any, loader: Any, raw: Any, work: Work) -> None:
     for epoch in session.epochs(3):
         try:
