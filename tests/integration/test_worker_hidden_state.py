@@ -188,6 +188,7 @@ def test_what_cannot_be_saved_is_named_and_under_strict_refused_at_the_first_sav
     assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
     [reason, *_] = [c.reason for c in attempt.report().components if c.status == "not-exact"]
     assert "hiding:COUNT, model.moving changed in training and cannot be saved" in reason
+    assert "kept = session.prepare(SimpleNamespace(COUNT=...))" in reason
     assert "session.ignore" in reason and "checkpoint.ignore" in reason
     attempt = jobs("strict", killed=False, strict=True, extra="iterator").launch()
     result = attempt.wait()

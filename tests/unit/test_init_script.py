@@ -140,13 +140,14 @@ def test_what_would_fail_or_go_wrong_is_told() -> None:
         model.to("cuda:0"); model.cuda()
         mp.spawn(main, nprocs=4)
         table = np.loadtxt("data/table.csv")
+        metric = evaluate.load("glue", "mrpc")
     """)
     write("import also_missing\n", "helper.py")
     _, notes, text = look("train.py --batch 3")
     assert "--data" in notes["argument-missing"] and "LOCAL_RANK" in notes["local-rank"]
     assert "same GPU" in notes["device"] and "its rank's own" in notes["cuda"] and "mp.spawn" in notes["spawn"]
     assert "also_missing, nowhere_to_be_found" in notes["module-missing"] and "optional" not in notes["module-missing"]
-    assert "data/table.csv" in notes["reads"] and "first step" in notes["saves-nothing"]
+    assert "data/table.csv" in notes["reads"] and "glue" not in text and "first step" in notes["saves-nothing"]
     assert "# ! " in text
     assert "argument-missing" not in look("train.py --data=x")[1]
 

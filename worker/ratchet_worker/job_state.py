@@ -57,11 +57,16 @@ _ALWAYS: Final = frozenset({
     MODEL, "buffers", "modules", _DDP, "facts", "hook", "rng", _GENERATORS, _HIDDEN, state_names.COMPONENT
 })  # fmt: skip
 
-_CURE: Final = (
-    "Make it a buffer or another attribute of the model, give its module get_extra_state and set_extra_state, or make it an "
-    "attribute of an object that is registered. If training does not depend on it: session.ignore(path, reason), or "
-    "checkpoint.ignore"
-)
+
+def _cure(path: str) -> str:
+    """Of what has changed at ``path``, a variable of a module (``train:BEST``) or an attribute."""
+    name = path.rpartition(":")[2]
+    kept = f"{name}=..." if ":" in path and name.isidentifier() else "..."
+    return (
+        f"Make it an attribute of an object that is registered (kept = session.prepare(SimpleNamespace({kept}))), a buffer or "
+        "another attribute of the model, or give its module get_extra_state and set_extra_state. If training does not depend on "
+        "it: session.ignore(path, reason), or checkpoint.ignore"
+    )
 
 
 class JobState:
@@ -235,7 +240,7 @@ class JobState:
         if changes.unsaved and self._strict:
             raise UserError(
                 f"determinism is strict, and this has changed in training and cannot be saved: {', '.join(changes.unsaved[:5])}. "
-                + _CURE,
+                + _cure(changes.unsaved[0]),
                 code="state-unsaved",
             )
         told = {"unsaved": changes.unsaved, "ignored": self.hidden.ignored, "unmatched": self.hidden.unmatched}
@@ -354,7 +359,7 @@ class JobState:
         hidden = saved.value(_HIDDEN) if _HIDDEN in saved.state else {}
         self.not_found = frozenset(hidden.get("unmatched", ()))
         if names := hidden.get("unsaved"):
-            text = f"{', '.join(names[:5])} changed in training and cannot be saved. {_CURE}"
+            text = f"{', '.join(names[:5])} changed in training and cannot be saved. {_cure(names[0])}"
             reports.append(self._report(_HIDDEN, "not-exact", text))
         return reports
 

@@ -267,6 +267,8 @@ class _Reader:
             self.facts.reads.append(self._place(node, self._text(node.func.value)))
 
     def _load(self, node: ast.Call) -> None:
+        if ast.unparse(node.func) == "evaluate.load":
+            return  # of Hugging Face: a metric, by its name
         self.facts.reads.append(self._place(node, self._text(_first(node))))
 
     def _open(self, node: ast.Call) -> None:
