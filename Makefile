@@ -30,7 +30,7 @@ demo: $(RUNS)
 test: $(STAMP)
 	@echo "==> running the tests"
 	@$(BIN)/python -m compileall -q -j 0 client contract hooks migrations service store worker tests/support  # once, not in each of a thousand processes
-	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(or $(JOBS),5) --dist loadfile --no-loadscope-reorder
 
 # all tests once under each condition that a developer's machine seldom has, a quarter of an hour each: ONLY="boot order"
 conditions: $(STAMP)
