@@ -184,7 +184,7 @@ ACCELERATE: Final[dict[str, dict[str, Any]]] = {
     "rng_types": {"accelerator": {"rng_types": ["torch", "generator"]}},
 }
 FEW: Final = {
-    "EarlyStoppingCallback", "reduce_lr_on_plateau", "neftune_noise_alpha", "torch_compile_backend", "an evaluation",
+    "EarlyStoppingCallback", "reduce_lr_on_plateau", "neftune_noise_alpha", "an evaluation",
 }  # fmt: skip
 
 IN_EVERY_CASE: Final = {"per_device_train_batch_size", "learning_rate", "use_cpu"}
