@@ -58,7 +58,7 @@ def host(tmp_path: Path) -> Iterator[AgentHost]:
 
 @pytest.fixture
 def service(host: AgentHost, tmp_path: Path) -> Iterator[Server]:
-    server = Server(host.home, "--launchers", str(launchers_file(tmp_path)))
+    server = Server(host.home, "--launchers", str(launchers_file(tmp_path)), afresh=True)
     yield server
     server.stop()
 

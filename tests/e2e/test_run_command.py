@@ -16,6 +16,7 @@ import pytest
 from ratchet_contract import service_pointers
 from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import JobPaths
+from tests.support.agent_host import APART
 from tests.support.cli import EXECUTABLE, FORKS, Cli
 from tests.support.cli_forks import Command
 from tests.support.interpreters import RANKS, SERVICES
@@ -94,22 +95,26 @@ class Running:
         return code
 
 
+def variables(**more: str) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")} | more
+
+
 @contextmanager
 def run(folder: Path, *arguments: str, **more: str) -> Iterator[Running]:
     """``more``: variables. The command, its service, agents and ranks are forked where these leave that as it is."""
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")} | more
+    env = variables(**more)
     number = len(list(folder.glob("out-*")))
     out, err = folder / f"out-{number}", folder / f"err-{number}"
     process: subprocess.Popen[bytes] | Command
     with out.open("wb") as one, err.open("wb") as two, Path(os.devnull).open("rb") as none:
-        if FORKS.fits(variables):
+        if FORKS.fits(env):
             RANKS.ready()
             streams = [none.fileno(), one.fileno(), two.fileno()]
             addresses = SERVICES.address, RANKS.address
-            process = FORKS.start(["run", *arguments], streams, cwd=folder, env=variables, services=addresses)
+            process = FORKS.start(["run", *arguments], streams, cwd=folder, env=env, services=addresses)
         else:
             command = [str(EXECUTABLE), "run", *arguments]
-            process = subprocess.Popen(command, cwd=folder, env=variables, stdin=none, stdout=one, stderr=two)
+            process = subprocess.Popen(command, cwd=folder, env=env, stdin=none, stdout=one, stderr=two)
     running = Running(folder, process, out, err)
     try:
         yield running
@@ -174,7 +179,7 @@ def test_a_rank_is_killed_then_the_command_told_to_stop_and_started_again(undist
         assert "SUSPENDED" in running.err.read_text() and "the same command goes on" in running.err.read_text()
         before = running.steps()
     (tmp_path / "hurry").touch()
-    with run(tmp_path, *EVERY, *command) as again:
+    with run(tmp_path, *EVERY, *command, HOME="/proc") as again:
         assert again.ended() == 0, again.err.read_text()
         after, text = again.steps(), again.out.read_text()
         said = re.search(r"goes on with job-\w+ from step (\d+); --new starts another", again.err.read_text())
@@ -230,8 +235,10 @@ def test_the_second_signal_ends_a_script_that_does_not_stop_and_a_failing_one_gi
             lambda: sorted(running.out.read_text().splitlines()) == ["1.0 | begun 0", "1.1 | begun 1"], "output"
         )
         assert service_pointers.running() == [], "no other command finds it"
-        with run(tmp_path, "--ranks", "all", "--nproc", "2", "plain.py") as twin:
-            assert twin.process.wait(60) == 5 and "the same command runs already" in twin.err.read_text()
+        again = [str(EXECUTABLE), "run", "--ranks", "all", "--nproc", "2", "plain.py"]
+        twin = subprocess.run(again, cwd=tmp_path, env=variables(), capture_output=True, text=True, timeout=60)
+        assert twin.returncode == 5 and "the same command runs already" in twin.stderr
+        assert "is started again" not in running.err.read_text(), "its service goes on"
         running.process.send_signal(signal.SIGINT)
         running.wait_said("once more, and it ends at once")
         running.process.send_signal(signal.SIGINT)
@@ -252,6 +259,32 @@ def test_a_service_that_runs_for_the_run_directory_is_used(server: Server, tmp_p
     assert f"using the service of {server.home}" in running.err.read_text() and not running.home.exists()
 
 
+def test_arguments_with_dashes_are_the_scripts_also_in_a_batch_job_and_in_a_container(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    dashed = ["--nproc", "3", "--new", "--", "--lr=-0.1", "-v"]
+    with run(tmp_path, "plain.py", *dashed, **slurm) as running:
+        assert running.ended() == 0, running.err.read_text()
+    assert running.out.read_text() == f"{dashed}\n"
+    assert re.search(r"^more of it: .* logs job-\w+$", running.err.read_text(), re.MULTILINE), "it has no checkpoint"
+    assert "this allocation has 2 nodes, and `ratchet run` trains on this one alone" in running.err.read_text()
+    if APART:
+        first = [
+            "unshare",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            str(EXECUTABLE),
+            "run",
+            "--name",
+            "first",
+            "plain.py",
+        ]
+        done = subprocess.run(first, cwd=tmp_path, env=variables(), capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
 def test_what_is_no_job_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text("name: ../elsewhere\nscript: [train.py]\nworld: {ranks_per_node: none}\n")
     cli = Cli(tmp_path / "home", tmp_path)
@@ -260,4 +293,8 @@ def test_what_is_no_job_is_refused_before_anything_is_started(tmp_path: Path) ->
     assert "a spec has its arguments in it: leave out --lr 1" in " ".join(
         cli("run", "spec.yaml", "--lr", "1", expect=2).errors.split()
     )
+    (tmp_path / "plain.py").write_text("")
+    assert "has 1 rank, numbered from 0" in " ".join(cli("run", "--ranks", "1", "plain.py", expect=2).errors.split())
+    mistyped = " ".join(cli("run", "--nprc", "2", "plain.py", expect=5).errors.split())
+    assert "--nprc" in mistyped and "ratchet's own options come first" in mistyped
     assert "looked in" in cli("run", "absent.py", expect=3).errors and not (tmp_path / "home").exists()

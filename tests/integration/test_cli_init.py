@@ -107,5 +107,5 @@ def test_wrong_commands_end_with_their_code_and_write_nothing(tmp_path: Path, mo
     assert "--nnodes=2" in refused("torchrun", "--nnodes", "2", "fit.py", code=5)
     assert "no such file: gone.py" in refused("gone.py", code=3)
     assert "/name" in refused("--name", "Not A Name", "fit.py", code=5)
-    assert "options of ratchet init come first" in refused("--nproc-per-node", "2", "--force", "fit.py", code=5)
+    assert "ratchet's own options come first" in refused("--nproc-per-node", "2", "--force", "fit.py", code=5)
     assert not list(tmp_path.glob("*.yaml"))

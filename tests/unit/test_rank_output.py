@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
+
 from ratchet_client.cli.run.rank_output import RankOutput
 from ratchet_contract.paths import JobPaths
 
@@ -25,6 +27,14 @@ def test_one_ranks_bytes_are_unchanged_and_what_was_shown_is_left_out(tmp_path: 
         write(job, 2, 1, b"of another rank\n")
         write(job, 2, 0, b"the end")  # just before the block ends
     assert out.getvalue() == b"\xff half a line\n10 %\r20 %\rthe end\n"
+
+
+def test_output_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = JobPaths(tmp_path)
+    with open("/dev/full", "wb", buffering=0) as full, RankOutput(job, {0}, 0, full):
+        write(job, 1, 0, b"one\n")
+        write(job, 2, 0, b"two\n")
+    assert capsys.readouterr().err.count("the ranks' output cannot be shown (No space left on device)") == 1
 
 
 def test_of_several_ranks_each_whole_line_has_its_rank_in_front(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import pytest
 
 from ratchet_contract.errors import UserError
+from ratchet_worker.session import Session
 from ratchet_worker.standalone import Place
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -35,6 +38,20 @@ def test_variables_that_make_no_group_are_refused_by_name(
     with pytest.raises(UserError, match=said) as refused:
         Place.here()
     assert refused.value.code == "torchrun-variables"
+
+
+def _refusal() -> str:
+    try:
+        Session()
+    except UserError as error:
+        return str(error)
+    return "made"
+
+
+def test_a_process_that_a_script_has_started_is_no_rank() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        refused = pool.apply(_refusal)
+    assert "start the script by torchrun" in refused and "call it below" in refused
 
 
 def test_a_whole_set_tells_the_node(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -454,8 +454,9 @@ def _refuse_where_no_run_can_be() -> None:
         )
     if multiprocessing.parent_process() is not None:
         raise UserError(
-            "Session() is called in a process that the script has started (a worker of a DataLoader imports the main file "
-            'again): call it below `if __name__ == "__main__":`',
+            "Session() is called in a process that the script has started. A worker of a DataLoader imports the main file again: "
+            'call it below `if __name__ == "__main__":`. Ranks that torch.multiprocessing.spawn starts: leave that out, and '
+            "start the script by torchrun",
             code="not-a-rank",
         )
     if threading.current_thread() is not threading.main_thread():

@@ -128,7 +128,7 @@ def _module(module: str) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise Refused(f"{message}; this is read as torchrun reads it (options of ratchet init come first)")
+        raise Refused(f"{message}; this is read as torchrun reads it (ratchet's own options come first)")
 
 
 def _torchrun(words: Sequence[str], environ: Mapping[str, str], *, legacy: bool = False) -> Command:
@@ -141,13 +141,15 @@ def _torchrun(words: Sequence[str], environ: Mapping[str, str], *, legacy: bool 
         parser.add_argument("--use-env", "--use_env", action="store_true")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    parsed = parser.parse_args(list(words))
+    # argparse would look for options of its own, and parts of their names, behind a script that comes first, too.
+    first = 1 if words and not words[0].startswith("-") else len(words)
+    parsed = parser.parse_args([*words[:first]])
     if legacy and not parsed.use_env:
         raise Refused(
             "torch.distributed.launch gives the script --local-rank: read int(os.environ['LOCAL_RANK']) in the script instead, "
             "and use torchrun"
         )
-    command = Command(parsed.script, list(parsed.arguments))
+    command = Command(parsed.script, [*parsed.arguments, *words[first:]])
     for option in OPTIONS:
         value = getattr(parsed, option.dest)
         if value is None:

@@ -11,9 +11,6 @@ Signals: what stops a job often goes to the whole process group. Workers ignore 
 born with those signals blocked (a mask is inherited through exec), so there is no moment at which one could hit them.
 
 Parent death: ``PR_SET_PDEATHSIG`` kills a worker with the thread that started it, so workers are started on the main thread.
-
-Exit: multiprocessing ends the children of an exiting process by SIGTERM, and waits for them without a limit. Workers ignore it,
-and they still run where a traceback holds the loader's iterator: they are killed before that.
 """
 
 from __future__ import annotations
@@ -22,10 +19,9 @@ import multiprocessing
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker, util
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
@@ -63,9 +59,7 @@ def starting(into: list[BaseProcess]) -> Iterator[None]:
     try:
         yield
     finally:
-        started = [child for child in multiprocessing.active_children() if child.pid not in before]
-        util.Finalize(None, _kill_at_exit, [[weakref.ref(child) for child in started]], exitpriority=0)
-        into.extend(started)
+        into.extend(child for child in multiprocessing.active_children() if child.pid not in before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
@@ -79,10 +73,6 @@ def kill(workers: list[BaseProcess], owner: int) -> None:
         for worker in workers:
             worker.join()
     workers.clear()
-
-
-def _kill_at_exit(started: list[weakref.ref[BaseProcess]]) -> None:
-    kill([worker for ref in started if (worker := ref()) is not None], os.getpid())
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from ratchet_client.cli import output
 from ratchet_client.cli.common import PATIENCE, RUN, Settings, settings, steps, why
 from ratchet_client.cli.exits import Exit
 from ratchet_client.cli.signals import interruptible, undisturbed
+from ratchet_contract.plural import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -63,7 +64,12 @@ def run(
     ] = "0",
     outputs: Annotated[
         Path | None,
-        typer.Option("--outputs", "-o", metavar="DIR", help="Copy what a job that succeeded has written into DIR."),
+        typer.Option(
+            "--outputs",
+            "-o",
+            metavar="DIR",
+            help="Copy what a job that succeeded has written into DIR, over files of the same names.",
+        ),
     ] = None,
 ) -> None:
     """Train a script to its end; ranks that are killed start again from their checkpoint. Options of this command come first.
@@ -75,13 +81,14 @@ def run(
     from ratchet_client.cli.run.private_service import COMMAND_FILE, run_service, unfinished_elsewhere
     from ratchet_client.client import RatchetClient
     from ratchet_client.discovery import home_directory
+    from ratchet_contract.spec_parse import parse_spec
 
     if settings(ctx).server is not None:
         raise typer.BadParameter(
             "--server: run trains on this machine; `ratchet submit FILE --follow` uses another's service"
         )
-    shown = _ranks(ranks)
     spec, mark = _spec(words, nproc, name, sets)
+    shown = _ranks(ranks, parse_spec(spec).world.size)
     _say_slurm_nodes()
     place = f"{spec['name']}-{mark[:8]}"
     with interruptible(), run_service(home_directory(settings(ctx).home), place) as service:
@@ -140,14 +147,17 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
     return spec, command_digest({**script, **words_, **options})
 
 
-def _ranks(text: str) -> Collection[int] | None:
-    """None: all. Raises ``typer.BadParameter``."""
+def _ranks(text: str, size: int) -> Collection[int] | None:
+    """None: all. Raises ``typer.BadParameter``, also for one that a job of ``size`` ranks does not have."""
     if text == "all":
         return None
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise typer.BadParameter(f"--ranks takes numbers with commas between them, or all, not {text!r}")
-    return {int(part) for part in parts}
+    found = {int(part) for part in parts}
+    if max(found) >= size:
+        raise typer.BadParameter(f"--ranks {text}: the job has {counted(size, 'rank')}, numbered from 0")
+    return found
 
 
 def _typed() -> str:
@@ -226,9 +236,9 @@ def _tell_end(client: RatchetClient, service: RunService, job: JobView, outputs:
         if unfinished(job):
             output.note("the same command goes on from its newest checkpoint; --new starts another job")
         return Exit.JOB_FAILED
-    output.note(
-        f"more of it: {first}ratchet --home {home} cp {job.id}: DIR, or checkpoints export {job.id} -o model.safetensors"
-    )
+    more = [f"logs {job.id}"] if found is None else [f"cp {job.id}: DIR"]
+    more += [] if job.last_checkpoint is None else [f"checkpoints export {job.id} -o model.safetensors"]
+    output.note(f"more of it: {first}ratchet --home {home} {', or '.join(more)}")
     return Exit.OK
 
 

@@ -105,9 +105,10 @@ class RankOutput:
         try:
             self._to.write(data)
             self._to.flush()
-        except BrokenPipeError:
+        except OSError as error:
             self._read_by_nobody = True
-            output.note("nobody reads the ranks' output any more; training goes on, and the logs have it")
+            why = "nobody reads it any more" if isinstance(error, BrokenPipeError) else error.strerror
+            output.note(f"the ranks' output cannot be shown ({why}); training goes on, and the logs have it")
 
 
 def last_lines(job: JobPaths, attempt: int, rank: int, count: int) -> list[str]:
