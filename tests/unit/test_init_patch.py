@@ -185,6 +185,81 @@ def test_a_function_that_needs_the_session_is_given_it() -> None:
     assert "DDP" not in made and "process_group()" not in made
 
 
+CHOICE = """\
+if torch.cuda.is_available():
+    torch.cuda.set_device(local_rank)
+    device = torch.device("cuda", local_rank)
+else:
+    device = torch.device("cpu")
+"""
+READ = 'local_rank = int(os.environ["LOCAL_RANK"])\n'
+INIT = 'dist.init_process_group("gloo")\n'
+SETUP = 'def setup():\n    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n    dist.init_process_group("nccl")\n\nsetup()\n'
+
+
+@pytest.mark.parametrize(
+    ("begins", "model", "made"),
+    [
+        (INIT + READ + CHOICE, "DDP(nn.Linear(8, 2).to(device), device_ids=[local_rank])", "device = session.device\n"),
+        (READ + CHOICE + INIT, "DDP(nn.Linear(8, 2).to(device))", "device = session.device\n"),
+        (READ + "torch.cuda.set_device(local_rank)\n" + INIT, "DDP(nn.Linear(8, 2))", ""),
+        (
+            READ + INIT + "print(local_rank)\n" + CHOICE,
+            "DDP(nn.Linear(8, 2))",
+            "local_rank = session.local_rank\nprint(local_rank)\ndevice = session.device\n",
+        ),
+        (
+            INIT + 'rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])\n',
+            "DDP(nn.Linear(8, 2))",
+            "rank, size = session.rank, session.world_size\n",
+        ),
+        (
+            'if "RANK" in os.environ:\n    print(int(os.environ["RANK"]))\n' + INIT,
+            "DDP(nn.Linear(8, 2))",
+            None,
+        ),
+    ],
+    ids=["behind the group", "in front of it", "set_device alone", "used elsewhere", "others", "asked for"],
+)
+def test_the_changed_script_needs_no_variables_of_torchrun(begins: str, model: str, made: str | None) -> None:
+    text = changed(LOOP.replace(INIT, begins).replace("DDP(nn.Linear(8, 2))", model))
+    start = "session = Session()  # starts the process group\n"
+    if made is None:
+        assert 'print(int(os.environ["RANK"]))\n' + start in text
+        return
+    assert f"\n{start}{made}torch.manual_seed(0)\n" in text, text
+    assert "environ" not in text and "import os" not in text
+
+
+def test_a_function_that_starts_the_group_is_left_without_its_device() -> None:
+    text = changed(LOOP.replace(INIT, SETUP))
+    assert "def setup():\n    pass\n\nsession = Session()  # starts the process group\nsetup()\n" in text, text
+
+
+@pytest.mark.parametrize(
+    ("read", "line"),
+    [
+        (f"def place():\n    {READ}    return local_rank\n{INIT}", 10),
+        ('parser.add_argument("--rank", default=int(os.environ["RANK"]))\n' + INIT, 9),
+        (INIT + 'print(os.environ["RANK"])\n', 10),
+    ],
+    ids=["no session there", "not yet", "text"],
+)
+def test_variables_of_torchrun_that_stay_are_told(read: str, line: int) -> None:
+    printed = Printed(LOOP.replace(INIT, read))
+    assert printed.code == 5 and printed.diff
+    assert f"train.py, line {line}: " in printed.said and "torchrun sets it, and python does not" in printed.said
+
+
+def test_a_device_that_is_chosen_beside_other_things_keeps_them() -> None:
+    chosen = CHOICE.replace("else:\n", 'else:\n    print("slow")\n')
+    text = changed(LOOP.replace(INIT, INIT + READ + chosen))
+    assert "local_rank" not in text and '    device = session.device\nelse:\n    print("slow")\n' in text
+    elif_ = "if torch.backends.mps.is_available():\n    print()\n    device = 'mps'\nel" + CHOICE
+    text = changed(LOOP.replace(INIT, INIT + READ + elif_))
+    assert "elif torch.cuda.is_available():" in text
+
+
 def within(head: str, start: str, text: str = LOOP) -> str:
     """``text`` with ``head`` around what begins with ``start``."""
     before, behind = text.split(start)

@@ -11,13 +11,13 @@ from ratchet_client.init import carried_variables
 from ratchet_client.init.epoch_loops import Function, Loop, Loops, bind
 from ratchet_client.init.origins import DDP
 from ratchet_client.init.patching import Patching
+from ratchet_client.init.rank_variables import RankVariables
 from ratchet_client.init.source_edits import Scope
 
 _GROUP: Final = ("torch.distributed", "torch.distributed.distributed_c10d")
 _INIT: Final = frozenset(f"{module}.init_process_group" for module in _GROUP)
 _DESTROY: Final = frozenset(f"{module}.destroy_process_group" for module in _GROUP)
 _SPAWN: Final = frozenset(f"torch.multiprocessing.{name}" for name in ("spawn", "spawn.spawn", "start_processes"))
-_DEVICE: Final = frozenset({"torch.device"})
 _LOADERS: Final = frozenset({"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"})
 _SCALERS: Final = frozenset({"torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.amp.grad_scaler.GradScaler"})
 _ORDER: Final = ("model", "optimizer", "scheduler", "scaler", "loader")
@@ -55,6 +55,8 @@ class _Change:
         self._patching, self._source = patching, patching.source
         self._models, self._starts = models, patching.calls(_INIT)
         self._loops = Loops(self._source).found()
+        self._variables = RankVariables(patching)
+        self._seeing: list[Scope] = []  # functions that are given the session
         bound = patching.bound()
         self._session = "session" if "session" not in bound else "ratchet_session"
         self._class = "Session" if "Session" not in bound else "RatchetSession"
@@ -66,20 +68,18 @@ class _Change:
         made = self._source.statement(model)
         assert isinstance(made, ast.Assign) and isinstance(made.targets[0], ast.Name)
         name, where = made.targets[0].id, self._source.scope(model)
-        begun = self._begin(start, where)
+        self._begin(start, where)
         end = self._way(where, self._source.scope(loop.node), loop.node)
         if end.lineno < made.lineno or not set(self._blocks(made)) <= set(self._blocks(end)):
             self._leave(made, "the loop over epochs does not stand behind it in the same block, or one within")
         self._model(name, model, made, end)
-        for statement in self._statements(where):
-            if begun.lineno <= statement.lineno < end.lineno and self._is_device(statement):
-                self._source.replace(statement.value, f"{self._session}.device")  # type: ignore[attr-defined]
         self._prepare(name, made, end, loop)
         carried_variables.tell(self._patching, loop, f"{self._session}.prepare")
         loop.change(self._source, self._session)
         for call in self._patching.calls(_DESTROY):
             if isinstance(self._source.statement(call), ast.Expr):
                 self._source.remove(self._source.statement(call))
+        self._ranks()
         renamed = "" if self._class == "Session" else f" as {self._class}"
         self._patching.add_import(f"from ratchet import Session{renamed}", [])
 
@@ -135,30 +135,65 @@ class _Change:
 
     # --- the session ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, start: ast.Call, where: Scope) -> ast.stmt:
-        """``session = Session()`` for the scope ``where``; the statement at which there is a session."""
+    def _begin(self, start: ast.Call, where: Scope) -> None:
+        """``session = Session()`` for the scope ``where``."""
         statement, scope = self._source.statement(start), self._source.scope(start)
-        made = f"{self._session} = {self._class}()  # starts the process group"
         if not isinstance(statement, ast.Expr):
             self._leave(start, "not a statement of its own: session = Session() takes its place")
-        if scope is where:
-            block = self._source.siblings(statement)
-            devices = [s for s in block[: block.index(statement)] if self._is_device(s)]
-            if not devices:
-                self._source.replace(statement, made)
-                return statement
-            self._source.insert(made, before=devices[0])
+        call, place = self._only_call(scope), statement
+        if scope is not where and call is not None and self._source.scope(call) is where:  # setup()
+            place = self._source.statement(call)
+        elif scope is not where:
+            self._way(scope, where, self._body(where)[0])
+        self._leave_out(where, scope, place)
+        block = self._source.siblings(place)
+        needing = [s for s in block[: block.index(place)] if self._variables.needs_session(s, self._gone)]
+        begun, made = (needing or [place])[0], f"{self._session} = {self._class}()  # starts the process group"
+        self._made = self._source.scope(place), begun.lineno
+        if begun is statement:
+            self._source.replace(statement, made)
+        else:
+            self._source.insert(made, before=begun)
             self._source.remove(statement)
-            return devices[0]
-        call = self._only_call(scope)
-        if call is not None and self._source.scope(call) is where:  # setup()
-            self._source.insert(made, before=self._source.statement(call))
+
+    def _leave_out(self, where: Scope, starts: Scope, place: ast.stmt) -> None:
+        """Find what goes with the process group and DDP: their arguments, and choices of a device."""
+        home, block = self._source.scope(place), self._source.siblings(place)
+        known = [s for s in self._statements(home) if s.lineno > place.lineno or s in block]
+        known += [] if where is home else self._statements(where)
+        devices = [s for s in known if self._variables.device(s)]
+        self._devices = [s for s in devices if not set(self._source.ancestors(s)) & set(devices)]
+        known += [] if starts in (where, home) else self._statements(starts)
+        self._set = [
+            s for s in known
+            if self._variables.sets_device(s) and not set(self._source.ancestors(s)) & set(devices)
+        ]  # fmt: skip
+        model, start = self._models[0], self._starts[0]
+        keywords = [k for k in model.keywords if k.arg != "module"]
+        self._gone = [*self._devices, *self._set, *start.args, *start.keywords, *model.args[1:], *keywords]
+
+    def _ranks(self) -> None:
+        """Of the session what is read from the environment. The last of the changes."""
+        for statement in self._devices:
+            self._source.replace(statement, f"{self._variables.device(statement)} = {self._session}.device")
+        for statement in self._set:
             self._source.remove(statement)
-            return self._source.statement(call)
-        first = self._body(where)[0]
-        self._way(scope, where, first)
-        self._source.replace(statement, made)
-        return first
+        gone = {id(n) for one in self._gone for n in ast.walk(one)}
+        for statement in [n for n in ast.walk(self._source.tree) if isinstance(n, ast.stmt)]:
+            if self._variables.is_unused(statement, self._gone) and self._source.is_free(statement):
+                self._source.remove(statement)
+                gone |= {id(n) for n in ast.walk(statement)}
+        home, line = self._made
+        for read, attribute in self._variables.reads():
+            if id(read) in gone:
+                continue
+            scope = self._source.scope(read)
+            seen = scope in self._seeing or (scope is home and read.lineno >= line)
+            if seen and self._variables.is_whole(read) and self._source.is_free(read):
+                self._source.replace(read, f"{self._session}.{attribute}")
+            else:
+                text = f"torchrun sets it, and python does not: {self._session}.{attribute} has it"
+                self._patching.leave(read, f"{ast.unparse(read)}: {text}")
 
     def _way(self, origin: Scope, target: Scope, there: ast.stmt) -> ast.stmt:
         """The statement of ``origin`` by which ``there`` in ``target`` is reached. Its function is given the session. Raises
@@ -173,6 +208,7 @@ class _Change:
         typed = any(a.annotation for a in (*target.args.posonlyargs, *target.args.args))
         self._source.insert_parameter(target, f"{self._session}: {self._class}" if typed else self._session)
         self._source.insert_argument(call, self._session)
+        self._seeing.append(target)
         return self._source.statement(call)
 
     def _only_call(self, function: Scope) -> ast.Call | None:
@@ -218,21 +254,6 @@ class _Change:
             if last in list(ast.walk(statement)):
                 return
             yield from ast.walk(statement)
-
-    def _is_device(self, statement: ast.stmt) -> bool:
-        """``device = torch.device("cuda", local_rank)``, also as a choice between that and the processor."""
-        if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
-            return False
-        value = statement.value
-        choices = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-        return all(map(self._names_device, choices)) and any("cuda" in ast.unparse(choice) for choice in choices)
-
-    def _names_device(self, value: ast.expr) -> bool:
-        if isinstance(value, ast.Call):
-            return self._patching.origins.is_one(value.func, _DEVICE)
-        first = value.values[0] if isinstance(value, ast.JoinedStr) and value.values else value
-        text = first.value if isinstance(first, ast.Constant) else None
-        return isinstance(text, str) and text.partition(":")[0] in ("cuda", "cpu")
 
     # --- what is prepared ----------------------------------------------------------------------------------------------
 

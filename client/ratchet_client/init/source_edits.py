@@ -72,6 +72,10 @@ class Source:
             return f"({text})"
         return text
 
+    def begins_with(self, node: ast.stmt, word: str) -> bool:
+        """Not so of an ``elif``, which is an ``if``."""
+        return self.data.startswith(word.encode(), self._start(node))
+
     def _start(self, node: _Node) -> int:
         return self._at(node.lineno, node.col_offset)
 
@@ -118,10 +122,15 @@ class Source:
         before = self.data[self._starts[first] : start]
         behind = self.data[end : self._starts[last + 1]].strip()
         alone = not before.strip() and (not behind or behind.startswith(b"#"))
-        if len(self.siblings(statement)) == 1 or not alone:
+        others = [s for s in self.siblings(statement) if s is not statement and not self._is_removed(s)]
+        if not others or not alone:
             self.replace(statement, "pass")
         else:
             self._edits.append((int(self._starts[first]), int(self._starts[last + 1]), b""))
+
+    def _is_removed(self, statement: ast.stmt) -> bool:
+        start, end = self._start(statement), self._end(statement)
+        return any(first <= start and end <= last and not text for first, last, text in self._edits)
 
     def remove_names(self, statement: ast.Import | ast.ImportFrom, names: Collection[str]) -> None:
         """What the import binds by one of ``names``."""
@@ -152,6 +161,10 @@ class Source:
         last = statement.end_lineno or statement.lineno
         ends = b"" if self.lines[last - 1].endswith((b"\n", b"\r")) else self.newline
         self._edits.append((int(self._starts[last]), int(self._starts[last]), ends + gap + new))
+
+    def is_free(self, node: ast.expr | ast.stmt) -> bool:
+        """No change is noted within it."""
+        return not any(start < self._end(node) and self._start(node) < end for start, end, _ in self._edits)
 
     def noted(self) -> int:
         """How many changes there are, for ``forget``."""
