@@ -58,7 +58,7 @@ def host(tmp_path: Path) -> Iterator[AgentHost]:
 
 @pytest.fixture
 def service(host: AgentHost, tmp_path: Path) -> Iterator[Server]:
-    server = Server(host.home, "--launchers", str(launchers_file(tmp_path)), afresh=True)
+    server = Server(host.home, "--launchers", str(launchers_file(tmp_path)))
     yield server
     server.stop()
 

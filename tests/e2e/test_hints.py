@@ -189,6 +189,7 @@ def test_a_service_that_does_not_run_is_started_as_it_says(tmp_path: Path) -> No
     (command,) = re.findall(r"`(ratchet serve[^`]*)`", said)
     with subprocess.Popen(cli.command(*shlex.split(command)[1:]), cwd=tmp_path, env=cli.environment) as service:
         try:
+            wait_for((tmp_path / "my runs" / "service.json").exists, "the service to listen")
             wait_for(lambda: cli.ended("--home", "my runs", "list").code == 0, "the service to answer")
         finally:
             service.terminate()

@@ -102,14 +102,14 @@ print(json.dumps([ratchet_hooks.__file__, len(names), [name for name in absent i
 
 @pytest.fixture
 def runs(alone: Path, tmp_path: Path) -> Iterator[list[Torchrun]]:
-    """The README's example under torchrun, twice."""
+    """The README's example under torchrun, twice: undisturbed where the tests run, and where ratchet-hooks is alone."""
     (example,) = (block for block in blocks(ROOT / "hooks" / "README.md") if block.language == "python")
     assert f"range(int(start), {STEPS})" in example.text and f"% {EVERY} == 0" in example.text
     started = []
-    for name in ("whole", "killed"):
+    for name, python in (("whole", sys.executable), ("killed", str(alone))):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.py").write_text(example.text.replace(f"{STEPS})", f"{ENOUGH})"))
-        started.append(Torchrun(["train.py"], tmp_path / name, alone))
+        started.append(Torchrun(["train.py"], tmp_path / name, python))
     yield started
     for one in started:
         one.close()

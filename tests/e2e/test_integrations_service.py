@@ -28,6 +28,7 @@ pytestmark = [  # found, not imported: every worker reads this file, and the job
 ]
 
 AGENTS = LIBRARIES
+VARIABLES = {"TEST_STEP_SECONDS": "0.05"}  # a suspension over REST comes before the end
 EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
 PACKAGES = ("lightning", "accelerate", "trainer")
 # Disturbances come an epoch apart.
@@ -36,7 +37,7 @@ CAUSES = {
     "accelerate": ["rank-killed"],
     "trainer": ["api-suspend", "rank-killed"],
 }  # an epoch apart
-EPOCHS = {"lightning": 20, "accelerate": 3, "trainer": 16}
+EPOCHS = {"lightning": 5, "accelerate": 2, "trainer": 5}
 STEPS_PER_EPOCH = 11  # 22 batches, two of them accumulated; each of Accelerate's batches is a step
 
 

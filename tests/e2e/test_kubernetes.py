@@ -16,11 +16,11 @@ from ratchet_store.compare import Comparison, compare, render
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
 from tests.support import noted
 from tests.support.engine_services import on_kubernetes
-from tests.support.exact_cells import Cell
+from tests.support.exact_cells import ON_ENGINES, Cell
 from tests.support.kube.cluster import Cluster
 from tests.support.server import Server
 
-SPEC = Cell("powerSGD+bf16", "many", 2, "digits").spec("pods")
+SPEC = Cell(ON_ENGINES, "many", 2, "digits").spec("pods")
 TOPOLOGY = {"/facts/nodes", "/facts/ranks_per_node"}
 
 pytestmark = pytest.mark.slow

@@ -20,12 +20,12 @@ from ratchet_worker import procs
 from ratchet_worker.counter import CounterReader
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
 from tests.support import twin
-from tests.support.exact_cells import Cell
+from tests.support.exact_cells import ON_ENGINES, Cell
 from tests.support.interpreters import Interpreter
 from tests.support.server import Server, agent_pid, rank_pid, wait_for
 
 CODE = Path(__file__).parents[1] / "support" / "exact_job"
-SPEC = {**Cell("powerSGD+bf16", "many", 2, "digits").spec("nodes"), "code": {"path": str(CODE)}}
+SPEC = {**Cell(ON_ENGINES, "many", 2, "digits").spec("nodes"), "code": {"path": str(CODE)}}
 TOPOLOGY = {"/facts/nodes", "/facts/ranks_per_node"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -179,7 +179,7 @@ def test_a_rank_is_killed_then_the_command_told_to_stop_and_started_again(undist
         assert "SUSPENDED" in running.err.read_text() and "the same command goes on" in running.err.read_text()
         before = running.steps()
     (tmp_path / "hurry").touch()
-    with run(tmp_path, *EVERY, *command, HOME="/proc") as again:
+    with run(tmp_path, *EVERY, *command) as again:
         assert again.ended() == 0, again.err.read_text()
         after, text = again.steps(), again.out.read_text()
         said = re.search(r"goes on with job-\w+ from step (\d+); --new starts another", again.err.read_text())

@@ -20,7 +20,7 @@ from ratchet_store.compare import Comparison, compare, render
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
 from tests.support import gated, noted
 from tests.support.engine_services import on_slurm
-from tests.support.exact_cells import Cell
+from tests.support.exact_cells import ON_ENGINES, Cell
 from tests.support.launch import wait_freeze
 from tests.support.noted import notes
 from tests.support.server import Server, wait_for
@@ -84,7 +84,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     code.mkdir()
     gated.write(code)
     noted.write(code, "gated", "Gated")
-    spec = Cell("powerSGD+bf16", "many", 2, "digits").spec("batch")
+    spec = Cell(ON_ENGINES, "many", 2, "digits").spec("batch")
     arguments = {**spec["task"]["args"], "gates": str(gates)}
     spec |= {"task": {"entrypoint": noted.ENTRYPOINT, "args": arguments}, "code": {"path": str(code)}}
     with on_slurm(folder, node_timeout=10) as (server, cluster):

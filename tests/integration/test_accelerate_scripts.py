@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ratchet_contract.phases import Cause
+from ratchet_contract.resume import ResumeReport
 from tests.support.interpreters import LIBRARIES
 from tests.support.launch import Job
 from tests.support.packages import needs
@@ -24,7 +24,7 @@ from tests.support.plain_ranks import plain, weights
 
 pytestmark = needs("accelerate")
 
-CODE: Final = Path(__file__).parents[1] / "support" / "accelerate_job"
+CODE: Final = Path(__file__).parents[1] / "support" / "loop_job"
 BATCHES: Final = {"accumulated": 6, "workers": 6, "left early": 5}
 """Of an epoch, or the least of one."""
 
@@ -56,8 +56,33 @@ def plainly(value: Any) -> Any:
 @pytest.mark.parametrize("kind", BATCHES if os.environ.get("RATCHET_TEST_OPTIONS") == "all" else ["accumulated"])
 def test_a_killed_script_ends_as_under_accelerate_alone(jobs: list[Job], tmp_path: Path, kind: str) -> None:
     places = places_of(kind)
+    reports = killed_and_plain(jobs, tmp_path, kind, places)
+    assert [report.verdict for report in reports] == ["exact"] * len(reports) and len(reports) >= 4, reports
+    logged = [attempt.metrics() for attempt in jobs[0].attempts]
+    assert sum("accuracy" in values for at in logged for values in at.values()) >= 4
+
+
+def test_a_job_begins_with_what_load_state_loads(jobs: list[Job], tmp_path: Path) -> None:
+    (tmp_path / "before").mkdir()
+    plain(CODE / "accelerated.py", "accumulated", tmp_path / "before", interpreters=LIBRARIES)
+    state = tmp_path / "before" / "states" / "checkpoints" / "checkpoint_3"
+    reports = killed_and_plain(jobs, tmp_path, "accumulated", ["1.4"], BEGIN_WITH=str(state))
+    assert [report.verdict for report in reports] == ["exact"]
+    said = [[note.message for note in attempt.messages(kind="note")] for attempt in jobs[0].attempts]
+    told = [[text for text in texts if "load_state" in text] for texts in said]
+    assert told == [
+        [f"load_state({str(state)!r}): the job begins with this state, at the first batch of epoch 0"],
+        [f"load_state({str(state)!r}) is left out: the job goes on from its own step {reports[0].base.step}"],
+    ]
+
+
+def killed_and_plain(
+    jobs: list[Job], tmp_path: Path, kind: str, places: list[str], **variables: str
+) -> list[ResumeReport]:
+    """A job that is killed at ``places`` leaves what the script leaves by itself. Its resumes from a checkpoint."""
     spec = {
-        "script": ["train.py", kind, str(tmp_path / "killed"), *places],
+        "env": variables,
+        "script": ["accelerated.py", kind, str(tmp_path / "killed"), *places],
         "code": {"path": str(CODE)},
         "checkpoint": {"every_steps": 2 if kind == "workers" else 1, "first": "off"},
         "determinism": "strict",
@@ -65,27 +90,19 @@ def test_a_killed_script_ends_as_under_accelerate_alone(jobs: list[Job], tmp_pat
     for name in ("killed", "plain"):
         (tmp_path / name).mkdir()
     jobs.append(Job(tmp_path / "home", spec, CODE, interpreters=LIBRARIES))
-    causes = []
-    for _ in (*places, "end"):
-        attempt = jobs[0].launch()
-        causes.append(attempt.wait(120).cause)
-        assert causes[-1] in (Cause.RANK_KILLED, Cause.COMPLETED), attempt.logs()
-    assert causes == [Cause.RANK_KILLED] * len(places) + [Cause.COMPLETED]
-    reports = [attempt.report() for attempt in jobs[0].attempts if attempt.report().base.step]
-    assert {report.verdict for report in reports} == {"exact"} and len(reports) >= 4, reports
-    plain(CODE / "train.py", kind, tmp_path / "plain", interpreters=LIBRARIES)
+    jobs[0].run_killed(len(places))
+    plain(CODE / "accelerated.py", kind, tmp_path / "plain", interpreters=LIBRARIES, **variables)
     for mine, theirs in zip(weights(tmp_path / "killed"), weights(tmp_path / "plain"), strict=True):
         assert mine.keys() == theirs.keys()
         assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
     saved, expected = states(tmp_path / "killed"), states(tmp_path / "plain")
     assert saved.keys() == expected.keys() and len(saved) > 8
     assert [name for name in saved if saved[name] != expected[name]] == []
-    logged = [attempt.metrics() for attempt in jobs[0].attempts]
-    assert sum("accuracy" in values for at in logged for values in at.values()) >= 4
+    return [attempt.report() for attempt in jobs[0].attempts if attempt.report().base.step]
 
 
 def test_what_no_session_can_honour_is_refused_by_name(jobs: list[Job], tmp_path: Path) -> None:
-    spec = {"script": ["refusals.py"], "code": {"path": str(CODE)}}
+    spec = {"script": ["accelerate_refusals.py"], "code": {"path": str(CODE)}}
     jobs.append(Job(tmp_path, spec, CODE, interpreters=LIBRARIES))
     attempt = jobs[0].launch()
     attempt.wait(120)

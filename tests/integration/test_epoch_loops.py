@@ -49,12 +49,7 @@ def test_a_killed_loop_ends_as_under_torch_alone(jobs: list[Job], tmp_path: Path
     spec = {"checkpoint": {"every_steps": every, "first": "off"}, "determinism": "strict"}
     places = places_of(kind)
     jobs.append(job(tmp_path, kind, places, **spec))
-    causes = []
-    for _ in (*places, "end"):
-        attempt = jobs[0].launch()
-        causes.append(attempt.wait(120).cause)
-        assert causes[-1] in (Cause.RANK_KILLED, Cause.COMPLETED), attempt.logs()
-    assert causes == [Cause.RANK_KILLED] * len(places) + [Cause.COMPLETED]
+    jobs[0].run_killed(len(places))
     reports = [attempt.report() for attempt in jobs[0].attempts[1:]]
     assert [report.verdict for report in reports] == ["exact"] * len(reports), reports
     assert all("data: position restored, 0 batches replayed" in report.notes for report in reports)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ratchet_contract.phases import Cause
 from tests.support.launch import Job
 from tests.support.plain_ranks import plain
 
@@ -48,12 +47,7 @@ def test_a_killed_script_writes_what_the_plain_one_writes(
         "determinism": "strict",
     }
     jobs.append(Job(tmp_path / "home", spec, code))
-    causes = []
-    for _ in (*KILLS, "end"):
-        attempt = jobs[0].launch()
-        causes.append(attempt.wait(180).cause)
-        assert causes[-1] in (Cause.RANK_KILLED, Cause.COMPLETED), attempt.logs()
-    assert causes == [Cause.RANK_KILLED] * len(KILLS) + [Cause.COMPLETED]
+    jobs[0].run_killed(len(KILLS))
     for attempt in jobs[0].attempts[1:]:
         report = attempt.report()
         assert (report.verdict, report.base.step > 0) == ("exact", True), report

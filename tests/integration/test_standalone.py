@@ -387,3 +387,37 @@ def test_an_error_behind_the_training_ends_all_ranks(place: Path) -> None:
     done = _run(place, *TORCHRUN, "train.py")  # waits less long than rank 1
     assert done.returncode == 1 and "in the report" in done.stderr
     _final(place / "ratchet-checkpoints")
+
+
+WORKERS = """
+import os, signal, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from ratchet import Session
+
+def main():
+    session = Session()
+    net = torch.nn.Linear(2, 1)
+    loader = DataLoader(TensorDataset(torch.randn(64, 2)), batch_size=2, num_workers=2)
+    model, optimizer, loader = session.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+    for epoch in session.epochs(2):
+        for number, (x,) in enumerate(loader):
+            model(x).sum().backward()
+            optimizer.step()
+            if number == 3:
+                exec(sys.argv[1])
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "code"), [("raise ValueError('wrong')", 1), ("os.kill(os.getpid(), signal.SIGINT)", EXIT_PREEMPTED)]
+)
+def test_a_script_with_workers_of_its_loader_ends_with_an_error_or_a_stop(place: Path, act: str, code: int) -> None:
+    (place / "workers.py").write_text(WORKERS)
+    done = subprocess.run(
+        [sys.executable, "workers.py", act], cwd=place, env=_environ(), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == code, done.stderr

@@ -6,6 +6,7 @@ The second example, and one killed under plain python, with RATCHET_TEST_OPTIONS
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
@@ -146,6 +147,9 @@ def test_a_killed_trainer_ends_as_the_plain_one(jobs: list[Job], tmp_path: Path,
 
 @pytest.mark.skipif(not ALL, reason="RATCHET_TEST_OPTIONS=all runs it")
 def test_without_a_service_the_checkpoints_are_beside_the_trainers(tmp_path: Path) -> None:
+    from huggingface_hub.utils import filter_repo_objects
+    from transformers import Trainer
+
     def run(kind: str, output: str) -> subprocess.Popen[str]:
         arguments = [*script("clm", tmp_path / output)[1:], "--max_steps", "45", "--save_steps", "15"]
         command = [sys.executable, str(EXAMPLES / f"trainer_clm/{kind}.py"), *arguments]
@@ -166,3 +170,8 @@ def test_without_a_service_the_checkpoints_are_beside_the_trainers(tmp_path: Pat
     for name in names:
         mine, theirs = values(tmp_path / "killed" / name), values(tmp_path / "plain" / name)
         assert mine.keys() == theirs.keys() and [key for key in mine if not same(mine[key], theirs[key])] == []
+    files = [str(path.relative_to(tmp_path / "killed")) for path in (tmp_path / "killed").rglob("*") if path.is_file()]
+    assert any("ratchet" in file for file in files) and 'ignore_patterns=["_*"' in inspect.getsource(
+        Trainer.push_to_hub
+    )
+    assert [file for file in filter_repo_objects(files, ignore_patterns="_*") if "ratchet" in file] == []

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from ratchet_contract.messages import AttemptResult, Control, LaunchFile, RankMessage, Resumed
 from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths
+from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Base, ResumeReport, Segment
 from ratchet_contract.spec import Resolved
 from ratchet_contract.spec_parse import parse_spec
@@ -70,6 +71,12 @@ class Job:
         attempt = Attempt(self, len(self.attempts) + 1, launch)
         self.attempts.append(attempt)
         return attempt
+
+    def run_killed(self, times: int) -> None:
+        """To the end: of each of the first attempts, as many as ``times``, a rank is killed."""
+        for wanted in [Cause.RANK_KILLED] * times + [Cause.COMPLETED]:
+            attempt = self.launch()
+            assert attempt.wait(180).cause is wanted, attempt.logs()
 
     def start_agent(self, paths: AttemptPaths) -> subprocess.Popen[bytes] | Program:
         command = [sys.executable, "-P", "-m", "ratchet_worker.agent", str(paths.launch_file)]

@@ -92,9 +92,10 @@ def difference(
         attempt = cut.run()
         assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
         early = sum(kill[2] is None and "SIGTERM" not in kill for kill in kills)  # before anything was saved
-        assert all(a.report().verdict in ("exact", "not-exact") for a in cut.attempts[1 + early :])
+        said = [attempt.report().sentence() for attempt in cut.attempts[1 + early :]]
+        out = [sentence for sentence in said if sentence != "exact"]
         found = compare(whole.newest(), cut.newest())
-        out = [f"tensor {one.name}" for one in found.different if "user:lightning/" not in one.name]
+        out += [f"tensor {one.name}" for one in found.different if "user:lightning/" not in one.name]
         out += [f"state {one.pointer}" for one in found.states if "attributes" in one.pointer]
         out += [f"{k}: {v} {cut.end().get(k)}" for k, v in whole.end().items() if cut.end().get(k) != v]
         ours, theirs = whole.logged(), cut.logged()

@@ -15,14 +15,14 @@ from tests.support.interpreters import RANKS
 class Torchrun:
     """``torchrun --nproc-per-node 2 --max-restarts 1 SCRIPT`` in ``directory``, by the interpreter ``python``."""
 
-    def __init__(self, script: Sequence[str], directory: Path, python: str | Path = sys.executable) -> None:
+    def __init__(self, script: Sequence[str], directory: Path, python: str = sys.executable) -> None:
         self.output = directory / "output.txt"
         options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.05"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
         # Else the restarted ranks share a store with the dead ones, whose addresses gloo finds in it.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with self.output.open("wb") as output:
-            command = [str(python), "-m", "torch.distributed.run", *options, *script]
+            command = [python, "-m", "torch.distributed.run", *options, *script]
             self.process = RANKS.start(command, output.fileno(), env=environment, cwd=directory)
         self._directory = directory.resolve()
 

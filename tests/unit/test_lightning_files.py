@@ -72,6 +72,16 @@ def test_other_files_and_an_older_base_than_what_was_settled(tmp_path: Path) -> 
     assert not older.files.removes(older.folder / "3.ckpt")
 
 
+def test_files_of_a_training_that_had_ended_stay_where_another_begins(tmp_path: Path) -> None:
+    first = Training(tmp_path, 0)
+    first.files.versions([0])
+    first.train(4, saved=4)
+    first.files.ended()
+    assert Training(tmp_path, 4).files.versions([1]) == [0]  # what stands behind fit runs again
+    again = Training(tmp_path, 0)  # its checkpoints were deleted
+    assert again.seen() == ["3.ckpt", "4.ckpt"] and again.files.versions([1]) == [1]
+
+
 def test_a_line_that_a_kill_has_cut_off_is_passed_over(tmp_path: Path) -> None:
     training = Training(tmp_path, 0)
     training.train(2)

@@ -165,7 +165,7 @@ class Module(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-        if "groups" in CASE:
+        if "groups" in CASE:  # as is said in place of BaseFinetuning
             groups = [{"params": self.net[0].parameters()}, {"params": self.net[1:].parameters()}]
             optimizer = torch.optim.SGD(groups, lr=self.lr)
             return [optimizer], [lr_scheduler.LambdaLR(optimizer, [lambda epoch: float(epoch >= 1), lambda epoch: 1.0])]
@@ -298,9 +298,12 @@ def main() -> None:
         devices=2,
         max_epochs=CASE.get("epochs", 4),
         callbacks=[*map(made, CASE.get("callbacks", [])), Kills()],
-        logger=[Lines(), SessionLogger(), *([CSVLogger("logs")] if CASE.get("csv") else [])],
         enable_progress_bar=bar,
-        **{"log_every_n_steps": 2} | CASE.get("trainer", {}),
+        **{
+            "logger": [Lines(), SessionLogger(), *([CSVLogger("logs")] if CASE.get("csv") else [])],
+            "log_every_n_steps": 2,
+        }
+        | CASE.get("trainer", {}),
     )
     module = Manual() if CASE.get("manual") else Module()
     trainer.fit(module, data, DataLoader(TensorDataset(x[:32], y[:32]), batch_size=16))

@@ -11,6 +11,9 @@ Signals: what stops a job often goes to the whole process group. Workers ignore 
 born with those signals blocked (a mask is inherited through exec), so there is no moment at which one could hit them.
 
 Parent death: ``PR_SET_PDEATHSIG`` kills a worker with the thread that started it, so workers are started on the main thread.
+
+Exit: multiprocessing ends the children of an exiting process by SIGTERM, and waits for them without a limit. Workers ignore it,
+and they still run where a traceback holds the loader's iterator: they are killed before that.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ import multiprocessing
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
@@ -59,7 +63,9 @@ def starting(into: list[BaseProcess]) -> Iterator[None]:
     try:
         yield
     finally:
-        into.extend(child for child in multiprocessing.active_children() if child.pid not in before)
+        started = [child for child in multiprocessing.active_children() if child.pid not in before]
+        util.Finalize(None, _kill_at_exit, [[weakref.ref(child) for child in started]], exitpriority=0)
+        into.extend(started)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
@@ -73,6 +79,10 @@ def kill(workers: list[BaseProcess], owner: int) -> None:
         for worker in workers:
             worker.join()
     workers.clear()
+
+
+def _kill_at_exit(started: list[weakref.ref[BaseProcess]]) -> None:
+    kill([worker for ref in started if (worker := ref()) is not None], os.getpid())
 
 
 @contextmanager

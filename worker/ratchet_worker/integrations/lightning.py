@@ -13,15 +13,15 @@ validation and schedulers did until then belongs to it. Then it is counted, save
 stop was asked for, all of it by the Session. Saved are model, optimizers, schedulers, scaler, data position, generators, buffers,
 hook, and the Trainer's own: its loops' counters, logged values, callbacks, and what ``on_save_checkpoint`` adds to a checkpoint.
 Lightning's own checkpoint files are what they are without Ratchet; those of steps that are done again take the place of the lost
-ones (``lightning_files``).
+ones (``lightning_files``). What the module logs are the job's metrics.
 
 A resumed Trainer begins as a new one does, with the hooks from ``setup`` to ``on_train_epoch_start`` of the epoch that is
 resumed, and everything is put back when it asks for its first batch: where it was saved. Lightning's own way of resuming is not
 taken; it leaves out hooks, schedulers' steps and logged values.
 
-Not supported, and refused by name: ``ckpt_path`` of ``fit`` (the job resumes by itself), several training loaders,
-``StochasticWeightAveraging`` of a model with batch norm, ``BaseFinetuning``, ``ModelPruning``. A stop waits for the end of a
-validation.
+Not supported, and refused by name: ``ckpt_path`` of ``fit`` (the job resumes by itself), a second ``fit``, several training
+loaders, ``StochasticWeightAveraging`` of a model with batch norm, ``BaseFinetuning``, ``ModelPruning``. A stop waits for the end
+of a validation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -55,6 +55,7 @@ try:
         SpikeDetection,
         StochasticWeightAveraging,
     )
+    from lightning.pytorch.cli import SaveConfigCallback
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
@@ -69,10 +70,12 @@ try:
         CheckpointFiles,
         absolute_paths,
         csv_rows,
+        mute,
         open_versions,
         put_versions,
         relative_paths,
         rewind_csv,
+        unmute,
     )
     from ratchet_worker.integrations.lightning_state import (
         Additions,
@@ -121,6 +124,7 @@ class SessionStrategy(DDPStrategy):
         self._session = session
         self._steps: Steps | None = None
         self._files: CheckpointFiles | None = None  # of the rank that writes them
+        self._rewound = False
         self._committed = 0  # the step up to which they are settled
         self._global_step = _UNLIMITED  # the Trainer's, when the open step began
         self._handler: Any = None
@@ -185,12 +189,18 @@ class SessionStrategy(DDPStrategy):
         for logger in trainer.loggers:
             if isinstance(logger, SessionLogger):
                 logger.session = self._session
+        if not (self._rewound or self._runtime.restored):
+            self._rewind_files(trainer)
+            self._rewound = True
         if trainer.state.fn == TrainerFn.FITTING and self._steps is None:
             self._steps = Steps(self._session, "the Trainer", lambda: None)
-            self._rewind_files(trainer)
+            if not any(isinstance(logger, SessionLogger) for logger in trainer.loggers):
+                connector = trainer._logger_connector
+                connector.log_metrics = partial(self._log, connector.log_metrics)
 
     def _rewind_files(self, trainer: Any) -> None:
-        """Before the first callback or logger writes one."""
+        """Before the first callback or logger writes one, in a validation before ``fit`` too. In a resumed attempt loggers wait
+        until everything is put back: what stands before it has been logged."""
         runtime, versions = self._runtime, list[Any]()
         if self.is_global_zero:
             journal = JobPaths(Path(runtime.launch.job_root)).framework_files
@@ -198,8 +208,13 @@ class SessionStrategy(DDPStrategy):
             self._files.rewind(runtime.chosen.base.step)
             versions = self._files.versions(open_versions(trainer.loggers))
         put_versions(trainer.loggers, self.broadcast(versions))
-        if self.is_global_zero:
-            rewind_csv(trainer.loggers, self._recorded().get("rows", []))
+        for callback in trainer.callbacks:
+            if isinstance(callback, SaveConfigCallback) and runtime.launch.epoch > 1:
+                callback.overwrite = True  # else an earlier attempt's file is another run's to it, and ends this one
+        if recorded := self._recorded():
+            if self.is_global_zero:
+                rewind_csv(trainer.loggers, recorded.get("rows", []))
+            mute(trainer.loggers)
 
     def _recorded(self) -> dict[str, Any]:
         """The Trainer's state that this attempt begins with."""
@@ -212,6 +227,8 @@ class SessionStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
+            if self._progress is not None or self._runtime.restored:
+                raise UserError("trainer.fit comes once per job: do all epochs in one call")
             _refuse(trainer)
         self._handler = signal.getsignal(signal.SIGTERM)
         super().setup(trainer)
@@ -382,6 +399,14 @@ class SessionStrategy(DDPStrategy):
         if not self.tries:
             self.session.finish()
             self._settle_files()
+            if self._files is not None:
+                self._files.ended()
+
+    def _log(self, log: Callable[..., None], metrics: dict[str, Any], step: int | None = None) -> None:
+        """What the module logs, as the job's metrics: also where the Trainer has no logger."""
+        log(metrics, step)
+        if metrics and not self.tries:
+            _log_in_training(self.session, metrics)
 
     # --- files ---------------------------------------------------------------------------------------------------------
 
@@ -434,8 +459,8 @@ class _Nothing(dict[str, Any]):
 
 
 class SessionLogger(Logger):
-    """What a module logs (``self.log``), as the job's metrics: ``Trainer(logger=SessionLogger(), ...)``, beside SessionStrategy,
-    which gives it its ``session``."""
+    """What callbacks and the script give to the Trainer's loggers, as the job's metrics, with what the module logs, which are
+    these without it, too: ``Trainer(logger=SessionLogger(), ...)``, beside SessionStrategy, which gives it its ``session``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -460,7 +485,14 @@ class SessionLogger(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if self.session is None:
             raise UserError("SessionLogger needs Trainer(strategy=SessionStrategy())")
-        self.session.log({**metrics})  # of the step that is open, which is the one that Lightning has logged
+        _log_in_training(self.session, metrics)
+
+
+def _log_in_training(session: Session, metrics: Mapping[str, Any]) -> None:
+    """Of the step that is open, which is the one that Lightning has logged. What is logged before or behind the training is of no
+    step: the module may have other weights there (``validate``, ``ckpt_path="best"``)."""
+    if session._runtime.restored and not session._runtime.finished:
+        session.log({**metrics})
 
 
 class _Progress:
@@ -470,21 +502,17 @@ class _Progress:
         self._session, self._trainer = session, trainer
         loops = {"trainer": (trainer, _SETTINGS), "fit_loop": (trainer.fit_loop, ("max_epochs", "min_epochs"))}
         self._attributes = Attributes(loops, trainer.callbacks)
-        self._muted: list[Logger] = []
 
     # --- the way in ----------------------------------------------------------------------------------------------------
 
     def begin_with(self, state: dict[str, Any]) -> None:
-        """The Trainer is to begin the recorded epoch anew, as it did then. Its loggers wait, and no validation is tried out."""
+        """The Trainer is to begin the recorded epoch anew, as it did then. No validation is tried out."""
         state, loop = self._here(state), self._trainer.fit_loop
         _load(loop, state["fit_loop"])
         for tracker in (loop.epoch_progress.total, loop.epoch_progress.current):
             tracker.ready -= 1
             tracker.started -= 1
         loop.epoch_loop.val_loop.restarting = True
-        self._muted = [*self._trainer.loggers]
-        for logger in self._muted:
-            logger.log_metrics = lambda *_, **__: None  # type: ignore[method-assign]
         for callback in self._trainer.callbacks:
             if isinstance(callback, StochasticWeightAveraging) and callback.state_key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][callback.state_key])  # it makes its scheduler from it
@@ -552,9 +580,7 @@ class _Progress:
                 put_results(results, saved, module, trainer.strategy.reduce)
             put_metrics(module, state["metrics"])
             self._attributes.put(state["attributes"])
-        for logger in self._muted:
-            del logger.log_metrics
-        self._muted = []
+        unmute(trainer.loggers)
 
     def _here(self, state: dict[str, Any]) -> dict[str, Any]:
         """With the paths of files in this job's working directory, or in that of the job that it is a fork of."""
@@ -641,6 +667,11 @@ def _refuse(trainer: Any) -> None:
         )
     for callback in trainer.callbacks:
         name = type(callback).__name__
+        if isinstance(callback, LearningRateFinder) and vars(callback)["_early_exit"]:
+            raise UserError(
+                "Tuner.lr_find is a fit of its own, and a job has one: give the Trainer callbacks=[LearningRateFinder()], which "
+                "finds the rate in the job's first attempt"
+            )
         if isinstance(callback, BaseFinetuning):
             raise UserError(
                 f"{name} is not supported: it adds parameters to the optimizer in the middle of the training. Give the optimizer "

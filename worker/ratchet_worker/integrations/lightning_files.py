@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 
 from ratchet_worker.files import write_atomic
 
-WRITTEN, REMOVED, LOST, LOGS = "written", "removed", "lost", "logs"
+WRITTEN, REMOVED, LOST, LOGS, ENDED = "written", "removed", "lost", "logs", "ended"
 _UNKNOWN: Final = object()
 _BELOW: Final = "{workdir}"
 
@@ -36,12 +36,18 @@ class CheckpointFiles:
         self._versions: list[Any] | None = None
 
     def rewind(self, base: int) -> None:
-        """Leave the files as they were behind step ``base``. Those of later steps are kept aside until these are done again."""
+        """Leave the files as they were behind step ``base``. Those of later steps are kept aside until these are done again; not
+        those of a training that had ended, and whose checkpoints somebody has deleted to begin another one."""
+        entries = self._read()
+        if not base and any(entry["kind"] == ENDED for entry in entries):
+            entries = []
         left = []
-        for entry in reversed(self._read()):
+        for entry in reversed(entries):
             kind, path, aside = entry["kind"], Path(entry["path"]), _aside(entry)
             if kind == LOGS:
                 self._versions = entry["versions"]
+                left.append(entry)
+            elif kind == ENDED:
                 left.append(entry)
             elif entry["step"] <= base and kind != WRITTEN:
                 _delete(aside)
@@ -85,6 +91,10 @@ class CheckpointFiles:
         for entry in done:
             _delete(_aside(entry))
             self._entries.remove(entry)
+
+    def ended(self) -> None:
+        """The final checkpoint is there, and with it all files."""
+        self._add({"kind": ENDED, "step": self._step(), "path": ""})
 
     def _read(self) -> list[dict[str, Any]]:
         """A line that a kill has cut off is of a file that was not touched yet."""
@@ -153,6 +163,16 @@ def put_versions(loggers: Iterable[Logger], versions: list[Any]) -> None:
     for logger, version in zip(loggers, versions, strict=False):
         if version is not None:
             vars(logger)["_version"] = version
+
+
+def mute(loggers: Iterable[Logger]) -> None:
+    for logger in loggers:
+        vars(logger)["log_metrics"] = lambda *_, **__: None
+
+
+def unmute(loggers: Iterable[Logger]) -> None:
+    for logger in loggers:
+        vars(logger).pop("log_metrics", None)
 
 
 def csv_rows(loggers: Iterable[Logger]) -> list[int]:

@@ -5,7 +5,7 @@
 
 Seed, DataLoader, order of the data, checkpoints in ``output_dir`` and logs are those of the plain Trainer, and so are the bits of
 a run that nobody disturbs. ``train()`` makes the rank's ``Session``, or takes the one that the script has made: in a job the
-job's, else one that saves to ``output_dir/ratchet-checkpoints``. Hook, DDP's settings, ranks and devices are those of the spec.
+job's, else one that saves to ``output_dir/_ratchet-checkpoints``. Hook, DDP's settings, ranks and devices are those of the spec.
 
 A step of the job is one of the optimizer. It ends when the Trainer asks for the next batches: what callbacks, logs, evaluations
 and checkpoints in ``output_dir`` did until then belongs to it. Then it is counted, saved when a checkpoint is due, and stopped at
@@ -100,12 +100,19 @@ class Trainer(transformers.Trainer):
         told. Raises ``UserError`` for what cannot be honoured, and ``Stopped``."""
         if trial is not None:
             raise UserError(f"trial: {SEARCH}")
-        directory, ddp = Path(str(self.args.output_dir)) / DIRECTORY, ddp_of(self.args)
+        directory = Path(str(self.args.output_dir), f"_{DIRECTORY}")  # what begins so push_to_hub leaves out
+        ddp = ddp_of(self.args)
         self._session = accelerate.session_of_rank(lambda: Session._of_package(directory, ddp))
         if self._runtime.restored:
             raise UserError("trainer.train() comes once per job: do all epochs in one call")
         self._steps = Steps(self.session, "the Trainer", self._progress.settle)
         with self.session:
+            if self.session.rank == 0 and self.args.ddp_timeout != TrainingArguments.ddp_timeout:
+                self._runtime.reporter.note(
+                    "ddp-timeout",
+                    f"ddp_timeout={self.args.ddp_timeout} counts until train() only: in it the job's limit does, "
+                    "policy.step_deadline, and without a service 1800 s",
+                )
             self._refuse_other_start(resume_from_checkpoint)
             return super().train(None, None, ignore_keys_for_eval)
 
