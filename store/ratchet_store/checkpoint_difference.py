@@ -23,8 +23,9 @@ _ADVICE: Final = {
     "process-wide ones, or register it",
     "rng": "a process-wide generator was drawn from more often in one of them: look for draws that not every attempt repeats, "
     "such as in the set-up, behind a condition on time, or in a callback",
-    "attributes": "an attribute of the model, an optimizer or the data set has another value, and training may read it: register "
-    "the object, or session.ignore(path, reason) if training does not depend on it",
+    "attributes": "an attribute of the model, an optimizer or the data set, or a variable of a module, has another value, and "
+    "training may read it: register the object (session.prepare(SimpleNamespace(...)) for a variable), or "
+    "session.ignore(path, reason) if training does not depend on it",
     "user": "a registered object came back with other state than it had: its state_dict must hold everything that it computes "
     "with, and load_state_dict must put all of it back",
     "scaler": "the gradient scaler saw other gradients: look at what is listed after it",
