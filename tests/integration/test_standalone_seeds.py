@@ -25,10 +25,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 if sys.argv[1] == "import":
     torch.manual_seed(5)
-from ratchet import Session
+from ratchet import Session, UserError
 
 SEED = {"torch": torch.manual_seed, "numpy": np.random.seed, "random": random.seed}
 DRAW = {"torch": lambda: torch.rand(1).item(), "numpy": np.random.rand, "random": random.random}
@@ -45,6 +46,15 @@ def train(directory, where, names):
             DRAW[name]()
     if where == "before":
         seed(names)
+    if where == "refused":
+        seed(names)
+        if dist.is_initialized():  # the run before has left its own
+            dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            Session(directory, seed=3)
+        except UserError:
+            dist.destroy_process_group()
     with Session(directory, seed=3) as session:
         if where == "behind":
             seed(names)
@@ -111,6 +121,7 @@ def drawn(place: Path) -> Any:
         ("behind", ("torch",)),
         ("before", ("numpy", "random")),
         ("before", ("torch", "numpy", "random")),
+        ("refused", ("torch", "numpy", "random")),
     ],
 )
 def test_seeds_count_wherever_they_stand_and_what_has_none_is_seeded(
@@ -122,7 +133,7 @@ def test_seeds_count_wherever_they_stand_and_what_has_none_is_seeded(
     assert first == of_a_job(names)
     assert all(second[name] == first[name] for name in names or first)  # another run of the same process
     said = done.stderr.startswith(f"ratchet: {', '.join(names)}: as the script has seeded it before Session(seed=3)")
-    assert said == (where == "before" and names != ()), done.stderr
+    assert said == (where != "behind" and names != ()), done.stderr
 
 
 def test_a_seed_of_torch_counts_also_where_ratchet_is_imported_behind_it(place: Path) -> None:

@@ -30,7 +30,7 @@ class ScriptSeeds:
     def __init__(self) -> None:
         self.drawn: list[str] = []
         self._torch = {_OWN_SEED} if _OWN_SEED >= _GIVEN else set[int]()
-        self._random, self._random_is_own = _RANDOM, True
+        self._random, self._random_is_own = _RANDOM, False
         self._first = True
 
     def seed_others(self, seed: int, rank: int) -> list[str]:
@@ -63,7 +63,7 @@ class ScriptSeeds:
     def run_over(self) -> None:
         """What was drawn from ``random`` in a run that had seeded it is no seed of the script's."""
         if self._random_is_own:
-            self._random = random.getstate()
+            self._random, self._random_is_own = random.getstate(), False
 
 
 def _as_made(numpys: Any) -> bool:
