@@ -460,6 +460,60 @@ def test_the_accelerator_of_an_object_gives_its_other_methods_the_epochs() -> No
     assert "        for epoch in self.accelerator.epochs(count):\n" in changed(text)
 
 
+def passing(over: str, text: str = FUNCTIONS) -> str:
+    """``text`` with another loop over batches than the one of ``run_epoch``."""
+    return text.replace("    for step, (inputs, labels) in enumerate(batches):\n", over)
+
+
+@pytest.mark.parametrize(
+    ("over", "line"),
+    [
+        ("    pbar = tqdm(batches, desc='x')\n    for inputs, labels in pbar:\n", 12),
+        ("    with tqdm(batches) as pbar:\n     pass\n    for inputs, labels in pbar:\n", 12),
+        ("    pbar = batches\n    for inputs, labels in pbar:\n", None),
+        ("    pbar = tqdm(batches, initial=batches.start)\n    for inputs, labels in pbar:\n", None),
+        ("    pbar = tqdm(batches) if main else batches\n    for inputs, labels in pbar:\n", 12),
+        (
+            "    if main:\n        bar = tqdm(batches)\n    else:\n        bar = batches\n    for inputs, labels in bar:\n",
+            13,
+        ),
+        ("    for inputs, labels in tqdm(batches):\n", 12),
+    ],
+)
+def test_a_loop_over_another_name_of_the_loader_is_seen(over: str, line: int | None) -> None:
+    printed = Printed(passing(over))
+    told = [row for row in printed.said.splitlines() if ", line " in row]
+    hint = f"train.py, line {line}: its count begins at 0 where a resume goes on within an epoch: tqdm(batches, initial=batches."
+    assert printed.code == 0 and [row.startswith(hint) for row in told] == [True] * (line is not None), printed.said
+    assert "model, optimizer, loader = session.prepare(model, optimizer, loader)" in printed.applied()
+
+
+def test_another_name_of_the_loader_that_is_made_too_early_is_told() -> None:
+    printed = Printed(LOOP.replace("for epoch", "again = loader\nfor epoch").replace("in loader:", "in again:"))
+    assert printed.code == 5 and "train.py, line 15: again is another name of the loader, made in front" in printed.said
+    assert "model, optimizer, loader = session.prepare(model, optimizer, loader)" in printed.applied()
+
+
+def test_the_number_around_a_progress_bar_is_told() -> None:
+    for body, code in (("print(step)", 5), ("pass", 0)):
+        bar = f"    for step, (inputs, labels) in enumerate(tqdm(batches)):\n        {body}\n"
+        printed = Printed(passing(bar))
+        assert printed.code == code and "line 12: enumerate around a progress bar counts from 0" in printed.said
+
+
+def test_what_is_carried_on_is_told_where_nothing_is_changed() -> None:
+    printed = Printed(
+        CARRIED.replace("range(3)", "count()").replace("    total =", "    best = max(best, 1)\n    total =")
+    )
+    assert printed.code == 5 and not printed.diff and "best goes on from epoch to epoch" in printed.said
+
+
+def test_what_an_evaluation_counts_is_not_told() -> None:
+    counted = "        correct = 0\n        for batch in others:\n            correct += model(batch)\n        print(correct)\n"
+    printed = Printed(ACCELERATE.replace("            optimizer.step()\n", "            optimizer.step()\n" + counted))
+    assert printed.code == 0 and ", line " not in printed.said, printed.said
+
+
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [

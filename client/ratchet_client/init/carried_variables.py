@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import TypeGuard
 
-from ratchet_client.init.epoch_loops import Loop
+from ratchet_client.init.epoch_loops import Loop, Loops
 from ratchet_client.init.patching import Patching
 
 _MAYBE = ast.If | ast.While | ast.Try | ast.TryStar
@@ -20,7 +20,9 @@ def tell(patching: Patching, loop: Loop, prepare: str) -> None:
     for name, node in carried.items():
         patching.leave(node, f"{name} goes on from epoch to epoch, and is in no checkpoint: keep it in an object, say "
                              f"kept = {prepare}(types.SimpleNamespace({name}=...))")  # fmt: skip
-    for batches in (n for n in ast.walk(loop.node) if isinstance(n, ast.For) and n is not loop.node):
+    loops = Loops(patching.source)
+    inner = (n for n in ast.walk(loop.node) if isinstance(n, ast.For) and n is not loop.node)
+    for batches in filter(loops.trains, inner):
         for name, node in _carried(batches, _given(loop.node, batches) - carried.keys()).items():
             text = (
                 f"{name} begins anew where a resume goes on within an epoch; that is harmless where it is only printed"

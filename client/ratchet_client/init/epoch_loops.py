@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from ratchet_client.init.source_edits import Source
 
@@ -13,17 +13,27 @@ Arguments = dict[str, ast.expr]
 
 
 @dataclass(frozen=True)
+class Pass:
+    """``loader``: what it goes over, below the ``calls`` of ``enumerate`` and progress bars, from the outermost; None where that
+    is not seen. ``aliases``: names that were followed, and what gives them their value."""
+
+    node: ast.For
+    loader: ast.expr | None
+    calls: list[ast.Call] = field(default_factory=list)
+    aliases: list[tuple[str, ast.stmt]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Loop:
     """``for ... in range(...)`` around passes over data. ``count``: the call of ``range``; None where it goes over something
     else. ``epochs``: how many, as the script says it; None where that is not known. ``first``: the number of the first, 0 or 1.
-    ``loaders``: what the passes go over, as the loop's function names it; None where that is not seen. ``outer``: there are two
-    such loops, one around the other."""
+    ``passes``: with loaders as the loop's function names them. ``outer``: there are two such loops, one around the other."""
 
     node: ast.For
     count: ast.Call | None
     epochs: str | None
     first: int
-    loaders: list[ast.expr | None]
+    passes: list[Pass]
     outer: bool
 
     def unknown(self, name: str) -> str | None:
@@ -59,16 +69,17 @@ class Loops:
         below = {id(loop): {id(n) for n in self._below(loop)} for loop in fors}
         found = [
             Loop(
-                loop, (count := _range(loop.iter)), *self._epochs(loop, count),
-                [loader for _, loader in self._passes(loop.body, ())], any(id(other) in below[id(loop)] for other in fors),
+                loop, _range(loop.iter), *self._epochs(loop),
+                list(self._passes(loop.body, ())), any(id(other) in below[id(loop)] for other in fors),
             )
             for loop in fors
             if not any(id(loop) in nodes for nodes in below.values())
         ]  # fmt: skip
         return sorted(found, key=lambda loop: loop.node.lineno)
 
-    def _epochs(self, loop: ast.For, count: ast.Call | None) -> tuple[str | None, int]:
+    def _epochs(self, loop: ast.For) -> tuple[str | None, int]:
         """How many, and the number of the first one."""
+        count = _range(loop.iter)
         plain = isinstance(loop.target, ast.Name) and loop.body[0].lineno > loop.lineno
         match count.args if count is not None and not count.keywords else []:
             case [ast.Starred()]:
@@ -103,20 +114,56 @@ class Loops:
             return self.functions.get(call.func.attr)
         return None
 
-    def _passes(self, body: list[ast.stmt], within: tuple[str, ...]) -> Iterator[tuple[ast.For, ast.expr | None]]:
-        """The innermost loops that train, and what each goes over, in names of ``body``'s function."""
+    def _passes(self, body: list[ast.stmt], within: tuple[str, ...]) -> Iterator[Pass]:
+        """The innermost loops that train, with loaders in names of ``body``'s function."""
         for statement in body:
             for node in ast.walk(statement):
                 if isinstance(node, ast.For) and self.trains(node):
                     if not list(self._passes(node.body, within)):
-                        yield node, _loader(node.iter)
+                        one = Pass(node, None)
+                        yield replace(one, loader=self._loader(node.iter, one))
                 elif isinstance(node, ast.Call):
                     function = self._called(node)
                     if function is not None and function.name not in within:
                         arguments = bind(function, node)
-                        for inner, loader in self._passes(function.body, (*within, function.name)):
-                            known = isinstance(loader, ast.Name) and loader.id in arguments
-                            yield inner, arguments[loader.id] if known and isinstance(loader, ast.Name) else loader
+                        for one in self._passes(function.body, (*within, function.name)):
+                            name = one.loader.id if isinstance(one.loader, ast.Name) else ""
+                            yield replace(one, loader=arguments.get(name, one.loader))
+
+    def _loader(self, over: ast.expr, one: Pass) -> ast.expr | None:
+        """What is below ``enumerate``, progress bars and other names of it, noted in ``one``; None for other calls."""
+        if isinstance(over, ast.IfExp):
+            return _same([self._loader(value, one) for value in (over.body, over.orelse)])
+        if isinstance(over, ast.Call):
+            if called_as(over) not in ("enumerate", "tqdm") or not over.args:
+                return None
+            one.calls.append(over)
+            return self._loader(over.args[0], one)
+        if isinstance(over, ast.Name) and over.id not in [name for name, _ in one.aliases]:
+            given = list(self._given(over.id, self._source.scope(one.node)))
+            below = Pass(one.node, None, [], [*one.aliases, *((over.id, statement) for statement, _ in given)])
+            loader = _same([None if value is None else self._loader(value, below) for _, value in given])
+            if loader is not None:
+                one.calls.extend(below.calls)
+                one.aliases[:] = below.aliases
+                return loader
+        return over
+
+    def _given(self, name: str, scope: ast.AST) -> Iterator[tuple[ast.stmt, ast.expr | None]]:
+        """What gives ``name`` a value in ``scope``, and the value; None where it is not seen."""
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load):
+                statement = self._source.statement(node)
+                match statement:
+                    case ast.Assign(targets=[target], value=value) if target is node:
+                        yield statement, value
+                    case ast.With():
+                        yield (
+                            statement,
+                            next((i.context_expr for i in statement.items if i.optional_vars is node), None),
+                        )
+                    case _:
+                        yield statement, None
 
     def _below(self, node: ast.AST, within: tuple[str, ...] = ()) -> Iterator[ast.AST]:
         """Everything in ``node``, and in the functions that it calls."""
@@ -143,19 +190,18 @@ def _range(over: ast.expr) -> ast.Call | None:
         return None
     if isinstance(over.func, ast.Name) and over.func.id == "range":
         return over
-    return _range(over.args[0]) if over.args and _last(over.func) == "tqdm" else None
+    return _range(over.args[0]) if over.args and called_as(over) == "tqdm" else None
 
 
-def _loader(over: ast.expr) -> ast.expr | None:
-    """What is below ``enumerate`` and a progress bar; None for other calls."""
-    while isinstance(over, ast.Call):
-        if _last(over.func) not in ("enumerate", "tqdm") or not over.args:
-            return None
-        over = over.args[0]
-    return over
+def _same(found: list[ast.expr | None]) -> ast.expr | None:
+    """The one name that all are."""
+    names = [one for one in found if isinstance(one, ast.Name)]
+    return names[0] if len(names) == len(found) and len({one.id for one in names}) == 1 else None
 
 
-def _last(function: ast.expr) -> str:
-    return (
-        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
-    )
+def called_as(call: ast.Call) -> str:
+    """The last part of the name of the function."""
+    match call.func:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""

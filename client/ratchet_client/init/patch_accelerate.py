@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Final
 
-from ratchet_client.init import carried_variables
+from ratchet_client.init import carried_variables, progress_bars
 from ratchet_client.init.epoch_loops import Function, Loops
 from ratchet_client.init.origins import ACCELERATORS
 from ratchet_client.init.patching import Patching
@@ -70,6 +70,7 @@ def _epochs(patching: Patching, accelerator: str) -> None:
             )
         else:
             carried_variables.tell(patching, loop, f"{accelerator}.session.prepare")
+            progress_bars.tell(patching, loop, f"{accelerator}.session")
             loop.change(patching.source, accelerator)
 
 

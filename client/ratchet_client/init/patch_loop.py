@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from ratchet_client.init import carried_variables
+from ratchet_client.init import carried_variables, progress_bars
 from ratchet_client.init.epoch_loops import Function, Loop, Loops, bind
 from ratchet_client.init.origins import DDP
 from ratchet_client.init.patching import Patching
@@ -74,7 +74,7 @@ class _Change:
             self._leave(made, "the loop over epochs does not stand behind it in the same block, or one within")
         self._model(name, model, made, end)
         self._prepare(name, made, end, loop)
-        carried_variables.tell(self._patching, loop, f"{self._session}.prepare")
+        self._tell(loop)
         loop.change(self._source, self._session)
         for call in self._patching.calls(_DESTROY):
             if isinstance(self._source.statement(call), ast.Expr):
@@ -95,6 +95,14 @@ class _Change:
         for node, text in places:
             if node.lineno not in said:
                 self._patching.leave(node, text)
+
+        for loop in self._loops:
+            self._tell(loop)
+
+    def _tell(self, loop: Loop) -> None:
+        """What a resume does not go on with."""
+        carried_variables.tell(self._patching, loop, f"{self._session}.prepare")
+        progress_bars.tell(self._patching, loop, self._session)
 
     # --- what cannot be changed ----------------------------------------------------------------------------------------
 
@@ -308,7 +316,7 @@ class _Change:
         found: set[str] = set()
         function = self._source.scope(loop.node)
         call = None if function is self._source.scope(self._models[0]) else self._only_call(function)
-        for loader in loop.loaders:
+        for loader in [one.loader for one in loop.passes]:
             if call is not None and isinstance(function, Function) and isinstance(loader, ast.Name):
                 loader = bind(function, call).get(loader.id)
             found.add(loader.id if isinstance(loader, ast.Name) else "")
