@@ -36,6 +36,12 @@ _ADVICE: Final = {
     "optimizer": "",
     "model": "",
 }
+_FRAMEWORKS: Final = frozenset({"user:lightning", "user:trainer", "user:accelerate"})
+_OF_FRAMEWORK: Final = (
+    "what the framework keeps (its callbacks, logged values, counts) came back otherwise. Of a class of your own: its state_dict "
+    "must hold everything that it computes with, and load_state_dict must put all of it back. Else it is a defect of Ratchet's: "
+    "please report it with these lines"
+)
 _OUTSIDE: Final = (
     "data and generators are the same, so the steps computed with something that no checkpoint has: a variable of a module, a "
     "closure, a file, the clock, a generator of the code's own. Register it with the Session; or an operation without a fixed "
@@ -63,7 +69,10 @@ def differences(found: Comparison) -> list[Difference]:
 
 def advice(found: Sequence[Difference]) -> str | None:
     """What to do about the first of ``differences``; None where there is none."""
-    return (_ADVICE[_ORDER[_place_of(found[0].component)]] or _OUTSIDE) if found else None
+    if not found:
+        return None
+    component = found[0].component
+    return _OF_FRAMEWORK if component in _FRAMEWORKS else _ADVICE[_ORDER[_place_of(component)]] or _OUTSIDE
 
 
 def _place_of(component: str) -> int:

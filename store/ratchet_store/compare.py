@@ -302,7 +302,7 @@ def _path(root: JsonValue, pointer: str) -> tuple[str, ...]:
 
 def _short(value: JsonValue) -> str:
     text = "(absent)" if value is _MISSING else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def render(comparison: Comparison, *, limit: int = 10) -> str:

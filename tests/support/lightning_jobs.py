@@ -24,7 +24,7 @@ Kill: TypeAlias = tuple[str, int, int | None] | tuple[str, int, int | None, str]
 class LightningJob(Job):
     def __init__(self, home: Path, case: dict[str, Any], job_id: str, **spec: Any) -> None:
         spec = {"script": ["train.py", json.dumps(case)], "code": {"path": str(CODE)}, **spec}
-        super().__init__(home, {"checkpoint": {"every_steps": 3}, **spec}, CODE, job_id=job_id)
+        super().__init__(home, {"checkpoint": {"every_steps": 3, "keep_last": 100}, **spec}, CODE, job_id=job_id)
 
     def start_agent(self, paths: AttemptPaths) -> Program:
         command = [sys.executable, "-P", "-m", "ratchet_worker.agent", str(paths.launch_file)]
@@ -36,6 +36,11 @@ class LightningJob(Job):
         attempt = self.launch()
         attempt.wait(120)
         return attempt
+
+    def saved(self) -> dict[int, Path]:
+        """Committed checkpoints, by step."""
+        files = self.paths.checkpoints.glob("*/MANIFEST.json")
+        return {json.loads(manifest.read_bytes())["step"]: manifest.parent for manifest in files}
 
     def logged(self) -> dict[str, str]:
         """The last value of each name and step."""
@@ -76,6 +81,14 @@ def _unequal(kind: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[st
     return [f"{kind} {k}: {str(ours.get(k))[:200]} {str(theirs.get(k))[:200]}" for k in names]
 
 
+def _of_step(step: int, whole: Path, cut: Path, unlike: tuple[str, ...]) -> list[str]:
+    """What is other in the checkpoints of a step: tensors and, but for times, every value, and which tensors share memory."""
+    found = compare(whole, cut)
+    out = [f"tensor {one.name}" for one in found.different]
+    out += [f"state {'.'.join(one.path)} (rank {one.rank}): {one.a} {one.b}" for one in found.states]
+    return [f"step {step}, {text}" for text in out if not any(name in text for name in ("Timer", *unlike))]
+
+
 def difference(
     home: Path, case: dict[str, Any], kills: list[Kill], *, unlike: tuple[str, ...] = (), **spec: Any
 ) -> list[str]:
@@ -94,9 +107,11 @@ def difference(
         early = sum(kill[2] is None and "SIGTERM" not in kill for kill in kills)  # before anything was saved
         said = [attempt.report().sentence() for attempt in cut.attempts[1 + early :]]
         out = [sentence for sentence in said if sentence != "exact"]
-        found = compare(whole.newest(), cut.newest())
-        out += [f"tensor {one.name}" for one in found.different if "user:lightning/" not in one.name]
-        out += [f"state {one.pointer}" for one in found.states if "attributes" in one.pointer]
+        saved = whole.saved(), cut.saved()
+        for step in sorted(saved[0].keys() & saved[1].keys()):
+            # Which attributes of the module count as changed depends on the epoch that an attempt began with.
+            less = () if saved[0][step] == whole.newest() else ("state attributes.",)
+            out += _of_step(step, saved[0][step], saved[1][step], (*unlike, *less))
         out += [f"{k}: {v} {cut.end().get(k)}" for k, v in whole.end().items() if cut.end().get(k) != v]
         ours, theirs = whole.logged(), cut.logged()
         names = [k for k in ours.keys() | theirs.keys() if not k.startswith(unlike) or not unlike]

@@ -15,11 +15,12 @@ from rich.console import Console
 
 from ratchet_client.cli import output, submit, watch
 from ratchet_client.cli.common import steps, steps_words
+from ratchet_client.cli.compare import difference_lines
 from ratchet_client.cli.config import masked
 from ratchet_client.cli.figures import Snapshot, eta_words, facts, sparkline, speed_words, waiting_words
 from ratchet_client.cli.live import JobLines
 from ratchet_client.cli.streams import moment_of
-from ratchet_contract.api import HookView, JobView, PlanView
+from ratchet_contract.api import ComparisonView, HookView, JobView, PlanView
 from tests.support.scripted import JOB
 
 NOW = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
@@ -169,3 +170,20 @@ def test_a_strict_job_that_has_a_checkpoint_is_told_the_fork_that_other_code_tak
     told = watch._go_on(strict.model_copy(update={"last_checkpoint": "step-000000000020.a0001"}))
     fork = "ratchet fork job-000000000001 --set determinism=warn --set code.path='/my code'"
     assert told.endswith(f"as a new job: {fork}") and "--code" not in told
+
+
+@pytest.mark.parametrize(("different", "told"), [(1, None), (28, "all"), (90, "the first 50")])
+def test_a_comparison_says_how_to_see_all_differences(different: int, told: str | None) -> None:
+    one = {
+        "component": "user:lightning",
+        "name": "n",
+        "rank": 0,
+        "place": "lightning, score (rank 0)",
+        "detail": "1 against 2",
+    }
+    found = ComparisonView.model_validate(
+        {"job_id": "j", "checkpoint_id": "c", "with_job_id": "k", "with_checkpoint_id": "d", "identical": False, "step": 30,
+         "tensors": 4, "different": different, "differences": [one] * min(different, 50)}
+    )  # fmt: skip
+    hints = [line.strip() for line in difference_lines(found) if "--json" in line]
+    assert hints == ([] if told is None else [f"with --json: {told} of them"])

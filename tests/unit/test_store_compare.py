@@ -165,6 +165,14 @@ def test_differences_are_told_in_words_causes_first(tmp_path: Path) -> None:
     assert "order" in str(advice(found)) and "no checkpoint has" in str(advice(found[1:])) and advice([]) is None
 
 
+def test_what_a_framework_keeps_has_advice_of_its_own(tmp_path: Path) -> None:
+    def told(component: str) -> str:
+        a, b = (save(tmp_path / f"{component}-{n}", {}, {component: n}) for n in (1, 2))
+        return str(advice(differences(compare(a, b))))
+
+    assert told("user:mine").startswith("a registered object") and "framework" in told("user:lightning")
+
+
 @pytest.mark.parametrize(
     ("dtype", "a", "b", "values"),
     [

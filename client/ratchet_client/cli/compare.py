@@ -69,8 +69,9 @@ def difference_lines(found: ComparisonView) -> list[str]:
     for component, several in list(of.items())[:MOST_LINES]:
         more = f"; {len(several) - 1} more of {component}" if len(several) > 1 else ""
         out.append(f"  {several[0].place}: {several[0].detail}{more}")
-    if found.different > len(found.differences):
-        out.append(f"  ... and {found.different - len(found.differences)} more")
+    told, listed = len(out) - 1, len(found.differences)
+    if found.different > told:
+        out.append(f"  with --json: {'all' if listed == found.different else f'the first {listed}'} of them")
     return [*out, *([f"next: {found.advice}"] if found.advice else [])]
 
 

@@ -610,11 +610,11 @@ class _Progress:
             checkpoint = Additions.put(checkpoint, state["checkpoint"])
             call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
             call._call_callbacks_on_load_checkpoint(trainer, checkpoint)
-        # Lightning's load_state_dict of a SpikeDetection fails by a wrong name; its attributes are put back with the others'.
-        broken = [callback.state_key for callback in trainer.callbacks if isinstance(callback, SpikeDetection)]
-        whole = {key: value for key, value in state["callbacks"].items() if key not in broken}
-        call._call_callbacks_load_state_dict(trainer, {"callbacks": whole})
         for callback in trainer.callbacks:
+            # Not Lightning's call, which copies the state: callbacks and logged values share tensors, and do again.
+            # SpikeDetection's load_state_dict fails by a wrong name; its attributes are put back with the others'.
+            if callback.state_key in state["callbacks"] and not isinstance(callback, SpikeDetection):
+                callback.load_state_dict(state["callbacks"][callback.state_key])
             if isinstance(callback, StochasticWeightAveraging) and callback.n_averaged is not None:
                 callback.n_averaged.fill_(callback._init_n_averaged)
 
