@@ -35,13 +35,17 @@ def test_the_ladders_specs_are_what_init_makes(rung: str, tmp_path: Path, monkey
     assert done.stdout == (LADDER / rung / "train.yaml").read_text()
 
 
-def test_without_a_service_the_next_command_starts_one(tmp_path: Path) -> None:
+def test_without_a_service_the_next_commands_need_none(tmp_path: Path) -> None:
     (tmp_path / "fit.py").write_text("import torch\ntorch.save({}, 'a.pt')\n")
     cli = Cli(tmp_path / "nothing", tmp_path)
     said = cli("init", "-o", "my job.yaml", "fit.py").errors
-    assert said.splitlines()[-1] == (
-        "next: ratchet serve (in a terminal of its own), then: ratchet submit 'my job.yaml' --follow"
-    )
+    assert said.splitlines()[-2:] == [
+        "next: ratchet run 'my job.yaml'",
+        "or, with a service: ratchet serve (in a terminal of its own), then: ratchet submit 'my job.yaml' --follow",
+    ]
+    (tmp_path / "exact.py").write_text("from ratchet import Session\nwith Session() as s: ...\n")
+    exact = cli("init", "exact.py").errors
+    assert exact.splitlines()[-2] == "next: ratchet prove exact.yaml, then: ratchet run exact.yaml"
     both = cli("init", "--force", "--json", "--nproc-per-node", "3", "--standalone", "fit.py", "--lr", "1").data
     assert both["spec"]["world"]["ranks_per_node"] == 3 and both["spec"]["script"] == ["fit.py", "--lr", "1"]
     assert {note["code"] for note in both["found"]} >= {"unmanaged", "saves"} and "--standalone" in both["dropped"]

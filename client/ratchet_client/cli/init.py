@@ -97,7 +97,7 @@ def init(
         output.line(text.rstrip("\n"))
     _tell(made.notes, made.command)
     if not to_stdout:
-        _next(ctx, target)
+        _next(ctx, target, exact=made.way != "unmanaged")
 
 
 def _patch(words: list[str]) -> None:
@@ -121,8 +121,10 @@ def _patch(words: list[str]) -> None:
     for remark in made.remarks:
         output.note(f"{name}, line {remark.line}: {remark.text}")
     if made.whole:
-        output.note(f"next: ratchet init --patch {shlex.quote(name)} | patch -p0, then: ratchet init {shlex.join(words)}, and: "
-                    f"ratchet prove {shlex.quote(place.script.stem + '.yaml')}")  # fmt: skip
+        command = shlex.join(words) if made.starts_ranks else _with_ranks(words)
+        spec = shlex.quote(f"{place.script.stem}.yaml")
+        output.note(f"next: ratchet init --patch {shlex.quote(name)} | patch -p0, then: ratchet init {command}, then: "
+                    f"ratchet prove {spec}, then: ratchet run {command}")  # fmt: skip
     elif made.remarks:
         output.note("these places are left to you (docs/adoption.md)")
     else:
@@ -141,6 +143,12 @@ def _typed(words: list[str]) -> str:
         words if first.startswith(("python", "torchrun")) or "=" in words[0] or first == "env" else ["torchrun", *words]
     )
     return shlex.join(word for i, word in enumerate(whole) if not (word == "--" and i == 2 and whole is not words))
+
+
+def _with_ranks(words: list[str]) -> str:
+    """The command as one line, with the option for ranks where it is the script alone."""
+    bare = not words[0].startswith("-") and Path(words[0]).suffix == ".py"
+    return shlex.join(["torchrun", "--nproc-per-node", "2", *words] if bare else words)
 
 
 def _document(made: Proposal, target: Path | None) -> str:
@@ -163,8 +171,8 @@ def _tell(notes: list[Note], found: Command) -> None:
         output.note(f"not needed: {option}: {why}")
 
 
-def _next(ctx: typer.Context, target: Path) -> None:
-    """What a running service says of the spec, and the command to type next."""
+def _next(ctx: typer.Context, target: Path, *, exact: bool) -> None:
+    """What a running service says of the spec, and the command to type next. ``exact``: there is something to prove."""
     from ratchet_client.cli.submit import print_warnings
     from ratchet_client.errors import ServiceUnreachable
     from ratchet_client.spec_file import read_spec
@@ -176,7 +184,9 @@ def _next(ctx: typer.Context, target: Path) -> None:
         with open_client(ctx, retry_for=0) as client:
             plan = client.plan(read_spec(str(target)))
     except ServiceUnreachable:
-        output.note(f"next: ratchet serve (in a terminal of its own), then: {submit}")
+        prove = f"ratchet prove {shlex.quote(str(target))}, then: " if exact else ""
+        output.note(f"next: {prove}ratchet run {shlex.quote(str(target))}")
+        output.note(f"or, with a service: ratchet serve (in a terminal of its own), then: {submit}")
     except RatchetError as error:
         output.note(f"the service would refuse it: {error.detail}\nnext: mend {target}, then: {submit}")
     else:

@@ -19,11 +19,12 @@ _KINDS: Final = (patch_lightning.patch, patch_trainer.patch, patch_accelerate.pa
 
 @dataclass
 class Patch:
-    """``diff`` is empty where nothing is changed. ``known``: the script trains in a way that is known here. ``encoding``: the
-    script's, and the diff's."""
+    """``diff`` is empty where nothing is changed. ``known``: the script trains in a way that is known here. ``starts_ranks``: it
+    starts them itself, as Lightning does. ``encoding``: the script's, and the diff's."""
 
     diff: str
     known: bool
+    starts_ranks: bool
     encoding: str
     remarks: list[Remark] = field(default_factory=list)
 
@@ -50,7 +51,7 @@ def patch_of(script: Path, name: str) -> Patch:
     known = [kind(patching) for kind in _KINDS]
     changed = _without_unused_imports(text, patching.source.changed())
     remarks = sorted(set(patching.remarks), key=lambda remark: (remark.line, remark.text))
-    return Patch(unified_diff(text, changed, name), any(known), encoding, remarks)
+    return Patch(unified_diff(text, changed, name), any(known), known[0], encoding, remarks)
 
 
 def _without_unused_imports(old: str, new: str) -> str:
