@@ -51,6 +51,8 @@ def act(step, rank):
         if (when, who, at) != (start, rank, step):
             continue
         if what == "fill":
+            while not [*Path("ratchet-checkpoints/checkpoints").glob("step-*05.*/MANIFEST.json")]:
+                time.sleep(0.01)
             ballast = os.open("ratchet-checkpoints/ballast", os.O_CREAT | os.O_WRONLY)
             try:
                 while True:

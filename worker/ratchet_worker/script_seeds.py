@@ -7,6 +7,7 @@ since more has become of it than what packages draw while they are imported.
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any, Final
 
@@ -20,7 +21,20 @@ _TORCH: Final = torch.get_rng_state()
 _OWN_SEED: Final = torch.initial_seed()
 _GIVEN: Final = 2**32
 """A seed below it was given before this module was imported: the process's own is a random one of 53 bits or more."""
-_RANDOM: Final = random.getstate()
+
+
+class _OwnRandom:
+    """``random`` as nobody has seeded it. Python seeds it anew in a forked process."""
+
+    def __init__(self) -> None:
+        self.take()
+        os.register_at_fork(after_in_child=self.take)
+
+    def take(self) -> None:
+        self.state = random.getstate()
+
+
+_RANDOM: Final = _OwnRandom()
 
 
 class ScriptSeeds:
@@ -30,7 +44,7 @@ class ScriptSeeds:
     def __init__(self) -> None:
         self.drawn: list[str] = []
         self._torch = {_OWN_SEED} if _OWN_SEED >= _GIVEN else set[int]()
-        self._random, self._random_is_own = _RANDOM, False
+        self._random, self._random_is_own = _RANDOM.state, False
         self._first = True
 
     def seed_others(self, seed: int, rank: int) -> list[str]:
