@@ -1,8 +1,8 @@
 """A stand-in for a rank that loads data with workers: ``python -m tests.support.data_rank MODE``.
 
 ``finish``: prints "starting", starts its workers, prints their process ids, goes through one epoch while SIGTERM only sets a
-flag, and prints the samples and how many signals it saw. ``stop``: exits in the middle of an epoch while workers are busy for
-an hour. ``wait``: prints the process ids and sleeps until it is killed.
+flag, prints the samples and how many signals it saw, and reads a line before it ends. ``stop``: exits in the middle of an epoch
+while workers are busy for an hour. ``wait``: prints the process ids and sleeps until it is killed.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def main(mode: str) -> None:
         say(event="done", samples=samples, signals=len(seen))
         loader.close()
         say(event="closed", left=[p.pid for p in multiprocessing.active_children()])
+        sys.stdin.readline()  # until no more signals come: an exiting interpreter has the system's handlers again
         return
     loader._fetch()  # starts the workers and their reading ahead, without waiting for a batch that takes an hour
     say(event="workers", pids=[p.pid for p in multiprocessing.active_children()])

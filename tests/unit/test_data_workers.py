@@ -28,7 +28,7 @@ def rank(mode: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[str], dic
     """A process group of its own, and a function that waits for the line of one event."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore:This DataLoader will create:UserWarning", "-m", "tests.support.data_rank", mode],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
 
@@ -83,6 +83,9 @@ def test_signals_to_the_whole_group_neither_kill_workers_nor_get_lost() -> None:
         finally:
             enough.set()
             sender.join()
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
         assert len(pids) == 2
         assert done["samples"] == epoch_order(40, 3, 0).tolist()
         assert done["signals"] > 0
