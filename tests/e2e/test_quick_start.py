@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.support.docs import ROOT, Block, blocks
+from tests.support.import_hooks import after_import
 from tests.support.server import Server, wait_for
 from tests.support.shell import Ended, Shell, commands
 
@@ -27,25 +28,10 @@ _VENV = """#!/bin/sh
 if [ "$1 $2" = "-m venv" ]; then cd "{root}" && exec "{python}" -m tests.support.installed "$3" service,worker; fi
 exec "{python}" "$@"
 """
-_UNHURRIED = """
-# The training that commands are typed beside, and whose end nobody waits for, leaves them the cores.
-import importlib.util, sys, time
-
-class Finder:
-    def find_spec(self, name, path, target=None):
-        if name != "torch.optim.optimizer":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-        def exec_module(module):
-            load(module)
-            module.register_optimizer_step_post_hook(lambda *_: time.sleep(0.02))
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, Finder())
-"""
+_UNHURRIED = after_import(
+    "torch.optim.optimizer", "module.register_optimizer_step_post_hook(lambda *_: time.sleep(0.02))"
+)
+"""The training that commands are typed beside, and whose end nobody waits for, leaves them the cores."""
 
 
 class Reader:

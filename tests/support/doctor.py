@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.cli import Cli, Result
+from tests.support.import_hooks import after_import
 
 NO_PYTHON = "/bin/false"
 """An interpreter that answers nothing, at once: for tests that are not about torch. The doctor then ends with 8."""
@@ -22,30 +23,18 @@ NOTHING_TESTED = "from ratchet_hooks import torch_versions\ntorch_versions.TESTE
 """Of the module sitecustomize: no test of Ratchet runs on the torch that is there."""
 BROKEN_TORCH = 'raise OSError("libtorch_cpu.so: cannot open shared object file")\n'
 
-FORGETS_RESIDUALS = """
-# In rank 1 of a job: what PowerSGD has put off until later is forgotten when a checkpoint is restored.
-import importlib.util, os, sys
-
-class Finder:
-    def find_spec(self, name, path, target=None):
-        if name != "ratchet_hooks.powersgd":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-        def exec_module(module):
-            load(module)
-            restore = module.restore
-            def forgetful(state, tensors, *rest):
-                lost = os.environ["RANK"] == "1"  # looked up here: a rank may be forked from where this was imported
-                kept = {k: t * 0 if lost and k.startswith("residual/") else t for k, t in tensors.items()}
-                return restore(state, kept, *rest)
-            module.restore = forgetful
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, Finder())
-"""
+FORGETS_RESIDUALS = after_import(
+    "ratchet_hooks.powersgd",
+    """
+restore = module.restore
+def forgetful(state, tensors, *rest):
+    lost = os.environ["RANK"] == "1"  # looked up here: a rank may be forked from where this was imported
+    kept = {k: t * 0 if lost and k.startswith("residual/") else t for k, t in tensors.items()}
+    return restore(state, kept, *rest)
+module.restore = forgetful
+""",
+)
+"""In rank 1 of a job: what PowerSGD has put off until later is forgotten when a checkpoint is restored."""
 
 
 class Doctor:

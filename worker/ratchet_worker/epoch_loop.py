@@ -44,9 +44,8 @@ class EpochLoop:
         self.loader: Any = None  # the DataLoader itself
         self._data: SamplerPosition | StreamPosition | None = None
         self._passes: Callable[[EpochLoop], Pass] = Pass
-        self._pass: ref[Pass] | None = (
-            None  # the first one over the loader in this epoch; a loop that is left lets go of it
-        )
+        # The first one over the loader in this epoch. A loop that is left lets go of it.
+        self._pass: ref[Pass] | None = None
         self._restored: tuple[dict[str, Any], dict[str, Any]] | None = None  # generators, and what steers
         self._looked = set[tuple[CodeType, int] | None]()  # at loops over the loader
         self._asked = False  # for epochs

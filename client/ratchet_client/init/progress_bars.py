@@ -1,4 +1,4 @@
-"""Counts around the loader that a resume within an epoch begins anew, and names of the loader that are made too early."""
+"""Counts around the loader that start over after a resume within an epoch, and names of the loader that are made too early."""
 
 from __future__ import annotations
 
