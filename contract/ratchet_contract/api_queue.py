@@ -35,8 +35,4 @@ class QueuedView(View):
 class QueueView(Page[QueuedView]):
     """A page of the queue. Positions shift while pages are read, as jobs start and come."""
 
-    waiting: int | None = Field(
-        None,
-        description="Jobs in the queue in all, without those that a back-off holds. A service always tells; null stands in a "
-        "client for the answer of an older one that did not.",
-    )
+    waiting: int = Field(description="Jobs in the queue in all, without those that a back-off holds.")

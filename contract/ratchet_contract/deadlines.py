@@ -42,7 +42,7 @@ SETTLED_SECONDS: Final = 3600.0
 class Pace(BaseModel):
     """What attempts of a job have shown. Each figure is the longest that was seen and turned out to be no hang."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     startup: float | None = Field(
         None, ge=0, allow_inf_nan=False, description="From the ranks' start to the first step."

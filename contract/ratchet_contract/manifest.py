@@ -3,11 +3,8 @@
 Tensor names are ``shared/<name>`` (equal on all ranks, cut into slices over them) or ``rank/<r>/<name>`` (private).
 A rank file is a safetensors file; its ``__metadata__["state"]`` holds that rank's JSON state. Its bytes are cut into blocks, each
 with an XXH3-128 digest, so that a reader verifies what it reads and needs to read no more; the manifest's own digest is SHA-256
-over its canonical JSON without the ``digest`` field, in every format version: so a damaged version number is told from a newer
+over its canonical JSON without the ``digest`` field, in every format version: so a damaged version number is told from another
 format.
-
-Format 1 had one XXH3-128 over all bytes of a file (``FileEntry.xxh3_128``) and one over all shared tensors (``shared_digest``).
-It is still read.
 """
 
 from __future__ import annotations
@@ -44,20 +41,10 @@ class FileEntry(_Model):
     name: str
     rank: int
     size: int = Field(ge=0)
-    block_size: int | None = Field(
-        None, ge=MIN_BLOCK, description="Bytes of every block but the last, which may be shorter; since format 2."
-    )
+    block_size: int = Field(ge=MIN_BLOCK, description="Bytes of every block but the last, which may be shorter.")
     blocks: list[str] = Field(
         [], description="XXH3-128, in hex, of each block; every byte of the file lies in exactly one, its header's too."
     )
-    xxh3_128: str | None = Field(None, description="Format 1: XXH3-128 of all bytes of the file, in hex.")
-
-    @property
-    def digests(self) -> tuple[int, list[str]]:
-        """Block size in bytes, and a digest per block; a file of format 1 is one block."""
-        if self.block_size is not None:
-            return self.block_size, self.blocks
-        return max(self.size, 1), [self.xxh3_128 or ""]
 
 
 class TensorEntry(_Model):
@@ -98,12 +85,9 @@ class Manifest(_Model):
     code_digest: str | None = None
     data_digest: str | None = None
     replicas: Literal["equal", "subgroup", "rank"]
-    shared_digest: str | None = Field(
-        None, description="Format 1: XXH3-128 of every shared tensor's bytes; all ranks reported the same."
-    )
     shared_digests: list[str] = Field(
         [],
-        description="Since format 2: the shared tensors' bytes in as many parts, cut as plan_slices cuts them. Of each part the "
+        description="The shared tensors' bytes in as many parts, cut as plan_slices cuts them. Of each part the "
         "XXH3-128, in hex, of the text that the XXH3-128 in hex of its slices make one after the other, of what the rank that "
         "writes the part has; other ranks agreed as far as they compared.",
     )
@@ -253,10 +237,10 @@ def open_manifest(raw: bytes) -> Manifest:
     if digest != data.get("digest"):
         raise CheckpointError("manifest does not match its own digest: it was altered or torn")
     version = data.get("format_version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
+    if version != FORMAT_VERSION or isinstance(version, bool):
         raise CheckpointError(
-            f"manifest has format version {version!r}, this Ratchet reads up to {FORMAT_VERSION}: upgrade Ratchet",
-            code="checkpoint-newer",
+            f"manifest has format version {version!r}, this Ratchet reads {FORMAT_VERSION}: use the version that wrote it",
+            code="checkpoint-format",
         )
     try:
         return Manifest.model_validate(data)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field
 
 from ratchet_contract.deadlines import Deadlines, Pace, deadlines
 from ratchet_contract.phases import AttemptPhase, Cause, Desired
-from ratchet_contract.plural import counted
 from ratchet_contract.resume import Base, ResumeReport, Segment, StepDifference
 from ratchet_contract.spec import JobSpec, Resolved
 from ratchet_contract.spec_trial import FaultSpec
@@ -32,38 +31,10 @@ def node_that_speaks(rank: int) -> int | None:
 
 
 class Message(BaseModel):
-    """Unknown keys are refused; NaN and infinities travel as the strings "NaN", "Infinity", "-Infinity"."""
+    """Unknown keys are ignored, so that a new key needs no new ``PROTOCOL_VERSION``; those of a specification are refused.
+    NaN and infinities travel as the strings "NaN", "Infinity", "-Infinity"."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
-
-
-class Grown(Message):
-    """One that got keys since the protocol's number was last raised. They are left out where they are at their defaults, so that
-    who does not know them yet can read it; a dotted name is a key further down. A default that changes its meaning needs a
-    new number: the other side has its own."""
-
-    LATER: ClassVar[tuple[str, ...]] = ()
-
-    def without_what_is_new(self) -> Self:
-        """With its own new keys at their defaults, for one who knows none of them."""
-        fields, own = type(self).model_fields, [name for name in self.LATER if "." not in name]
-        return self.model_copy(update={name: fields[name].get_default(call_default_factory=True) for name in own})
-
-    @model_serializer(mode="wrap")
-    def _write(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        data: dict[str, Any] = write(self)
-        for name in self.LATER:
-            *path, key = name.split(".")
-            model: Any = self
-            place = data
-            for part in path:  # what the caller leaves out is not there
-                model, place = getattr(model, part), place.get(part) or {}
-            if key not in place:
-                continue
-            field = type(model).model_fields[key]
-            if getattr(model, key) == field.get_default(call_default_factory=True):
-                del place[key]
-        return data
+    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
 
 
 class ServiceFile(Message):
@@ -95,14 +66,9 @@ class ForkSource(Message):
     )
 
 
-class LaunchFile(Grown):
+class LaunchFile(Message):
     """Everything the agent and the ranks need to know: no value of ``secrets``, but of what ``secret_env`` names."""
 
-    LATER: ClassVar[tuple[str, ...]] = (
-        "pace", "service_ca", "log_bytes", "spec.secret_env", "spec.resources.open_files", "spec.policy.preemptible",
-        "spec.policy.exit_codes", "spec.policy.startup_deadline", "spec.policy.step_deadline", "spec.checkpoint.first",
-        "spec.trial", "spec.checkpoint.ignore", "spec.ttl_outputs", "spec.code.include", "fork.adopted",
-    )  # fmt: skip
     protocol: int = PROTOCOL_VERSION
     job_id: str
     epoch: int
@@ -178,17 +144,14 @@ class AgentFile(Message):
     """``agent.json``: who holds the lock. ``start_time`` is field 22 of /proc/<pid>/stat, in clock ticks since boot. Every
     version has these keys, whatever its protocol: by them an agent of another one is found and asked to stop."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
     pid: int
     start_time: int
     host: str
 
 
-class Control(Grown):
+class Control(Message):
     """``control.json``: the newest wish. Level-triggered; ``checkpoint_request`` grows by one for each "save now"."""
 
-    LATER: ClassVar[tuple[str, ...]] = ("peer_cause",)
     desired: Desired = Desired.RUN
     cause: Cause | None = Field(
         None, description="The cause a stop will have: api-suspend, api-cancel, api-preempt, sigterm ..."
@@ -264,14 +227,6 @@ class RedoneSteps(Message):
     equal: int
     first_difference: StepDifference | None = None
     reason: str | None = None
-
-    def as_note(self) -> Note:
-        """For a service that does not know this kind."""
-        text = f"{self.equal} of {counted(self.steps, 'redone step')} gave the same"
-        if self.first_difference is not None:
-            text = self.first_difference.sentence()
-        data = self.model_dump(mode="json", exclude={"kind", "rank", "at"})
-        return Note(rank=self.rank, at=self.at, type=self.kind, message=text, data=data)
 
 
 class HookState(Message):
@@ -374,10 +329,9 @@ class RankEnd(Message):
     result: RankResult | None = None
 
 
-class AttemptResult(Grown):
+class AttemptResult(Message):
     """``result.json``: the truth about how an attempt ended on this node."""
 
-    LATER: ClassVar[tuple[str, ...]] = ("pace", "stop_at")
     protocol: int = PROTOCOL_VERSION
     job_id: str
     epoch: int

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from ratchet_contract.code_tree import DIGEST
 from ratchet_contract.environment import RESERVED_NAMES, RESERVED_PREFIXES
@@ -384,7 +384,9 @@ class JobSpec(SpecModel):
 class Resolved(SpecModel):
     """Every ``auto`` of a spec, resolved once per job at submission and the same for all its attempts; only a change of the
     number of ranks decides ``threads_per_rank`` again. ``python`` is what was looked at then: where the spec names none, each
-    attempt has that of its agents."""
+    attempt has that of its agents. In launch files unknown keys are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     device: Literal["cpu", "cuda"]
     backend: Literal["gloo", "nccl"]

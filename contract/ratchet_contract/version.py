@@ -12,11 +12,7 @@ PROTOCOL_VERSION: Final = 1
 agent save and end. What it needs for that is the same under every number: ``agent.lock``, the keys of ``agent.json``, SIGTERM,
 ``base.json``, the fence, the counters; of ``launch.json`` and ``result.json`` the key ``protocol``; and the manifests, which have
 a version of their own."""
-PROTOCOL_GROWTH: Final = 3
-"""How often messages, and what clients send by themselves, got keys or kinds since then (``messages.Grown``, ``RedoneSteps``,
-``code.git`` of a spec). An agent or a client sends them to a service that says it has grown as far."""
 PROTOCOL_HEADER: Final = "Ratchet-Protocol"
-GROWTH_HEADER: Final = "Ratchet-Protocol-Growth"
 """In every answer of the service, so that a client knows a service of another version, and what is none."""
 REPORT_AFTER_HEADER: Final = "Ratchet-Report-After"
 """In the answer to a report, where the service has much to do: seconds (with a fraction) until the agent's next one, if that has

@@ -17,27 +17,17 @@ STATE_VERSION = 2
 _APART = "these states are not of one checkpoint"
 
 
-def _to_2(data: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 knew no wrappers."""
-    return {**data, "version": 2, "wrapper": None}
-
-
-_MIGRATIONS = {1: _to_2}  # version -> what makes the next one of it
-
-
 def check_data(recorded: JsonValue, spec: HookSpec) -> dict[str, Any]:
-    """The JSON part of a recorded state in the present version. Raises ``HookStateError`` where it is malformed, newer than this
-    code, or of another hook than ``spec``."""
+    """The JSON part of a recorded state. Raises ``HookStateError`` where it is malformed, of another version than
+    ``STATE_VERSION``, or of another hook than ``spec``."""
     version = recorded.get("version") if isinstance(recorded, dict) else None
     if not isinstance(recorded, dict) or type(version) is not int or version < 1:
         raise HookStateError("version", "not a recorded hook state")
-    if version > STATE_VERSION:
+    if version != STATE_VERSION:
         raise HookStateError(
-            "version", f"recorded in format {version}; this version of ratchet_hooks reads up to {STATE_VERSION}"
+            "version", f"recorded in format {version}; this version of ratchet_hooks reads format {STATE_VERSION}"
         )
     data: dict[str, Any] = dict(recorded)
-    while data["version"] < STATE_VERSION:
-        data = _MIGRATIONS[data["version"]](data)
     for key, asked in (("hook", spec.name), ("wrapper", spec.wrapper)):
         if data.get(key) != asked:
             raise HookStateError(key, f"recorded under {data.get(key)!r}, but the {key} asked for is {asked!r}")

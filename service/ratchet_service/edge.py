@@ -21,15 +21,12 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ratchet_contract.errors import FieldProblem, RatchetError
-from ratchet_contract.version import GROWTH_HEADER, PROTOCOL_GROWTH, PROTOCOL_HEADER, PROTOCOL_VERSION
+from ratchet_contract.version import PROTOCOL_HEADER, PROTOCOL_VERSION
 from ratchet_service import disk, log_format, problems
 from ratchet_service.instruments import Instruments
 
 log = logging.getLogger("ratchet.service")
-_PROTOCOL: Final = (
-    (PROTOCOL_HEADER.lower().encode(), str(PROTOCOL_VERSION).encode()),
-    (GROWTH_HEADER.lower().encode(), str(PROTOCOL_GROWTH).encode()),
-)
+_PROTOCOL: Final = (PROTOCOL_HEADER.lower().encode(), str(PROTOCOL_VERSION).encode())
 REQUEST_ID: Final = b"x-request-id"
 _GIVEN_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _LEFT: Final = 499
@@ -163,7 +160,7 @@ class Edge:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", []), *_PROTOCOL, named]
+                message["headers"] = [*message.get("headers", []), _PROTOCOL, named]
                 self._instruments.observe(_method(scope), _route(scope), status, time.monotonic() - begin)
             await send(message)
 

@@ -74,13 +74,13 @@ def opened(directory: Path, file: FileEntry) -> Iterator[int]:
 
 def overlapping(file: FileEntry, ranges: Iterable[tuple[int, int]]) -> list[int]:
     """Numbers of the blocks that hold any of the bytes ``begin <= i < end``, ascending."""
-    size, _ = file.digests
+    size = file.block_size
     return sorted({n for begin, end in ranges if begin < end for n in range(begin // size, (end - 1) // size + 1)})
 
 
 def every(file: FileEntry) -> range:
     """Numbers of all blocks of a file."""
-    return range(len(file.digests[1]))
+    return range(len(file.blocks))
 
 
 def damaged(
@@ -143,7 +143,7 @@ class _Reading:
             self._progress(count)
 
     def _read(self, number: int, scratch: memoryview, given_up: GivenUp) -> Block | None:
-        size, digests = self._file.digests
+        size, digests = self._file.block_size, self._file.blocks
         begin, end = number * size, min((number + 1) * size, self._file.size)
         hasher = xxhash.xxh3_128()
         for first in range(begin, end, CHUNK):
@@ -203,6 +203,6 @@ def _fill(fd: int, offset: int, end: int, parts: list[memoryview]) -> None:
 
 def _advise(fd: int, file: FileEntry, blocks: Sequence[int]) -> None:
     """Where the whole file is read, front to back, the system may read far ahead. A hint."""
-    if len(blocks) == len(file.digests[1]) and hasattr(os, "posix_fadvise"):
+    if len(blocks) == len(file.blocks) and hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -233,7 +233,7 @@ class _Download:
 
     def _try(self, part: _Part) -> str:
         """Fill the blocks of a part; what is wrong with them, or an empty text."""
-        block, digests = part.entry.digests
+        block, digests = part.entry.block_size, part.entry.blocks
         name, path = f"{self._folder}/{part.entry.name}", self._place / part.entry.name
         begin, end = part.first * block, min(part.last * block, part.entry.size)
         hasher, position = xxhash.xxh3_128(), begin
@@ -257,7 +257,7 @@ class _Download:
 
 
 def _parts(entry: FileEntry) -> list[_Part]:
-    block, digests = entry.digests
+    block, digests = entry.block_size, entry.blocks
     many = max(1, _RANGE // block)
     return [_Part(entry, first, min(first + many, len(digests))) for first in range(0, len(digests), many)]
 

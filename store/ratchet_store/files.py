@@ -4,7 +4,7 @@ Codes of the ``CheckpointError`` raised in this package:
 
 ``checkpoint-damaged``      the bytes on disk are not those that were committed: quarantine, fall back
 ``checkpoint-missing``      no manifest: never committed, or deleted
-``checkpoint-newer``        written by a newer Ratchet: upgrade; never fall back
+``checkpoint-format``       written in another format: use the version that wrote it; never fall back
 ``checkpoint-unreadable``   the system would not give the bytes (EIO, EACCES ...): nothing is proved; never fall back
 ``checkpoint-not-written``  the save failed (no space, EIO ...): older checkpoints are untouched
 ``checkpoint-exists``       another manifest is already there
@@ -28,7 +28,7 @@ from ratchet_contract.errors import CheckpointError
 TMP_SUFFIX: Final = ".tmp"
 DAMAGED: Final = "checkpoint-damaged"
 MISSING: Final = "checkpoint-missing"
-NEWER: Final = "checkpoint-newer"
+FORMAT: Final = "checkpoint-format"
 UNREADABLE: Final = "checkpoint-unreadable"
 NOT_WRITTEN: Final = "checkpoint-not-written"
 EXISTS: Final = "checkpoint-exists"

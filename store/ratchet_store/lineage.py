@@ -45,8 +45,8 @@ def find_base(
     Damaged ones on the way are moved to ``quarantine`` and reported (None: raised), those without a manifest or outside the
     lineage passed over.
     ``root`` is what the oldest segment started from (``Base()`` for scratch, or a fork's base); None accepts any parent there.
-    Raises ``CheckpointError`` where an older one must not silently take its place: a newer format version
-    (``checkpoint-newer``), files that the system does not give out or a quarantine that fails (``checkpoint-unreadable``).
+    Raises ``CheckpointError`` where an older one must not silently take its place: another format version
+    (``checkpoint-format``), files that the system does not give out or a quarantine that fails (``checkpoint-unreadable``).
     """
     moved: list[Quarantine] = []
     for step, epoch, directory in checkpoint_dirs(checkpoints):

@@ -256,7 +256,7 @@ def _is_orphan(names: dict[str, int]) -> bool:
 
 def _verified(path: Path, entry: FileEntry, interrupted: Callable[[], None]) -> Iterator[bytes]:
     """The bytes of a rank file, each block compared with its digest before its last part is given on."""
-    block, digests = entry.digests
+    block, digests = entry.block_size, entry.blocks
     try:
         fd = open_regular(path)
     except OSError as error:

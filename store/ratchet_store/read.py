@@ -158,7 +158,7 @@ def _read_file(
         blocks = every(file) if whole else overlapping(file, ranges)
         for block in damaged(fd, file, regions, blocks, progress, threads=threads, first=True):
             raise CheckpointError(str(block), code=DAMAGED)
-        size, _ = file.digests
+        size = file.block_size
         return _check_header(header, file, entries), sum(min(size, file.size - n * size) for n in blocks)
 
 

@@ -33,7 +33,7 @@ def open_job(uri: str, job_id: str, patience: Patience = Patience()) -> RemoteCh
 
 def digest_of(entry: FileEntry) -> str:
     """One digest of a rank file out of those of its blocks: XXH3-128 of their list."""
-    size, blocks = entry.digests
+    size, blocks = entry.block_size, entry.blocks
     return xxhash.xxh3_128_hexdigest(f"{entry.size}/{size}/{','.join(blocks)}".encode())
 
 

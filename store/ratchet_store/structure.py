@@ -78,13 +78,9 @@ def file_order(entries: list[TensorEntry]) -> list[TensorEntry]:
 
 
 def _check_digests(manifest: Manifest, file: FileEntry) -> None:
-    """A digest for every byte: one per block; in format 1 one for the file."""
-    size, digests = file.digests
-    if manifest.format_version == 1:
-        sound = file.block_size is None and not file.blocks and file.xxh3_128 is not None
-    else:
-        sound = file.block_size is not None and file.xxh3_128 is None and len(digests) == -(-file.size // size)
-    if not sound or not all(_DIGEST.fullmatch(digest) for digest in digests):
+    """A digest for every byte: one per block."""
+    count = -(-file.size // file.block_size)
+    if len(file.blocks) != count or not all(_DIGEST.fullmatch(digest) for digest in file.blocks):
         raise CheckpointError(f"the digests of {file.name!r} are not one for each of its blocks")
 
 

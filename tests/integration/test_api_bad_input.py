@@ -260,7 +260,6 @@ REPORTS: list[tuple[str, dict[str, Any], str | None, int, str]] = [
     ("other-job", {"job_id": "job-000000000000"}, f"Bearer {TOKEN}", 404, "attempt-not-found"),
     ("protocol", {"protocol": 2}, f"Bearer {TOKEN}", 400, "protocol-mismatch"),
     ("protocol-and-key", {"protocol": 2, "x": 1, "phase": "?"}, f"Bearer {TOKEN}", 400, "protocol-mismatch"),
-    ("unknown-key", {"x": 1}, f"Bearer {TOKEN}", 422, "invalid-body"),
     ("rank", {"batches": [{"rank": 7, "from_seq": 1, "messages": [message("progress", step=1)]}]},
      f"Bearer {TOKEN}", 422, "invalid-report"),
     ("negative-rank", {"batches": [{"rank": -1, "from_seq": 1, "messages": [message("progress", step=1)]}]},

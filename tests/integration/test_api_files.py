@@ -487,9 +487,6 @@ def test_a_deletion_that_a_crash_cut_short_is_finished_without_the_outputs(
     assert deletion.sweep_deleted(outputs.api.database, homes) == [outputs.id]
     assert sorted(p.name for p in outputs.paths.root.iterdir()) == ["KEPT", "work"]
     assert (outputs.work / "runs" / "log.txt").exists()
-    (outputs.paths.root / deletion.MARK).write_text("")  # of a service from before there were outputs
-    assert deletion.sweep_deleted(outputs.api.database, homes) == [outputs.id]
-    assert (outputs.work / "runs" / "log.txt").exists() and outputs.paths.kept_file.exists()
 
 
 def test_who_may_read_a_job_may_read_its_files_and_its_owner_alone_may_remove_them(team: Team, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from ratchet_client import upload
 from ratchet_client.client import RatchetClient
 from ratchet_contract.git_facts import GitFacts
 from ratchet_contract.messages import LaunchFile
@@ -115,7 +114,7 @@ def test_an_agent_of_an_earlier_version_can_read_the_launch(tmp_path: Path) -> N
     assert GitFacts.model_validate_json(paths.git_file.read_text()) == TOLD
 
 
-def test_a_client_sends_the_commit_to_a_service_that_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_sends_the_commit_with_the_code(tmp_path: Path) -> None:
     project = tmp_path / "project"
     make_project(project)
     for command in (
@@ -135,5 +134,3 @@ def test_a_client_sends_the_commit_to_a_service_that_knows_it(tmp_path: Path, mo
     with Server(create_app(settings, ports)) as url, RatchetClient(url) as client:
         sent, here = (client.submit(mine, upload=upload_).view.spec["code"]["git"] for upload_ in (True, False))
         assert sent == here and sent["changed"] == 0 and len(sent["commit"]) == 40
-        monkeypatch.setattr(upload, "_GIT_GROWTH", 99)  # as if the service were of a version without the key
-        assert client.submit(mine, upload=True).view.spec["code"]["git"] is None

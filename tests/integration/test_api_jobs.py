@@ -225,7 +225,7 @@ def test_a_deletion_that_a_crash_interrupted_is_finished(api: Api) -> None:
     for job_id in (there, gone):
         root = api.settings.paths.job(job_id).root
         (root / "checkpoints").mkdir(parents=True)
-        (root / MARK).write_text("")
+        (root / MARK).write_text("{}")
     assert sweep_deleted(api.database, api.settings.paths) == [gone]
     assert not api.settings.paths.job(gone).root.exists()
     assert api.settings.paths.job(there).checkpoints.is_dir()

@@ -100,7 +100,8 @@ def test_a_result_of_another_protocol_is_understood_as_far_as_it_goes(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"weather": "fine"}, {"protocol": 99, "weather": "fine", "epoch": 2}, {"protocol": None}]
+    "changes",
+    [{"cause": "melted"}, {"epoch": 2}, {"protocol": 99, "cause": "melted", "epoch": 2}, {"protocol": None}],
 )
 def test_what_is_no_result_of_this_attempt_is_none(ref: AttemptRef, changes: dict[str, Any]) -> None:
     written(ref, "why")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ratchet_contract.loop_variables import carried_by, only_shown
 from ratchet_worker import loop_variables
 
 CARRIED = {
@@ -22,6 +23,9 @@ CARRIED = {
     "a, b = b, a": ["a", "b"],
     "f = [a + y for y in x]; a = f": ["a"],
     "del a; use(a); a = x; a += b; b = 1": ["b"],
+    "if (wait := wait + 1) > 5:\n  stop()": ["wait"],
+    "while (left := left - 1) > 0:\n  use(x)": ["left"],
+    "with timed(n := n + 1):\n  use(x)": ["n"],
 }
 NOT = [
     "total = 0\nfor y in x:\n  total += y\nprint(total)",
@@ -39,11 +43,41 @@ NOT = [
 ]
 
 
-def carried(body: str) -> list[str]:
+SHOWN = {
+    "total += x; n += 1\nif i % 10 == 0:\n  print(f'{total / n:.3f}'); total = n = 0": ["n", "total"],
+    "seen += 1; bar.set_postfix(seen=seen)": ["seen"],
+    "mean = 0.9 * mean + x; log.info('%s', mean)": ["mean"],
+    "seen += 1; print(seen, file=out)": [],
+    "seen += 1\nif seen > 3:\n  stop()": [],
+    "seen += 1; lr = f(seen); print(lr)": [],
+    "seen += 1; kept.append(seen)": [],
+    "best = max(best, x); print(best)": ["best"],
+    "best = save_if_better(model, best); print(best)": [],
+    "lr *= 0.95; print(f'{train(model, lr):.4f}')": [],
+    "best = max(best, x); bar.set_postfix(lr=scheduler.step(best))": [],
+    "total += x; print(total.item(), '{}'.format(total), max(total, 1))": ["total"],
+    "global best\nbest = max(best, x); print(best)": [],
+}
+
+
+def loop_of(body: str) -> ast.For:
     lines = "\n".join(f"  {line}" for line in body.splitlines())
     loop = ast.parse(f"for i, x in steps:\n{lines}").body[0]
     assert isinstance(loop, ast.For)
-    return loop_variables._carried_by(loop)
+    return loop
+
+
+def carried(body: str) -> list[str]:
+    return sorted(carried_by(loop_of(body)))
+
+
+@pytest.mark.parametrize("body", SHOWN)
+def test_what_is_only_printed_is_told_apart(body: str) -> None:
+    loop = loop_of(body)
+    names = carried_by(loop)
+    assert sorted(only_shown(ast.Module([loop], []), names)) == SHOWN[body]
+    after = ast.parse("save(total, n, seen, mean, best)").body
+    assert only_shown(ast.Module([loop, *after], []), names) == set(), "what comes after the loop depends on them"
 
 
 @pytest.mark.parametrize("body", CARRIED)

@@ -250,17 +250,6 @@ def test_the_digest_follows_what_changes_the_result_and_nothing_else() -> None:
     assert parse_spec(spec(hook="fp16_compress")).digest() != base
 
 
-def test_specs_from_before_code_could_be_sent_keep_their_digest() -> None:
-    """Digests that the version before gave."""
-
-    def digest(**code: str) -> str:
-        return parse_spec({"name": "old", "script": ["train.py"], "code": {"path": "/project", **code}}).digest()
-
-    assert digest() == "cb4b5e656af9c558bc9d6ccb7e3938517bf8cba366d37fcef1c83a65aaa90373"
-    assert digest(source="nodes") == "283728611177213f2b6a97d9603eed444d988ff22f9c2dd9a8cdf878e46a371d"
-    assert len({digest(), digest(digest="a" * 64), digest(digest="b" * 64)}) == 3
-
-
 @pytest.mark.parametrize(
     ("code", "pointer", "word"),
     [

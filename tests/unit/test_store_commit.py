@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from ratchet_store.files import DAMAGED, EXISTS, MISSING
 from ratchet_store.read import CheckpointReader, load, read_state, verify
 from tests.support.checkpoints import SHAPES, make_checkpoint, manifest_of, shared_bytes, write_ranks
 from tests.support.one_shot import commit
-
-FORMAT_1 = Path(__file__).parents[1] / "fixtures" / "format-1" / "step-000000000004.a0001"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -70,7 +67,7 @@ def test_only_blocks_with_wanted_bytes_are_read_and_each_is_verified(
     assert "block 1" in str(verify(directory).error)
 
 
-@pytest.mark.parametrize("change", [{"blocks": []}, {"block_size": 8192}, {"block_size": None}, {"xxh3_128": "0" * 32}])
+@pytest.mark.parametrize("change", [{"blocks": []}, {"block_size": 8192}])
 def test_digests_that_leave_bytes_out_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     directory = tmp_path / checkpoint_dir_name(4, 2)
     files, tensors = write_ranks(directory, scale=12)
@@ -78,23 +75,6 @@ def test_digests_that_leave_bytes_out_are_refused(tmp_path: Path, change: dict[s
     files[1] = files[1].model_copy(update=change)
     with pytest.raises(CheckpointError, match="are not one for each of its blocks"):
         commit(directory, manifest_of(4, 2, files, tensors))
-
-
-def test_a_checkpoint_of_format_1_is_read_and_its_damage_found(tmp_path: Path) -> None:
-    """Made by the release before block digests."""
-    directory = Path(shutil.copytree(FORMAT_1, tmp_path / FORMAT_1.name))
-    manifest = read_manifest(directory)
-    assert manifest.format_version == 1 and manifest.files[0].block_size is None
-    assert verify(directory) == (True, None, manifest.size)
-    tensors = CheckpointReader(directory).tensors()
-    assert len(tensors) == len({entry.name for entry in manifest.tensors})
-    path = directory / manifest.files[1].name
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-    assert "rank-00001" in str(verify(directory).error) and "block 0" in str(verify(directory).error)
-    with pytest.raises(CheckpointError, match="do not match"):
-        read_state(directory, manifest, 1)
 
 
 def test_a_rank_loads_into_live_memory_and_reads_each_needed_file_once(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ratchet_contract.paths import MANIFEST_NAME, JobPaths, checkpoint_dir_name
 from ratchet_contract.resume import Base, Segment
 from ratchet_store import lineage
 from ratchet_store.commit import read_manifest
-from ratchet_store.files import NEWER, UNREADABLE, refresh
+from ratchet_store.files import FORMAT, UNREADABLE, refresh
 from ratchet_store.lineage import adoptable, find_base
 from tests.support.checkpoints import JOB, make_chain, make_checkpoint, names, write_ranks
 
@@ -132,16 +132,17 @@ def test_another_jobs_checkpoint_is_no_base(job: JobPaths) -> None:
     assert manifest is None and "belongs to job job-2" in moved[0].error
 
 
-def test_a_newer_format_stops_instead_of_falling_back(job: JobPaths) -> None:
+@pytest.mark.parametrize("version", [1, 99])
+def test_another_format_stops_instead_of_falling_back(job: JobPaths, version: int) -> None:
     chain = make_chain(job.checkpoints, 10, 20)
     path = job.checkpoints / chain[1].id / MANIFEST_NAME
-    data = json.loads(path.read_bytes()) | {"format_version": 99}
+    data = json.loads(path.read_bytes()) | {"format_version": version}
     del data["digest"]
     digest = hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     path.write_text(json.dumps(data | {"digest": digest}))
-    with pytest.raises(CheckpointError, match="upgrade Ratchet") as caught:
+    with pytest.raises(CheckpointError, match="use the version that wrote it") as caught:
         find_base(job.checkpoints, job.quarantine, FIRST)
-    assert caught.value.code == NEWER
+    assert caught.value.code == FORMAT
     assert not job.quarantine.exists()
 
 

@@ -234,7 +234,7 @@ def manifests() -> Iterator[Manifest]:
         elements_after=None, bytes_before=0, bytes_after=None, residual_norm=math.nan,
     )  # fmt: skip
     yield first.model_copy(update={"hook_summaries": [summary, summary], "digest": "there already"})
-    yield first.model_copy(update={"format_version": 1, "shared_digest": "x", "finished": True})
+    yield first.model_copy(update={"finished": True})
     grown = first.tensors[1:]
     yield first.model_copy(update={"tensors": grown})
     grown.append(other)  # the very list, with more in it

@@ -37,7 +37,7 @@ def read_bounded(path: Path) -> bytes | None:
 
 
 def read_result(path: Path, job_id: str, epoch: int, node: int) -> AttemptResult | None:
-    """None: there is none, or it is not one. Written by rename, so one that cannot be understood was never an agent's."""
+    """None where there is none of this attempt. Written by rename, so one that cannot be understood was never an agent's."""
     try:
         data = read_bounded(path)
     except OSError:
@@ -47,7 +47,8 @@ def read_result(path: Path, job_id: str, epoch: int, node: int) -> AttemptResult
     if len(data) > MOST_BYTES:
         return _unread(path, job_id, epoch, node)
     try:
-        return cut(AttemptResult.model_validate_json(data))
+        result = AttemptResult.model_validate_json(data)
+        return cut(result) if (result.job_id, result.epoch, result.node) == (job_id, epoch, node) else None
     except ValidationError:
         return _of_another_protocol(data, path, job_id, epoch, node)
 

@@ -34,7 +34,6 @@ from ratchet_store.retain import delete_all
 log = logging.getLogger(__name__)
 
 MARK: Final = "DELETING"
-_KEEP: Final = "keep-checkpoints"  # a whole mark of an older service; its other marks are a uri, or empty
 _MOST_TOLD: Final = 64 << 10  # bytes of a mark
 
 
@@ -153,13 +152,6 @@ def _write_mark(paths: JobPaths, mark: _Mark) -> None:
         fsync_dir(paths.root)
 
 
-def _read_mark(text: str) -> _Mark:
-    """Of an older service it is a word or a uri: outputs stay then, too. Raises ``ValueError`` for one that no service wrote."""
-    if text.startswith("{"):
-        return _Mark.model_validate_json(text)
-    return _Mark(keep_checkpoints=text == _KEEP, uri=None if text in ("", _KEEP) else text)
-
-
 def _remove_files(homes: HomePaths, job_id: str) -> str | None:
     """What is left in the object store, in a sentence; the mark stays with it, so that the next start tries again."""
     paths = homes.job(job_id)
@@ -181,7 +173,7 @@ def _remove_what_goes(paths: JobPaths, homes: HomePaths) -> tuple[str | None, bo
         fcntl.flock(handle, fcntl.LOCK_EX)  # the sweep and the request may both be at it
         if not place.exists():
             return None, False
-        mark = _read_mark(handle.read(_MOST_TOLD).decode())
+        mark = _Mark.model_validate_json(handle.read(_MOST_TOLD))
         stays = {place}
         if mark.keep_checkpoints:
             stays.add(paths.checkpoints)
