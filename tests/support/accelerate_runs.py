@@ -193,19 +193,30 @@ def trainer_refusal(rank: int, directory: str) -> str:
     return "nothing was refused"
 
 
-def trainer_in_a_session(rank: int, directory: str, recorded_by: str, ended: bool) -> tuple[bool, int]:
+def trainer_in_a_session(rank: int, directory: str, recorded_by: str, ended: bool) -> tuple[bool, int, list[float]]:
     """A Trainer of job ``mine`` begins with what a Trainer of ``recorded_by`` saved, whose training had ``ended`` or not. Before
     its first step ``eval_on_start`` finds what the last evaluation had found, which patience 1 takes for the end. Is it the end,
-    and how often has the patience been tried?"""
-    from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+    how often has the patience been tried, and what has a callback of its own collected?"""
+    from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import ExportableState
 
     from ratchet_worker.integrations.transformers import _Progress
 
-    patience = EarlyStoppingCallback(1)
+    class Collects(TrainerCallback, ExportableState):
+        def __init__(self) -> None:
+            self.scores = [4.0]
+
+        def on_evaluate(self, *_: Any, metrics: dict[str, float], **__: Any) -> None:
+            self.scores.append(metrics["eval_score"])
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"scores": self.scores}}
+
+    patience, collects = EarlyStoppingCallback(1), Collects()
     args = TrainingArguments(
         directory, use_cpu=True, report_to="none", metric_for_best_model="score", greater_is_better=True
     )
-    trainer: Any = Trainer(nn.Linear(1, 1), args, callbacks=[patience])
+    trainer: Any = Trainer(nn.Linear(1, 1), args, callbacks=[patience, collects])
     chosen = SimpleNamespace(manifest=SimpleNamespace(job_id=recorded_by))
     runtime = SimpleNamespace(chosen=chosen, launch=SimpleNamespace(job_id="mine"))
     trainer.session = SimpleNamespace(_runtime=runtime)
@@ -218,7 +229,7 @@ def trainer_in_a_session(rank: int, directory: str, recorded_by: str, ended: boo
     assert trainer.control.should_training_stop
     progress.settle()
     assert progress.ended == trainer.control.should_training_stop
-    return progress.ended, patience.early_stopping_patience_counter
+    return progress.ended, patience.early_stopping_patience_counter, collects.scores
 
 
 def _train(rank: int, directory: str, kind: str, resume: str | None, begin: int) -> dict[str, torch.Tensor]:

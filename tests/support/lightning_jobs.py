@@ -109,9 +109,7 @@ def difference(
         out = [sentence for sentence in said if sentence != "exact"]
         saved = whole.saved(), cut.saved()
         for step in sorted(saved[0].keys() & saved[1].keys()):
-            # Which attributes of the module count as changed depends on the epoch that an attempt began with.
-            less = () if saved[0][step] == whole.newest() else ("state attributes.",)
-            out += _of_step(step, saved[0][step], saved[1][step], (*unlike, *less))
+            out += _of_step(step, saved[0][step], saved[1][step], unlike)
         out += [f"{k}: {v} {cut.end().get(k)}" for k, v in whole.end().items() if cut.end().get(k) != v]
         ours, theirs = whole.logged(), cut.logged()
         names = [k for k in ours.keys() | theirs.keys() if not k.startswith(unlike) or not unlike]

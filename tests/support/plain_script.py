@@ -63,6 +63,8 @@ def main(out: str, steps: int) -> None:
                 assert hook is not None
                 state = getattr(hook._algorithm, "state", None)
                 found = state.__getstate__() if isinstance(state, PowerSGDState) else None
+                if found is not None:
+                    found |= {"rng": found["rng"].get_state()}  # read with weights_only
                 torch.save(
                     {"state_dict": net.state_dict(), "optimizer": optimizer.state_dict(), "state": found},
                     os.path.join(out, f"end-{s.rank}.pt"),  # noqa: PTH118

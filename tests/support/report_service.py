@@ -12,7 +12,7 @@ from typing import Any
 
 from ratchet_contract.messages import AgentReport, AttemptResult, Control, Group, ReportAck, ServiceFile
 from ratchet_contract.phases import Cause, Outcome
-from ratchet_contract.version import GROWTH_HEADER, PROTOCOL_GROWTH, REPORT_AFTER_HEADER
+from ratchet_contract.version import REPORT_AFTER_HEADER
 
 TOKEN = "token-of-this-attempt"
 
@@ -148,7 +148,6 @@ class ReportService:
     def _send(self, request: BaseHTTPRequestHandler, status: int, body: bytes, kind: str) -> None:
         request.send_response(status)
         request.send_header("Content-Type", kind)
-        request.send_header(GROWTH_HEADER, str(PROTOCOL_GROWTH))
         if self.retry_after is not None and status >= 400:
             request.send_header("Retry-After", self.retry_after)
         if self.report_after is not None:

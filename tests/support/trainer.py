@@ -3,9 +3,10 @@
 ``python trainer.py agent LAUNCH_FILE [--node K]`` is the agent, ``python trainer.py rank`` the rank it starts. What the rank
 does is in the spec's env, TRAINER (JSON): steps, every (steps between checkpoints), pause (seconds per step), pauses (those of
 single ranks), redone (true: it tells of steps done again), keep (true: it deletes as a worker does, by
-checkpoint.keep_last), chain (see ``Rank._follow``); per epoch under "epochs": at (step) and do: wait (until it is to stop), kill
-(itself), kill-agent, raise, user-error, exit-N, mute (checkpoints are committed but not reported), deaf (stops are ignored),
-child (a sleeping process in a session of its own, then kill-agent).
+checkpoint.keep_last), chain (see ``Rank._follow``); per epoch under "epochs": at (step), after (a file: it waits at that step
+until the file is there) and do: wait (until it is to stop), kill (itself), kill-agent, raise, user-error, exit-N, mute
+(checkpoints are committed but not reported), deaf (stops are ignored), child (a sleeping process in a session of its own, then
+kill-agent), train on.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ class Rank:
             if step % every == 0 or step == steps:
                 parent = self._commit(step, parent, "end" if step == steps else "schedule", finished=step == steps)
             if step == self.faults.get("at"):
+                while "after" in self.faults and not Path(self.faults["after"]).exists():
+                    time.sleep(0.01)
                 self._misbehave(self.faults["do"], step)
             cause = None if self.faults.get("do") == "deaf" else self._wanted_stop()
             if cause is not None:

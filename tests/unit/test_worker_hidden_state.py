@@ -27,6 +27,7 @@ from torch import nn
 
 from ratchet_hooks.codec import decode, encode
 from ratchet_worker.hidden_state import Changes, HiddenState
+from ratchet_worker.object_walk import Roots
 from tests.unit.test_hooks_codec import through_disk
 
 
@@ -90,7 +91,7 @@ Build = Callable[[], Net]
 def later(net: Net, train: Callable[[Net], Any]) -> tuple[Net, Changes]:
     """``net`` after ``train``, and what a checkpoint has of it."""
     hidden = HiddenState()
-    hidden.begin({"model": net})
+    hidden.begin(Roots({"model": net}))
     assert hidden.changes() == Changes({}, []), "nothing has happened yet"
     train(net)
     return net, hidden.changes()
@@ -98,7 +99,7 @@ def later(net: Net, train: Callable[[Net], Any]) -> tuple[Net, Changes]:
 
 def resumed(build: Build, changes: Changes) -> Net:
     net, hidden = build(), HiddenState()
-    hidden.begin({"model": net})
+    hidden.begin(Roots({"model": net}))
     tensors, data = encode(changes.stored, where="attributes")
     stored: Any = through_disk(changes.stored)
     assert decode(tensors, data) is not None
@@ -387,7 +388,7 @@ def test_it_comes_back_from_a_checkpoint_of_a_resumed_run() -> None:
     build = lambda: Net(x=[0], g=torch.Generator().manual_seed(1))  # noqa: E731
     _, changes = later(build(), lambda n: (n.x.append(1), draw(n.g)))
     second, hidden = build(), HiddenState()
-    hidden.begin({"model": second})
+    hidden.begin(Roots({"model": second}))
     hidden.restore(through_disk(changes.stored))  # type: ignore[arg-type]
     second.x.append(2)
     expected = draw(copy.copy(second.g.clone_state()))
@@ -466,7 +467,7 @@ def dead_proxy() -> Any:
 )
 def test_an_object_that_cannot_be_looked_at_ends_no_training(make: Callable[[], Any], named: bool | None) -> None:
     net, hidden = Net(x=make(), n=0), HiddenState()
-    hidden.begin({"model": net})
+    hidden.begin(Roots({"model": net}))
     net.n = 1
     changes = hidden.changes()
     assert changes.stored["changed"]["model"]["content"]["set"]["n"] == ("value", 1)
@@ -481,13 +482,13 @@ def test_two_references_to_what_cannot_be_stored_end_no_resume() -> None:
     _, changes = later(Net(x=None, y=None), train)
     assert changes.unsaved
     net, hidden = Net(x=None, y=None), HiddenState()
-    hidden.begin({"model": net})
+    hidden.begin(Roots({"model": net}))
     hidden.restore(changes.stored)
 
 
 def test_a_data_set_of_many_small_lists_is_looked_at_in_part() -> None:
     hidden = HiddenState()
-    hidden.begin({"dataset": SimpleNamespace(samples=[[number, number] for number in range(250_000)], at=0)})
+    hidden.begin(Roots({"dataset": SimpleNamespace(samples=[[number, number] for number in range(250_000)], at=0)}))
     assert hidden.changes() == Changes({}, [])
 
 
@@ -533,7 +534,7 @@ def test_a_librarys_note_that_its_hooks_are_registered_is_not_put_back() -> None
 def test_marks_that_torchs_compiler_makes_on_tensors_are_not_put_back() -> None:
     net, state = Net(), HiddenState()
     compiled = torch.compile(net.layer, backend="eager")
-    state.begin({"model": net})
+    state.begin(Roots({"model": net}))
     compiled(torch.ones(2, 3))
     assert any(name.startswith("_dynamo_") for p in net.parameters() for name in vars(p)), (
         "the compiler makes no marks any more"
@@ -547,7 +548,7 @@ def test_marks_that_torchs_compiler_makes_on_tensors_are_not_put_back() -> None:
 def test_what_is_ignored_is_left_alone() -> None:
     net, hidden = Net(x=[0], it=iter([1]), n=0), HiddenState()
     hidden.ignored = {"model.it": "for show", "model.x": "a log", "model.n": "for show"}
-    hidden.begin({"model": net})
+    hidden.begin(Roots({"model": net}))
     net.x.append(1), next(net.it)
     net.n, net.x = 3, []
     assert hidden.changes() == Changes({}, [])

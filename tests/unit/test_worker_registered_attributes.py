@@ -15,6 +15,7 @@ from torch.optim import SGD, lr_scheduler, swa_utils
 from typing_extensions import override
 
 from ratchet_worker.hidden_state import Changes, HiddenState
+from ratchet_worker.object_walk import Roots
 from ratchet_worker.state_dict_names import buffers_of, parts_of, spoken_of
 from tests.unit.test_hooks_codec import through_disk
 
@@ -196,7 +197,7 @@ def _begun(item: Any, own: Objects | None = None) -> HiddenState:
     hidden = HiddenState()
     parts = parts_of({"user:it": item})
     spoken = {path: spoken_of(part) for path, part in parts.items()}
-    hidden.begin({**(own or {}), **parts, **buffers_of({"user:it": item})}, spoken=spoken)
+    hidden.begin(Roots({**(own or {}), **parts, **buffers_of({"user:it": item})}, spoken=spoken))
     return hidden
 
 
@@ -405,13 +406,13 @@ def test_an_object_that_a_task_and_a_registered_one_hold_is_saved_once() -> None
 
     task, meter = build()
     hidden = HiddenState()
-    hidden.begin({"task": task, "user:it": meter}, spoken={"user:it": spoken_of(meter)})
+    hidden.begin(Roots({"task": task, "user:it": meter}, spoken={"user:it": spoken_of(meter)}))
     meter.next()
     state, changes = _saved(hidden, meter)
     assert {*changes.stored["changed"]} == {"task.bank", "user:it"} and changes.unsaved == []
     task, meter = build()
     hidden = HiddenState()
-    hidden.begin({"task": task, "user:it": meter}, spoken={"user:it": spoken_of(meter)})
+    hidden.begin(Roots({"task": task, "user:it": meter}, spoken={"user:it": spoken_of(meter)}))
     meter.load_state_dict(state)
     hidden.restore(through_disk(changes.stored))
     assert meter.look() == (1, 0.9, [0.9]) and task.bank is meter.history

@@ -14,6 +14,7 @@ import torch
 
 from ratchet_worker.hidden_state import HiddenState
 from ratchet_worker.job_state import _functions_of
+from ratchet_worker.object_walk import Roots
 
 HEAD = """
 import functools, itertools, logging, random, time
@@ -134,7 +135,7 @@ def main(code: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def changes(code: Path, module: Any, train: Any = None, **roots: Any) -> list[str]:
     hidden = HiddenState(code)
-    hidden.begin({"model": module.net}, **roots)
+    hidden.begin(Roots({"model": module.net}, **roots))
     assert hidden.changes().unsaved == [], "nothing has happened yet"
     (train or module.step)()
     found = hidden.changes()
@@ -197,7 +198,7 @@ def step():
 """
     module = imported(code, HEAD + source, "hooked")
     hidden = HiddenState(code)
-    hidden.begin({"model": module.net, "optimizer": module.optimizer})
+    hidden.begin(Roots({"model": module.net, "optimizer": module.optimizer}))
     module.step()
     names = hidden.changes().unsaved
     assert len(names) == 7 and all(name.endswith(".calls") for name in names), names
@@ -217,13 +218,13 @@ def step(): net(torch.ones(1, 2))
 """
     one = imported(code, HEAD + source, "calls_one")
     hidden = HiddenState(code)
-    hidden.begin({"model": one.net})
+    hidden.begin(Roots({"model": one.net}))
     one.step()
     found = hidden.changes()
     assert found.unsaved == []
     two = imported(code, HEAD + source, "calls_two")
     again = HiddenState(code)
-    again.begin({"model": two.net})
+    again.begin(Roots({"model": two.net}))
     again.restore(found.stored)
     assert (two.counter.calls, two.counter.other) == (1, 1)
 
@@ -278,7 +279,7 @@ def test_a_module_that_training_imports_counts_from_then_on(code: Path) -> None:
     (code / "late.py").write_text("N = [0]\ndef count():\n    N[0] += 1\n    return N\n")
     module = imported(code, HEAD + "def step():\n    import late\n    late.count()\n", "imports_late")
     hidden = HiddenState(code)
-    hidden.begin({"model": module.net})
+    hidden.begin(Roots({"model": module.net}))
     module.step()
     assert hidden.changes().unsaved == []
     module.step()
@@ -290,7 +291,7 @@ def test_what_is_ignored_is_not_named_and_a_path_without_anything_is_known(code:
     module = imported(code, source, "ignores")
     hidden = HiddenState(code)
     hidden.ignored = {"ignores:A": "for show", "ignores:C": "gone", "model.layer.x": "gone"}
-    hidden.begin({"model": module.net})
+    hidden.begin(Roots({"model": module.net}))
     module.step()
     assert hidden.changes().unsaved == ["ignores:B"]
     assert hidden.unmatched == ["ignores:C", "model.layer.x"]

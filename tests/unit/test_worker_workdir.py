@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
@@ -12,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from ratchet_contract.paths import JobPaths
 from ratchet_service.snapshot import snapshot
 from ratchet_worker import workdir
-from ratchet_worker.agent_files import first_code
 from ratchet_worker.workdir import prepare
 
 
@@ -213,25 +210,3 @@ def test_a_file_of_the_jobs_that_is_removed_makes_room_for_the_codes(tmp_path: P
     assert found == {"kept": "of the job", "removed": "2"}
     (work / "removed").unlink()  # now it is one of those that were copied
     assert prepare(code, work, digest) == [] and not (work / "removed").exists()
-
-
-def test_the_copy_of_an_older_version_is_left_alone_where_the_code_is_the_same(tmp_path: Path) -> None:
-    job = JobPaths(tmp_path / "job")
-    code, digest = snapshot_of(tmp_path, {"train.py": "1", "conf": "1", "lock": "1"})
-    for number in (1, 2):
-        launch = job.attempt(number).launch_file
-        launch.parent.mkdir(parents=True)
-        launch.write_text(json.dumps({"protocol": number, "resolved": {"code_digest": digest}}))
-    prepare(code, job.work, digest, None)
-    job.work_file.unlink()
-    (job.work / "conf").write_text("of the job")
-    (job.work / "lock").unlink()
-    assert prepare(code, job.work, digest, first_code(job)) == []
-    assert names(job.work) == ["conf", "train.py"] and (job.work / "conf").read_text() == "of the job"
-    code, digest = snapshot_of(tmp_path, {"train.py": "2", "conf": "1", "lock": "1"})
-    assert prepare(code, job.work, digest, first_code(job)) == []  # and from then on it is known
-    assert names(job.work) == ["conf", "train.py"] and (job.work / "train.py").read_text() == "2"
-    job.work_file.unlink()
-    code, digest = snapshot_of(tmp_path, {"train.py": "3", "conf": "1"})
-    assert prepare(code, job.work, digest, first_code(job)) == ["conf", "train.py"]
-    assert first_code(JobPaths(tmp_path)) is None

@@ -24,14 +24,13 @@ from ratchet_contract import parent_death
 from ratchet_contract.errors import UserError
 from ratchet_contract.exit_codes import EXIT_LEASE_LOST, exit_code_of
 from ratchet_contract.messages import AttemptResult, LaunchFile, Note, node_rank
-from ratchet_contract.paths import AttemptPaths, JobPaths
+from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.resume import Base
 from ratchet_worker import code_fetch, procs, workdir
 from ratchet_worker.agent_files import (
     LaunchRefused,
     agent_file,
-    first_code,
     load_launch,
     lock,
     own_session,
@@ -182,8 +181,7 @@ class _Attempt:
 
     def _prepare(self, code: str | None, work: Path, digest: str | None) -> None:
         """``digest``: of code that lies on the nodes."""
-        digest, first = digest or self._launch.resolved.code_digest, first_code(JobPaths(Path(self._launch.job_root)))
-        left = workdir.prepare(None if code is None else Path(code), work, digest, first)
+        left = workdir.prepare(None if code is None else Path(code), work, digest or self._launch.resolved.code_digest)
         if left:
             names_left = ", ".join(left[:20]).encode("utf-8", "replace").decode() + " ..." * (len(left) > 20)
             text = (
@@ -213,7 +211,7 @@ class _Attempt:
     def _result(self, conclusion: Conclusion, ends: list[Ended]) -> AttemptResult:
         base = self._base()
         last = max((e.end.last_step for e in ends), default=0) or (base.step if base is not None else 0)
-        result = AttemptResult(
+        return AttemptResult(
             job_id=self._launch.job_id,
             epoch=self._launch.epoch,
             node=self._launch.node,
@@ -231,7 +229,6 @@ class _Attempt:
             ranks=[e.end for e in ends],
             pace=self._supervisor.pace,
         )
-        return result if self._uplink.understood else result.without_what_is_new()
 
     def _base(self) -> Base | None:
         try:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from ratchet_contract.messages import AgentFile, AttemptResult, LaunchFile
-from ratchet_contract.paths import JobPaths, NodePaths
+from ratchet_contract.paths import NodePaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.version import PROTOCOL_VERSION, not_upgraded
 from ratchet_worker import procs
@@ -55,14 +55,6 @@ def load_launch(path: Path, node: int = 0) -> LaunchFile:
         return launch.of_node(node)
     except ValueError as error:
         raise LaunchRefused(f"{path}: {error}") from None
-
-
-def first_code(job: JobPaths) -> str | None:
-    """Digest of the code of the job's first attempt; None where that cannot be told. Whichever version has launched it."""
-    try:
-        return str(json.loads(job.attempt(1).launch_file.read_bytes())["resolved"]["code_digest"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
 
 
 def lock(paths: NodePaths) -> int | None:

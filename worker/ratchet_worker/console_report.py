@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ratchet_contract import messages as m
 from ratchet_contract.paths import JobPaths
@@ -81,9 +82,14 @@ class ConsoleReport(Spool):
 
 
 def say(text: str) -> None:
-    """One line for the user."""
+    """One line for the user, above the progress bars that tqdm draws."""
+    tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     with suppress(OSError, ValueError):  # the terminal may be gone
-        print(f"ratchet: {text}", file=sys.stderr, flush=True)
+        if isinstance(tqdm, type) and hasattr(tqdm, "write"):  # a script may have put something else there
+            tqdm.write(f"ratchet: {text}", file=sys.stderr)
+            sys.stderr.flush()
+        else:
+            print(f"ratchet: {text}", file=sys.stderr, flush=True)
 
 
 def shown(directory: Path) -> str:

@@ -35,6 +35,8 @@ Record: TypeAlias = dict[str, Fact]
 
 PROVENANCE: Final = "provenance:"
 """With this prefix a manifest's ``environment`` has what is no fact to compare."""
+NOT_EXACT: Final = f"{PROVENANCE}not_exact_since"
+"""The step and attempt that the first resume that was not exact started from, of the resumes that led to a checkpoint."""
 _LIST: Final = f"{PROVENANCE}packages"
 PACKAGES: Final = "packages"
 """The fact that is the digest of the rank's list of packages. Checkpoints of earlier versions have none."""

@@ -15,7 +15,7 @@ import random
 import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -38,6 +38,7 @@ from ratchet_hooks.torch_compat import storage_id
 from ratchet_worker import job_modules
 from ratchet_worker.object_walk import (
     PLAIN_TENSORS,
+    SMALL,
     Kind,
     Node,
     Roots,
@@ -88,16 +89,28 @@ _CODE: Final[tuple[Kind, ...]] = ("other", "bound", "function", "class", "module
 _MADE_BY_PYTHON: Final = 1 << 9
 """The flag of classes that a ``class`` statement makes (``Py_TPFLAGS_HEAPTYPE``)."""
 _MOST_NAMED: Final = 100
+_TOO_LARGE: Final = (
+    "a hook of the script's has changed it before the first batch of this attempt, and it is too large to be put back"
+)
+_MADE_THEN: Final = (
+    "a hook of the script's had changed it before the first batch of the attempt that saved this, not so before that of this "
+    "attempt, and it cannot be saved"
+)
+_MADE_NOW: Final = (
+    "a hook of the script's has changed it before the first batch of this attempt, not so before that of the attempt that saved "
+    "this, and it cannot be saved"
+)
 _DEEPEST: Final = 20
 """Objects within objects that are compared with others than those that were there."""
 
 
 class Changes(NamedTuple):
     """``stored``: a tree for ``ratchet_hooks.codec``, whose tensors are live. ``unsaved``: paths of what changed and is not
-    stored."""
+    stored. ``made``: those that had changed before ``begin``."""
 
     stored: dict[str, Any]
     unsaved: list[str]
+    made: tuple[str, ...] = ()
 
 
 class HiddenState:
@@ -109,27 +122,70 @@ class HiddenState:
         self._code = code
         self._roots = Roots()
         self._built = Walked()
+        self._early: Walked | None = None  # what was noted before `begin`
+        self._copies: dict[int, Any] = {}  # of it, by the id of an object that is changed in place
         self._met: set[str] = set()
 
-    def begin(
-        self,
-        own: Mapping[str, Any],
-        registered: Mapping[str, Any] | None = None,
-        shared: Mapping[str, Any] | None = None,
-        spoken: Mapping[str, frozenset[str]] | None = None,
-    ) -> None:
-        """``own``, by name, are as the script has built them: changes are those from here on. ``registered``: objects that are
-        saved by themselves. ``shared``: what is looked at like variables of modules. ``spoken``: of some of ``own``, the
-        attributes that are saved by themselves."""
-        self._roots = Roots(own, registered or {}, shared or {}, spoken or {})
+    def note_built(self, roots: Roots, *, undo: bool) -> None:
+        """Everything that ``roots`` hold is as the script has built it: changes are those from here on, though code of the
+        script's runs before ``begin``, and depends on where an attempt begins. Again with further roots, or others in their
+        place: of what these hold, what is not noted yet. ``undo``: ``restore`` comes, and takes back what that code changes."""
+        before = self._roots
+        self._roots = replace(roots, around=before.around)
+        if self._early is None:
+            self._early, nodes = Walked(), self._walked().nodes
+        else:
+            nodes = self._nodes_of(roots, before)
+        for walked in (self._early, self._built):
+            self._add(walked, nodes)
+        if undo:
+            own = [node for node in nodes.values() if node.region == "own" and not node.covered]
+            self._copies |= {id(node.item): _copy(node) for node in own if _can_be_copied(node)}
+
+    def _nodes_of(self, roots: Roots, before: Roots) -> dict[str, Node]:
+        """Of what ``roots`` have more than ``before``, walked through from there: what a hook has put elsewhere meanwhile may
+        hold the same objects."""
+        noted = [*before.own.values(), *before.registered.values()]
+        known = {*map(id, noted)}
+        passed = dict(roots.registered) | {f"noted {number}": item for number, item in enumerate(noted)}
+        own = {name: item for name, item in roots.own.items() if id(item) not in known}
+        beside = [name for name, item in roots.registered.items() if id(item) not in known]
+        found = walk(replace(self._roots, own=own, registered=passed, shared={}), self.ignored).nodes
+        return {
+            path: node
+            for path, node in found.items()
+            if node.region == "own" or (node.region == "registered" and _is_below_one(path, beside))
+        }
+
+    def begin(self, roots: Roots) -> None:
+        """Everything that ``roots`` hold, by name, is as the script has built it, but for what was noted before: changes are
+        those from here on."""
+        self._roots = roots
         self._built = self._walked()
-        self._roots = replace(self._roots, around=frozenset(self._built.around))
+        self._roots = replace(roots, around=frozenset(self._built.around))
+        if self._early is not None:  # what else state may refer to
+            self._add(self._early, {p: n for p, n in self._built.nodes.items() if n.region == "registered"})
+
+    @staticmethod
+    def _add(walked: Walked, nodes: Mapping[str, Node]) -> None:
+        """Objects that ``walked`` has not met, by their paths now."""
+        for path, node in nodes.items():
+            if walked.path_of(node.item) is None:
+                walked.nodes[path], walked.paths[id(node.item)] = node, path
 
     def changes(self) -> Changes:
-        """What has changed since ``begin``."""
+        """What has changed since ``begin``; of what is stored, since it was noted."""
         now = self._walked()
         self._take_new_modules(now)
-        return _Recorder(self._built, now, self._roots.spoken.keys()).run()
+        found = self._changed(self._built, now)
+        if self._early is None:
+            return found
+        # What cannot be stored, and was put there before `begin`, each attempt makes for itself: `restore` looks whether it has.
+        early = self._changed(self._early, now)
+        return Changes(early.stored, found.unsaved, tuple(sorted({*early.unsaved} - {*found.unsaved})))
+
+    def _changed(self, before: Walked, now: Walked) -> Changes:
+        return _Recorder(before, now, self._roots.spoken.keys()).run()
 
     @property
     def unmatched(self) -> list[str]:
@@ -145,14 +201,89 @@ class HiddenState:
     def _take_new_modules(self, now: Walked) -> None:
         """Those that training has imported count from their first save on."""
         new = {path for path, node in now.nodes.items() if node.kind == "module"} - self._built.nodes.keys()
-        for path, node in now.nodes.items() if new else ():
-            if f"{path.partition(':')[0]}:" in new and self._built.path_of(node.item) is None:
-                self._built.nodes[path], self._built.paths[id(node.item)] = node, path
+        if new:
+            self._add(self._built, {p: n for p, n in now.nodes.items() if f"{p.partition(':')[0]}:" in new})
 
-    def restore(self, stored: Mapping[str, Any]) -> None:
-        """Inverse of ``changes``, in objects that are as they were at ``begin``. Raises ``StateError`` for a path at which there
-        is no such object."""
-        _Restorer(self._built, stored).run()
+    def restore(self, stored: Mapping[str, Any], made: Collection[str] = ()) -> dict[str, str]:
+        """Inverse of ``changes``, in objects that are as the script has built them; what has changed in them since they were
+        noted is undone. ``made``: what had changed, and was not stored, before ``begin`` of the attempt that saved. Returns what
+        differs from the state that was saved: why, by its path. Raises ``StateError`` for a path at which there is no such
+        object."""
+        if self._early is None:
+            _Restorer(self._built, stored).run()
+            return {}
+        changed = self._changed(self._early, self._walked())
+        left = self._undo(self._early, changed.stored.get("changed", {}), stored.get("changed", {}))
+        _Restorer(self._early, stored).run()
+        left |= dict.fromkeys({*made} - {*changed.unsaved}, _MADE_THEN)
+        return left | dict.fromkeys({*changed.unsaved} - {*made}, _MADE_NOW)
+
+    def _undo(self, early: Walked, changed: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
+        left = {}
+        for path, change in changed.items():
+            node = early.nodes[path]
+            if node.covered or node.kind == "object":
+                for name in (*change["content"]["set"], *change["content"]["gone"]):
+                    _put_back(node, name)
+            elif id(node.item) in self._copies:
+                _fill_again(node, self._copies[id(node.item)])
+            elif path not in stored:
+                left[path] = _TOO_LARGE
+        self._copies.clear()
+        return left
+
+
+def _is_below_one(path: str, roots: Iterable[str]) -> bool:
+    return any(path == root or path.startswith((f"{root}.", f"{root}[")) for root in roots)
+
+
+def _can_be_copied(node: Node) -> bool:
+    large = node.kind in ("tensor", "array") and node.item.nbytes > SMALL
+    return node.kind in _CHANGEABLE or (node.kind in _LEAVES and not large)
+
+
+def _copy(node: Node) -> Any:
+    """Of what an object holds that is changed in place."""
+    item: Any = node.item
+    if node.kind == "tensor":
+        return item.detach().clone(), item.requires_grad
+    if node.kind == "generator":
+        return GeneratorState(item).state_dict()
+    if node.kind == "dict":
+        return [*item.items()]
+    return item[:] if node.kind == "bytes" else item.copy() if node.kind == "array" else [*item]
+
+
+def _fill_again(node: Node, copied: Any) -> None:
+    """Inverse of ``_copy``."""
+    item: Any = node.item
+    if node.kind == "tensor":
+        _fill_tensor(item, copied[0])
+        if item.is_leaf:
+            item.requires_grad_(copied[1])
+        for name in {**node.children, **vars(item)}:
+            _put_back(node, name)
+    elif node.kind == "generator":
+        GeneratorState(item).load_state_dict(copied)
+    elif node.kind == "array":
+        item[...] = copied
+    elif node.kind == "bytes":
+        item[:] = copied
+    else:
+        item.clear()
+        if node.kind == "dict":
+            for key, value in copied:
+                item[key] = value
+        else:
+            (item.extend if node.kind == "list" else item.update)(copied)
+
+
+def _put_back(node: Node, name: str) -> None:
+    """The attribute that was there, or none."""
+    if name in node.children:
+        _set(node.item, name, node.children[name])
+    else:
+        _remove(node.item, name)
 
 
 class _Unstorable(Exception):
@@ -570,7 +701,7 @@ class _Restorer:
     def _fill(self, path: str, item: Any, kind: str, content: Any) -> None:
         """Give an object that is there its content."""
         if kind == "tensor":
-            self._fill_tensor(item, content["value"])
+            _fill_tensor(item, content["value"])
             if item.is_leaf:
                 item.requires_grad_(content["trained"])
             self._give(item, content)
@@ -599,18 +730,9 @@ class _Restorer:
     def _give(self, item: Any, content: Mapping[str, Any]) -> None:
         """Attributes."""
         for name in content.get("gone", ()):
-            if isinstance(item, torch.Tensor) and name == "grad":
-                item.grad = None
-            vars(item).pop(name, None)
+            _remove(item, name)
         for name, reference in content.get("set", {}).items():
             _set(item, name, self._resolved(reference))
-
-    def _fill_tensor(self, item: torch.Tensor, value: torch.Tensor) -> None:
-        with torch.no_grad():
-            if item.shape != value.shape or item.dtype is not value.dtype:
-                item.data = value.to(item.device)
-            else:
-                item.copy_(value)
 
     def _pairs(self, content: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         return [*zip(self._all(content["keys"]), self._all(content["items"]), strict=True)]
@@ -722,3 +844,18 @@ def _set(item: Any, name: str, value: Any) -> None:
         vars(item)[name] = value
     else:
         object.__setattr__(item, name, value)
+
+
+def _remove(item: Any, name: str) -> None:
+    """Inverse of ``_set`` of an attribute that was not there."""
+    if isinstance(item, torch.Tensor) and name == "grad":
+        item.grad = None
+    vars(item).pop(name, None)
+
+
+def _fill_tensor(item: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        if item.shape != value.shape or item.dtype is not value.dtype:
+            item.data = value.to(item.device)
+        else:
+            item.copy_(value)

@@ -44,7 +44,7 @@ from ratchet_worker.equal_state import EqualState
 from ratchet_worker.hidden_state import HiddenState
 from ratchet_worker.model_state import MODEL
 from ratchet_worker.module_origin import Origin
-from ratchet_worker.object_walk import is_users
+from ratchet_worker.object_walk import Roots, is_users
 from ratchet_worker.passage import HookState, Passage, batches, restore_hook
 from ratchet_worker.snapshot import Snapshot, Until, addresses
 from ratchet_worker.task import Stateful, TrainData
@@ -205,8 +205,16 @@ class JobState:
 
     def begin(self) -> None:
         """Everything is registered and as the script has built it."""
+        self.start = divergence.start(self.hook_or_refuse()[0].module)
+        self.hidden.begin(self._roots())
+
+    def note_built(self, *, undo: bool) -> None:
+        """What is registered is as the script has built it, and hooks of the script's run before ``begin``; see
+        ``HiddenState.note_built``. Again with what is registered later, and with other data."""
+        self.hidden.note_built(self._roots(), undo=undo)
+
+    def _roots(self) -> Roots:
         ddp, _ = self.hook_or_refuse()
-        self.start = divergence.start(ddp.module)
         data, generators = self.data, own_generators.of(self.data)
         own = {
             "model": ddp.module,
@@ -233,7 +241,7 @@ class JobState:
         else:
             registered |= generators.roots
         schedulers = {c: item for c, item in self.stateful.items() if isinstance(item, LRScheduler)}
-        self.hidden.begin(own, registered, _functions_of(schedulers), spoken)
+        return Roots(own, registered, _functions_of(schedulers), spoken)
 
     def _add_hidden(self, out: Snapshot) -> None:
         changes = self.hidden.changes()
@@ -244,7 +252,7 @@ class JobState:
                 code="state-unsaved",
             )
         told = {"unsaved": changes.unsaved, "ignored": self.hidden.ignored, "unmatched": self.hidden.unmatched}
-        out.add(_HIDDEN, {"stored": changes.stored, **told})
+        out.add(_HIDDEN, {"stored": changes.stored, "made": changes.made, **told})
 
     def _walked(self, module: nn.Module) -> Walk:
         self._walk = (self._walk or Walk(module)).again()
@@ -324,7 +332,9 @@ class JobState:
             if component in saved.state:
                 private.append(self._fits(component, partial(_load, item, saved.value(component))))
         private += self._restore_hidden(saved)
-        reports += [r.model_copy(update={"status": status, "reason": reason}) for r in private]
+        reports += [
+            r.model_copy(update={"status": status, "reason": reason}) if r.status == "exact" else r for r in private
+        ]
         reports = [self._of_replicas(r, how) for r in reports]
         return reports + self._unsaved(saved) + self._absent(saved)
 
@@ -333,7 +343,12 @@ class JobState:
             return []
         tensors, data = saved.encoded(_HIDDEN)
         found: Any = decode(tensors, data, device=self._device)
-        return [self._fits(_HIDDEN, lambda: self.hidden.restore(found["stored"]))] if found["stored"] else []
+        left: dict[str, str] = {}
+        reports = [self._fits(_HIDDEN, lambda: left.update(self.hidden.restore(found["stored"], found["made"])))]
+        if left:
+            text = "; ".join(f"{path}: {why}" for path, why in sorted(left.items())[:5])
+            return [self._report(_HIDDEN, "not-exact", f"{text}. {_cure(min(left))}")]
+        return reports if found["stored"] else []
 
     def _of_replicas(self, report: ComponentReport, how: Passage) -> ComponentReport:
         """``report``, where replicas became one."""

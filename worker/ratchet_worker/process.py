@@ -44,6 +44,7 @@ from ratchet_worker.exchange import Abandoned, Exchange
 from ratchet_worker.files import now, reserve
 from ratchet_worker.group import Clients, Identity, connect, device_of, farewell, named_device
 from ratchet_worker.listener import Listener
+from ratchet_worker.object_walk import is_users_module
 from ratchet_worker.reporter import Reporter
 from ratchet_worker.runtime import Runtime, join
 from ratchet_worker.session import Session
@@ -330,7 +331,7 @@ class RankProcess:
         message = "the script was given SIGTERM and ended by itself"
         if error is not None and not isinstance(error, SystemExit):
             message += f", with {type(error).__name__}: {error}"
-            print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+            print(_traceback(error), file=sys.stderr, flush=True)
         with suppress(RuntimeError):
             if is_initialized():
                 destroy_process_group()  # a rank that still waits for this one in a collective gets an error, and ends
@@ -341,7 +342,7 @@ class RankProcess:
         """Without the other ranks, which may wait in a collective: their agent ends them."""
         self._take_way_out()
         cause, message = cause_of(error)
-        trace = "".join(traceback.format_exception(error))
+        trace = _traceback(error)
         with suppress(OSError):  # the log may lie on the disk that is full
             print(trace, file=sys.stderr, flush=True)
         self._write_result(cause, message, trace)
@@ -379,3 +380,16 @@ class RankProcess:
                 rank=self._identity.rank, cause=cause, at=now(), last_step=step, message=message, traceback=trace
             ),
         )
+
+
+def _traceback(error: BaseException) -> str:
+    """Without the frames that only run the user's code, where that comes next."""
+    first = error.__traceback__
+    while first is not None and _runs_the_script(first.tb_frame.f_code.co_filename):
+        first = first.tb_next
+    users = first is not None and is_users_module(str(first.tb_frame.f_globals.get("__name__")))
+    return "".join(traceback.format_exception(type(error), error, first if users else error.__traceback__))
+
+
+def _runs_the_script(file: str) -> bool:
+    return file == "<frozen runpy>" or Path(file).is_relative_to(Path(__file__).parent)

@@ -16,7 +16,7 @@ from ratchet_worker.cores import own_cores
 from ratchet_worker.passage import Passage, reset_by_policy
 from ratchet_worker.replicas import Mean, follows_model
 from ratchet_worker.replicas import mean as average
-from ratchet_worker.snapshot import Snapshot, digest
+from ratchet_worker.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from ratchet_worker.runtime import Runtime
@@ -43,12 +43,8 @@ def _insist_on_digests(runtime: Runtime, manifest: Manifest) -> None:
     state = runtime.state
     if not manifest.replicas == state.hook_or_refuse()[1].replicas == "equal":
         return
-    if manifest.format_version == 1:
-        tensors = state.capture_late().shared
-        recorded, found = [manifest.shared_digest], [digest(tensors.values()) if tensors else None]
-    else:
-        recorded = [*manifest.shared_digests]
-        found = [*state.shared_digests(max(len(recorded), 1), own_cores())]
+    recorded = [*manifest.shared_digests]
+    found = [*state.shared_digests(max(len(recorded), 1), own_cores())]
     if found != recorded:
         odd = [f"{n + 1}" for n, (a, b) in enumerate(zip(found, recorded, strict=False)) if a != b]
         where = f" in part {', '.join(odd)} of {len(recorded)}" if odd else ""

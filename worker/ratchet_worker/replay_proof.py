@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -58,7 +58,8 @@ class Redone(NamedTuple):
 
 
 class ReplayProof:
-    """One rank's fingerprints in this attempt. ``earlier``: what an attempt before had, by step."""
+    """One rank's fingerprints in this attempt. ``earlier``: what an attempt before had, by step. ``differs`` is called at the
+    first step that is not what it was."""
 
     def __init__(
         self,
@@ -68,9 +69,10 @@ class ReplayProof:
         earlier: dict[int, StepFingerprint],
         reporter: Reporter,
         launch: LaunchFile,
+        differs: Callable[[], None],
     ) -> None:
         self._fingerprints, self._ring, self._reporter, self._redone = fingerprints, ring, reporter, redone
-        self._world_size, self._own_line = launch.world_size, _own_line(launch)
+        self._world_size, self._own_line, self._differs = launch.world_size, _own_line(launch), differs
         self._cure, self._strict = _cure(launch), launch.spec.determinism == "strict"
         self._earlier = {step: earlier[step] for step in redone.compared}
         self._compared = self._equal = 0
@@ -119,6 +121,7 @@ class ReplayProof:
         part = before.difference(fingerprint)
         if part is not None and self._difference is None:
             self._difference = StepDifference(step=fingerprint.step, rank=self._reporter.rank, part=part)
+            self._differs()
             if self._ring is not None:  # what follows is not what the attempts before did
                 self._ring.set_line(self._own_line)
             self.tell()
@@ -153,7 +156,9 @@ def begin(runtime: Runtime, report: ResumeReport) -> ReplayProof:
         left = ", ".join(names[n] for n in fingerprints.plan.left_out[:_NAMED])
         text = f"fingerprints of steps leave out {len(fingerprints.plan.left_out)} parameters without memory of their own: {left}"
         runtime.reporter.note("fingerprints-partial", text)
-    proof = ReplayProof(fingerprints, ring, redone, found.fingerprints, runtime.reporter, launch)
+    proof = ReplayProof(
+        fingerprints, ring, redone, found.fingerprints, runtime.reporter, launch, runtime.mark_not_exact
+    )
     if rank == 0:
         proof.tell()
     return proof

@@ -127,6 +127,10 @@ def restore(runtime: Runtime) -> ResumeReport:
     _insist_on_one_total([rank["total"] for rank in gathered])
     components = [ComponentReport.model_validate(r) for rank in gathered for r in rank["reports"]]
     differences = _union([EnvironmentDifference.model_validate(d) for rank in gathered for d in rank["differences"]])
+    since = _not_exact_since(chosen)
+    earlier = (
+        [] if since is None else [f"not exact since the resume from {since}: the checkpoint itself has other bits"]
+    )
     report = ResumeReport(
         verdict=_verdict(chosen.manifest, components, differences),
         base=chosen.base,
@@ -135,15 +139,25 @@ def restore(runtime: Runtime) -> ResumeReport:
         components=components,
         differences=differences,
         quarantined=chosen.quarantined,
-        notes=[*chosen.notes, *_caveats(runtime, packages)] if runtime.rank == 0 else [],
+        notes=[*chosen.notes, *earlier, *_caveats(runtime, packages)] if runtime.rank == 0 else [],
     )
     if runtime.rank == 0:
         paths = AttemptPaths(Path(launch.attempt_dir))
         runtime.provenance = environment_record.provenance(packages, environment_record.read_git(paths))
+        if since is not None:
+            runtime.provenance[environment_record.NOT_EXACT] = since
+        elif report.verdict == "not-exact":
+            runtime.mark_not_exact()
         environment_record.write(paths, packages)
         _keep_mark(runtime, components)
         _announce(runtime, report)
     return report
+
+
+def _not_exact_since(chosen: Chosen) -> str | None:
+    """The step and attempt that the first resume that was not exact started from; None: all that led to the checkpoint were."""
+    found = None if chosen.manifest is None else chosen.manifest.environment.get(environment_record.NOT_EXACT)
+    return None if found is None else str(found)
 
 
 def _behind(runtime: Runtime) -> list[ComponentReport]:

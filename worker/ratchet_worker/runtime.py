@@ -194,6 +194,11 @@ class Runtime:
         if self.begins is not None and not self.done:
             self.begins()
 
+    def mark_not_exact(self) -> None:
+        """Every checkpoint from here on says since which resume it has other bits than an undisturbed run's."""
+        base = self.chosen.base
+        self.provenance.setdefault(environment_record.NOT_EXACT, f"step {base.step}, attempt {base.epoch}")
+
     def _set_gates(self) -> None:
         """What changes the state behind a boundary waits for the copy that is made of it."""
         if not self.checkpointer.overlapped:  # and a hook would be traced with a compiled optimizer.step()

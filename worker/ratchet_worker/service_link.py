@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from ratchet_contract.errors import PROBLEM_TYPE_PREFIX
 from ratchet_contract.messages import AgentReport, LaunchFile, ReportAck, ServiceFile
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.version import GROWTH_HEADER, PROTOCOL_VERSION, REPORT_AFTER_HEADER
+from ratchet_contract.version import PROTOCOL_VERSION, REPORT_AFTER_HEADER
 
 _TIMEOUT: Final = 5.0
 _MAX_ANSWER: Final = 1024 * 1024
@@ -59,7 +59,6 @@ class ServiceLink:
         self._connection: http.client.HTTPConnection | None = None
         self._prefix = ""
         self._denied: list[float] = []
-        self.growth = 0  # as the service has told of itself
         self._wait = 0.0  # Retry-After of the last answer
         self.report_after = 0.0  # seconds that figures are to wait, as the last answer has told
 
@@ -129,8 +128,6 @@ class ServiceLink:
         token = {"Authorization": f"Bearer {self._launch.report_token}"}
         connection.request(method, self._prefix + path, body, {**headers, **token})
         answer = connection.getresponse()
-        grown = answer.getheader(GROWTH_HEADER, "0")
-        self.growth = int(grown[:9]) if grown.isascii() and grown.isdigit() else 0
         self._wait = retry_after(answer.getheader("Retry-After"))
         self.report_after = seconds_of(answer.getheader(REPORT_AFTER_HEADER))
         return answer

@@ -122,7 +122,8 @@ class Standalone:
         """The run that is under way, or a new one: on every rank, on the main thread. Raises ``UserError`` and
         ``CheckpointError``."""
         run = self._run
-        if run is not None and run.runtime is not None and not run.over:
+        failed = run is not None and not arguments.gives_way and run.failed_at_prompt
+        if run is not None and run.runtime is not None and not run.over and not failed:
             if arguments.gives_way:
                 if (odd := arguments.differences(run.runtime.launch.spec)) and run.runtime.rank == 0:
                     say(f"the script's Session counts, and the package gives other values: {', '.join(odd)}")
@@ -134,7 +135,7 @@ class Standalone:
             return run.runtime
         _refuse_where_no_run_can_be()
         if run is not None:
-            run.end(None)
+            run.end(_last_error() if failed else None)
         place = Place.here()
         self._stores = self._stores or _Stores(place)
         self._runs, self._arguments = self._runs + 1, arguments
@@ -145,6 +146,11 @@ class Standalone:
         if self._run is not None and os.getpid() == self._pid:
             self._run.end(None, meet=not hasattr(sys, "last_value"))
             self._run.exit_if_stopped_in_thread()
+
+
+def _last_error() -> BaseException | None:
+    """The last one that ended a cell; some delete it, for the memory that its frames hold."""
+    return getattr(sys, "last_value", None)
 
 
 class _Run:
@@ -160,6 +166,7 @@ class _Run:
         self._paths: AttemptPaths | None = None
         self._give_back: Callable[[], None] = lambda: None
         self._settled = self._ended = self._own_group = False
+        self._error_before = id(_last_error())  # the error itself would hold its frames, and an earlier model in them
         self.runtime: Runtime | None = None
 
     @property
@@ -168,6 +175,12 @@ class _Run:
             return self._settled
         # At a prompt a stop has ended a cell, and the next one is another start.
         return self.runtime.finished or (self.runtime.stopped is not None and not self._place.owns_process)
+
+    @property
+    def failed_at_prompt(self) -> bool:
+        """Has an error ended a cell since training began? Then who asks for a Session in another one wants another start."""
+        begun, error = self.runtime is not None and self.runtime.restored, _last_error()
+        return begun and not self._place.owns_process and error is not None and id(error) != self._error_before
 
     def open(self) -> Runtime:
         try:

@@ -22,11 +22,9 @@ from ratchet_contract.messages import (
     Control,
     LaunchFile,
     RankBatch,
-    RedoneSteps,
 )
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase, Desired
-from ratchet_contract.version import PROTOCOL_GROWTH
 from ratchet_worker.files import say
 from ratchet_worker.meeting import Meeting
 from ratchet_worker.service_link import Fenced, ServiceLink, TooLarge, Unreachable
@@ -92,11 +90,6 @@ class Uplink:
         self._result: AttemptResult | None = None
         self._thread = threading.Thread(target=self._run, name="uplink", daemon=True)
 
-    @property
-    def understood(self) -> bool:
-        """Does the service know what messages have got since the protocol's number was raised? False until it has answered."""
-        return self._link.growth >= PROTOCOL_GROWTH
-
     def start(self) -> None:
         """Begin to report; a second call changes nothing."""
         if self._thread.ident is None:
@@ -151,7 +144,7 @@ class Uplink:
             node=self._launch.node,
             phase=status.phase if result is None else AttemptPhase.ENDED,
             last_step=status.last_step,
-            batches=batches if self.understood else [_for_older(batch) for batch in batches],
+            batches=batches,
             result=result,
             address=None if self._meeting is None else self._meeting.address,
         )
@@ -237,12 +230,6 @@ class Uplink:
         nominal = min(_LAST_DELAY, _FIRST_DELAY * 2.0 ** min(self._failures, 10))
         self._failures += 1
         return nominal * random.uniform(0.5, 1.0)
-
-
-def _for_older(batch: RankBatch) -> RankBatch:
-    """Without the kinds of messages that came since the protocol's number was raised."""
-    messages = [message.as_note() if isinstance(message, RedoneSteps) else message for message in batch.messages]
-    return batch.model_copy(update={"messages": messages})
 
 
 def waiting_turns(answer: float, period: float, stop_grace: float, asked: float = 0.0) -> int:

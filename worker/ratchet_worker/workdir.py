@@ -45,17 +45,16 @@ class CopiedCode:
         return {self.files.get(path), *self.begun.get(path, ())}
 
 
-def prepare(code: Path | None, work: Path, digest: str | None = None, first: str | None = None) -> list[str]:
+def prepare(code: Path | None, work: Path, digest: str | None = None) -> list[str]:
     """Make ``work`` unless it is there: a copy of ``code``, or empty. Raises ``OSError``.
 
     Copied under another name beside it, synced and renamed, so a copy that a crash cut short is never used; the next call
     removes it. One process at a time on each disk: node 0's agent before the others go on, each under its attempt's lock.
-    ``digest``: of ``code``; ``first``: of the code of the job's first attempt, which a copy without a record is made of. Where
-    the copy was made of other code, it is brought up to date; returned are the paths of its files that are left as they are,
-    since they are not what was copied. One of these that is gone by the next call is copied then.
+    ``digest``: of ``code``. Where the copy was made of other code, it is brought up to date; returned are the paths of its files
+    that are left as they are, since they are not what was copied. One of these that is gone by the next call is copied then.
     """
     if work.is_dir():
-        return [] if code is None else _update(code, work, digest, first)
+        return [] if code is None else _update(code, work, digest)
     _clear(work)
     copy = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=work.parent))
     try:
@@ -88,7 +87,7 @@ def _clear(work: Path) -> None:
             left.unlink()
 
 
-def _update(code: Path, work: Path, digest: str | None, first: str | None) -> list[str]:
+def _update(code: Path, work: Path, digest: str | None) -> list[str]:
     """Again after a crash, and with whatever code, it comes to the same end: what may be copied is recorded before, and what was
     copied last."""
     copied = _recorded(work)
@@ -98,9 +97,6 @@ def _update(code: Path, work: Path, digest: str | None, first: str | None) -> li
     _clear(work)
     found = _entries(code)
     files = _forms(found)
-    if digest == first and not JobPaths(work.parent).work_file.exists():  # an older version made the copy
-        _record(work, CopiedCode(digest=digest, files=files))
-        return []
     ours = copied.files.keys() | copied.begun.keys()
     begun = {path: [*copied.begun.get(path, ()), files.get(path)] for path in ours | files.keys()}
     _record(work, replace(copied, begun=begun))
@@ -170,7 +166,6 @@ def _form_in(work: Path, path: str) -> str | None:
 
 
 def _recorded(work: Path) -> CopiedCode:
-    """Nothing where an older version made the copy."""
     try:
         told = json.loads(JobPaths(work.parent).work_file.read_bytes())
         return CopiedCode(

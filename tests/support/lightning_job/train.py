@@ -12,11 +12,13 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import Callback
@@ -181,6 +183,72 @@ class Module(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": config | ({"monitor": monitor} if monitor else {})}
 
 
+class Kept:
+    """What a script keeps beside its module; the lock cannot be stored."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch, self.lock = epoch, threading.Lock()
+
+
+class Touching(Module):
+    """Hooks that run before an attempt's first batch change attributes, in place and by putting others there, by the epoch; they
+    are as the script has built them again by the second batch, or later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.seen, self.steps = -1, list[int](), torch.zeros(3)
+        self.table: dict[str, Any] = {"of": None}
+        self.array, self.draws = np.zeros(2), np.random.default_rng(3)
+        self.calls, self.level = {0}, 0.0
+
+    def setup(self, stage: str) -> None:
+        self.data = Leveled(*points())
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        if CASE.get("reload"):
+            self.data = Leveled(*points())
+        return DataLoader(self.data, batch_size=8, shuffle=True)
+
+    def on_fit_start(self) -> None:
+        self.kept = Kept(self.trainer.current_epoch)
+        self.table["of"] = self.trainer.current_epoch
+        self.array += self.trainer.current_epoch
+
+    def on_train_start(self) -> None:
+        self.calls.add(self.trainer.current_epoch)
+        self.table["more"] = [self.trainer.current_epoch]
+
+    def on_train_epoch_start(self) -> None:
+        self.phase = self.trainer.current_epoch
+        self.seen.append(self.phase)
+        self.steps += self.phase
+        self.level = self.draws.random()
+        self.net[0].weight.note = [self.phase]  # type: ignore[union-attr]
+        self.trainer.train_dataloader.dataset.level = 1.0 + self.phase
+
+    def on_train_batch_start(self, batch: Any, number: int) -> None:
+        if number == 1:
+            self.phase = -1
+            self.table["of"] = None
+            self.table.pop("more", None)
+            self.steps.zero_()
+        if number == 2:
+            self.array[:] = 0.0
+            self.seen.clear()
+            self.calls.intersection_update({0})
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        self.shift = 0.01 * (self.phase + len(self.seen) + float(self.array.sum()) + len(self.table) + len(self.calls))
+        self.scale = 1.0 + 0.1 * float(self.steps.sum()) + 0.1 * self.level
+        return super().training_step(batch, number)
+
+    def configure_optimizers(self) -> Any:
+        """The number of steps is asked for: the data are there before the optimizers."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        cycle = lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+
+
 class Manual(Module):
     """Optimizes by itself: two optimizers, one of them after every other batch, and a plateau scheduler."""
 
@@ -217,6 +285,19 @@ class Manual(Module):
             torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (self.net[0], self.net[1:])
         )
         return [first, second], [lr_scheduler.ReduceLROnPlateau(first, factor=0.7, patience=0)]
+
+
+class Leveled(TensorDataset):
+    """Whose samples depend on an attribute, and which counts them."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.level, self.taken = 0.0, 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.taken += 1
+        x, y = super().__getitem__(index)
+        return x + 0.01 * self.level + 0.001 * self.taken, y
 
 
 class Mine(callbacks.BaseFinetuning):  # type: ignore[misc]
@@ -287,10 +368,14 @@ def end(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     return out
 
 
-def main() -> None:
+def points() -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(8 * 2 * CASE.get("batches", 6), 12, generator=draw)
-    y = x[:, :3].argmax(1)
+    return x, x[:, :3].argmax(1)
+
+
+def main() -> None:
+    x, y = points()
     data = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
     bar = any("ProgressBar" in name for name in CASE.get("callbacks", []))
     trainer = Trainer(
@@ -305,8 +390,10 @@ def main() -> None:
         }
         | CASE.get("trainer", {}),
     )
-    module = Manual() if CASE.get("manual") else Module()
-    trainer.fit(module, data, DataLoader(TensorDataset(x[:32], y[:32]), batch_size=16))
+    module = Manual() if CASE.get("manual") else Touching() if CASE.get("touching") else Module()
+    trainer.fit(
+        module, None if CASE.get("touching") else data, DataLoader(TensorDataset(x[:32], y[:32]), batch_size=16)
+    )
     if trainer.is_global_zero:
         Path("end.json").write_text(json.dumps(end(trainer, module)))
 

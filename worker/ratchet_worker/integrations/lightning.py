@@ -260,9 +260,14 @@ class SessionStrategy(DDPStrategy):
                 callback.lr_find = partial(self._try_out, callback.lr_find)  # type: ignore[method-assign]
             elif isinstance(callback, ModelCheckpoint):
                 callback._link_checkpoint = partial(self._link, callback._link_checkpoint)  # type: ignore[method-assign]
+        self._note_built()
         if recorded := self._recorded():
             self._progress.begin_with(recorded)
         self._restore_if_done()
+
+    def _note_built(self) -> None:
+        """Before hooks that depend on the epoch, of which each attempt has another first one."""
+        self._runtime.state.note_built(undo=self.session.resumed and not self._runtime.restored)
 
     def _try_out(self, find: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """A finder trains, and undoes it. What it found before is in what is put back."""
@@ -300,6 +305,7 @@ class SessionStrategy(DDPStrategy):
         else:
             batches.follow(before)
             self._runtime.state.data = batches.data
+        self._note_built()
         self._restore_if_done()
         return batches
 
@@ -358,7 +364,6 @@ class SessionStrategy(DDPStrategy):
             )
         assert self._progress is not None and self._steps is not None and self._batches is not None
         self._progress.refuse_unstorable()
-        self._batches.set_epoch(0)  # as in the first attempt, when attributes are looked at that change from here on
         self._steps.restore(self._total())
         self._batches.set_epoch(self._batches.data.epoch)
 
@@ -545,6 +550,7 @@ class _Progress:
             "fetched": 0 if loop._data_fetcher is None else loop._data_fetcher.fetched,
             "reloaded": [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch],
             "validated": loop.epoch_loop.val_loop._has_run,
+            "validation_data": loop.epoch_loop.val_loop._combined_loader is not None,
             "seen": [[*one] for one in loop.epoch_loop.val_loop._seen_batches_per_dataloader.items()],
             "skip_backward": loop._skip_backward,
             "logged": {name: getattr(trainer._logger_connector, name) for name in _CONNECTOR},
@@ -565,21 +571,23 @@ class _Progress:
         self._refuse_other_ranks(state["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"])
         self._load_hooks(state)
         _load(trainer.fit_loop, state["fit_loop"])
-        # A checkpoint of before has no such entries, from here on.
-        trainer.should_stop = state.get("should_stop", False) and goes_on(self._session)
+        trainer.should_stop = state["should_stop"] and goes_on(self._session)
         loop, module = trainer.fit_loop, trainer.lightning_module
+        if state["validation_data"] and loop.epoch_loop.val_loop._combined_loader is None:
+            trainer.validating = True
+            loop.epoch_loop.val_loop.setup_data()
+            trainer.training = True
         if loop._data_fetcher is not None:
-            loop._data_fetcher.fetched = state.get("fetched", loop.epoch_loop.batch_progress.current.ready)
-        if "results" in state:
-            loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch = state["reloaded"]
-            loop.epoch_loop.val_loop._has_run = state["validated"]
-            loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(dict(state.get("seen", [])))
-            loop._skip_backward = state["skip_backward"]
-            vars(trainer._logger_connector).update(state["logged"])
-            for results, saved in zip(self._results(), state["results"], strict=True):
-                put_results(results, saved, module, trainer.strategy.reduce)
-            put_metrics(module, state["metrics"])
-            self._attributes.put(state["attributes"])
+            loop._data_fetcher.fetched = state["fetched"]
+        loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch = state["reloaded"]
+        loop.epoch_loop.val_loop._has_run = state["validated"]
+        loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(dict(state["seen"]))
+        loop._skip_backward = state["skip_backward"]
+        vars(trainer._logger_connector).update(state["logged"])
+        for results, saved in zip(self._results(), state["results"], strict=True):
+            put_results(results, saved, module, trainer.strategy.reduce)
+        put_metrics(module, state["metrics"])
+        self._attributes.put(state["attributes"])
         unmute(trainer.loggers)
 
     def _here(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -604,12 +612,11 @@ class _Progress:
         trainer = self._trainer
         if trainer.datamodule is not None and "datamodule" in state:
             trainer.datamodule.load_state_dict(state["datamodule"])
-        if "checkpoint" in state:
-            checkpoint = {**self._checkpoint(), "callbacks": {**state["callbacks"]}}
-            checkpoint["loops"]["fit_loop"] = state["fit_loop"]
-            checkpoint = Additions.put(checkpoint, state["checkpoint"])
-            call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
-            call._call_callbacks_on_load_checkpoint(trainer, checkpoint)
+        checkpoint = {**self._checkpoint(), "callbacks": {**state["callbacks"]}}
+        checkpoint["loops"]["fit_loop"] = state["fit_loop"]
+        checkpoint = Additions.put(checkpoint, state["checkpoint"])
+        call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
+        call._call_callbacks_on_load_checkpoint(trainer, checkpoint)
         for callback in trainer.callbacks:
             # Not Lightning's call, which copies the state: callbacks and logged values share tensors, and do again.
             # SpikeDetection's load_state_dict fails by a wrong name; its attributes are put back with the others'.

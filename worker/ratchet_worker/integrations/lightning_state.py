@@ -96,6 +96,7 @@ def _result(result: _ResultMetric) -> State:
         del out["caches"]["_computed"]
     return {
         **out,
+        "defaults": result._defaults,  # of the type that numbers have within a step
         "meta": {name: getattr(meta, name) for name in _META},
         "reduce": [meta.reduce_fx is getattr(builtins, meta.reduce_fx.__name__, None), meta.reduce_fx.__name__],
         "sync": [meta.sync.should, meta.sync.rank_zero_only, meta.sync.group is not None],
@@ -115,6 +116,7 @@ def put_results(results: _ResultCollection, state: State, module: nn.Module, red
         meta.sync = _Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only, _group=group)
         results[key] = result = _ResultMetric(meta, saved["is_tensor"])
         _put(result, saved)
+        result._defaults = saved["defaults"]
         result.has_reset = saved["has_reset"]
         if not result.is_tensor:
             result.value = operator.attrgetter(str(meta.metric_attribute))(module)

@@ -25,7 +25,7 @@ def refuse_other_epochs(
     """Raises ``ValueError`` where an epoch of now has other steps than the ``recorded`` one: the package counts in them, and what
     it does at an epoch's end would come at another place or not at all. ``data``: which do not, in words."""
     for name, value in now.items():
-        if recorded.get(name, value) != value:  # a checkpoint of before may lack it
+        if recorded[name] != value:
             raise ValueError(
                 f"{name} was {recorded[name]}, now it is {value}; on another number of ranks the same steps come from {data}"
             )

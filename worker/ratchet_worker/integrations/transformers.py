@@ -19,6 +19,7 @@ could honour are refused by name. A stop waits for the end of an evaluation.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -39,6 +40,7 @@ try:
 except ImportError as error:
     raise ImportError("transformers is not installed: pip install 'ratchet-train[worker,transformers]'") from error
 
+from ratchet_contract import environment
 from ratchet_contract.errors import UserError
 from ratchet_contract.messages import LaunchFile
 from ratchet_worker.data.sampler_position import SamplerPosition
@@ -54,6 +56,10 @@ if not all(
     hasattr(transformers.Trainer, name) for name in ("_run_epoch", "_init_training_state", "_prepare_for_training")
 ):
     raise ImportError("a Trainer as a job needs transformers 5: pip install 'transformers[torch]>=5'")
+
+if environment.RANK in os.environ and not torch.cuda.is_available():
+    # Else TrainingArguments makes each rank that torchrun starts on a CPU a training of its own. In a job it is set.
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 __all__ = ["Seq2SeqTrainer", "Trainer"]
 
@@ -342,7 +348,7 @@ class _Progress:
         self._trainer.current_flos = self._loaded["flos"]
         for name, callback in self._callbacks():
             for attribute, value in self._loaded["callbacks"].get(name, {}).items():
-                setattr(callback, attribute, value)
+                setattr(callback, attribute, deepcopy(value))
 
     def _callbacks(self) -> Iterator[tuple[str, Any]]:
         """Those with a state, by class and place among those of their class."""
