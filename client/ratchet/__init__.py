@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ratchet_worker.session import Session
     from ratchet_worker.task import EvaluatingTask, LossResult, Parts, Sums, Task, TaskContext
 
+    __version__: str
+
 __all__ = [
     "AmbiguousName", "Client", "Conflict", "DeadlineReached", "EvaluatingTask", "ForkRequest", "Job", "JobPhase",
     "JobSpec", "LossResult", "NotFound", "Parts", "PatchRequest", "QuotaRequest", "RatchetError", "Refused",
@@ -36,6 +38,8 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker takes the imports above, and finds a name that is not among them
 
     def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return import_module("ratchet_contract.version").RATCHET_VERSION
         if name not in PUBLIC:
             raise AttributeError(f"module 'ratchet' has no attribute {name!r}; it has: {', '.join(__all__)}", name=name)
         module, _, attribute = PUBLIC[name].partition(":")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -25,7 +24,6 @@ from ratchet_client.spec_file import Spec, spec_body
 from ratchet_client.transport import Params, Transport
 from ratchet_client.upload import Note, with_code
 from ratchet_contract import api, api_queue, api_quotas, api_requests
-from ratchet_contract.errors import NotFound
 
 __all__ = ["TERMINAL", "Job", "RatchetClient", "Series", "Snapshot", "WhichAttempt"]
 
@@ -326,25 +324,18 @@ class RatchetClient(Following, Access):
     # --- queue and quotas ---------------------------------------------------------------------------------------------
 
     def queue(self, limit: int = 50) -> list[api_queue.QueuedView]:
-        """Who is next, of everybody's jobs, and why each waits: the first ``limit``, of a service that is older than pages 100 at
-        most.
+        """Who is next, of everybody's jobs, and why each waits: the first ``limit``.
 
         >>> [one.position for one in client.queue()] in ([], [1])
         True
         """
-        with _queue_shown():
-            return list(islice(self._pages("/v1/queue", api_queue.QueuedView, {"limit": min(limit, 100)}), limit))
+        return list(islice(self._pages("/v1/queue", api_queue.QueuedView, {"limit": min(limit, 100)}), limit))
 
     def queue_view(self, limit: int = 50, job: str | Job | None = None) -> api_queue.QueueView:
         """One page of at most ``limit`` (100 at most), with how many wait in all; or where ``job`` stands: no item where it is
-        not queued.
-
-        Of an older service ``waiting`` is None: it is not known how many wait. Raises ``NotFound`` (``no-such-route``) where a
-        service has no queue to show yet.
-        """
+        not queued."""
         params: Params = {"limit": limit} if job is None else {"job_id": self.job_id(job)}
-        with _queue_shown():
-            return self._get("/v1/queue", api_queue.QueueView, params)
+        return self._get("/v1/queue", api_queue.QueueView, params)
 
     def quotas(self) -> Iterator[api_quotas.QuotaView]:
         """Those that were set, with what their owners have now."""
@@ -393,17 +384,6 @@ class RatchetClient(Following, Access):
     def _act(self, job: str | Job, action: str, body: BaseModel | None = None) -> api.JobView:
         data = None if body is None else body.model_dump(mode="json", exclude_unset=True)
         return self._post(self._path(job, action), api.JobView, json=data)
-
-
-@contextmanager
-def _queue_shown() -> Iterator[None]:
-    """A service that has no queue to show answers as for any path that it does not know. Raises ``NotFound``."""
-    try:
-        yield
-    except NotFound as error:
-        if error.code != "no-such-route":
-            raise
-        raise NotFound("the service is older than this client: it does not show its queue", code=error.code) from error
 
 
 def _absolute(path: str | os.PathLike[str] | None) -> str | None:

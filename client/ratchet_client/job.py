@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 from ratchet_client.job_files import Fetched
 from ratchet_client.polling import TERMINAL, Series, Snapshot
 from ratchet_contract import api
+from ratchet_contract.errors import NotFound
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.view_text import html_table
 
 if TYPE_CHECKING:
     from ratchet_client.client import RatchetClient
+    from ratchet_client.exports import ExportFormat
     from ratchet_client.following import WhichAttempt
+    from ratchet_contract.api_requests import ForkRequest
 
 
 class Job:
@@ -156,6 +159,36 @@ class Job:
 
     def checkpoint_now(self) -> Job:
         return self._now(self._client.checkpoint_now(self.id))
+
+    def fork(self, request: ForkRequest, *, upload: bool | None = None) -> Job:
+        """A new job from a checkpoint of this one, with a changed spec. ``request``, ``upload``: as of the client's ``fork``."""
+        return self._client.fork(self.id, request, upload=upload)
+
+    def delete(self, *, keep_checkpoints: bool = False, outputs: bool = False) -> api.DeleteResult:
+        return self._client.delete(self.id, keep_checkpoints=keep_checkpoints, outputs=outputs)
+
+    # --- its checkpoints: the newest one where none is named ------------------------------------------------------------
+
+    def verify(self, checkpoint_id: str | None = None) -> api.VerifyResult:
+        """Have every byte of the checkpoint ``checkpoint_id`` read and compared with its digests. Raises ``NotFound`` where there
+        is none."""
+        return self._client.verify(self.id, self._checkpoint(checkpoint_id))
+
+    def export(self, target: str | os.PathLike[str], checkpoint_id: str | None = None, *,
+               format: ExportFormat = "safetensors") -> list[str]:  # fmt: skip
+        """Write the checkpoint ``checkpoint_id`` as files for other programs. ``target``, ``format``: as of the client's
+        ``export``."""
+        return self._client.export(self.id, self._checkpoint(checkpoint_id), target, format=format)
+
+    def pin(self, checkpoint_id: str | None = None, pinned: bool = True) -> api.CheckpointView:
+        """Keep the checkpoint ``checkpoint_id`` whatever retention says, or with ``pinned=False`` let it go again."""
+        return self._client.pin(self.id, self._checkpoint(checkpoint_id), pinned)
+
+    def _checkpoint(self, checkpoint_id: str | None) -> str:
+        found = checkpoint_id or self.refresh().last_checkpoint
+        if found is None:
+            raise NotFound(f"job {self.id} has no checkpoint at step {self.progress.out_of()}")
+        return found
 
     def _now(self, view: api.JobView) -> Job:
         self.view = view

@@ -19,15 +19,12 @@ from ratchet_contract.code_tree import Entry, TreeError
 from ratchet_contract.errors import FieldProblem, NotFound, SpecError
 from ratchet_contract.git_facts import git_facts
 from ratchet_contract.plural import counted
-from ratchet_contract.version import GROWTH_HEADER
 
 Note = Callable[[str], None]
 """Is told in sentences what the snapshot leaves out and, now and then, how far what takes long has come."""
 _LARGE: Final = 16 * 2**20
 """Bytes from which on sending is worth a word."""
 _PERIOD: Final = 5.0
-_GIT_GROWTH: Final = 3
-"""Of a service whose specs have ``code.git``; an earlier one refuses the key."""
 
 
 def with_code(
@@ -53,12 +50,12 @@ def with_code(
             f"the code in {root} is {_mib(size)}, {counted(len(found), 'file')}: sending it, unless the service has it already"
         )
         digest = code_tree.digest(found)
-        grown = _send(transport, digest, found, size, told)
+        _send(transport, digest, found, size, told)
     except (TreeError, OSError) as error:
         raise _refused(error, root, f"{within}/code/path") from None
     sent = {**code, "path": str(root), "digest": digest}
     sent.pop("git", None)
-    git = git_facts(root, found) if grown >= _GIT_GROWTH else None
+    git = git_facts(root, found)
     return {**spec, "code": sent if git is None else {**sent, "git": git.model_dump(mode="json", exclude_none=True)}}
 
 
@@ -75,17 +72,16 @@ def _elsewhere(transport: Transport, path: str) -> bool:
     return False
 
 
-def _send(transport: Transport, digest: str, found: list[Entry], size: int, told: Note) -> int:
-    """What the service tells of its growth (``ratchet_contract.version``)."""
+def _send(transport: Transport, digest: str, found: list[Entry], size: int, told: Note) -> None:
+    """Upload the code, unless the service has it already."""
     place = f"/v1/code/{digest}"
     try:
-        answer = transport.request("GET", place)
+        transport.request("GET", place)
     except NotFound as error:
         if error.code != "code-not-found":
             raise
         body = Body(MEDIA_TYPE, size, lambda: _watched(archive(found), size, told))
-        answer = transport.request("PUT", place, body=body)
-    return int(answer.headers.get(GROWTH_HEADER, 0))
+        transport.request("PUT", place, body=body)
 
 
 def _watched(parts: Iterator[bytes], size: int, told: Note) -> Iterator[bytes]:

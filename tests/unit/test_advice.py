@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,9 +21,17 @@ from tests.support import command_lines
 from tests.support.command_lines import ROOT, commands, messages, parse, sources
 from tests.support.docs import PAGES, anchors
 
-TOLD = [(path, line, text) for path in sources() for line, text in messages(path)]
-DOCS = [(page, 0, page.read_text()) for page in PAGES]
+Told = list[tuple[Path, int, str]]
 TORCHRUN = {"--nproc-per-node", "--local-ranks-filter", "--max-restarts"}
+
+
+@cache  # seconds, which every worker would spend that only collects
+def told_by_messages() -> Told:
+    return [(path, line, text) for path in sources() for line, text in messages(path)]
+
+
+def told_by_pages() -> Told:
+    return [(page, 0, page.read_text()) for page in PAGES]
 
 
 def test_messages_are_read_as_they_are_said(tmp_path: Path) -> None:
@@ -45,7 +55,7 @@ def test_messages_are_read_as_they_are_said(tmp_path: Path) -> None:
 
 def test_every_command_that_a_message_names_is_one() -> None:
     wrong, seen = [], 0
-    for path, line, text in TOLD:
+    for path, line, text in told_by_messages():
         for command in commands(text):
             seen += 1
             try:
@@ -59,7 +69,7 @@ def test_every_option_that_a_message_names_exists() -> None:
     known = command_lines.options() | TORCHRUN
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {option}"
-        for path, line, text in TOLD
+        for path, line, text in told_by_messages()
         for quoted in re.findall(r"`(--[^`]*)`", text)
         for option in re.findall(r"--[a-z][a-z-]*", quoted)
         if option not in known
@@ -93,11 +103,11 @@ NOT_THE_SPEC = {"hook.state_version"}
 """Of a manifest. Pages about Python name attributes of objects so."""
 
 
-@pytest.mark.parametrize("told", [TOLD, DOCS], ids=["messages", "pages"])
-def test_every_key_of_the_spec_that_is_named_exists(told: list[tuple[Path, int, str]]) -> None:
+@pytest.mark.parametrize("told_by", [told_by_messages, told_by_pages])
+def test_every_key_of_the_spec_that_is_named_exists(told_by: Callable[[], Told]) -> None:
     named = {
         (path.name, line, key)
-        for path, line, text in told
+        for path, line, text in told_by()
         for key in spec_keys(text)
         if not path.name.startswith("python")
     }
@@ -106,18 +116,18 @@ def test_every_key_of_the_spec_that_is_named_exists(told: list[tuple[Path, int, 
     assert wrong == []
 
 
-@pytest.mark.parametrize("told", [TOLD, DOCS], ids=["messages", "pages"])
-def test_every_extra_variable_page_and_target_of_make_exists(told: list[tuple[Path, int, str]]) -> None:
+@pytest.mark.parametrize("told_by", [told_by_messages, told_by_pages])
+def test_every_extra_variable_page_and_target_of_make_exists(told_by: Callable[[], Told]) -> None:
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     known = {MARK, *(value for value in vars(environment).values() if isinstance(value, str))}
     wrong, seen = [], 0
-    for path, line, text in told:
+    for path, line, text in told_by():
         named = [x for part in re.findall(r"ratchet-train\[([a-z0-9,]+)\]", text) for x in part.split(",")]
         wrong += [(path.name, line, extra) for extra in named if extra not in extras | {"1"}]
         made = re.findall(r"`make ([a-z-]+)", text)
         wrong += [(path.name, line, f"make {target}") for target in made if target not in targets]
-        variables = re.findall(r"\bRATCHET_[A-Z_]+[A-Z]\b(?!_)", text) if told is TOLD else []
+        variables = re.findall(r"\bRATCHET_[A-Z_]+[A-Z]\b(?!_)", text) if told_by is told_by_messages else []
         wrong += [(path.name, line, name) for name in variables if name not in known]
         pages = re.findall(r"\b((?:docs|examples|deploy)/[\w/-]+\.(?:md|yaml|py|ipynb))(?:#([\w-]+))?", text)
         for page, anchor in pages:

@@ -233,6 +233,19 @@ def test_the_changed_script_needs_no_variables_of_torchrun(begins: str, model: s
     assert "environ" not in text and "import os" not in text
 
 
+@pytest.mark.parametrize(
+    ("asked", "left"),
+    [
+        ("dist.is_initialized()", ""),
+        ("dist.is_available() and dist.is_initialized()", ""),
+        ("ended(model)", "if ended(model):\n    pass\n"),
+    ],
+)
+def test_an_if_that_only_asks_goes_with_what_it_holds(asked: str, left: str) -> None:
+    text = changed(f"{LOOP}if {asked}:\n    dist.destroy_process_group()\n")
+    assert text.endswith(f"print(model.module.weight.double().sum().item())\n{left}"), text
+
+
 def test_a_function_that_starts_the_group_is_left_without_its_device() -> None:
     text = changed(LOOP.replace(INIT, SETUP))
     assert "def setup():\n    pass\n\nsession = Session()  # starts the process group\nsetup()\n" in text, text
@@ -317,10 +330,16 @@ CARRIED = LOOP.replace("for epoch", "best, total, seen, steps = 0.0, None, [], 0
             "best goes on from epoch to epoch, and is in no checkpoint",
             5,
         ),
-        ("steps += 1", "print(steps)", 22, "steps goes on from epoch to epoch", 5),
+        ("steps += 1", "print(steps)", 23, "steps starts from its initial value after a resume; it is only printed", 0),
         ("if steps % 9: steps = 3", "pass", 22, "steps goes on from epoch to epoch", 5),
         ("count = 0.0", "print(count)", None, "", 0),
-        ("total = total + 1", "print(total)", 22, "total begins anew where a resume goes on within an epoch", 0),
+        (
+            "total = total + 1",
+            "print(total)",
+            22,
+            "total starts from its initial value where a resume continues within an epoch",
+            0,
+        ),
         ("best = inputs.sum(); total = best", "print(total)", None, "", 0),
     ],
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import select
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +46,26 @@ def test_of_several_ranks_each_whole_line_has_its_rank_in_front(tmp_path: Path) 
         write(job, 1, 0, b"one\ntwo\n")
         write(job, 1, 1, b"three\nfour")
     assert out.getvalue() == b"1.0 | one\n1.0 | two\n1.1 | three\n1.1 | four\n"
+
+
+def test_what_the_command_says_begins_a_line_where_a_bar_is_drawn_on_the_same_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, terminal = os.openpty()
+    job = JobPaths(tmp_path)
+    write(job, 1, 0, b"\r 10 %|#   |")
+    with (
+        open(terminal, "wb", buffering=0) as screen,
+        monkeypatch.context() as patched,
+        RankOutput(job, {0}, 0, screen) as shown,
+    ):
+        assert select.select([controller], [], [], 20)[0]
+        patched.setattr(sys, "stderr", os.fdopen(os.dup(terminal), "w"))
+        shown.note("attempt 1 ended")
+        shown.note("attempt 2 starts")
+        sys.stderr.close()
+        seen = b""
+        while not seen.endswith(b"attempt 2 starts\r\n") and select.select([controller], [], [], 20)[0]:
+            seen += os.read(controller, 1 << 12)  # the kernel hands a terminal's bytes over when it gets to them
+    os.close(controller)
+    assert seen == b"\r 10 %|#   |\r\nattempt 1 ended\r\nattempt 2 starts\r\n"

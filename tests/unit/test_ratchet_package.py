@@ -34,6 +34,7 @@ def test_every_public_name_is_there_and_documented() -> None:
     assert sorted(ratchet.__all__) == sorted(PUBLIC) == dir(ratchet)
     for name in ratchet.__all__:
         assert getattr(ratchet, name) is not None
+    assert ratchet.__version__ == RATCHET_VERSION
     scope: dict[str, object] = {}
     exec("from ratchet import *", scope)
     assert scope.keys() - {"__builtins__"} == set(PUBLIC) and scope["Client"] is ratchet.Client

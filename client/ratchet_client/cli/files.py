@@ -102,7 +102,7 @@ def tell(client: RatchetClient, job: api.JobView) -> None:
 
 
 def written(client: RatchetClient, job: api.JobView) -> str | None:
-    """How much a job has written; None where it wrote nothing, or an older service does not tell."""
+    """How much a job has written; None where it wrote nothing, or the service does not answer."""
     from ratchet_contract.errors import RatchetError
 
     try:

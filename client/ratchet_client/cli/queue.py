@@ -46,12 +46,8 @@ def queue(
         drop=("OWNER", "GPUS", "RANKS", "AGE"),
         empty="the queue is empty" if job is None else f"{job} is not queued",
     )
-    if job is None and view.waiting is not None and view.waiting > len(found):
+    if job is None and view.waiting > len(found):
         output.note(f"{view.waiting - len(found)} more wait (--limit N, at most 100)")
-    if view.waiting is None:
-        output.note(
-            "the service is older than this command: how many wait, and where they stand behind the first 100, is not known"
-        )
 
 
 def _place(one: QueuedView) -> str:

@@ -116,7 +116,7 @@ def get(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> None:
             ("steps at risk", None if found.phase.terminal or unmanaged else found.progress.steps_at_risk),
         ],
         [
-            ("attempt", found.attempt), ("resumed", None if newest is None else _resumed(newest)),
+            ("attempt", found.attempt), ("resumed", None if newest is None else newest.proof),
             ("failures", _of(budgets.failures, budgets.max_failures)),
             ("preemptions", _of(budgets.preemptions, budgets.max_preemptions)),
             ("goodput", None if unmanaged else _goodput(found.goodput)),
@@ -241,16 +241,11 @@ def _remarks(attempt: api.AttemptView) -> Iterator[str]:
         yield f"did not resume exactly: {fact.key} was {fact.recorded!r}, is {fact.current!r}"
 
 
-def _resumed(a: api.AttemptView) -> str | None:
-    """The verdict of its report with its proof; an older service tells the verdict alone."""
-    return a.proof or (a.resume_report.verdict if a.resume_report is not None else None)
-
-
 def _attempt_row(a: api.AttemptView) -> list[str]:
     unmanaged = a.resume_report is not None and a.resume_report.verdict == "unmanaged"  # it reports no steps
     steps = ["-"] * 3 if unmanaged else [str(a.last_step), str(a.steps_done), output.dash(a.steps_lost)]
     return [
         str(a.number), str(a.phase), output.dash(a.outcome), output.dash(a.cause),
-        output.dash(a.base.step if a.base else None), *steps, _resumed(a) or "-",
+        output.dash(a.base.step if a.base else None), *steps, output.dash(a.proof),
         output.span(a.created_at, a.ended_at), a.message or "",
     ]  # fmt: skip

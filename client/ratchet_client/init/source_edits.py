@@ -11,7 +11,10 @@ from typing import Final
 _LINE: Final = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z")
 """As Python counts lines."""
 _Node = ast.expr | ast.stmt | ast.arg | ast.keyword
+_Edit = tuple[int, int, bytes]
+"""First byte, the byte behind the last, and what takes their place."""
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
+_ASKS: Final = frozenset({"is_available", "is_initialized", "device_count", "get_rank", "get_world_size"})
 _MARK: Final = "\ufeff"
 """A byte order mark, that the syntax tree does not count."""
 _NO_END: Final = "\\ No newline at end of file\n"
@@ -29,7 +32,7 @@ class Source:
         for line in self.lines:
             self._starts.append(self._starts[-1] + len(line))
         self._mark = len(_MARK.encode()) if text.startswith(_MARK) else 0
-        self._edits: list[tuple[int, int, bytes]] = []
+        self._edits: list[_Edit] = []
         self._parents: dict[ast.AST, ast.AST] = {}
         for node in ast.walk(self.tree):
             for child in ast.iter_child_nodes(node):
@@ -116,17 +119,36 @@ class Source:
         self._edits.append((self._start(first), self._start(first), text.encode() + b"," + gap))
 
     def remove(self, statement: ast.stmt) -> None:
-        """With its lines, where it stands alone on them; ``pass`` in its place where its block would be empty."""
+        """With its lines, where it stands alone on them. Where its block would be empty that goes, too, if it is an ``if`` that
+        only asks; else ``pass`` takes its place."""
         first, last = statement.lineno - 1, (statement.end_lineno or statement.lineno) - 1
         start, end = self._start(statement), self._end(statement)
         before = self.data[self._starts[first] : start]
         behind = self.data[end : self._starts[last + 1]].strip()
         alone = not before.strip() and (not behind or behind.startswith(b"#"))
         others = [s for s in self.siblings(statement) if s is not statement and not self._is_removed(s)]
-        if not others or not alone:
+        parent = self._parents[statement]
+        if not others and isinstance(parent, ast.If) and self._only_asks(parent):
+            within = self._edits_within(parent)
+            self._edits = [edit for edit in self._edits if edit not in within]
+            self.remove(parent)
+        elif not others or not alone:
             self.replace(statement, "pass")
         else:
             self._edits.append((int(self._starts[first]), int(self._starts[last + 1]), b""))
+
+    def _only_asks(self, node: ast.If) -> bool:
+        """Without another branch, without a text that is inserted in it, and by a test that does nothing else."""
+        calls = [n for n in ast.walk(node.test) if isinstance(n, ast.Call)]
+        asks = all(isinstance(c.func, ast.Attribute) and c.func.attr in _ASKS and not c.args for c in calls)
+        plain = not any(isinstance(n, (ast.NamedExpr, ast.Await, ast.Yield)) for n in ast.walk(node.test))
+        kept = any(text for _, _, text in self._edits_within(node))
+        return not node.orelse and self.begins_with(node, "if") and asks and plain and not kept
+
+    def _edits_within(self, statement: ast.stmt) -> list[_Edit]:
+        """Without an insertion in front of it."""
+        start, end = self._start(statement), self._starts[statement.end_lineno or statement.lineno]
+        return [edit for edit in self._edits if start <= edit[0] and start < edit[1] <= end]
 
     def _is_removed(self, statement: ast.stmt) -> bool:
         start, end = self._start(statement), self._end(statement)
@@ -166,13 +188,13 @@ class Source:
         """No change is noted within it."""
         return not any(start < self._end(node) and self._start(node) < end for start, end, _ in self._edits)
 
-    def noted(self) -> int:
-        """How many changes there are, for ``forget``."""
-        return len(self._edits)
+    def noted(self) -> list[_Edit]:
+        """The changes until now, for ``forget``."""
+        return [*self._edits]
 
-    def forget(self, noted: int) -> None:
-        """All changes behind the first ``noted``."""
-        del self._edits[noted:]
+    def forget(self, noted: list[_Edit]) -> None:
+        """All changes since ``noted``."""
+        self._edits = noted
 
     def changed(self) -> str:
         """The text with all changes. Those at one place stand in the order in which they were noted."""

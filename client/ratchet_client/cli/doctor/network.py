@@ -179,7 +179,7 @@ def _ready(url: str, ready: httpx.Response, here: bool) -> Finding:
 
 
 def _version(protocol: str | None, version: str) -> Finding:
-    """``protocol``: of the answer's header, which services of older versions do not send."""
+    """``protocol``: of the answer's header, None where the answer has none."""
     name = "service version"
     if protocol is not None and protocol != str(PROTOCOL_VERSION):
         detail = f"protocol {protocol}, this installation speaks {PROTOCOL_VERSION}: its agents will be refused"

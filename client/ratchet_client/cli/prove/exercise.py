@@ -69,7 +69,8 @@ def _epoch(facts: Facts) -> Exercise:
         ends = ", ".join(map(str, facts.epoch_ends[:5]))
         return Exercise(name="end of an epoch", status="exercised", detail=f"after step {ends}")
     if not facts.epochs:
-        return Exercise(name="end of an epoch", status="none seen", detail="no data are registered with the Session")
+        text = "no data are registered with the Session: it sees no epochs"
+        return Exercise(name="end of an epoch", status="none seen", detail=text)
     if facts.step == facts.total:
         return Exercise(name="end of an epoch", status="none seen", detail="the job ends within its first epoch")
     text = f"none within {counted(facts.step, 'step')}: give more `--steps`"
@@ -86,13 +87,18 @@ def _evaluation(facts: Facts, faults: list[Fault]) -> Exercise:
     if facts.expects_evaluation and facts.step != facts.total:
         text = f"none within {counted(facts.step, 'step')}: give more `--steps`"
         return Exercise(name="evaluation", status="not exercised", detail=text)
-    text = "no Session.evaluation() within these steps; a loop of the script's own is not seen"
+    text = (
+        "none that Ratchet knows of. One of the script's own ran in all runs and is compared with all else; a rank is killed "
+        "within it where it stands in `with session.evaluation():`"
+    )
     return Exercise(name="evaluation", status="none seen", detail=text)
 
 
 def _scheduler(facts: Facts) -> Exercise:
     if not facts.schedulers:
-        return Exercise(name="scheduler", status="none seen", detail="none with a step count is registered")
+        return Exercise(
+            name="scheduler", status="none seen", detail="none with a step count is registered, so none can be lost"
+        )
     still = [name for name, steps in facts.schedulers.items() if steps < 1]
     if still and facts.step != facts.total:
         text = f"{', '.join(still)} was not stepped within {counted(facts.step, 'step')}: give more `--steps`"
@@ -105,4 +111,6 @@ def _accumulation(facts: Facts) -> Exercise:
     if facts.batches > 1:
         text = f"up to {facts.batches} batches in a step"
         return Exercise(name="accumulation", status="exercised", detail=text)
-    return Exercise(name="accumulation", status="none seen", detail="one batch in a step")
+    return Exercise(
+        name="accumulation", status="none seen", detail="each step has one batch, so none can be cut within a step"
+    )

@@ -189,6 +189,8 @@ def trials(client: RatchetClient, say: Progress) -> Iterator[Trials]:
 def _where(job: JobView) -> str:
     if job.phase.terminal:
         return "done"
+    if job.phase is JobPhase.QUEUED and 0 < job.attempt <= len((job.spec.get("trial") or {}).get("faults", ())):
+        return f"interrupted as planned, starts again, step {job.progress.step}"
     step = f"step {job.progress.step}" if job.progress.step else "no step yet"
     waits = f" ({job.message or job.reason})" if job.phase is JobPhase.QUEUED and job.reason else ""
     return f"{job.phase}{waits}, {step}" + (f", attempt {job.attempt}" if job.attempt > 1 else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import sys
@@ -87,7 +88,7 @@ def run(
         raise typer.BadParameter(
             "--server: run trains on this machine; `ratchet submit FILE --follow` uses another's service"
         )
-    spec, mark = _spec(words, nproc, name, sets)
+    spec, mark, proof = _spec(words, nproc, name, sets)
     shown = _ranks(ranks, parse_spec(spec).world.size)
     _say_slurm_nodes()
     place = f"{spec['name']}-{mark[:8]}"
@@ -102,13 +103,14 @@ def run(
             job = _train(ctx, client, service, begun, shown)
             if service.private and not unfinished(job):
                 (service.paths.home / COMMAND_FILE).unlink(missing_ok=True)
-            code = _tell_end(client, service, job, outputs)
+            code = _tell_end(client, service, job, outputs, proof)
     raise typer.Exit(code)
 
 
-def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]) -> tuple[dict[str, Any], str]:
-    """Of a spec file, or what ``ratchet init`` would write; and the digest that the command is known by: of the spec in the file,
-    else of the command alone, whatever the script's text is by now. Raises ``Refused``, ``SpecError``, ``NotFound``."""
+def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]) -> tuple[dict[str, Any], str, str]:
+    """Of a spec file, or what ``ratchet init`` would write; the digest that the command is known by: of the spec in the file,
+    else of the command alone, whatever the script's text is by now; and the commands of its proof. Raises ``Refused``,
+    ``SpecError``, ``NotFound``."""
     from ratchet_client.cli.run.beginning import command_digest
     from ratchet_client.cli.submit import override
     from ratchet_client.init.command import count_ranks
@@ -139,12 +141,22 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
     if name is not None:
         spec["name"] = name
     parse_spec(spec)  # before a directory is named after it, and a service started
+    world = spec["world"]
+    changed = [] if nproc is None else [f"world.ranks_per_node={world['ranks_per_node']}"]
+    changed += [] if nproc is None or device == "auto" else [f"world.device={device}"]
+    changed += sets
+    options = [part for one in changed for part in ("--set", one)]
     if made is None:
-        return spec, command_digest(spec)
+        return spec, command_digest(spec), shlex.join(["ratchet", "prove", *options, words[0]])
+    stem = made.place.script.stem
+    names = itertools.chain([f"{stem}.yaml"], (f"{stem}-{number}.yaml" for number in itertools.count(2)))
+    file = next(name for name in names if not Path(name).exists())
+    commands = ["ratchet", "init", "-o", file, *options, *words], ["ratchet", "prove", file]
+    proof = " && ".join(map(shlex.join, commands))
     typed, script = made.command, {"script": str(made.place.script), "python": spec.get("python")}
     words_ = {"arguments": typed.arguments, "env": typed.env, "ranks": typed.ranks, "device": typed.device}
-    options = {"policy": typed.policy, "nproc": nproc, "name": spec["name"], "set": given}
-    return spec, command_digest({**script, **words_, **options})
+    said = {"policy": typed.policy, "nproc": nproc, "name": spec["name"], "set": given}
+    return spec, command_digest({**script, **words_, **said}), proof
 
 
 def _ranks(text: str, size: int) -> Collection[int] | None:
@@ -181,18 +193,22 @@ def _train(
     from ratchet_client.cli.run.view import RunView
     from ratchet_client.cli.streams import EventFold
     from ratchet_client.cli.watch import pump
+    from ratchet_contract.errors import Conflict
     from ratchet_contract.phases import JobPhase
 
     job_id = begun.job.id
     paths = service.paths.job(job_id)
-    with RankOutput(paths, ranks, begun.attempt):
+    with RankOutput(paths, ranks, begun.attempt) as shown:
         try:
-            view = RunView(paths, ranks, service.revive)
+            view = RunView(paths, ranks, service.revive, shown.note)
             return pump(ctx, job_id, view, EventFold(), after=begun.event, until=(JobPhase.SUSPENDED,))
         except KeyboardInterrupt:
-            output.note("stops behind a checkpoint; once more, and it ends at once")
+            pass
         try:
-            return _suspend(client, job_id)
+            with suppress(Conflict):  # it has ended meanwhile, or is being cancelled
+                client.suspend(job_id)  # before a word is said: a terminal that is held would hold this up, too
+            shown.note("stops behind a checkpoint; once more, and it ends at once")
+            return client.wait(job_id, until=(JobPhase.SUSPENDED,))
         except KeyboardInterrupt:
             with undisturbed():
                 service.end_at_once()
@@ -200,17 +216,8 @@ def _train(
             raise typer.Exit(Exit.INTERRUPTED) from None
 
 
-def _suspend(client: RatchetClient, job_id: str) -> JobView:
-    from ratchet_contract.errors import Conflict
-    from ratchet_contract.phases import JobPhase
-
-    with suppress(Conflict):  # it has ended meanwhile, or is being cancelled
-        client.suspend(job_id)
-    return client.wait(job_id, until=(JobPhase.SUSPENDED,))
-
-
-def _tell_end(client: RatchetClient, service: RunService, job: JobView, outputs: Path | None) -> Exit:
-    """On standard error: how it ended, and where what came of it lies."""
+def _tell_end(client: RatchetClient, service: RunService, job: JobView, outputs: Path | None, proof: str) -> Exit:
+    """On standard error: how it ended, where what came of it lies, and the commands of its ``proof``."""
     from ratchet_client.cli.files import shown, written
     from ratchet_client.cli.run.beginning import unfinished
 
@@ -239,6 +246,8 @@ def _tell_end(client: RatchetClient, service: RunService, job: JobView, outputs:
     more = [f"logs {job.id}"] if found is None else [f"cp {job.id}: DIR"]
     more += [] if job.last_checkpoint is None else [f"checkpoints export {job.id} -o model.safetensors"]
     output.note(f"more of it: {first}ratchet --home {home} {', or '.join(more)}")
+    if job.last_checkpoint is not None:
+        output.note(f"does it end with the same bits when it is killed? {proof}")
     return Exit.OK
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +30,8 @@ from ratchet_contract.process_start import start_time
 
 COMMAND_FILE: Final = "command.txt"
 """In a private run directory while its job has not ended: what was typed."""
+LOCK_FILE: Final = "command.lock"
+"""There, too: locked by the command that runs, whose pid it holds."""
 _END_SECONDS: Final = 30.0
 
 
@@ -82,36 +85,46 @@ class RunService:
 def run_service(base: Path, name: str) -> Iterator[RunService]:
     """The service that runs for the run directory ``base``; else a private one, in ``run/NAME`` below it. Raises ``CannotStart``,
     and ``Refused`` where another ``ratchet run`` has that already."""
-    service = _find(HomePaths(base), name)
-    try:
-        service.start()
-        yield service
-    finally:
-        with undisturbed():
-            service.end()
-
-
-def _find(base: HomePaths, name: str) -> RunService:
-    paths = HomePaths(base.runs / name)
-    for shared in (base, paths):
+    paths = HomePaths(HomePaths(base).runs / name)
+    for shared in (HomePaths(base), paths):
         if _owner(shared) == "" and _answers(shared):
             output.note(f"using the service of {shared.home}")
-            return RunService(shared, private=False)
-    try:
-        paths.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise Refused(
-            f"{paths.home} cannot be made ({error.strerror}): `ratchet --home DIR run ...` keeps the job elsewhere"
-        ) from None
-    owner = _owner(paths)
-    if owner and parent_death.is_alive(owner):
-        raise Refused(
-            f"the same command runs already (pid {owner.partition(':')[0]}): wait for its end, or give this one a place of its "
-            "own with --name"
-        )
-    if owner:  # it was killed, and its service is about to notice
-        wait_for(lambda: not _owner(paths), f"the end of the service of a killed `ratchet run` in {paths.home}", 30)
-    return RunService(paths, private=True)
+            yield RunService(shared, private=False)
+            return
+    with _lock(paths):
+        if _owner(paths):  # its command was killed, and it is about to notice
+            wait_for(lambda: not _owner(paths), f"the end of the service of a killed `ratchet run` in {paths.home}", 30)
+        service = RunService(paths, private=True)
+        try:
+            service.start()
+            yield service
+        finally:
+            with undisturbed():
+                service.end()
+
+
+@contextmanager
+def _lock(paths: HomePaths) -> Iterator[None]:
+    """No other command uses this run directory meanwhile. Raises ``Refused`` where one does, and where it cannot be made."""
+    with ExitStack() as stack:
+        try:
+            paths.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = stack.enter_context((paths.home / LOCK_FILE).open("a+", encoding="utf-8"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise Refused(
+                f"the same command runs already (pid {lock.read().strip() or 'not known yet'}): wait for its end, or give this "
+                "one a place of its own with --name"
+            ) from None
+        except OSError as error:
+            raise Refused(
+                f"{paths.home} cannot be made, or locked ({error.strerror}): `ratchet --home DIR run ...` keeps the job elsewhere"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
 
 
 def _answers(paths: HomePaths) -> bool:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Final
+from typing import IO, Any, BinaryIO, Final
 
 from ratchet_client.cli import output
 from ratchet_contract.paths import JobPaths
@@ -30,6 +30,7 @@ class RankOutput:
         self._offsets = {path: path.stat().st_size for attempt, _, path in self._logs() if attempt <= shown}
         self._first = shown
         self._open_line = False
+        self._lock = threading.Lock()
         self._read_by_nobody = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank-output", daemon=True)
@@ -43,6 +44,14 @@ class RankOutput:
     ) -> None:
         self._over.set()
         self._thread.join()
+
+    def note(self, text: str) -> None:
+        """``text`` on a line of its own also where standard error shows what the ranks print, whose line may be open."""
+        with self._lock:
+            if self._open_line and _is_one_terminal(self._to, sys.stderr):
+                self._open_line = False
+                self._write(b"\n")
+            output.note(text)
 
     def _run(self) -> None:
         while not self._over.wait(_PERIOD):
@@ -63,10 +72,11 @@ class RankOutput:
         newest = max((attempt for attempt, _, _ in logs), default=0)
         for attempt, rank, path in logs:
             over = last or attempt < newest
-            if self._prefixed:
-                self._copy_lines(path, f"{attempt}.{rank} | ".encode(), over)
-            else:
-                self._copy(path, over)
+            with self._lock:
+                if self._prefixed:
+                    self._copy_lines(path, f"{attempt}.{rank} | ".encode(), over)
+                else:
+                    self._copy(path, over)
         self._first = max(self._first, newest)
 
     def _copy(self, path: Path, over: bool) -> None:
@@ -109,6 +119,14 @@ class RankOutput:
             self._read_by_nobody = True
             why = "nobody reads it any more" if isinstance(error, BrokenPipeError) else error.strerror
             output.note(f"the ranks' output cannot be shown ({why}); training goes on, and the logs have it")
+
+
+def _is_one_terminal(one: IO[Any], other: IO[Any]) -> bool:
+    try:
+        a, b = one.fileno(), other.fileno()
+    except OSError:  # no file
+        return False
+    return os.isatty(a) and os.isatty(b) and os.path.samestat(os.fstat(a), os.fstat(b))
 
 
 def last_lines(job: JobPaths, attempt: int, rank: int, count: int) -> list[str]:

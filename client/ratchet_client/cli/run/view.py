@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
-from ratchet_client.cli import output
 from ratchet_client.cli.run.rank_output import last_lines
 from ratchet_client.cli.watch import PlainView
 
@@ -24,8 +23,10 @@ class RunView(PlainView):
     """``revive`` is called when the service does not answer, and tells whether another was started. ``ranks``: whose output is
     shown anyway; None: all."""
 
-    def __init__(self, job: JobPaths, ranks: Collection[int] | None, revive: Callable[[], bool]) -> None:
-        super().__init__(output.note, _PROGRESS_EVERY, at_once=False)
+    def __init__(
+        self, job: JobPaths, ranks: Collection[int] | None, revive: Callable[[], bool], say: Callable[[str], None]
+    ) -> None:
+        super().__init__(say, _PROGRESS_EVERY, at_once=False)
         self._job, self._ranks, self._revive = job, ranks, revive
 
     def progress(self, now: Snapshot) -> None:
@@ -44,7 +45,7 @@ class RunView(PlainView):
             and not self._shown(rank)
         ):
             for line in last_lines(self._job, event.attempt, rank, _LAST_LINES):
-                output.note(f"{event.attempt}.{rank} | {line}")
+                self._say(f"{event.attempt}.{rank} | {line}")
 
     def _shown(self, rank: int) -> bool:
         return self._ranks is None or rank in self._ranks
