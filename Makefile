@@ -30,7 +30,7 @@ demo: $(RUNS)
 test: $(STAMP)
 	@echo "==> running the tests"
 	@$(BIN)/python -m compileall -q -j 0 client contract hooks migrations service store worker tests/support  # once, not in each of a thousand processes
-	$(BIN)/python -m pytest -n $(or $(JOBS),5) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder
 
 # all tests once under each condition that a developer's machine seldom has, a quarter of an hour each: ONLY="boot order"
 conditions: $(STAMP)
@@ -58,7 +58,7 @@ quick-start: $(STAMP)
 exactness: $(STAMP)
 	$(BIN)/python -m tests.e2e.exactness --n $(or $(N),24)
 	$(BIN)/python -m tests.support.planted_runs
-	RATCHET_TEST_STRIKES=all RATCHET_TEST_PROVE=all RATCHET_TEST_SEEDS=5 RATCHET_TEST_OPTIONS=all $(BIN)/python -m pytest -v --timeout=7200 tests/e2e/test_exactness.py tests/e2e/test_adopted_run.py tests/e2e/test_slurm.py tests/e2e/test_kubernetes.py tests/e2e/test_nodes.py tests/e2e/test_prove.py tests/e2e/test_prove_engines.py tests/integration/test_hooks_accuracy.py tests/integration/test_integrations_options.py tests/integration/test_accelerate_scripts.py tests/integration/test_stream_jobs.py
+	RATCHET_TEST_STRIKES=all RATCHET_TEST_PROVE=all RATCHET_TEST_SEEDS=5 RATCHET_TEST_OPTIONS=all $(BIN)/python -m pytest -v --timeout=7200 tests/e2e/test_exactness.py tests/e2e/test_adopted_run.py tests/e2e/test_slurm.py tests/e2e/test_kubernetes.py tests/e2e/test_nodes.py tests/e2e/test_prove.py tests/e2e/test_prove_engines.py tests/e2e/test_gpu_rows.py tests/e2e/test_benchmarks_checkpoint.py tests/integration/test_hooks_accuracy.py tests/integration/test_tasks_quality.py tests/integration/test_integrations_options.py tests/integration/test_accelerate_scripts.py tests/integration/test_stream_jobs.py
 	RATCHET_TEST_LIGHTNING=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/test_lightning_exact.py
 	RATCHET_TEST_CLEAN=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/test_clean_models.py
 

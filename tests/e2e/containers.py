@@ -93,7 +93,12 @@ class Trial:
         began = time.monotonic()
         done = subprocess.run([*self.command, *words], cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"docker compose {' '.join(words)}: {done.stdout[-4000:]}{done.stderr[-4000:]}")
+            told = f"docker compose {' '.join(words)}: {done.stdout[-4000:]}{done.stderr[-4000:]}"
+            if words[0] == "up":  # which says that a container is not healthy, and not why
+                told += (
+                    f"\n{self.compose('ps', '--all', quiet=True)}\n{self.compose('logs', '--tail', '40', quiet=True)}"
+                )
+            raise RuntimeError(told)
         if not quiet:
             say(f"$ docker compose {' '.join(words)}    ({time.monotonic() - began:.1f} s)")
         return done.stdout.strip()

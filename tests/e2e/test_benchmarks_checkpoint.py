@@ -108,6 +108,9 @@ def test_a_job_without_room_is_refused_by_name_before_anything_begins(tmp_path: 
         insist([staged], tmp_path, memory=meminfo, shared=tmp_path / "none")
 
 
+@pytest.mark.skipif(
+    os.environ.get("RATCHET_TEST_OPTIONS") != "all", reason="RATCHET_TEST_OPTIONS=all (make exactness) runs it"
+)
 @pytest.mark.slow
 def test_an_interrupted_run_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
     """Two ranks, with DCP's processes. By SIGTERM, for which it has a handler; Ctrl-C raises by itself."""

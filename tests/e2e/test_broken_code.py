@@ -31,6 +31,9 @@ def test_the_same_error_is_tried_twice_and_its_text_is_shown_once(
     job = ended.text.split()[0]
     assert cli("get", job, "--json").data["reason"] == "same-error"
     assert len(cli("attempts", job, "--json").data) == 2
+    log = [line.strip() for line in cli("logs", job, "--rank", "0").text.splitlines()]
+    after = log[[n for n, line in enumerate(log) if "Traceback (most recent call last)" in line][-1] + 1]
+    assert "plain.py" in after, "the first frame is the script's own"
 
 
 def test_an_error_behind_the_first_backward_is_one_before_the_first_step_is_done(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 from ratchet_store.compare import compare, render
 from tests.support.cli import Cli
 from tests.support.docs import ROOT
-from tests.support.server import Server, rank_pid
+from tests.support.server import Server
 
 EXAMPLE = ROOT / "examples" / "custom_hook"
 SHORT = (
@@ -25,6 +23,12 @@ SHORT = (
     "--set",
     "task.args.evaluate=false",
 )
+KILLED = (
+    "--set",
+    "trial.end_at=150",
+    "--set",
+    'trial.faults=[{"attempt": 1, "rank": 1, "step": 12, "kind": "kill-rank"}]',
+)
 SMALL = (*SHORT, "--set", "resources.cpus_per_rank=1", "--set", "ddp.bucket_cap_mb=0.02")
 
 
@@ -33,9 +37,7 @@ def test_the_example_comes_back_with_every_ranks_residual(server: Server, tmp_pa
     cli, spec = Cli(server.home, tmp_path), str(EXAMPLE / "job.yaml")
     wrong = cli("submit", spec, "--set", "hook.state=my_hooks:TopK", "--dry-run", expect=5).errors
     assert "/hook/state: my_hooks has no 'TopK'; did you mean 'TopKState'?" in wrong
-    whole, cut = (cli("submit", spec, *SMALL).text.strip() for _ in range(2))
-    _, paths = server.wait_step(cut, 7, saved=True)
-    os.kill(rank_pid(paths, 1), signal.SIGKILL)
+    whole, cut = (cli("submit", spec, *SMALL, *more).text.strip() for more in ((), KILLED))
     ended = [server.wait_phase(job, "SUCCEEDED") for job in (whole, cut)]
     assert [job["progress"]["step"] for job in ended] == [150, 150]
     first, second = server.attempts(cut)

@@ -61,8 +61,20 @@ def run(name: str, environ: dict[str, str]) -> Result:
     return result
 
 
+FULL = os.environ.get("RATCHET_TEST_OPTIONS") == "all"
+full = pytest.mark.skipif(not FULL, reason="RATCHET_TEST_OPTIONS=all (make exactness) runs it")
+"""What the same code does on the CPU has tests elsewhere."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ROWS if name not in ("doctor", "hook-memory")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[full] if name in ("jobs", "hooks-gloo") else [])
+        for name in ROWS
+        if name not in ("doctor", "hook-memory")
+    ],
+)
 def test_every_row_is_green_on_the_cpu(name: str, environ: dict[str, str]) -> None:
     """The two others have tests of their own."""
     result = run(name, environ)
@@ -70,6 +82,7 @@ def test_every_row_is_green_on_the_cpu(name: str, environ: dict[str, str]) -> No
     assert {part.verdict for part in result.parts} - {"not applicable"} == {"green"}, result.parts
 
 
+@full
 @pytest.mark.slow
 def test_doctor_is_green_on_the_cpu(environ: dict[str, str], tmp_path: Path) -> None:
     """Its ranks are forked."""

@@ -6,9 +6,7 @@ compression or averaging.
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import pytest
 from ratchet_store.compare import compare, render
 from tests.support.cli import Cli
 from tests.support.docs import ROOT
-from tests.support.server import Server, rank_pid
+from tests.support.server import Server
 
 EXAMPLES = ROOT / "examples" / "hooks"
 DIGITS = {"task.args": '{"steps": 14, "width": 8, "evaluate": false}'}
@@ -61,9 +59,8 @@ def newest(server: Server, job_id: str) -> Path:
 @pytest.mark.slow
 def test_what_is_saved_and_reloaded_goes_on_bit_for_bit(server: Server, submit: Callable[..., str]) -> None:
     changes = {"script": '["train.py", "--steps", "160"]', "checkpoint.every_steps": "40"}
-    whole, cut = (submit("save-reload", changes) for _ in range(2))
-    _, paths = server.wait_step(cut, 45, saved=True)
-    os.kill(rank_pid(paths, 1), signal.SIGKILL)
+    kill = {"trial.end_at": "160", "trial.faults": '[{"attempt": 1, "rank": 1, "step": 85, "kind": "kill-rank"}]'}
+    whole, cut = submit("save-reload", changes), submit("save-reload", changes | kill)
     for job_id in (whole, cut):
         assert server.wait_phase(job_id, "SUCCEEDED")["progress"]["step"] == 160
     first, second = server.attempts(cut)

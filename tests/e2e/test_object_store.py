@@ -34,7 +34,8 @@ def environment(s3_server: S3Server) -> Iterator[None]:
 def served(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A service that finds the store by its environment, and so do the agents that it starts."""
     with environment(s3_server):
-        server = Server(tmp_path_factory.mktemp("service") / "home")
+        variables = {"TEST_STEP_SECONDS": "0.01"}  # a suspension over REST comes before the end
+        server = Server(tmp_path_factory.mktemp("service") / "home", variables=variables)
         try:
             yield server.start()
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ratchet_contract import service_pointers
 from ratchet_contract.messages import ServiceFile
@@ -152,6 +154,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     assert model is not None and (folder / model[1] / "MANIFEST.json").is_file()
     assert outputs is not None and (folder / outputs[1] / "result.txt").read_text() == "done"
     assert (folder / "results" / "result.txt").read_text() == "done"
+    prepares, proves = said.splitlines()[-1].partition("killed? ratchet ")[2].split(" && ratchet ")
+    assert proves == "prove train.yaml"
+    Cli(folder / ".ratchet", folder)(*shlex.split(prepares))
+    spec = yaml.safe_load((folder / "train.yaml").read_text())
+    assert spec["world"]["ranks_per_node"] == 2 and spec["checkpoint"]["every_steps"] == 10
     return digest
 
 
@@ -186,6 +193,28 @@ def test_a_rank_is_killed_then_the_command_told_to_stop_and_started_again(undist
     assert said is not None and after == list(range(int(said[1]), 300)) and max(before) == after[0] - 1
     assert set(before) | set(after) == set(range(300)), "what was printed just before the stop is shown, too"
     assert WEIGHTS.findall(text) == [undisturbed]
+
+
+def test_a_terminal_that_is_held_does_not_hold_up_the_stop(tmp_path: Path) -> None:
+    """As by Ctrl-S, or a pager that stands."""
+    (tmp_path / "train.py").write_text(TRAIN.replace('print("step", step', 'print("step", step, "x" * 100_000'))
+    command = [str(EXECUTABLE), "run", *EVERY, "train.py", str(tmp_path / "hurry")]
+    process = subprocess.Popen(command, cwd=tmp_path, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        running = Running(tmp_path, process, tmp_path / "out", tmp_path / "err")
+        (log,) = wait_for(lambda: [*tmp_path.glob(".ratchet/run/*/jobs/*/attempts/*/logs/rank-*.log")], "a log", 120)
+        wait_for(lambda: log.stat().st_size > 500_000, "more output than a pipe holds", 120)
+        process.send_signal(signal.SIGINT)
+        control = job_paths(running).attempt(1).control_file
+        wait_for(lambda: control.exists() and '"run"' not in control.read_text(), "the job to be told to stop", 60)
+        assert b"stops behind a checkpoint" in process.communicate(timeout=120)[1]
+        assert process.returncode == 130
+    finally:
+        process.kill()
+        process.wait()
+        for pid in processes_below(tmp_path / ".ratchet"):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_the_command_is_killed_and_leaves_no_process(undisturbed: str, tmp_path: Path) -> None:
@@ -249,6 +278,17 @@ def test_the_second_signal_ends_a_script_that_does_not_stop_and_a_failing_one_gi
         assert failing.out.read_text().startswith("begun 0\n") and "no luck" not in failing.out.read_text()
         assert "1.1 | RuntimeError: no luck" in said.splitlines()
         assert "unfinished, of another command: ratchet run --ranks all --nproc 2 plain.py" in said.splitlines()
+
+
+def test_of_two_equal_commands_started_at_once_one_trains_and_the_other_says_so(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(PLAIN)
+    with run(tmp_path, "plain.py") as one, run(tmp_path, "plain.py") as other:
+        wait_for(lambda: {one.process.poll(), other.process.poll()} != {None}, "the end of one of them", 60)
+        refused, trains = (one, other) if one.process.poll() is not None else (other, one)
+        assert refused.process.returncode == 5, refused.err.read_text()
+        assert "the same command runs already" in refused.err.read_text()
+        trains.wait_for(lambda: "begun 0" in trains.out.read_text(), "its output")
+        trains.process.kill()
 
 
 def test_a_service_that_runs_for_the_run_directory_is_used(server: Server, tmp_path: Path) -> None:

@@ -30,11 +30,18 @@ from tests.support.server import processes_below, rank_pid, wait_for
 FACTS = """
 import json, os, random, resource, signal, sys, threading
 import numpy, torch
+
+def target(descriptor):
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}").split(":")[0]
+    except FileNotFoundError:  # that of the listing, or of another thread
+        return None
+
 facts = {
     "variables": dict(os.environ),
     "leader": os.getsid(0) == os.getpgid(0) == os.getpid(),
     "the agent's": os.getppid() == int(os.environ["RATCHET_AGENT_PID"]),
-    "descriptors": sorted(os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in os.listdir("/proc/self/fd")[:-1]),
+    "descriptors": sorted(filter(None, map(target, os.listdir("/proc/self/fd")))),
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     "handlers": {n: getattr(h := signal.getsignal(n), "__qualname__", str(h)) for n in (2, 15, 17)},
     "main thread": threading.main_thread().native_id == os.getpid(),

@@ -174,7 +174,7 @@ def test_a_deletion_that_cannot_be_finished_keeps_no_other_from_it(
     jobs = [api.settings.paths.job(f"job-00000000000{i}") for i in range(3)]
     for job in jobs:
         job.root.mkdir(parents=True)
-        (job.root / deletion.MARK).write_text('{"uri": [' if job == jobs[2] else "")
+        (job.root / deletion.MARK).write_text('{"uri": [' if job == jobs[2] else "{}")
     real = deletion._remove_what_goes
 
     def refused(paths: JobPaths, homes: HomePaths) -> object:

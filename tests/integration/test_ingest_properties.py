@@ -19,7 +19,6 @@ import sqlalchemy as sa
 from ratchet_contract.messages import AgentReport, Control, LaunchFile, Note, ReportAck
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase
-from ratchet_contract.version import PROTOCOL_GROWTH
 from ratchet_service.bounds import Bounds
 from ratchet_service.ingest import ingest
 from ratchet_service.ingest_news import Told
@@ -180,7 +179,7 @@ class Deaf:
 class Link:
     """In the place of the HTTP connection: the service's own ``ingest``, away for a while, and losing every third answer."""
 
-    report_after, growth = 0.0, PROTOCOL_GROWTH
+    report_after = 0.0
 
     def __init__(self, api: Api) -> None:
         self.api, self.away, self.requests, self.largest = api, True, 0, 0

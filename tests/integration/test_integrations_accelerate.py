@@ -76,5 +76,5 @@ def test_the_trainer_refuses_a_checkpoint_without_hook_state(two: Ranks, tmp_pat
 def test_an_evaluation_before_the_first_step_ends_no_job_and_a_fork_of_one_that_has_ended_goes_on(
     two: Ranks, tmp_path: Path, recorded_by: str, ended: bool
 ) -> None:
-    expected = (ended and recorded_by == "mine", 0)
+    expected = (ended and recorded_by == "mine", 0, [4.0])
     assert two.run(runs.trainer_in_a_session, str(tmp_path), recorded_by, ended) == [expected] * 2

@@ -28,6 +28,8 @@ EVERYWHERE: list[Kill] = [
 AVERAGED: list[Kill] = [("batch", 9, 3), ("validation", 2, 9)]  # with two batches in each step of the first epochs
 WITHIN: list[Kill] = [("batch", 10, 9)]
 TIMES = ("train/", "train|", "validate/", "validate|", "DeviceStatsMonitor")
+# in an epoch, at its first batch, at the start of one, and before the first batch
+TOUCHED: list[Kill] = [("batch", 8, 6), ("batch", 10, 9), ("epoch", 3, 15), ("epoch", 3, None, "SIGTERM")]
 
 WATCHING = [
     "Callback", "Checkpoint", "Curriculum", "DeviceStatsMonitor", "EarlyStopping", "LambdaCallback", "LearningRateMonitor",
@@ -40,6 +42,10 @@ CASES: dict[str, tuple[dict[str, Any], list[Kill]]] = {
     "default file": ({"csv": True}, [("batch", 8, 6), ("validation", 2, 15)]),
     "hooks": ({"callbacks": ["Keeps", "ModelSummary"], "groups": True, "trainer": {"val_check_interval": 0.5}}, WITHIN),
     "finder": ({"callbacks": ["LearningRateFinder", "WeightAveraging", "BasePredictionWriter"]}, WITHIN),
+    "touching": ({"touching": True, "epochs": 5}, TOUCHED),
+    "reloaded data": (
+        {"touching": True, "reload": True, "epochs": 5, "trainer": {"reload_dataloaders_every_n_epochs": 1}}, TOUCHED,
+    ),
     "swa": ({"callbacks": ["StochasticWeightAveraging", "ProgressBar"], "norm": False}, [("batch", 10, 9), ("batch", 20, 18)]),
 }  # fmt: skip
 ARGUMENTS: dict[str, tuple[dict[str, Any], list[Kill]]] = {
@@ -48,7 +54,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[Kill]]] = {
     ),
     "parts of epochs": (
         {
-            "limit_train_batches": 0.7, "limit_val_batches": 0.5, "val_check_interval": 0.5, "check_val_every_n_epoch": 2,
+            "limit_train_batches": 0.7, "limit_val_batches": 1, "val_check_interval": 0.5, "check_val_every_n_epoch": 2,
             "reload_dataloaders_every_n_epochs": 1,
         },
         [("batch", 7, 6), ("batch", 13, 12)],
@@ -95,7 +101,7 @@ def test_every_callback_that_lightning_ships_is_walked() -> None:
     assert shipped == (walked | REFUSED.keys()) - {"Curriculum", "Keeps"}
 
 
-@pytest.mark.parametrize("name", CASES if ALL else ["watching", "averaging", "swa"])
+@pytest.mark.parametrize("name", CASES if ALL else ["watching", "averaging", "touching", "reloaded data", "swa"])
 def test_callbacks(tmp_path: Path, name: str) -> None:
     case, kills = CASES[name]
     assert difference(tmp_path, case, kills, unlike=TIMES) == []

@@ -128,7 +128,7 @@ def test_a_browser_with_a_token_sees_jobs_why_one_waits_and_the_curve_over_two_a
     page = shown(server, "check which one is sent", token=f"rt_wrong\u2028{token}")
     assert "wants a token" in page["text"] and page["stored"] == {"ratchet.token": f"rt_wrong{token}"}
     server.wait_phase(job_id, "SUCCEEDED")
-    endless = server.submit(JOB | {"name": "endless", "task": JOB["task"] | {"args": {"epochs": 9999}}, "trial": {}})
+    endless = server.submit(JOB | {"name": "endless", "task": JOB["task"] | {"args": {"epochs": 9999}}, "trial": None})
     waiting = server.submit(JOB | {"name": "second"})
     page = shown(server, "waits for CPU slots", token=token)
     assert page["stored"] == {"ratchet.token": token} and {"curve", "second"} <= {tag["text"] for tag in page["tags"]}

@@ -22,7 +22,8 @@ from ratchet_service.transitions import apply
 from tests.support.plane import Plane
 from tests.support.queue import Queue
 
-LONG = {"steps": 60, "every": 25, "pause": 0.1}
+LONG = {"steps": 60, "every": 25, "epochs": {"1": {"at": 30, "do": "wait"}}}
+"""Its first attempt trains until it is stopped."""
 ENDLESS = {"steps": 100_000, "every": 100_000, "pause": 0.02}
 SHORT = {"steps": 3, "every": 3}
 

@@ -34,6 +34,9 @@ from tests.support.server import processes_below, wait_for
 one_database = pytest.mark.parametrize("migrated", ["sqlite"], indirect=True)
 """What is under test asks the database nothing of its own."""
 
+INTERRUPTED = {"epochs": {"1": {"at": 20, "do": "wait"}}}
+"""A job whose first attempt trains until it is stopped or killed; the second one completes."""
+
 
 class Engine(LocalLauncher):
     """``queued``: submitted groups wait; ``starting``: they are out of the queue, without an agent yet; ``away``: it does not
@@ -171,7 +174,7 @@ def test_a_wish_is_heard_in_the_engines_queue(plane: Plane, engine: Engine, wish
 
 def test_an_engine_that_is_away_ends_nothing(plane: Plane, engine: Engine) -> None:
     plane.reconcile(engine)
-    job_id = plane.submit({"steps": 300, "pause": 0.02})
+    job_id = plane.submit(INTERRUPTED)
     pid = agent_pid(plane, job_id)
     engine.away = True
     plane.wait_job(job_id, lambda job: job.reason == "engine-unreachable", "told")
@@ -190,7 +193,7 @@ def test_an_engine_that_is_away_ends_nothing(plane: Plane, engine: Engine) -> No
 
 def test_the_engines_word_stands_where_the_agent_fell_silent(plane: Plane, engine: Engine) -> None:
     plane.reconcile(engine)
-    job_id = plane.submit({"steps": 200, "pause": 0.02}, policy={"max_failures": 0})
+    job_id = plane.submit(INTERRUPTED, policy={"max_failures": 0})
     pid = agent_pid(plane, job_id)
     engine.ends = (EngineEnd(Cause.NODE_LOST, "node n3 does not answer", 0),)
     os.kill(pid, signal.SIGKILL)
@@ -204,7 +207,7 @@ def test_the_engines_word_stands_where_the_agent_fell_silent(plane: Plane, engin
 def test_an_agent_that_ends_by_the_fence_of_its_lost_machine_is_not_the_cause(plane: Plane, engine: Engine) -> None:
     """As where a kubelet alone is silent: the pod trains on, and sees that the service has given the attempt up."""
     plane.reconcile(engine, Timing(lost=0.2))
-    job_id = plane.submit({"steps": 200, "pause": 0.02}, policy={"max_failures": 0})
+    job_id = plane.submit(INTERRUPTED, policy={"max_failures": 0})
     agent_pid(plane, job_id)
     engine.ends = (EngineEnd(Cause.NODE_LOST, "Taint manager: deleting", 0),)
     engine.cut_off = True
@@ -232,7 +235,7 @@ def test_a_launcher_that_plans_slowly_keeps_nobody_from_the_slots(plane: Plane, 
 
 def test_the_engine_tells_who_sent_the_signal(plane: Plane, engine: Engine) -> None:
     plane.reconcile(engine)
-    job_id = plane.submit({"steps": 200, "pause": 0.02})
+    job_id = plane.submit(INTERRUPTED)
     pid = agent_pid(plane, job_id)
     plane.wait(job_id, JobPhase.RUNNING)
     engine.ends = (EngineEnd(Cause.HIGHER_PRIORITY, "preempted for job 7"),)
@@ -322,7 +325,7 @@ def test_an_engine_that_answers_and_takes_nothing_is_told_of_and_not_stormed(pla
 @one_database
 def test_what_the_engine_said_first_stands_when_the_end_takes_it_away(plane: Plane, engine: Engine) -> None:
     plane.reconcile(engine)
-    job_id = plane.submit({"steps": 200, "pause": 0.02}, policy={"max_failures": 0})
+    job_id = plane.submit(INTERRUPTED, policy={"max_failures": 0})
     pid = agent_pid(plane, job_id)
     engine.slow, engine.ends = 2, (EngineEnd(Cause.EVICTED, "the node ran out of disk", 0),)
     os.kill(pid, signal.SIGKILL)
@@ -334,7 +337,7 @@ def test_what_the_engine_said_first_stands_when_the_end_takes_it_away(plane: Pla
 def test_the_engines_word_on_the_whole_attempt_holds_for_an_agent_that_died(plane: Plane, engine: Engine) -> None:
     """The engine takes the others away more slowly than they are waited for."""
     plane.reconcile(engine, Timing(lost=0.2))
-    job_id = plane.submit({"steps": 200, "pause": 0.02}, policy={"max_failures": 0})
+    job_id = plane.submit(INTERRUPTED, policy={"max_failures": 0})
     pid = agent_pid(plane, job_id)
     engine.held, engine.ends = True, (EngineEnd(Cause.HIGHER_PRIORITY, "preempted for job 7"),)
     os.kill(pid, signal.SIGKILL)

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,10 +90,15 @@ def test_every_kind_of_death_costs_only_the_steps_since_the_last_checkpoint(plan
     assert [e.type for e in plane.events(mute)].count("checkpoint-adopted") == 1
 
 
-def test_keep_last_counts_over_all_attempts_and_remains_of_saves_go(small: Plane) -> None:
+def test_keep_last_counts_over_all_attempts_and_remains_of_saves_go(small: Plane, tmp_path: Path) -> None:
     small.reconcile()
-    faults = {"1": {"at": 44, "do": "kill"}, "2": {"at": 57, "do": "kill-agent"}, "3": {"at": 75, "do": "raise"}}
-    job_id = small.submit({"steps": 90, "pause": 0.05, "epochs": faults}, checkpoint={"keep_last": 2})
+    faults: dict[str, dict[str, Any]] = {
+        "1": {"at": 44, "do": "kill"}, "2": {"at": 57, "do": "kill-agent"}, "3": {"at": 75, "do": "raise"},
+        "4": {"at": 85, "do": "train on"},
+    }  # fmt: skip
+    for epoch, fault in faults.items():
+        fault["after"] = str(tmp_path / f"may-end-{epoch}")
+    job_id = small.submit({"steps": 90, "epochs": faults}, checkpoint={"keep_last": 2})
     directory = small.paths.job(job_id).checkpoints
     torn = [directory / f"step-000000000021.a{epoch:04d}" for epoch in (1, 2, 3, 4)]
     small.wait_job(job_id, lambda job: (job.committed_step or 0) >= 20, "past a checkpoint")
@@ -101,6 +107,7 @@ def test_keep_last_counts_over_all_attempts_and_remains_of_saves_go(small: Plane
         path.mkdir()
         (path / "rank-00000-of-00001.safetensors.tmp").write_bytes(b"half")
         assert not any(earlier.exists() for earlier in torn[: epoch - 1])
+        Path(faults[str(epoch)]["after"]).touch()
     small.wait(job_id, JobPhase.SUCCEEDED)
     assert not any(path.exists() for path in torn), "killed, its agent killed, failed, completed"
     assert not list(small.paths.job(job_id).root.glob("attempts/**/*.reserve"))

@@ -10,6 +10,7 @@ import pytest
 
 from ratchet_contract.phases import Cause
 from ratchet_contract.step_ring import read_ring
+from ratchet_store.read import CheckpointReader
 from tests.support.launch import Attempt, Job
 
 SCRIPT = '''
@@ -140,7 +141,8 @@ def test_state_that_nobody_sees_shows_at_the_first_step_that_differs(
     make: Make, hidden: str, step: int, part: str
 ) -> None:
     """The resume report says exact: the hidden state is a local variable. ``draws``: each fourth step of an attempt does."""
-    attempt = killed_and_resumed(make(hidden, 11))
+    job = make(hidden, 11)
+    attempt = killed_and_resumed(job)
     assert attempt.report().verdict == "exact"
     for rank in (0, 1):
         found = redone(attempt, rank)
@@ -148,6 +150,8 @@ def test_state_that_nobody_sees_shows_at_the_first_step_that_differs(
         assert found["first_difference"] == {"step": step, "rank": rank, "part": part}
         told = [m.first_difference is None for m in attempt.messages(rank, "redone")]
         assert told.index(False) < len(told) - 1  # at once, and not with the last word
+    newest = CheckpointReader(job.newest()).manifest
+    assert newest.environment["provenance:not_exact_since"] == "step 6, attempt 1"
 
 
 def test_under_strict_a_difference_ends_the_job(make: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from ratchet_worker.tasks.bytelm import ByteLMTask
 from ratchet_worker.tasks.stdlib_bytes import load_corpus
 from tests.support.launch import Job
 
+pytestmark = pytest.mark.skipif(
+    os.environ.get("RATCHET_TEST_OPTIONS") != "all", reason="RATCHET_TEST_OPTIONS=all (make exactness) runs it"
+)
 POWERSGD = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 10}
 
 

@@ -47,8 +47,17 @@ def script(name: str, output: Path) -> list[str]:
     given: list[str] = yaml.safe_load((EXAMPLES / f"trainer_{name}/train.yaml").read_text())["script"]
     epochs = given.index("--num_train_epochs") + 1
     given[epochs], given[given.index("--output_dir") + 1] = {"glue": "2", "clm": "1"}[name], str(output)
-    mixed = ["--bf16"] if name == "glue" else []
-    return [*given, *mixed, "--use_cpu", "--disable_tqdm", "True"]
+    own = ["--bf16"] if name == "glue" else ["--train_file", str(text(output.parent))]
+    return [*given, *own, "--use_cpu", "--disable_tqdm", "True"]
+
+
+def text(folder: Path) -> Path:
+    """Of words, drawn, and of ``STEPS`` steps for two ranks, whichever texts the installed scikit-learn has."""
+    file, draw = folder / "text.txt", random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randrange(2, 9))) for _ in range(200)]
+    trained = STEPS["clm"] * 2 * 16 * 64  # batches of 16 blocks of 64 bytes
+    file.write_text(" ".join(draw.choices(words, k=trained))[: trained * 100 // 95])
+    return file
 
 
 def kills(name: str) -> list[int]:
@@ -120,6 +129,16 @@ def assert_same_outputs(mine: Path, theirs: Path) -> None:
         assert [name for name in found if not same(found[name], expected[name])] == [], file
     for place in (".", *checkpoints):
         assert told(mine / place) == told(theirs / place)
+
+
+def test_ranks_of_torchrun_on_a_cpu_train_together_without_being_asked_to(tmp_path: Path) -> None:
+    given = [one for one in script("clm", tmp_path / "out")[1:] if one != "--use_cpu"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "trainer_clm/train.py"), *given, "--max_steps", "2", "--save_strategy", "no"]
+    ended = subprocess.run(command, cwd=tmp_path, env=ONE_THREAD, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    manifests = [*(tmp_path / "out" / "_ratchet-checkpoints").rglob("MANIFEST.json")]
+    assert manifests and {json.loads(m.read_bytes())["world_size"] for m in manifests} == {2}
 
 
 @pytest.mark.parametrize("name", STEPS if ALL else ["glue"])

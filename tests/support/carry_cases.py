@@ -5,7 +5,6 @@ The first ``n`` ranks of the test's group make a group of ``n``; the others only
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from ratchet_hooks.build import managed_ddp
 from ratchet_hooks.carry import carry
 from ratchet_hooks.changes import change_of
 from ratchet_hooks.errors import HookStateError
-from ratchet_hooks.managed import ManagedHook
 from ratchet_hooks.specs import (
     AllreduceSpec,
     BatchedPowerSGDSpec,
@@ -138,30 +136,3 @@ def reported(rank: int, new: HookSpec, states: list[State], old: HookSpec, kind:
         return "refused", str(error)
     run.train(2)
     return status, reason
-
-
-def goes_on(rank: int, spec: HookSpec, changed: str) -> bool:
-    """Whether a run that comes back through a state of version 1 ends with the bits of the one that was not interrupted.
-    ``changed``: a key of the recorded tensors to spoil first, so that the comparison is seen to fail."""
-    whole = Small(rank, dist.get_world_size(), spec)
-    whole.train(4)
-    tensors, data = as_version_1(whole.hook)
-    if changed:
-        tensors[changed] = tensors[changed] + 1
-    again = Small(rank, dist.get_world_size(), spec, data["layout"])
-    again.module.load_state_dict(whole.module.state_dict())
-    again.optimizer.load_state_dict(deepcopy(whole.optimizer.state_dict()))
-    again.hook.restore(tensors, data)
-    again.step = whole.step
-    for run in (whole, again):
-        run.train(3)
-    return whole.weights() == again.weights()
-
-
-def as_version_1(hook: ManagedHook) -> State:
-    """The state as the first version wrote it: these keys, these names of tensors, and no word of a wrapper."""
-    tensors, data = hook.capture()
-    assert isinstance(data, dict) and data["version"] == 2
-    assert {name.partition("/")[0] for name in tensors} <= {"residual", "p", "q", "state"}
-    old = {key: data[key] for key in ("hook", "iteration", "layout", "state")}
-    return tensors, {"version": 1, **old}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -51,15 +51,13 @@ class _Script:
         }  # fmt: skip
         if self.recipe == "ratchet":
             return {**state, "hook": capture(self.ddp)}
-        file = io.BytesIO()
-        torch.save({**state, "comm_hook": power_sgd.powerSGD_hook, "comm_hook_state": self.state}, file)
-        content = [file.getvalue()]
-        dist.broadcast_object_list(content)  # rank 0's file is what all ranks load
-        return content[0]
+        # rank 0's file is what all ranks load; the copies are made as torch.save and torch.load make them, by __getstate__
+        content = [{**state, "comm_hook": power_sgd.powerSGD_hook, "comm_hook_state": self.state}]
+        dist.broadcast_object_list(content)
+        return deepcopy(content[0])
 
     def load(self, saved: Any) -> None:
         if self.recipe == "documented":
-            saved = torch.load(io.BytesIO(saved), weights_only=False)
             self.state = saved["comm_hook_state"]
         else:
             restore(self.ddp, saved["hook"])

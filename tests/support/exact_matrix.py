@@ -7,6 +7,7 @@ wrapper that a hook can carry makes one more level.
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any, Final
 
 from ratchet_contract.errors import SpecError
@@ -71,6 +72,7 @@ def hook_labels() -> list[str]:
     return labels + wrapped
 
 
+@cache
 def _wraps(name: str, wrapper: str) -> bool:
     hook = {"name": name, **VARIANTS[name], "wrapper": wrapper}
     spec = {"name": "x", "script": ["x.py"], "code": {"path": "."}, "hook": hook}

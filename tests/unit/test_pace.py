@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -21,8 +20,6 @@ from ratchet_contract.deadlines import (
     deadlines,
     joined,
 )
-from ratchet_contract.messages import AttemptResult, Control
-from ratchet_contract.phases import Cause
 from ratchet_contract.spec_policy import PolicySpec
 from ratchet_worker.counter import Reading, Stage
 from ratchet_worker.pace import Learner
@@ -213,20 +210,3 @@ def test_paces_are_joined_by_the_longer_and_the_later_one() -> None:
     assert joined(None, one) == joined(one, None) == one and joined(None, None) is None
     both = joined(two, one)
     assert both is not None and both.hung
-
-
-def test_an_agent_from_before_reads_what_says_nothing_new() -> None:
-    """Messages refuse keys that they do not know: those that came later are left out while they say nothing."""
-    assert "peer_cause" not in json.loads(Control().model_dump_json())
-    assert json.loads(Control(peer_cause=Cause.HANG).model_dump_json())["peer_cause"] == "hang"
-    facts: Any = {
-        "job_id": "j",
-        "epoch": 1,
-        "cause": "hang",
-        "last_step": 0,
-        "started_at": "",
-        "ended_at": "",
-        "ranks": [],
-    }
-    old = json.loads(AttemptResult.model_validate(facts).model_dump_json())
-    assert not {"pace", "stop_at"} & old.keys() and AttemptResult.model_validate(old).pace is None

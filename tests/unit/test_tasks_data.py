@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sklearn import datasets
 
 from ratchet_contract.errors import UserError
 from ratchet_worker.task import Sums, TaskContext
@@ -22,6 +21,8 @@ def context(rank: int = 0, world: int = 2) -> TaskContext:
 
 
 def test_digits_are_scikit_learns_and_every_fifth_is_held_back() -> None:
+    from sklearn import datasets  # a second, which every worker would spend that only collects
+
     bunch = datasets.load_digits()
     train, held_back = load_digits()
     assert (len(train), len(held_back)) == (1437, 360)

@@ -266,11 +266,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _follow(self, on: Target, query: dict[str, str], version: int, until: float) -> None:
         store, bookmark = self.server_.store, time.monotonic() + _BOOKMARK_EVERY
         while time.monotonic() < until and not self.server_.closing.is_set():
-            if version < store.compacted:
+            with store.changed:  # of a change that was forgotten in the same instant nobody hears
+                expired, changes = version < store.compacted, store.since(version)
+            if expired:
                 message = f"too old resource version: {version} ({store.compacted})"
                 self._event("ERROR", ApiError(410, "Expired", message).body)
                 return
-            for change in store.since(version):
+            for change in changes:
                 version = change.version
                 type_ = _seen(change, on, query)
                 if type_ is not None:
