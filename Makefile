@@ -122,7 +122,7 @@ bench: $(STAMP)
 # ONLY="hooks-gloo jobs", SIZE=full, small or cheap; benchmarks/README.md tells how to read it
 gpu:
 	$(if $(filter file,$(origin PYTHON)),python3,$(PYTHON)) -m tests.gpu --device $(or $(DEVICE),cuda) \
-	  --out $(or $(OUT),gpu-results) --minutes $(or $(MINUTES),10) \
+	  --out $(or $(OUT),gpu-results) --minutes $(or $(MINUTES),15) \
 	  $(if $(WHEELS),--wheels $(WHEELS)) $(if $(SIZE),--size $(SIZE)) $(if $(ONLY),--only $(ONLY))
 
 .PHONY: gpu

@@ -8,6 +8,7 @@ the missing part, torch's version and the cure.
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
@@ -195,6 +196,14 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 # Settings
+
+
+def recompute_with_default_generators() -> None:
+    """Have code that torch.compile makes from now on draw what it draws twice (dropout under activation checkpointing) from
+    torch's own generators. Otherwise, on a GPU, it makes generators for itself that nobody can reach."""
+    config: Any = importlib.import_module("torch._functorch.config")
+    if hasattr(config, "graphsafe_rng_functionalization"):
+        config.graphsafe_rng_functionalization = False
 
 
 def matmul_precision() -> str:

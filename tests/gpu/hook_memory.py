@@ -1,8 +1,9 @@
 """Row ``hook-memory``: what each hook holds beside model and optimizer, against what pre-flight promises for it.
 
 On CUDA the allocator is asked: the difference to plain all-reduce of what is allocated between two steps, and of the most that
-was allocated within a step (``torch.cuda.max_memory_allocated``, before it rounds sizes up). On the CPU the hook's own report of
-its state. The promise for batched PowerSGD is that of one bucket, so it has one here.
+was allocated within a step, before it rounds sizes up. Beside the promise, which is of state, stands what the hook works in and
+torch frees late (``working``). On the CPU the hook's own report of its state, against the promise alone. The promise for batched
+PowerSGD is that of one bucket, so it has one here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from tests.support.exact_matrix import hook_labels, hook_spec
 from tests.support.groups import Named, Ranks
 
 _USES: Final[Any] = Named("tests.gpu.hook_memory_runs")
+
+
+_FEW: Final = 4096
+"""Bytes of scalars and offsets."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ def run(work: Work) -> str:
             held, most = used.held - base.held, used.most - base.most
             seen = f"promised {_mb(promise)}, held {_mb(held)}"
             if work.device == "cuda":
+                promise += working(label, model)
+                seen += f" ({_mb(promise)} with what it works in)"
                 seen += (
                     f", at most {_mb(most)} within a step; {_mb(used.cublas - base.cublas)} of cuBLAS's for its stream"
                 )
@@ -56,6 +63,17 @@ def run(work: Work) -> str:
                 work.green(label, seen)
     gradients = 4 * sum(prod(shape) for shape in model.shapes)
     return f"{len(labels) - len(over)} of {len(labels)} hooks within the promise; {_mb(gradients)} of gradients"
+
+
+def working(label: str, model: Model) -> int:
+    """Bytes on their way in one step: vectors, P and Q of rank 1, and a copy of all gradients where matrices are stacked, padded
+    to a square or sent in 16 bits."""
+    vectors, factors = model.width * model.depth, 2 * model.width * model.depth
+    whole = sum(prod(shape) for shape in model.shapes)
+    if "+" in label:
+        return 2 * whole + _FEW
+    copied = label.startswith("batched") or label.endswith((":stacked", ":all"))
+    return 4 * (vectors + factors + whole * copied) + _FEW
 
 
 def _use(ranks: Ranks, label: str, model: Model, work: Work) -> Any:

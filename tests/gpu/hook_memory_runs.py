@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,12 +51,35 @@ def _use(label: str, width: int, depth: int, device: torch.device) -> Use:
     if device.type == "cpu":
         return Use(hook.summary(rank=0, step=START + 2).memory_bytes)
     gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    held = _settled()
+    torch.cuda.memory._record_memory_history(context=None)
     step()
     torch.cuda.synchronize()
-    asked = torch.cuda.memory_stats()
-    held, most = asked["requested_bytes.all.current"], asked["requested_bytes.all.peak"]
+    trace = torch.cuda.memory._snapshot()["device_traces"][device.index]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    most, held = held + peak(trace), max(held, _settled())
     torch._C._cuda_clearCublasWorkspaces()
-    cublas = held - torch.cuda.memory_stats()["requested_bytes.all.current"]
+    cublas = held - _settled()
     return Use(held - cublas, most - cublas, cublas)
+
+
+def _settled() -> int:
+    """Bytes that live tensors asked for, once they do not change any more. What a collective used is held until NCCL's watchdog
+    sees its end, and what another stream used until the next allocation after that stream's end."""
+    torch.cuda.synchronize()
+    seen = list[int]()
+    while len(set(seen[-4:])) != 1 or len(seen) < 4:
+        time.sleep(0.1)
+        torch.empty(1, device="cuda")
+        seen.append(int(torch.cuda.memory_stats()["requested_bytes.all.current"]))
+    return seen[-1]
+
+
+def peak(trace: Iterable[Mapping[str, Any]]) -> int:
+    """Bytes of live tensors at most, beyond those at the start of a trace of torch's CUDA allocator. Memory that a stream still
+    reads counts until its tensor is freed, as it would if the streams ran in one order."""
+    now = most = 0
+    for event in trace:
+        now += {"alloc": 1, "free_requested": -1}.get(event["action"], 0) * event["size"]
+        most = max(most, now)
+    return most

@@ -50,7 +50,17 @@ def mixed(work: Work) -> str:
     rows = [
         row for row in rows if any(row[factor] != usual[factor] for factor in row if factor not in ("hook", "world"))
     ]
+    if work.device == "cuda":
+        rows = [_on_cuda(work, row) for row in rows]
     return _walk(work, rows[1:3] if work.size == "cheap" else rows, "gloo")
+
+
+def _on_cuda(work: Work, row: Row) -> Row:
+    """The row without what torch cannot do on CUDA."""
+    if (row["model"], row["precision"]) != ("dtypes", "fp16-scaler"):
+        return row
+    work.exclude("dtypes fp16-scaler", "on CUDA torch's GradScaler refuses gradients in bfloat16")
+    return row | {"precision": "float32"}
 
 
 def _usual(label: str, world: str) -> Row:

@@ -48,9 +48,9 @@ def _task(work: Work) -> dict[str, Any]:
     return _code(EXAMPLES / "adoption" / "3_task", task=task)
 
 
-def _compiled(work: Work) -> dict[str, Any]:
+def _compiled(*words: str) -> Callable[[Work], dict[str, Any]]:
     """With code generation; in the tests without, which takes a minute."""
-    return _own("--compile", "aot_eager" if work.size == "cheap" else "inductor")(work)
+    return lambda work: _own("--compile", "aot_eager" if work.size == "cheap" else "inductor", *words)(work)
 
 
 def _code(folder: Path, **parts: Any) -> dict[str, Any]:
@@ -62,7 +62,8 @@ KINDS: Final[dict[str, Kind]] = {
     "Task": Kind(_task),
     "float16 with GradScaler": Kind(_own("--half", "float16")),
     "bfloat16 autocast": Kind(_own("--half", "bfloat16")),
-    "torch.compile": Kind(_compiled),
+    "torch.compile": Kind(_compiled()),
+    "torch.compile, dropout recomputed": Kind(_compiled("--recompute")),
     "two ranks on one device": Kind(_script(EXAMPLES / "adoption" / "2_session", "train.py"), shared=True),
     "Lightning": Kind(_script(EXAMPLES / "integrations", "lightning_train.py", times=8), "lightning"),
     "transformers Trainer": Kind(_script(EXAMPLES / "integrations", "trainer_train.py", times=8), "transformers"),
@@ -114,7 +115,7 @@ class _Jobs:
     def _run(self, server: Server, name: str, killed: bool) -> Ended:
         kind = self._kinds[name]
         spec = {
-            "name": f"{name.lower().replace(' ', '-').replace('.', '-')}-{'killed' if killed else 'whole'}",
+            "name": f"{name.lower().replace(',', '').replace(' ', '-').replace('.', '-')}-{'killed' if killed else 'whole'}",
             **kind.parts(self._work), **service.world(self._work, shared=kind.shared),
             "checkpoint": {"every_steps": self._work.sized(50, 20, 20), "keep_last": 3},
         }  # fmt: skip

@@ -35,42 +35,46 @@ ROWS: Final[dict[str, Row]] = {
     row.name: row
     for row in (
         _row(
-            "hooks-gloo", "hooks_killed:gloo", 55, 45, "every hook, two ranks on one device over gloo: killed, resumed"
+            "hooks-gloo", "hooks_killed:gloo", 95, 45, "every hook, two ranks on one device over gloo: killed, resumed"
         ),
         _row("hooks-nccl", "hooks_killed:nccl", 55, 30, "every hook, one rank over NCCL: killed, resumed", _NO_NCCL),
         _row(
             "jobs",
             "jobs_killed:run",
-            110,
+            140,
             200,
             "jobs of the service, each with a killed rank, against undisturbed ones",
         ),
         _row(
             "dead-rank",
             "dead_rank:run",
-            25,
+            45,
             30,
             "the survivor of a dead rank aborts its communicators; nothing is left",
         ),
         _row(
             "hooks-mixed",
             "hooks_killed:mixed",
-            55,
+            75,
             45,
             "precisions, models, optimizers, torch.compile: killed, resumed",
         ),
         _row(
-            "save-stall", "save_stall:run", 65, 50, "what a save and a load cost the loop, beside torch.save and a copy"
+            "save-stall",
+            "save_stall:run",
+            120,
+            50,
+            "what a save and a load cost the loop, beside torch.save and a copy",
         ),
         _row(
             "replay-proof",
             "replay_proof:run",
-            40,
+            45,
             40,
             "steps done again are proved, a hidden generator is seen; what a fingerprint costs",
         ),
-        _row("hook-memory", "hook_memory:run", 30, 15, "memory of hooks against what pre-flight promises"),
-        _row("doctor", "doctor:run", 60, 60, "ratchet doctor --exactness"),
+        _row("hook-memory", "hook_memory:run", 40, 15, "memory of hooks against what pre-flight promises"),
+        _row("doctor", "doctor:run", 120, 60, "ratchet doctor --exactness"),
         _row("hook-steps", "hook_steps:run", 40, 50, "a step under each hook beside torch's own"),
         _row("throughput", "throughput:run", 65, 35, "three models under determinism warn and strict against off"),
     )

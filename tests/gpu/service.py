@@ -30,7 +30,7 @@ def serving(work: Work, name: str = "", *, twin: bool = False) -> Iterator[Serve
     if twin:
         path = os.pathsep.join([str(_PLUGIN), *filter(None, [os.environ.get("PYTHONPATH")])])
         file = work.folder / f"launchers-{name}.json"
-        file.write_text(json.dumps({"local": {}, TWIN: {}}))
+        file.write_text(json.dumps({"local": {}, TWIN: {"slots": False}}))
         options, prefix = ["--launchers", str(file)], ("env", f"PYTHONPATH={path}")
     agents = RANKS if work.size == "cheap" else LIBRARIES
     server = Server(home, *options, afresh=twin or work.device == "cuda", agents=agents, prefix=prefix)

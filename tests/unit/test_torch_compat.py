@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ratchet_hooks import torch_compat
 from ratchet_hooks.torch_compat import TorchUnsupported
 from ratchet_hooks.torch_versions import OLDEST, TESTED
+from ratchet_worker import determinism
 
 CPU = torch.device("cpu")
 
@@ -89,6 +90,17 @@ def test_an_attribute_without_a_substitute_is_named(name: str) -> None:
     }
     with pytest.raises(TorchUnsupported, match=absent(f".*{name}")):
         calls[name](SimpleNamespace(is_inference=lambda: False))
+
+
+def test_what_a_compiled_model_draws_twice_comes_from_generators_that_are_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That a GPU then resumes such a model with the same bits is for ``make gpu`` (jobs, hooks-mixed): a CPU has none."""
+    from torch._functorch import config
+
+    monkeypatch.setattr(config, "graphsafe_rng_functionalization", True)
+    determinism.apply("off", torch.get_num_threads())
+    assert config.graphsafe_rng_functionalization is False
 
 
 def test_tensors_are_copied_with_and_without_the_private_function(monkeypatch: pytest.MonkeyPatch) -> None:

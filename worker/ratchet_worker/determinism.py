@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from ratchet_hooks.torch_compat import recompute_with_default_generators
+
 Mode = Literal["strict", "warn", "off"]
 
 
@@ -24,6 +26,7 @@ def apply(mode: Mode, threads: int) -> None:
     if torch.get_num_interop_threads() != 1:
         with suppress(RuntimeError):  # too late in this process; the number is among the facts that a resume compares
             torch.set_num_interop_threads(1)
+    recompute_with_default_generators()
     if mode == "off":
         return
     torch.use_deterministic_algorithms(True, warn_only=mode == "warn")

@@ -71,7 +71,9 @@ def main() -> None:
             optimizer.zero_grad()
             wait(session.device)
             if step + 1 == last_save:
+                began = time.perf_counter()
                 write(args.folder / "digest.json", {"step": last_save, "digest": digest(model, optimizer)})
+                ends[-1] += time.perf_counter() - began  # no part of the save
 
 
 def saved_at(session: Session, step: int) -> float:

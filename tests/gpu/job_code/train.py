@@ -9,13 +9,27 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from ratchet_worker.session import Session
 
 
-def make_net(width: int) -> nn.Module:
+class Recomputed(nn.Module):
+    """Activation checkpointing: dropout draws in the forward pass, and the same again in the backward pass."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return out
+
+
+def make_net(width: int, recompute: bool = False) -> nn.Module:
+    drop = nn.Sequential(nn.ReLU(), nn.Dropout(0.1))
     return nn.Sequential(
-        nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.1),
+        nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), Recomputed(drop) if recompute else drop,
         nn.Conv2d(width, width, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(width * 64, 128), nn.ReLU(),
         nn.Linear(128, 10),
     )  # fmt: skip
@@ -26,12 +40,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--compile", help="back end of torch.compile")
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing around dropout")
     parser.add_argument("--half", choices=("bfloat16", "float16"), help="autocast; float16 with a GradScaler")
     parser.add_argument("--hidden", action="store_true", help="noise of a generator that no checkpoint has")
     args = parser.parse_args()
     with Session() as session:
         torch.manual_seed(session.seed)
-        net = make_net(args.width).to(session.device)
+        net = make_net(args.width, args.recompute).to(session.device)
         if args.compile:
             net.compile(backend=args.compile)
         model = session.wrap(net)

@@ -28,6 +28,9 @@ class Settings(BaseModel):
         max_length=NODES,
         description="Per node, what its agent's command is put behind (an absolute path first): nsenter, which keeps the pid.",
     )
+    slots: bool = Field(
+        True, description="False: its jobs take no slots of the machine, so that ranks of two nodes share one GPU."
+    )
     code: str | None = Field(
         None, description="Where the nodes have the jobs' code, each by its digest; null: they see the service's own."
     )
@@ -40,6 +43,7 @@ class TwinLauncher(LocalLauncher):
     def __init__(self, home: HomePaths, settings: Settings) -> None:
         super().__init__(home)
         self._settings = settings
+        self.slots = settings.slots
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
         root, digest = self._settings.code, launch.resolved.code_digest
