@@ -58,7 +58,7 @@ quick-start: $(STAMP)
 exactness: $(STAMP)
 	$(BIN)/python -m tests.e2e.exactness --n $(or $(N),24)
 	$(BIN)/python -m tests.support.planted_runs
-	RATCHET_TEST_STRIKES=all RATCHET_TEST_PROVE=all RATCHET_TEST_SEEDS=5 RATCHET_TEST_OPTIONS=all $(BIN)/python -m pytest -v --timeout=7200 tests/e2e/test_exactness.py tests/e2e/test_adopted_run.py tests/e2e/test_slurm.py tests/e2e/test_kubernetes.py tests/e2e/test_nodes.py tests/e2e/test_prove.py tests/e2e/test_prove_engines.py tests/e2e/test_gpu_rows.py tests/e2e/test_benchmarks_checkpoint.py tests/integration/test_hooks_accuracy.py tests/integration/test_tasks_quality.py tests/integration/test_integrations_options.py tests/integration/test_accelerate_scripts.py tests/integration/test_stream_jobs.py
+	RATCHET_TEST_STRIKES=all RATCHET_TEST_PROVE=all RATCHET_TEST_SEEDS=5 RATCHET_TEST_OPTIONS=all $(BIN)/python -m pytest -v --timeout=7200 tests/e2e/test_exactness.py tests/e2e/test_adopted_run.py tests/e2e/test_slurm.py tests/e2e/test_kubernetes.py tests/e2e/test_nodes.py tests/e2e/test_prove.py tests/e2e/test_prove_engines.py tests/e2e/test_gpu_rows.py tests/e2e/test_benchmarks_checkpoint.py tests/e2e/test_benchmarks.py tests/e2e/test_user_code.py tests/integration/test_hooks_accuracy.py tests/integration/test_tasks_quality.py tests/integration/test_integrations_options.py tests/integration/test_accelerate_scripts.py tests/integration/test_stream_jobs.py tests/integration/test_trainer_jobs.py tests/integration/test_epoch_loops.py tests/integration/test_loop_examples.py
 	RATCHET_TEST_LIGHTNING=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/test_lightning_exact.py
 	RATCHET_TEST_CLEAN=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/test_clean_models.py
 

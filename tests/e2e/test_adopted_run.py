@@ -17,6 +17,7 @@ import yaml
 
 from ratchet_store.compare import compare, render
 from tests.support.cli import Cli
+from tests.support.full_matrix import FULL
 from tests.support.interpreters import RANKS
 from tests.support.server import Server
 
@@ -65,7 +66,7 @@ if __name__ == "__main__":
 POWER = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
 LOCAL = {"name": "post_localSGD", "start_localSGD_iter": 6, "model_averaging_period": 3}
 CASES = [(2, POWER)]
-if os.environ.get("RATCHET_TEST_OPTIONS") == "all":
+if FULL:
     CASES += [(1, {"name": "allreduce"}), (2, LOCAL), (2, {**POWER, "wrapper": "fp16"}), (3, POWER)]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 

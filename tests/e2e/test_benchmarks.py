@@ -16,6 +16,7 @@ from benchmarks import startup, step
 from benchmarks.stats import estimate, machine
 from examples.demo.processes import Service, living
 from tests.support.forked_benchmarks import ForkedService
+from tests.support.full_matrix import full
 from tests.support.server import processes_below, wait_for
 
 FIGURE = r"(\d+\.\d{3}) \[(\d+\.\d{3}), (\d+\.\d{3})\]"
@@ -57,6 +58,7 @@ def test_step_prints_a_ratio_with_its_interval(
     assert all(0 < float(low) <= float(median) <= float(high) for median, low, high in figures)
 
 
+@full
 @pytest.mark.slow
 def test_startup_prints_what_the_control_plane_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     startup.control_plane(tmp_path, 1)

@@ -18,6 +18,7 @@ from benchmarks.checkpoint_jobs import CYCLE, Setup, measure
 from benchmarks.checkpoint_room import available, insist
 from examples.demo.processes import Service, living
 from tests.support.forked_benchmarks import ForkedService
+from tests.support.full_matrix import full
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE = 240.0  # seconds
@@ -37,6 +38,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     assert not living(found.home)
 
 
+@full
 @pytest.mark.slow
 def test_each_way_to_save_is_printed_beside_the_plain_copy_and_write_and_each_aim_with_its_verdict(
     running: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -108,9 +110,7 @@ def test_a_job_without_room_is_refused_by_name_before_anything_begins(tmp_path: 
         insist([staged], tmp_path, memory=meminfo, shared=tmp_path / "none")
 
 
-@pytest.mark.skipif(
-    os.environ.get("RATCHET_TEST_OPTIONS") != "all", reason="RATCHET_TEST_OPTIONS=all (make exactness) runs it"
-)
+@full
 @pytest.mark.slow
 def test_an_interrupted_run_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
     """Two ranks, with DCP's processes. By SIGTERM, for which it has a handler; Ctrl-C raises by itself."""

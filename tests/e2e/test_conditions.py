@@ -1,4 +1,4 @@
-"""A sample of the tests under conditions that this machine does not have; ``make conditions`` runs all tests under each."""
+"""A sample of the tests under a condition that this machine does not have; ``make conditions`` runs all tests under each of six."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ SAMPLES = {
         "integration/test_clock_jumps.py::test_nothing_is_deleted_at_its_ttl_right_after_a_jump[sqlite-started-anew]",
         "unit/test_pacing.py", "unit/test_agent_watch.py",
     ],
-    "zone": [
-        "integration/test_time_told.py::test_a_jobs_time_its_notice_its_pace_and_its_exit_codes[sqlite]",
-        "unit/test_cli_words.py",
-    ],
-    "order": ["unit/test_decide.py", "unit/test_store_retain.py"],
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from tests.gpu.runner import ROOT, Result, run_rows
 from tests.gpu.search_path import PACKAGES, variables
 from tests.gpu.wheels import RECORD, wheel_name
 from tests.gpu.work import Work, read_parts
+from tests.support.full_matrix import full
 from tests.support.interpreters import LIBRARIES, RANKS, Program
 from tests.support.server import processes_below, wait_for
 
@@ -61,16 +62,15 @@ def run(name: str, environ: dict[str, str]) -> Result:
     return result
 
 
-FULL = os.environ.get("RATCHET_TEST_OPTIONS") == "all"
-full = pytest.mark.skipif(not FULL, reason="RATCHET_TEST_OPTIONS=all (make exactness) runs it")
-"""What the same code does on the CPU has tests elsewhere."""
+ELSEWHERE = ("jobs", "hooks-gloo", "hook-steps", "throughput")
+"""Rows of which other tests show what they show on the CPU."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[full] if name in ("jobs", "hooks-gloo") else [])
+        pytest.param(name, marks=[full] if name in ELSEWHERE else [])
         for name in ROWS
         if name not in ("doctor", "hook-memory")
     ],

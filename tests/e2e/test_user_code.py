@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.exactness import Kill, Outcome, judge, run_interrupted, run_undisturbed
+from tests.support.full_matrix import full
 from tests.support.interpreters import LIBRARIES
 from tests.support.server import Server
 
@@ -42,7 +43,7 @@ def spec(way: str, project: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("way", "kills"),
     [
-        ("task", [("rank", START + 20)]),
+        pytest.param("task", [("rank", START + 20)], marks=full),
         ("script", [("sigterm", 180)]),
     ],
 )

@@ -6,7 +6,6 @@ One kind of script by default; RATCHET_TEST_OPTIONS=all: all of them.
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from ratchet_contract.resume import ResumeReport
+from tests.support.full_matrix import FULL
 from tests.support.interpreters import LIBRARIES
 from tests.support.launch import Job
 from tests.support.packages import needs
@@ -53,7 +53,7 @@ def plainly(value: Any) -> Any:
     return [plainly(item) for item in value] if isinstance(value, list | tuple) else repr(value)
 
 
-@pytest.mark.parametrize("kind", BATCHES if os.environ.get("RATCHET_TEST_OPTIONS") == "all" else ["accumulated"])
+@pytest.mark.parametrize("kind", BATCHES if FULL else ["accumulated"])
 def test_a_killed_script_ends_as_under_accelerate_alone(jobs: list[Job], tmp_path: Path, kind: str) -> None:
     places = places_of(kind)
     reports = killed_and_plain(jobs, tmp_path, kind, places)

@@ -6,7 +6,6 @@ Two kinds of loader by default; RATCHET_TEST_OPTIONS=all: all of them.
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +16,7 @@ import torch
 from ratchet_contract.phases import Cause
 from ratchet_store.commit import read_manifest
 from ratchet_store.compare import compare, render
+from tests.support.full_matrix import FULL
 from tests.support.launch import Job
 from tests.support.packages import needs
 from tests.support.plain_ranks import plain, weights
@@ -41,9 +41,7 @@ def places_of(kind: str) -> list[str]:
     return [f"{draw.randrange(2)}.{draw.randrange(3, last)}", f"1.{last}", "1.end", "2.0"]
 
 
-@pytest.mark.parametrize(
-    "kind", BATCHES if os.environ.get("RATCHET_TEST_OPTIONS") == "all" else ["weighted", "persistent"]
-)
+@pytest.mark.parametrize("kind", BATCHES if FULL else ["weighted", "persistent"])
 def test_a_killed_loop_ends_as_under_torch_alone(jobs: list[Job], tmp_path: Path, kind: str) -> None:
     every = 1 if kind == "weighted" else 3
     spec = {"checkpoint": {"every_steps": every, "first": "off"}, "determinism": "strict"}

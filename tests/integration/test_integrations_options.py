@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import os
 import shutil
 from enum import Enum
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 from ratchet_contract.errors import UserError
 from ratchet_contract.phases import Cause
 from ratchet_store.compare import compare, render
+from tests.support.full_matrix import FULL
 from tests.support.interpreters import LIBRARIES
 from tests.support.launch import Attempt, Job
 from tests.support.packages import missing, needs
@@ -32,7 +32,6 @@ pytestmark = [
     needs("transformers"),
 ]
 
-ALL: Final = os.environ.get("RATCHET_TEST_OPTIONS") == "all"
 CODE: Final = Path(__file__).parents[1] / "support" / "options_job"
 EVERY: Final = 5
 KILL: Final = 16  # in it, or in its evaluation: behind step 15, which ends no epoch (12 steps; accumulated by two 6)
@@ -308,7 +307,7 @@ def lasting(attempt: Attempt) -> dict[int, dict[str, float]]:
 
 def some(names: dict[str, Any]) -> list[Any]:
     left_out = pytest.param("all", marks=pytest.mark.skip(reason="RATCHET_TEST_OPTIONS=all runs them"))
-    return [name for name in names if ALL or name in FEW] or [left_out]
+    return [name for name in names if FULL or name in FEW] or [left_out]
 
 
 def trainer(callbacks: dict[str, Any], **arguments: Any) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def test_every_callback_that_lightning_ships_is_walked() -> None:
     assert shipped == (walked | REFUSED.keys()) - {"Curriculum", "Keeps"}
 
 
-@pytest.mark.parametrize("name", CASES if ALL else ["watching", "averaging", "touching", "reloaded data", "swa"])
+@pytest.mark.parametrize("name", CASES if ALL else ["watching", "reloaded data", "swa"])
 def test_callbacks(tmp_path: Path, name: str) -> None:
     case, kills = CASES[name]
     assert difference(tmp_path, case, kills, unlike=TIMES) == []

@@ -6,18 +6,18 @@ Two kills each; RATCHET_TEST_OPTIONS=all: five.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.full_matrix import FULL
 from tests.support.launch import Job
 from tests.support.plain_ranks import plain
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-KILLS = [13, 8, 5, 6, 5] if os.environ.get("RATCHET_TEST_OPTIONS") == "all" else [13, 8]
+KILLS = [13, 8, 5, 6, 5] if FULL else [13, 8]
 """Behind so many steps of the optimizer, by attempt."""
 DIES = f"""
 import os, signal

@@ -5,7 +5,6 @@ Two by default; RATCHET_TEST_OPTIONS=all: all of them.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +12,7 @@ import pytest
 
 from ratchet_contract.phases import Cause
 from ratchet_store.compare import compare, render
+from tests.support.full_matrix import FULL
 from tests.support.launch import Job
 from tests.support.packages import missing
 
@@ -21,7 +21,7 @@ TORCHDATA: Final = ["stateful", "nested", "nested, workers"]
 KINDS: Final = [*TORCHDATA, "buffered", "noise", "pipe"]
 
 
-@pytest.mark.parametrize("kind", KINDS if os.environ.get("RATCHET_TEST_OPTIONS") == "all" else ["stateful", "buffered"])
+@pytest.mark.parametrize("kind", KINDS if FULL else ["stateful", "buffered"])
 def test_a_killed_job_on_a_stream_is_exact(jobs: list[Job], tmp_path: Path, kind: str) -> None:
     if kind in TORCHDATA and (why := missing("torchdata")):
         pytest.skip(why)

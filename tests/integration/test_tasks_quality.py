@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ from ratchet_contract.phases import Cause
 from ratchet_worker.tasks.baseline import OrderTwo
 from ratchet_worker.tasks.bytelm import ByteLMTask
 from ratchet_worker.tasks.stdlib_bytes import load_corpus
+from tests.support.full_matrix import full
 from tests.support.launch import Job
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("RATCHET_TEST_OPTIONS") != "all", reason="RATCHET_TEST_OPTIONS=all (make exactness) runs it"
-)
+pytestmark = full
 POWERSGD = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 10}
 
 

@@ -22,6 +22,7 @@ import yaml
 from safetensors.torch import load_file
 
 from ratchet_contract.phases import Cause
+from tests.support.full_matrix import FULL, full
 from tests.support.interpreters import LIBRARIES
 from tests.support.launch import Job
 from tests.support.packages import needs
@@ -39,7 +40,6 @@ pytestmark = [
 EXAMPLES: Final = Path(__file__).parents[2] / "examples"
 STEPS: Final = {"glue": 76, "clm": 96}
 ONE_THREAD: Final = {**os.environ, "OMP_NUM_THREADS": "1"}
-ALL: Final = os.environ.get("RATCHET_TEST_OPTIONS") == "all"
 
 
 def script(name: str, output: Path) -> list[str]:
@@ -141,7 +141,7 @@ def test_ranks_of_torchrun_on_a_cpu_train_together_without_being_asked_to(tmp_pa
     assert manifests and {json.loads(m.read_bytes())["world_size"] for m in manifests} == {2}
 
 
-@pytest.mark.parametrize("name", STEPS if ALL else ["glue"])
+@pytest.mark.parametrize("name", STEPS if FULL else ["glue"])
 def test_a_killed_trainer_ends_as_the_plain_one(jobs: list[Job], tmp_path: Path, name: str) -> None:
     code, mine, theirs = EXAMPLES / f"trainer_{name}", tmp_path / "killed", tmp_path / "plain"
     spec = {"code": {"path": str(code)}, "checkpoint": {"every_steps": 7}, "determinism": "strict"}
@@ -164,7 +164,7 @@ def test_a_killed_trainer_ends_as_the_plain_one(jobs: list[Job], tmp_path: Path,
         assert "checkpoint-76 was not written by this job" in refused.logs()
 
 
-@pytest.mark.skipif(not ALL, reason="RATCHET_TEST_OPTIONS=all runs it")
+@full
 def test_without_a_service_the_checkpoints_are_beside_the_trainers(tmp_path: Path) -> None:
     from huggingface_hub.utils import filter_repo_objects
     from transformers import Trainer
