@@ -1,4 +1,4 @@
-"""A sample of the tests under a condition that this machine does not have; ``make conditions`` runs all tests under each of six."""
+"""A sample of the tests under a condition that this machine does not have; ``make conditions`` runs all under each of six."""
 
 from __future__ import annotations
 
