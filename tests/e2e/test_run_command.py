@@ -150,7 +150,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
         assert running.out.read_text() == "".join(f"step {n}\n" for n in range(300)) + f"weights {digest}\n"
         said = running.err.read_text()
     model = re.search(r"^model: (\S+)$", said, re.MULTILINE)
-    outputs = re.search(r"^outputs: 1 file, 4 B, in (\S+)$", said, re.MULTILINE)
+    outputs = re.search(r"^outputs: result.txt \(4 B\), in (\S+)$", said, re.MULTILINE)
     assert model is not None and (folder / model[1] / "MANIFEST.json").is_file()
     assert outputs is not None and (folder / outputs[1] / "result.txt").read_text() == "done"
     assert (folder / "results" / "result.txt").read_text() == "done"
@@ -207,7 +207,7 @@ def test_a_terminal_that_is_held_does_not_hold_up_the_stop(tmp_path: Path) -> No
         process.send_signal(signal.SIGINT)
         control = job_paths(running).attempt(1).control_file
         wait_for(lambda: control.exists() and '"run"' not in control.read_text(), "the job to be told to stop", 60)
-        assert b"stops behind a checkpoint" in process.communicate(timeout=120)[1]
+        assert b"stopping after a checkpoint" in process.communicate(timeout=120)[1]
         assert process.returncode == 130
     finally:
         process.kill()
@@ -269,7 +269,7 @@ def test_the_second_signal_ends_a_script_that_does_not_stop_and_a_failing_one_gi
         assert twin.returncode == 5 and "the same command runs already" in twin.stderr
         assert "is started again" not in running.err.read_text(), "its service goes on"
         running.process.send_signal(signal.SIGINT)
-        running.wait_said("once more, and it ends at once")
+        running.wait_said("a second Ctrl-C ends it at once")
         running.process.send_signal(signal.SIGINT)
         assert running.ended() == 130
     with run(tmp_path, "--nproc", "2", "--set", "policy.max_failures=0", "plain.py", "fail") as failing:

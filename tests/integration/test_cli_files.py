@@ -62,8 +62,11 @@ def test_the_end_of_a_job_says_where_its_outputs_are(cli: Cli, job: JobPaths) ->
     name = job.root.name
     for command in (("wait", name), ("wait", name, "--follow")):
         said = cli(*command, expect=1).errors
-        assert "outputs: 3 files, 6.8 KiB" in said and f"ratchet cp {name}: DIR" in said
+        assert "outputs: bad\\nname\\x1b[31m, runs/exp1/best.pt, runs/log.txt (6.8 KiB); see" in said
+        assert f"ratchet cp {name}: DIR" in said
     assert "outputs:" not in cli("wait", name, "--json", expect=1).errors
+    (job.work / "another").touch()
+    assert "outputs: 4 files (6.8 KiB); see" in cli("wait", name, expect=1).errors
 
 
 def test_a_deletion_says_what_goes_and_the_advice_in_it_works(cli: Cli, job: JobPaths, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 All = Annotated[bool, typer.Option("--all", help="With the code that the job began with and has not changed.")]
 _COUNTED = 1000
+_NAMED = 3
 
 
 def register(app: typer.Typer) -> None:
@@ -102,7 +103,8 @@ def tell(client: RatchetClient, job: api.JobView) -> None:
 
 
 def written(client: RatchetClient, job: api.JobView) -> str | None:
-    """How much a job has written; None where it wrote nothing, or the service does not answer."""
+    """What a job has written: up to three files by their names, or how many, and their size. None where it wrote nothing, or the
+    service does not answer."""
     from ratchet_contract.errors import RatchetError
 
     try:
@@ -111,5 +113,7 @@ def written(client: RatchetClient, job: api.JobView) -> str | None:
         more = next(listed, None) is not None
     except RatchetError:
         return None
-    count = f"{counted(len(found), 'file')}, {output.size(sum(f.size or 0 for f in found))}"
-    return None if not found else count + " or more" * more
+    size = output.size(sum(f.size or 0 for f in found))
+    if 0 < len(found) <= _NAMED and not more:
+        return f"{', '.join(shown(f.path) for f in found)} ({size})"
+    return f"{counted(len(found), 'file')} ({size})" + " or more" * more if found else None

@@ -207,7 +207,7 @@ def _train(
         try:
             with suppress(Conflict):  # it has ended meanwhile, or is being cancelled
                 client.suspend(job_id)  # before a word is said: a terminal that is held would hold this up, too
-            shown.note("stops behind a checkpoint; once more, and it ends at once")
+            shown.note("stopping after a checkpoint; a second Ctrl-C ends it at once, without one")
             return client.wait(job_id, until=(JobPhase.SUSPENDED,))
         except KeyboardInterrupt:
             with undisturbed():
