@@ -351,6 +351,10 @@ class JobSpec(SpecModel):
 
     def digest(self) -> str:
         """Hex SHA-256 of the canonical JSON of everything that can change the training's result."""
+        return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def canonical(self) -> dict[str, Any]:
+        """Everything that can change the training's result, as JSON."""
         irrelevant = {
             "name",
             "labels",
@@ -378,7 +382,7 @@ class JobSpec(SpecModel):
             del data["code"]["include"], data["code"]["git"]  # the code's own digest tells what it is
         if self.code is not None and self.code.digest is None:
             del data["code"]["digest"]
-        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return data
 
 
 class Resolved(SpecModel):

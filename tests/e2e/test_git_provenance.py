@@ -77,4 +77,4 @@ def test_the_commit_of_the_code_and_of_the_code_that_a_resume_brings(server: Ser
     assert [a["environment"]["git"]["commit"] for a in attempts] == [first, second]
     assert recorded(server, job)[-1] == {"commit": second, "changed": 0}
     differences = [fact["key"] for fact in attempts[1]["resume_report"]["differences"]]
-    assert differences == ["code_digest", "spec_digest"]  # of the files, and that they were sent
+    assert differences == ["code_digest", "spec:code.digest"]  # of the files, and that they were sent

@@ -70,8 +70,9 @@ def test_a_job_goes_on_with_another_number_of_ranks(server: Server, tmp_path: Pa
         "buffers": "redistributed", "scheduler": "redistributed", "rng": "reset",
     }  # fmt: skip
     differences = {d["key"]: (d["recorded"], d["current"]) for d in report["differences"]}
-    assert differences.keys() == {"ranks_per_node", "world_size", "spec_digest"}
+    assert differences.keys() == {"ranks_per_node", "world_size", "spec:hook.matrix_approximation_rank"}
     assert differences["ranks_per_node"] == differences["world_size"] == (2, 1)
+    assert differences["spec:hook.matrix_approximation_rank"] == (2, 3)
     why = next(c["reason"] for c in report["components"] if c["component"] == "hook")
     assert (
         "mean of the old residuals" in why and "hook.matrix_approximation_rank 2 -> 3" in why and "anew: P and Q" in why

@@ -245,7 +245,8 @@ def test_what_differs_is_refused_or_reported_and_a_fork_on_other_ranks_is_redist
         "model": "exact", "optimizer": "exact", "layout": "exact", "scheduler": "redistributed", "rng": "reset",
         "buffers": "redistributed", "data": "redistributed", "hook": "redistributed",
     }  # fmt: skip
-    facts = {"determinism", "ranks_per_node", "world_size", "spec_digest"}
+    spec = {"spec:determinism", "spec:task.entrypoint", "spec:task.args.gates", "spec:code.path"}
+    facts = {"determinism", "ranks_per_node", "world_size", *spec}
     assert {d.key for d in report.differences} == {*facts, "package:some-lib"}  # which lies beside the code
     manifest = CheckpointReader(forked.newest()).manifest
     assert manifest.step == STEPS and manifest.world_size == 1

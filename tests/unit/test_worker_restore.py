@@ -13,12 +13,17 @@ from torch import nn
 from torch.utils import deterministic
 
 from ratchet_contract.errors import CheckpointError
+from ratchet_contract.messages import LaunchFile
+from ratchet_contract.paths import JobPaths
+from ratchet_contract.spec_parse import parse_spec
 from ratchet_store import rankfile
 from ratchet_worker import optimizer_state
 from ratchet_worker.cores import own_cores
-from ratchet_worker.restore import Chosen, read
+from ratchet_worker.environment_record import PACKAGES
+from ratchet_worker.restore import Chosen, differences, read
 from ratchet_worker.snapshot import byte_view
 from tests.support.checkpoints import make_checkpoint, shared_bytes
+from tests.support.kube_jobs import launch_of
 
 BLOCK = 4096
 
@@ -77,3 +82,34 @@ def test_an_optimizer_takes_what_was_read_as_it_lies_there() -> None:
         now, read_ = optimizer.state[parameter]["momentum_buffer"], stored[f"optimizer/{name}/momentum_buffer"]
         assert torch.equal(now, read_) and now.stride() == parameter.stride()
         assert (now.data_ptr() == read_.data_ptr()) == (name == "bias")
+
+
+def test_a_spec_that_has_changed_is_told_by_its_fields_and_without_that_attempts_launch_file_by_digests(
+    tmp_path: Path,
+) -> None:
+    """``ttl`` changes no bit. A value of ``env`` may be a secret."""
+    given = {"name": "a", "script": ["train.py"], "code": {"path": "."}, "env": {"KEY": "hidden-1"}}
+    then = launch_of(parse_spec(given))
+    now = launch_of(
+        parse_spec({**given, "script": ["train.py", "--lr", "0.01"], "ttl": 60, "env": {"KEY": "hidden-2"}})
+    )
+    paths = JobPaths(tmp_path)
+    manifest = make_checkpoint(paths.checkpoints, 7).model_copy(
+        update={"spec_digest": then.spec.digest(), "world_size": 1}
+    )
+
+    def found(launch: LaunchFile) -> dict[str, tuple[object, object]]:
+        told = differences(manifest, paths.checkpoints / manifest.id, {PACKAGES: "none"}, [], launch, None)
+        return {one.key: (one.recorded, one.current) for one in told if one.key.startswith("spec")}
+
+    digests = {"spec_digest": (then.spec.digest(), now.spec.digest())}
+    assert found(then) == {} and found(now) == digests
+    file = paths.attempt(manifest.epoch).launch_file
+    file.parent.mkdir(parents=True)
+    file.write_text(then.model_dump_json())
+    assert found(now) == {
+        "spec:env.KEY": ("a value", "another"),
+        "spec:script": ('["train.py"]', '["train.py", "--lr", "0.01"]'),
+    }
+    file.write_text(now.model_dump_json())  # not the attempt that saved it
+    assert found(now) == digests

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch.utils import deterministic
 
 from ratchet_contract.manifest import RANK_PREFIX, SHARED_PREFIX, Manifest, TensorEntry
 from ratchet_contract.messages import LaunchFile
+from ratchet_contract.paths import JobPaths
 from ratchet_contract.resume import Base, EnvironmentDifference
+from ratchet_contract.spec import JobSpec
 from ratchet_hooks.changes import HookChange, change_of, hook_of
 from ratchet_hooks.specs import HookSpec
 from ratchet_store.read import load
@@ -96,38 +100,76 @@ def _snapshot(rank: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]
 
 def differences(
     manifest: Manifest,
+    directory: Path,
     current: Record,
     packages: Sequence[str],
     launch: LaunchFile,
     data_digest: str | None,
     own: Record | None = None,
 ) -> list[EnvironmentDifference]:
-    """Everything recorded that is not the same now: the environment, and digests of spec, code and data. ``own``: what this very
-    rank had recorded (its GPU, the digest of its share of the data); else rank 0's facts stand for it. A spec in which only the
-    number of ranks is another one is the same: ``world_size`` and ``ranks_per_node`` tell of it. ``packages``: of this process;
-    of a checkpoint of a Ratchet that recorded none nothing is said of them."""
+    """Everything recorded that is not the same now: the environment, the spec, and digests of code and data.
+
+    ``directory``: the checkpoint's. ``own``: what this very rank had recorded (its GPU, the digest of its share of the data);
+    else rank 0's facts stand for it. A spec in which only the number of ranks is another one is the same: ``world_size`` and
+    ``ranks_per_node`` tell of it. ``packages``: of this process; of a checkpoint of a Ratchet that recorded none nothing is said
+    of them."""
     recorded = {
         **(own if own is not None else {**facts_of(manifest.environment), "data_digest": manifest.data_digest}),
-        "spec_digest": manifest.spec_digest,
         "code_digest": manifest.code_digest,
     }
     now: Record = {
         **current,
-        "spec_digest": manifest.spec_digest if same_but_for_the_ranks(manifest, launch) else launch.spec.digest(),
         "code_digest": launch.resolved.code_digest,
         "data_digest": data_digest,
     }
     if PACKAGES not in recorded:
         del now[PACKAGES]
-    return name_packages(compare(recorded, now), manifest.environment, packages)
+    found = name_packages(compare(recorded, now), manifest.environment, packages)
+    return sorted([*found, *_of_the_spec(manifest, directory, launch)], key=lambda difference: difference.key)
 
 
 def same_but_for_the_ranks(manifest: Manifest, launch: LaunchFile, *, any_hook: bool = False) -> bool:
     """Was the checkpoint made under this very spec, the number of ranks (and with ``any_hook`` the hook) left aside?"""
-    world = launch.spec.world
-    then = {"world": world.model_copy(update={"ranks_per_node": manifest.world_size // world.nodes})}
     hook = recorded_hook(manifest) if any_hook else None
-    return launch.spec.model_copy(update=then | ({"hook": hook} if hook else {})).digest() == manifest.spec_digest
+    return _with_its_ranks(manifest, launch, {"hook": hook} if hook else {}).digest() == manifest.spec_digest
+
+
+def _with_its_ranks(manifest: Manifest, launch: LaunchFile, then: Mapping[str, Any]) -> JobSpec:
+    """This attempt's spec with the number of ranks that the checkpoint has, and ``then``."""
+    world = launch.spec.world
+    ranks = {"world": world.model_copy(update={"ranks_per_node": manifest.world_size // world.nodes})}
+    return launch.spec.model_copy(update={**ranks, **then})
+
+
+def _of_the_spec(manifest: Manifest, directory: Path, launch: LaunchFile) -> list[EnvironmentDifference]:
+    """The fields of the spec that the attempt which saved the checkpoint had otherwise; where its launch file is not beside the
+    checkpoint, the two digests. Values of ``env`` may be secrets and are not shown."""
+    now = _with_its_ranks(manifest, launch, {})
+    if now.digest() == manifest.spec_digest:
+        return []
+    try:
+        file = JobPaths(directory.parents[1]).attempt(manifest.epoch).launch_file
+        then = LaunchFile.model_validate_json(file.read_bytes()).spec
+    except (OSError, ValidationError):
+        then = None
+    if then is None or then.digest() != manifest.spec_digest:
+        return [EnvironmentDifference(key="spec_digest", recorded=manifest.spec_digest, current=now.digest())]
+    found = []
+    for one in compare(_fields(then.canonical()), _fields(now.canonical())):
+        values = ("a value", "another") if one.key.startswith("env.") else (one.recorded, one.current)
+        found.append(EnvironmentDifference(key=f"spec:{one.key}", recorded=values[0], current=values[1]))
+    return found
+
+
+def _fields(part: Mapping[str, Any], prefix: str = "") -> Record:
+    """The fields of a spec, nested ones with their dots; lists as JSON."""
+    found: Record = {}
+    for key, value in part.items():
+        if isinstance(value, dict) and value:
+            found |= _fields(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value if isinstance(value, str | int | float | None) else json.dumps(value)
+    return found
 
 
 def recorded_hook(manifest: Manifest) -> HookSpec | None:

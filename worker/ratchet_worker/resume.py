@@ -103,10 +103,13 @@ def restore(runtime: Runtime) -> ResumeReport:
     differences: list[EnvironmentDifference] = []
     reports: list[ComponentReport] = []
     if chosen.manifest is not None:
+        assert chosen.directory is not None
         saved = chosen.take()
         own = saved.state.get("facts") if chosen.manifest.world_size == runtime.world_size else None
         now = launch if runtime.adopted is None else runtime.adopted.launch
-        differences = disk.differences(chosen.manifest, runtime.environment, packages, now, runtime.data_digest, own)
+        differences = disk.differences(
+            chosen.manifest, chosen.directory, runtime.environment, packages, now, runtime.data_digest, own
+        )
         if differences and launch.spec.determinism == "strict":
             raise UserError(
                 f"determinism is strict and this is not what was recorded: {environment_record.sentence(differences)}. Resume "

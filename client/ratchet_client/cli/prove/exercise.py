@@ -111,5 +111,7 @@ def _accumulation(facts: Facts) -> Exercise:
     if facts.batches > 1:
         text = f"up to {facts.batches} batches in a step"
         return Exercise(name="accumulation", status="exercised", detail=text)
-    text = "each step is one batch, so none is cut within a step; gradients summed over steps are compared like all state"
+    text = (
+        "each step is one batch, so none is cut within a step; gradients summed over steps are compared like all state"
+    )
     return Exercise(name="accumulation", status="none seen", detail=text)
