@@ -396,6 +396,14 @@ def test_a_start_that_does_not_train_deletes_no_checkpoint(place: Path) -> None:
     (place / "train.py").write_text(SCRIPT.replace("hook=HOOK", 'hook="allreduce"'))
     other = _run(place, "train.py")
     assert other.returncode != 0 and "set Session(on_hook_mismatch=...) to reset" in other.stderr, other.stderr
+    for layers, odd in (
+        ("nn.Linear(32, 2), nn.Linear(2, 2)", "the model has 5.bias, and it does not"),
+        ("nn.Identity()", "it has 4.bias, and the model does not"),
+    ):
+        (place / "train.py").write_text(SCRIPT.replace("nn.Linear(32, 2)", layers))
+        other = _run(place, "train.py")
+        assert other.returncode != 0 and f"the checkpoint is of another model: {odd}" in other.stderr, other.stderr
+    assert 'begin anew: Session("another-directory")' in other.stderr
     assert sorted(path.name for path in root.iterdir()) == kept
     (place / "train.py").write_text(
         SCRIPT.replace("hook=HOOK", 'hook="allreduce", on_hook_mismatch="reset"').replace('"strict"', '"warn"')

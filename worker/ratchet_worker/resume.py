@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import nn
 
 from ratchet_contract.counter import saved_within
 from ratchet_contract.errors import UserError
-from ratchet_contract.manifest import Manifest
+from ratchet_contract.manifest import SHARED_PREFIX, Manifest
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.plural import counted
@@ -28,12 +29,15 @@ from ratchet_worker import restore as disk
 from ratchet_worker.files import write_atomic
 from ratchet_worker.imported import Imported
 from ratchet_worker.late_changes import cut_off
+from ratchet_worker.model_state import MODEL
 from ratchet_worker.module_origin import compiled
 from ratchet_worker.passage import reset_by_policy
 from ratchet_worker.restore import Chosen
 
 if TYPE_CHECKING:
     from ratchet_worker.runtime import Runtime
+
+_MODEL: Final = f"{SHARED_PREFIX}{MODEL}/"
 
 
 @dataclass
@@ -66,16 +70,41 @@ def build(
     try:
         return _managed(launch, ddp, module, device, recorded)
     except LayoutMismatch as error:
+        assert manifest is not None  # nothing else has a layout
+        if (odd := _of_another_model(manifest, module)) is not None:
+            raise UserError(
+                f"the checkpoint is of another model: {odd}. Resume with the model that made it, or begin anew: "
+                f"{_anew(launch)}",
+                code="state-mismatch",
+            ) from error
         if policy == "fail":
             raise UserError(
                 f"the recorded bucket layout cannot stand again: {error}. Resume with the recorded model and ddp settings, or "
                 f"set {launch.mismatch_key} to redistribute (state by parameter name) or reset",
                 code="layout-mismatch",
             ) from error
-        assert manifest is not None  # nothing else has a layout
         notes.layout = str(error)
         notes.reset = notes.reset or reset_by_policy(policy, disk.recorded_hook(manifest), str(error))
     return _managed(launch, ddp, module, device, None)
+
+
+def _of_another_model(manifest: Manifest, module: nn.Module) -> str | None:
+    """A parameter that either the checkpoint or the model does not have; None: both have the same. One that is frozen now, or was
+    then, is in both."""
+    then, now = {*chain.from_iterable(manifest.bucket_layout or ())}, dict(module.named_parameters())
+    saved = {
+        name.removeprefix(_MODEL) for name in (tensor.name for tensor in manifest.tensors) if name.startswith(_MODEL)
+    }
+    lost = [name for name in then if name not in now]
+    # State under names of its own (a module's hooks of state_dict) says nothing of parameters.
+    new = [name for name in now if name not in saved] if then <= saved else []
+    if lost:
+        return f"it has {min(lost)}, and the model does not"
+    return f"the model has {min(new)}, and it does not" if new else None
+
+
+def _anew(launch: LaunchFile) -> str:
+    return 'Session("another-directory")' if launch.standalone else "`ratchet submit` a new job, or `ratchet run --new`"
 
 
 def _managed(
