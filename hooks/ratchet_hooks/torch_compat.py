@@ -200,10 +200,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 def recompute_with_default_generators() -> None:
     """Have code that torch.compile makes from now on draw what it draws twice (dropout under activation checkpointing) from
-    torch's own generators. Otherwise, on a GPU, it makes generators for itself that nobody can reach."""
+    torch's own generators. Otherwise, on a GPU, it makes generators for itself that nobody can reach. For all threads: from torch
+    2.13 on a value that is assigned holds in the assigning thread alone, the default in each."""
     config: Any = importlib.import_module("torch._functorch.config")
-    if hasattr(config, "graphsafe_rng_functionalization"):
-        config.graphsafe_rng_functionalization = False
+    entry = config._config.get("graphsafe_rng_functionalization")
+    if entry is not None:
+        entry.default = False
 
 
 def matmul_precision() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,9 +99,11 @@ def test_what_a_compiled_model_draws_twice_comes_from_generators_that_are_saved(
     """That a GPU then resumes such a model with the same bits is for ``make gpu`` (jobs, hooks-mixed): a CPU has none."""
     from torch._functorch import config
 
-    monkeypatch.setattr(config, "graphsafe_rng_functionalization", True)
+    name: Any = "graphsafe_rng_functionalization"
+    monkeypatch.setattr(config._config[name], "default", True)
     determinism.apply("off", torch.get_num_threads())
-    assert config.graphsafe_rng_functionalization is False
+    with ThreadPoolExecutor(1) as thread:
+        assert getattr(config, name) is thread.submit(getattr, config, name).result() is False
 
 
 def test_tensors_are_copied_with_and_without_the_private_function(monkeypatch: pytest.MonkeyPatch) -> None:
