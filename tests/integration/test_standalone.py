@@ -412,6 +412,32 @@ def test_a_start_that_does_not_train_deletes_no_checkpoint(place: Path) -> None:
     assert followed.returncode == 0 and "has ended with step 24" in followed.stderr, followed.stderr
 
 
+def test_a_scheduler_that_was_not_given_to_the_session_is_named_at_each_start_and_never_called_exact(
+    place: Path,
+) -> None:
+    begins = "        batches = session.batches()\n"
+    made = "        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 40)\n"
+    stepped = SCRIPT.replace(begins, begins + made).replace(
+        "optimizer.zero_grad()", "optimizer.zero_grad(); scheduler.step()"
+    )
+    (place / "train.py").write_text(stepped)
+    refused = _run(place, "train.py")
+    assert refused.returncode != 0 and "OneCycleLR: made by the script and not given" in refused.stderr, refused.stderr
+    (place / "train.py").write_text(stepped.replace('"strict"', '"warn"').replace("train()\n", "train(fail_at=12)\n"))
+    first = _run(place, "train.py").stderr
+    assert "ratchet: OneCycleLR: made by the script and not given to the Session" in first, first
+    (place / "train.py").write_text(stepped.replace('"strict"', '"warn"'))
+    second = _run(place, "train.py").stderr
+    assert "exactly from" not in second and "not exactly: " in second and "unregistered" in second, second
+    given = (
+        stepped.replace("optimizer=optimizer,", "optimizer=optimizer, scheduler=scheduler,")
+        .replace(made, "")
+        .replace("        session.register(", made + "        session.register(")
+    )
+    (place / "train.py").write_text(given.replace('"ratchet-checkpoints"', '"another"'))
+    assert _run(place, "train.py").returncode == 0
+
+
 def test_an_error_behind_the_training_ends_all_ranks(place: Path) -> None:
     """As of any script under torchrun, which ends the others: this rank does not wait for them."""
     report = "if os.environ['RANK'] == '0':\n        raise ArithmeticError('in the report')\n    time.sleep(300)\n"

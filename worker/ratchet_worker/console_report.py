@@ -14,6 +14,7 @@ from typing import Any
 from ratchet_contract import messages as m
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.plural import counted
+from ratchet_worker.environment_record import NOT_EXACT_SINCE
 from ratchet_worker.replay_proof import inexact
 from ratchet_worker.spool import Spool
 
@@ -62,10 +63,13 @@ class ConsoleReport(Spool):
         if report.verdict == "fresh":
             return [f"begins at step 0: there is no checkpoint in {self._shown}"]
         place = f"step {report.base.step} of {self._shown}"
+        earlier = next((note for note in report.notes if note.startswith(NOT_EXACT_SINCE)), None)
         head = f"resumed exactly from {place}"
         if report.verdict != "exact":
             head = f"resumed from {place}, and not exactly: {inexact(report)}"
-        return [head, *(f"note: {note}" for note in report.notes)]
+        elif earlier is not None:
+            head = f"resumed from {place} as it was saved, which is {earlier}"
+        return [head, *(f"note: {note}" for note in report.notes if note is not earlier or report.verdict != "exact")]
 
     def _compared(self, message: m.RedoneSteps) -> list[str]:
         before, self._redone = self._redone, message

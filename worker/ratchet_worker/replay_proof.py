@@ -229,13 +229,14 @@ def _incomparable(name: str, report: ResumeReport, found: RingHeader | None, min
 
 def inexact(report: ResumeReport) -> str:
     """What of a resume is not exact, in words."""
+    found = []
     if report.differences:
         more = f" and {len(report.differences) - _NAMED} more" if len(report.differences) > _NAMED else ""
-        return sentence(report.differences[:_NAMED]) + more
-    part = next(c for c in report.components if c.status != "exact")
-    return textwrap.shorten(
-        f"{part.component} of rank {part.rank}: {part.status} ({part.reason})", 300, placeholder=" ..."
-    )
+        found.append(sentence(report.differences[:_NAMED]) + more)
+    if (part := next((c for c in report.components if c.status != "exact"), None)) is not None:
+        text = f"{part.component} of rank {part.rank}: {part.status} ({part.reason})"
+        found.append(textwrap.shorten(text, 300, placeholder=" ..."))
+    return "; ".join(found)
 
 
 def _agree(told: list[dict[str, Any]], base: int) -> Redone:

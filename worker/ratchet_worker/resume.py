@@ -49,6 +49,7 @@ class Notes:
     change: HookChange | None = None
     total: str | None = None
     carried: str | None = None
+    unregistered: str | None = None
     imported: Imported | None = None
 
 
@@ -104,7 +105,7 @@ def _of_another_model(manifest: Manifest, module: nn.Module) -> str | None:
 
 
 def _anew(launch: LaunchFile) -> str:
-    return 'Session("another-directory")' if launch.standalone else "`ratchet submit` a new job, or `ratchet run --new`"
+    return 'Session("another-directory")' if launch.standalone else "as a new job (of `ratchet run`: --new)"
 
 
 def _managed(
@@ -147,6 +148,9 @@ def restore(runtime: Runtime) -> ResumeReport:
             )
         _keep_total(runtime, chosen.manifest)
         reports = [*reload.restore_state(runtime, chosen.manifest, saved), *_behind(runtime)]
+        if runtime.notes.unregistered is not None and runtime.rank == 0:
+            why = runtime.notes.unregistered
+            reports.append(ComponentReport(component="unregistered", rank=0, status="not-exact", reason=why))
         _insist_if_strict(launch, reports)
     elif launch.start_file is not None:
         reports = _report_import(runtime)
@@ -161,7 +165,7 @@ def restore(runtime: Runtime) -> ResumeReport:
     differences = _union([EnvironmentDifference.model_validate(d) for rank in gathered for d in rank["differences"]])
     since = _not_exact_since(chosen)
     earlier = (
-        [] if since is None else [f"not exact since the resume from {since}: the checkpoint itself has other bits"]
+        [] if since is None else [f"{environment_record.NOT_EXACT_SINCE} {since}: the checkpoint itself has other bits"]
     )
     report = ResumeReport(
         verdict=_verdict(chosen.manifest, components, differences),

@@ -24,7 +24,7 @@ from ratchet_contract.paths import JobPaths
 from ratchet_contract.phases import Cause
 from ratchet_hooks.layout import ManagedDDP
 from ratchet_store.commit import mark_changed
-from ratchet_worker import environment_record, group, loop_variables, replay_proof, resume
+from ratchet_worker import environment_record, group, loop_variables, replay_proof, resume, unregistered
 from ratchet_worker.adopted import adopted
 from ratchet_worker.agreement import FINISH, NOT_STARTED, STRIDE, Agreement, Decision, Stopped, position
 from ratchet_worker.checkpointer import Checkpointer
@@ -162,7 +162,11 @@ class Runtime:
         return ddp
 
     def look_at_loop(self, frame: FrameType | None) -> None:
-        """Tell what the script's loop in ``frame`` carries in variables: in the resume report, where that is not made yet."""
+        """Tell what the script's loop in ``frame`` carries in variables, and what acts on the training and was not given to the
+        Session: in the resume report, where that is not made yet. Raises ``UserError`` for the latter under
+        ``determinism: strict``."""
+        if not self.restored:
+            self._look_for_unregistered()
         if (found := loop_variables.carried(frame)) is None:
             return
         text = loop_variables.sentence(found)
@@ -170,6 +174,21 @@ class Runtime:
             self.notes.carried = text
         if self.rank == 0 and (self.restored or self.chosen.manifest is None):
             self.reporter.note("loop-variables", text)
+
+    def _look_for_unregistered(self) -> None:
+        state, ddp = self.state, self.state.ddp
+        if ddp is None:
+            return
+        given = (*state.optimizers.values(), *state.stateful.values(), *state.plain.values(), state.data)
+        names = unregistered.found(ddp.parameters(), state.optimizers.values(), given)
+        if not names:
+            return
+        text = unregistered.sentence(names)
+        if self.launch.spec.determinism == "strict":
+            raise UserError(text, code="unregistered-state")
+        self.notes.unregistered = text
+        if self.rank == 0 and self.chosen.manifest is None:
+            self.reporter.note("unregistered", text)
 
     def restore(self, total: int | None) -> None:
         """Put back what was registered, tell how it went, and say that training begins. On every rank, once.

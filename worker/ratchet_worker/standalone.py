@@ -419,6 +419,8 @@ class _Run:
             if runtime.world_size == 1:  # this process may live on, and begin the next start; else others may be gone
                 with suppress(RatchetError):
                     runtime.checkpointer.drain()
+            if runtime.checkpointer.last.step == 0:
+                at = "the newest checkpoint, if there is one, in"
         if runtime.rank == 0:
             say(f"{text}: the next start goes on from {at} {self._shown}")
 

@@ -96,9 +96,7 @@ def _evaluation(facts: Facts, faults: list[Fault]) -> Exercise:
 
 def _scheduler(facts: Facts) -> Exercise:
     if not facts.schedulers:
-        return Exercise(
-            name="scheduler", status="none seen", detail="none with a step count is registered, so none can be lost"
-        )
+        return Exercise(name="scheduler", status="none seen", detail="none that the Session was given counts steps")
     still = [name for name, steps in facts.schedulers.items() if steps < 1]
     if still and facts.step != facts.total:
         text = f"{', '.join(still)} was not stepped within {counted(facts.step, 'step')}: give more `--steps`"

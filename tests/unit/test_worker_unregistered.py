@@ -1,0 +1,56 @@
+"""What acts on the training and was not given to the Session is found, and nothing else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, OneCycleLR, SequentialLR
+from torch.optim.swa_utils import AveragedModel
+
+from ratchet_worker.unregistered import found
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+@pytest.fixture
+def adam(net: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(net.parameters())
+
+
+def test_an_optimizer_its_scheduler_a_scaler_and_an_average_are_found(net: nn.Module, adam: Optimizer) -> None:
+    kept = [OneCycleLR(adam, 0.1, 10), torch.amp.GradScaler("cpu"), AveragedModel(net)]  # type: ignore[attr-defined]
+    names = ["AdamW", "AveragedModel", "GradScaler", "OneCycleLR"]
+    assert found(net.parameters(), [], []) == names
+    assert found(net.parameters(), [adam], [adam]) == names[1:]
+    assert found(net.parameters(), [adam], [adam, *kept]) == []
+
+
+def test_parts_of_what_was_given_are_given(net: nn.Module, adam: Optimizer) -> None:
+    first, second = ConstantLR(adam), CosineAnnealingLR(adam, 5)
+    assert found(net.parameters(), [adam], [adam, SequentialLR(adam, [first, second], [3])]) == []
+    assert found(net.parameters(), [adam], [adam, ChainedScheduler([first, second], adam)]) == []
+    assert found(net.parameters(), [adam], [adam, SimpleNamespace(of={"schedulers": [first, second]})]) == []
+    assert found(net.parameters(), [adam], [adam, SimpleNamespace(of={"schedulers": [first]})]) == ["CosineAnnealingLR"]
+
+
+class Around(torch.optim.SGD):
+    """As those of libraries that stand around another one."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups[0]["params"])
+        self.inner = inner
+
+
+def test_others_models_what_is_gone_and_what_stands_around_a_given_one_are_not(net: nn.Module, adam: Optimizer) -> None:
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    kept = [other, CosineAnnealingLR(other, 5), Around(adam), torch.amp.GradScaler("cpu", enabled=False)]  # type: ignore[attr-defined]
+    CosineAnnealingLR(adam, 5)
+    torch.optim.SGD(net.parameters(), 0.1)
+    assert kept and found(net.parameters(), [adam], [adam]) == []

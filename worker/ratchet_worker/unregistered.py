@@ -1,0 +1,73 @@
+"""Optimizers, schedulers and the like that act on the training and were not given to the Session: no checkpoint has them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+_KINDS: Final = (Optimizer, LRScheduler, torch.amp.GradScaler, AveragedModel)
+_DEPTH: Final = 4
+"""How deep within a registered object others count as its parts: in attributes, lists and dicts."""
+
+
+def found(parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], given: Iterable[object]) -> list[str]:
+    """The types' names, sorted: of optimizers of ``parameters``, schedulers of ``optimizers`` or those, and gradient scalers that
+    are switched on and averages of a model, which are neither in ``given`` nor parts of what is."""
+    trained = {id(parameter) for parameter in parameters}
+    kept = {id(part) for item in given for part in _parts(item, _DEPTH)}
+    if not _others(trained, optimizers, kept):
+        return []
+    gc.collect()  # what the script has dropped is none
+    return sorted({type(item).__name__ for item in _others(trained, optimizers, kept)})
+
+
+def sentence(names: Collection[str]) -> str:
+    return (
+        f"{', '.join(names)}: made by the script and not given to the Session, so that no checkpoint has the state and a resume "
+        "is not exact: give it to session.prepare, or to session.register"
+    )
+
+
+def _others(trained: Collection[int], optimizers: Iterable[Optimizer], kept: Collection[int]) -> list[object]:
+    objects = gc.get_objects()
+    kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, _KINDS)}
+    all_of_them = [item for item in objects if type(item) in kinds and id(item) not in kept]
+    strange = [item for item in all_of_them if isinstance(item, Optimizer) and _trains(item, trained, kept)]
+    ours = {id(optimizer) for optimizer in (*optimizers, *strange)}
+    return [*strange, *(item for item in all_of_them if _acts(item, ours))]
+
+
+def _trains(optimizer: Optimizer, trained: Collection[int], kept: Collection[int]) -> bool:
+    """Not one that stands around another, which is kept."""
+    around = any(id(part) in kept for part in vars(optimizer).values())
+    groups = () if around else getattr(optimizer, "param_groups", ())
+    return any(id(parameter) in trained for group in groups for parameter in group["params"])
+
+
+def _acts(item: object, optimizers: Collection[int]) -> bool:
+    if isinstance(item, LRScheduler):
+        return id(getattr(item, "optimizer", None)) in optimizers
+    return isinstance(item, AveragedModel) or (isinstance(item, torch.amp.GradScaler) and item.is_enabled())
+
+
+def _parts(item: object, depth: int) -> Iterator[object]:
+    """The object and what it holds; not what modules and tensors hold."""
+    yield item
+    if depth == 0 or isinstance(item, (nn.Module, torch.Tensor, type)):
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(item, dict):
+        inner = item.values()
+    elif isinstance(item, (list, tuple)):
+        inner = item
+    elif hasattr(item, "__dict__"):
+        inner = vars(item).values()
+    for part in inner:
+        yield from _parts(part, depth - 1)
