@@ -228,12 +228,15 @@ def _incomparable(name: str, report: ResumeReport, found: RingHeader | None, min
 
 
 def inexact(report: ResumeReport) -> str:
-    """What of a resume is not exact, in words."""
+    """What of a resume is not exact, in words: what differs, and the first component that lost something by itself. A component
+    that was redistributed or reset follows from what differs, and is named where nothing does."""
     found = []
     if report.differences:
         more = f" and {len(report.differences) - _NAMED} more" if len(report.differences) > _NAMED else ""
         found.append(sentence(report.differences[:_NAMED]) + more)
-    if (part := next((c for c in report.components if c.status != "exact"), None)) is not None:
+    parts = [part for part in report.components if part.status != "exact"]
+    lost = [part for part in parts if part.status in ("not-exact", "absent")]
+    for part in (lost if found else lost + parts)[:1]:
         text = f"{part.component} of rank {part.rank}: {part.status} ({part.reason})"
         found.append(textwrap.shorten(text, 300, placeholder=" ..."))
     return "; ".join(found)
