@@ -3,8 +3,8 @@
 Tensor names are ``shared/<name>`` (equal on all ranks, cut into slices over them) or ``rank/<r>/<name>`` (private).
 A rank file is a safetensors file; its ``__metadata__["state"]`` holds that rank's JSON state. Its bytes are cut into blocks, each
 with an XXH3-128 digest, so that a reader verifies what it reads and needs to read no more; the manifest's own digest is SHA-256
-over its canonical JSON without the ``digest`` field, in every format version: so a damaged version number is told from another
-format.
+over its canonical JSON without the ``digest`` field, in every format version: a reader can distinguish a damaged version number
+from another format.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 from ratchet_hooks.build import managed_ddp
 from tests.support.exact_matrix import START, hook_spec
+from tests.support.server import wait_for
 
 
 @dataclass
@@ -68,10 +68,13 @@ def _settled() -> int:
     sees its end, and what another stream used until the next allocation after that stream's end."""
     torch.cuda.synchronize()
     seen = list[int]()
-    while len(set(seen[-4:])) != 1 or len(seen) < 4:
-        time.sleep(0.1)
+
+    def unchanged() -> bool:
         torch.empty(1, device="cuda")
         seen.append(int(torch.cuda.memory_stats()["requested_bytes.all.current"]))
+        return len(seen) >= 4 and len(set(seen[-4:])) == 1
+
+    wait_for(unchanged, "the GPU's memory to stay the same for 0.3 s", 10.0, 0.1)
     return seen[-1]
 
 

@@ -4,6 +4,7 @@ last rank to SIGKILL and resumes; every tensor and every rank's state of the two
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -115,7 +116,7 @@ class _Jobs:
     def _run(self, server: Server, name: str, killed: bool) -> Ended:
         kind = self._kinds[name]
         spec = {
-            "name": f"{name.lower().replace(',', '').replace(' ', '-').replace('.', '-')}-{'killed' if killed else 'whole'}",
+            "name": f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}-{'killed' if killed else 'whole'}",
             **kind.parts(self._work), **service.world(self._work, shared=kind.shared),
             "checkpoint": {"every_steps": self._work.sized(50, 20, 20), "keep_last": 3},
         }  # fmt: skip

@@ -21,7 +21,7 @@ import pytest
 from ratchet_contract.errors import UserError
 from ratchet_contract.phases import Cause
 from ratchet_store.compare import compare, render
-from tests.support.full_matrix import FULL
+from tests.support.full_matrix import FULL, full
 from tests.support.interpreters import LIBRARIES
 from tests.support.launch import Attempt, Job
 from tests.support.packages import missing, needs
@@ -306,8 +306,7 @@ def lasting(attempt: Attempt) -> dict[int, dict[str, float]]:
 
 
 def some(names: dict[str, Any]) -> list[Any]:
-    left_out = pytest.param("all", marks=pytest.mark.skip(reason="RATCHET_TEST_OPTIONS=all runs them"))
-    return [name for name in names if FULL or name in FEW] or [left_out]
+    return [name for name in names if FULL or name in FEW] or [pytest.param("all", marks=full)]
 
 
 def trainer(callbacks: dict[str, Any], **arguments: Any) -> dict[str, Any]:

@@ -403,7 +403,7 @@ def test_a_start_that_does_not_train_deletes_no_checkpoint(place: Path) -> None:
         (place / "train.py").write_text(SCRIPT.replace("nn.Linear(32, 2)", layers))
         other = _run(place, "train.py")
         assert other.returncode != 0 and f"the checkpoint is of another model: {odd}" in other.stderr, other.stderr
-    assert 'begin anew: Session("another-directory")' in other.stderr
+    assert 'start a new run: Session("another-directory")' in other.stderr
     assert sorted(path.name for path in root.iterdir()) == kept
     (place / "train.py").write_text(
         SCRIPT.replace("hook=HOOK", 'hook="allreduce", on_hook_mismatch="reset"').replace('"strict"', '"warn"')

@@ -1,4 +1,4 @@
-"""Tests that ``make exactness`` runs and ``make test`` leaves out: what they show is shown there by a smaller case."""
+"""Marks the tests that ``make exactness`` runs and ``make test`` leaves out."""
 
 from __future__ import annotations
 

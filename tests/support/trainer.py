@@ -4,9 +4,9 @@
 does is in the spec's env, TRAINER (JSON): steps, every (steps between checkpoints), pause (seconds per step), pauses (those of
 single ranks), redone (true: it tells of steps done again), keep (true: it deletes as a worker does, by
 checkpoint.keep_last), chain (see ``Rank._follow``); per epoch under "epochs": at (step), after (a file: it waits at that step
-until the file is there) and do: wait (until it is to stop), kill (itself), kill-agent, raise, user-error, exit-N, mute
-(checkpoints are committed but not reported), deaf (stops are ignored), child (a sleeping process in a session of its own, then
-kill-agent), train on.
+until the file is there, 120 s at most) and do: wait (until it is to stop), kill (itself), kill-agent, raise, user-error, exit-N,
+mute (checkpoints are committed but not reported), deaf (stops are ignored), child (a sleeping process in a session of its own,
+then kill-agent), train on.
 """
 
 from __future__ import annotations
@@ -60,6 +60,14 @@ class TrainerStarter:
         )
 
 
+def _await(file: Path) -> None:
+    end = time.monotonic() + 120
+    while not file.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{file} was not made within 120 s")
+        time.sleep(0.01)
+
+
 class Rank:
     """One rank; rank 0 alone commits."""
 
@@ -96,8 +104,8 @@ class Rank:
             if step % every == 0 or step == steps:
                 parent = self._commit(step, parent, "end" if step == steps else "schedule", finished=step == steps)
             if step == self.faults.get("at"):
-                while "after" in self.faults and not Path(self.faults["after"]).exists():
-                    time.sleep(0.01)
+                if "after" in self.faults:
+                    _await(Path(self.faults["after"]))
                 self._misbehave(self.faults["do"], step)
             cause = None if self.faults.get("do") == "deaf" else self._wanted_stop()
             if cause is not None:

@@ -63,13 +63,15 @@ class ConsoleReport(Spool):
         if report.verdict == "fresh":
             return [f"begins at step 0: there is no checkpoint in {self._shown}"]
         place = f"step {report.base.step} of {self._shown}"
-        earlier = next((note for note in report.notes if note.startswith(NOT_EXACT_SINCE)), None)
+        notes = [*report.notes]
+        earlier = next((note for note in notes if note.startswith(NOT_EXACT_SINCE)), None)
         head = f"resumed exactly from {place}"
         if report.verdict != "exact":
             head = f"resumed from {place}, and not exactly: {inexact(report)}"
         elif earlier is not None:
             head = f"resumed from {place} as it was saved, which is {earlier}"
-        return [head, *(f"note: {note}" for note in report.notes if note is not earlier or report.verdict != "exact")]
+            notes.remove(earlier)
+        return [head, *(f"note: {note}" for note in notes)]
 
     def _compared(self, message: m.RedoneSteps) -> list[str]:
         before, self._redone = self._redone, message

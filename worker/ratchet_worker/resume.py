@@ -74,8 +74,8 @@ def build(
         assert manifest is not None  # nothing else has a layout
         if (odd := _of_another_model(manifest, module)) is not None:
             raise UserError(
-                f"the checkpoint is of another model: {odd}. Resume with the model that made it, or begin anew: "
-                f"{_anew(launch)}",
+                f"the checkpoint is of another model: {odd}. Resume with the model that made it, or start a new "
+                f"run: {_new_run(launch)}",
                 code="state-mismatch",
             ) from error
         if policy == "fail":
@@ -90,21 +90,19 @@ def build(
 
 
 def _of_another_model(manifest: Manifest, module: nn.Module) -> str | None:
-    """A parameter that either the checkpoint or the model does not have; None: both have the same. One that is frozen now, or was
-    then, is in both."""
-    then, now = {*chain.from_iterable(manifest.bucket_layout or ())}, dict(module.named_parameters())
-    saved = {
-        name.removeprefix(_MODEL) for name in (tensor.name for tensor in manifest.tensors) if name.startswith(_MODEL)
-    }
-    lost = [name for name in then if name not in now]
-    # State under names of its own (a module's hooks of state_dict) says nothing of parameters.
-    new = [name for name in now if name not in saved] if then <= saved else []
-    if lost:
+    """Names a parameter that only the checkpoint or only the model has; None: both have the same. A parameter that is frozen, now
+    or when the checkpoint was made, is in both."""
+    trained, present = {*chain.from_iterable(manifest.bucket_layout or ())}, {n for n, _ in module.named_parameters()}
+    if lost := trained - present:
         return f"it has {min(lost)}, and the model does not"
-    return f"the model has {min(new)}, and it does not" if new else None
+    saved = {tensor.name.removeprefix(_MODEL) for tensor in manifest.tensors}
+    # A module whose state_dict has names of its own does not show which parameters were saved.
+    if trained <= saved and (new := present - saved):
+        return f"the model has {min(new)}, and it does not"
+    return None
 
 
-def _anew(launch: LaunchFile) -> str:
+def _new_run(launch: LaunchFile) -> str:
     return 'Session("another-directory")' if launch.standalone else "as a new job (of `ratchet run`: --new)"
 
 

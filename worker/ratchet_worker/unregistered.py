@@ -22,10 +22,10 @@ def found(parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], g
     are switched on and averages of a model, which are neither in ``given`` nor parts of what is."""
     trained = {id(parameter) for parameter in parameters}
     kept = {id(part) for item in given for part in _parts(item, _DEPTH)}
-    if not _others(trained, optimizers, kept):
+    if not _unregistered(trained, optimizers, kept):
         return []
-    gc.collect()  # what the script has dropped is none
-    return sorted({type(item).__name__ for item in _others(trained, optimizers, kept)})
+    gc.collect()  # objects that the script does not use any more
+    return sorted({type(item).__name__ for item in _unregistered(trained, optimizers, kept)})
 
 
 def sentence(names: Collection[str]) -> str:
@@ -35,19 +35,19 @@ def sentence(names: Collection[str]) -> str:
     )
 
 
-def _others(trained: Collection[int], optimizers: Iterable[Optimizer], kept: Collection[int]) -> list[object]:
+def _unregistered(trained: Collection[int], optimizers: Iterable[Optimizer], kept: Collection[int]) -> list[object]:
     objects = gc.get_objects()
-    kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, _KINDS)}
-    all_of_them = [item for item in objects if type(item) in kinds and id(item) not in kept]
-    strange = [item for item in all_of_them if isinstance(item, Optimizer) and _trains(item, trained, kept)]
-    ours = {id(optimizer) for optimizer in (*optimizers, *strange)}
-    return [*strange, *(item for item in all_of_them if _acts(item, ours))]
+    kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, _KINDS)}  # far fewer than objects
+    items = [item for item in objects if type(item) in kinds and id(item) not in kept]
+    unregistered = [item for item in items if isinstance(item, Optimizer) and _trains(item, trained, kept)]
+    of_the_model = {id(optimizer) for optimizer in (*optimizers, *unregistered)}
+    return [*unregistered, *(item for item in items if _acts(item, of_the_model))]
 
 
 def _trains(optimizer: Optimizer, trained: Collection[int], kept: Collection[int]) -> bool:
-    """Not one that stands around another, which is kept."""
-    around = any(id(part) in kept for part in vars(optimizer).values())
-    groups = () if around else getattr(optimizer, "param_groups", ())
+    """False for a wrapper of an optimizer that is kept."""
+    wraps = any(id(part) in kept for part in vars(optimizer).values())
+    groups = () if wraps else getattr(optimizer, "param_groups", ())
     return any(id(parameter) in trained for group in groups for parameter in group["params"])
 
 

@@ -113,7 +113,8 @@ def written(client: RatchetClient, job: api.JobView) -> str | None:
         more = next(listed, None) is not None
     except RatchetError:
         return None
-    size = output.size(sum(f.size or 0 for f in found))
-    if 0 < len(found) <= _NAMED and not more:
-        return f"{', '.join(shown(f.path) for f in found)} ({size})"
-    return f"{counted(len(found), 'file')} ({size})" + " or more" * more if found else None
+    if not found:
+        return None
+    few = len(found) <= _NAMED and not more
+    what = ", ".join(shown(f.path) for f in found) if few else counted(len(found), "file")
+    return f"{what} ({output.size(sum(f.size or 0 for f in found))})" + " or more" * more

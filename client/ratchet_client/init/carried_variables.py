@@ -1,4 +1,5 @@
-"""Plain variables that a loop carries on from one pass to the next. No checkpoint has them: after a resume they begin anew."""
+"""Plain variables that a loop carries from one pass to the next. No checkpoint has them: after a resume they start from their
+initial values."""
 
 from __future__ import annotations
 
@@ -25,13 +26,14 @@ def tell(patching: Patching, loop: Loop, prepare: str) -> None:
     loops = Loops(patching.source)
     inner = (n for n in ast.walk(loop.node) if isinstance(n, ast.For) and n is not loop.node)
     for batches in filter(loops.trains, inner):
-        found = _carried(batches, loop.node)
-        for name in found.keys() - carried.keys():
+        for name, node in _carried(batches, loop.node).items():
+            if name in carried:
+                continue
             text = (
                 f"{name} starts from its initial value where a resume continues within an epoch; that is harmless where it is "
                 "only printed"
             )
-            patching.leave(found[name], text, needed=False)
+            patching.leave(node, text, needed=False)
 
 
 def _carried(loop: ast.For, scope: ast.AST) -> dict[str, ast.Name]:

@@ -266,7 +266,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _follow(self, on: Target, query: dict[str, str], version: int, until: float) -> None:
         store, bookmark = self.server_.store, time.monotonic() + _BOOKMARK_EVERY
         while time.monotonic() < until and not self.server_.closing.is_set():
-            with store.changed:  # of a change that was forgotten in the same instant nobody hears
+            with store.changed:  # the compaction and the changes are read together: neither can change in between
                 expired, changes = version < store.compacted, store.since(version)
             if expired:
                 message = f"too old resource version: {version} ({store.compacted})"
