@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from ratchet_contract.code_tree import Entry, Limits, TreeError, walk, within_limits
+from ratchet_contract.plural import first_of
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -28,7 +29,6 @@ _MAX_STARS: Final = 3
 """Within one part of a pattern: with more of them a name may take minutes to be compared."""
 _MOST_NAMES: Final = 100_000
 """Looked at for one snapshot: names in a directory that is left out as a whole do not count, files left out one by one do."""
-_SHOWN: Final = 5
 
 
 Allowed = Callable[[Path], bool]
@@ -46,18 +46,23 @@ class Choice:
     entries: list[Entry]
     left_out: list[str]
 
+    def leaves_out(self, path: str) -> bool:
+        return any(_at_or_below(path, name.rstrip("/")) for name in self.left_out)
+
     def notes(self) -> list[tuple[str, str]]:
         """What a submitter is to be told: a code and a sentence of each."""
         out = []
         if self.left_out:
-            text = f"the snapshot of the code leaves out what {' and '.join(IGNORE_FILES)} name: {_some(self.left_out)}"
+            text = (
+                f"the snapshot of the code leaves out what {' and '.join(IGNORE_FILES)} name: {first_of(self.left_out)}"
+            )
             text += ". code.include brings a file or directory back"
             if any(name.endswith("/") for name in self.left_out):
                 text += "; a directory that the job writes to is not there when it starts: have the code make it (os.makedirs)"
             out.append(("code-left-out", text))
         large = sorted((e for e in self.entries if e.size >= LARGE), key=lambda e: -e.size)
         if large:
-            named = _some([f"{e.path} ({e.size >> 20} MiB)" for e in large])
+            named = first_of([f"{e.path} ({e.size >> 20} MiB)" for e in large])
             text = (
                 f"the snapshot of the code has large files: {named}. Keep data elsewhere, or name it in .ratchetignore"
             )
@@ -185,8 +190,3 @@ def _is_valid(pattern: str) -> bool:
 
 def _at_or_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(f"{folder}/")
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

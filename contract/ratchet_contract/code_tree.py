@@ -111,6 +111,12 @@ def digest(found: Iterable[Entry], content: Callable[[Entry], bytes] | None = No
     return out.hexdigest()
 
 
+def differing(one: Iterable[Entry], other: Iterable[Entry]) -> list[str]:
+    """Paths, sorted, of what only one of two trees has and of what they have otherwise. Raises ``OSError``."""
+    there, here = ({entry.path: digest([entry]) for entry in tree} for tree in (one, other))
+    return sorted(path for path in {*there, *here} if there.get(path) != here.get(path))
+
+
 def chunks(path: Path) -> Iterator[bytes]:
     """A file's bytes, by the mebibyte. Raises ``OSError``."""
     with path.open("rb") as file:

@@ -186,6 +186,8 @@ def test_a_rank_is_killed_then_the_command_told_to_stop_and_started_again(undist
         assert "SUSPENDED" in running.err.read_text() and "the same command goes on" in running.err.read_text()
         before = running.steps()
     (tmp_path / "hurry").touch()
+    for name, text in (("notes.txt", "lr 0.01"), (".ratchetignore", "notes.txt\n"), ("slurm-7.out", "begun")):
+        (tmp_path / "code" / name).write_text(text)  # none of them is code
     with run(tmp_path, *EVERY, *command) as again:
         assert again.ended() == 0, again.err.read_text()
         after, text = again.steps(), again.out.read_text()
@@ -196,7 +198,7 @@ def test_a_rank_is_killed_then_the_command_told_to_stop_and_started_again(undist
 
 
 def test_a_terminal_that_is_held_does_not_hold_up_the_stop(tmp_path: Path) -> None:
-    """As by Ctrl-S, or a pager that stands."""
+    """As by Ctrl-S, or a pager that stands. Two attempts end meanwhile: the command cannot tell of either."""
     (tmp_path / "train.py").write_text(TRAIN.replace('print("step", step', 'print("step", step, "x" * 100_000'))
     command = [str(EXECUTABLE), "run", *EVERY, "train.py", str(tmp_path / "hurry")]
     process = subprocess.Popen(command, cwd=tmp_path, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -204,8 +206,14 @@ def test_a_terminal_that_is_held_does_not_hold_up_the_stop(tmp_path: Path) -> No
         running = Running(tmp_path, process, tmp_path / "out", tmp_path / "err")
         (log,) = wait_for(lambda: [*tmp_path.glob(".ratchet/run/*/jobs/*/attempts/*/logs/rank-*.log")], "a log", 120)
         wait_for(lambda: log.stat().st_size > 500_000, "more output than a pipe holds", 120)
+        for attempt in (1, 2):
+            ended = job_paths(running).attempt(attempt)
+            os.kill(rank_pid(ended, 0), signal.SIGKILL)
+            wait_for(ended.result_file.exists, f"the end of attempt {attempt}", 60)
+            log = job_paths(running).attempt(attempt + 1).log(0)
+            wait_for(lambda log=log: log.exists() and log.stat().st_size > 500_000, "steps of the next attempt", 120)
         process.send_signal(signal.SIGINT)
-        control = job_paths(running).attempt(1).control_file
+        control = job_paths(running).attempt(3).control_file
         wait_for(lambda: control.exists() and '"run"' not in control.read_text(), "the job to be told to stop", 60)
         assert b"stopping after a checkpoint" in process.communicate(timeout=120)[1]
         assert process.returncode == 130
@@ -225,10 +233,13 @@ def test_the_command_is_killed_and_leaves_no_process(undisturbed: str, tmp_path:
         wait_for(lambda: not processes_below(running.home), "the end of service, agent and ranks", 120)
         (tmp_path / "hurry").touch()
         (tmp_path / "code" / "train.py").write_text(TRAIN + UNUSED)
+        (tmp_path / "code" / "notes.txt").write_text("lr 0.01")
         with run(tmp_path, *EVERY, *command) as again:
             assert again.ended() == 0, again.err.read_text()
             said = again.err.read_text()
-            assert re.search(r"goes on with job-\w+ from step \d+, with the code as it is now: not exact", said), said
+            assert re.search(r"goes on with job-\w+ from step \d+, with the code as it is now", said), said
+            assert "(notes.txt, train.py changed): not exact" in said
+            assert "what is no code (notes.txt) may be named in .ratchetignore" in said
             assert (
                 'keeps its spec, and a new job of this command would have another: world.device ("auto", now "cpu")'
                 in said

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ratchet_contract.errors import UserError
 from ratchet_contract.messages import LaunchFile
-from ratchet_contract.plural import counted
+from ratchet_contract.plural import counted, first_of
 from ratchet_contract.resume import ComponentReport
 from ratchet_hooks.states import same_bits
 from ratchet_worker.snapshot import Tensors
@@ -232,9 +232,7 @@ def _load_optimizer(optimizer: Optimizer, imported: Imported) -> None:
 
 
 def _some(names: Iterable[str]) -> str:
-    found = sorted(names)
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(repr(n) for n in found[:_SHOWN]) + more
+    return first_of([repr(name) for name in sorted(names)], _SHOWN)
 
 
 def _line(error: Exception) -> str:

@@ -172,10 +172,11 @@ def _before_newest(client: RatchetClient, job_id: str) -> int | None:
 
 def pump(
     ctx: typer.Context, job_id: str, view: View, fold: EventFold | None, *, after: int | None = None,
-    until: Collection[JobPhase] = (),
+    until: Collection[JobPhase] = (), interrupted: Callable[[], object] = lambda: None,
 ) -> JobView:  # fmt: skip
     """Feed a view with events (from a thread that follows them; folded, where ``fold`` is given) and snapshots until the job has
-    ended, or is in a phase of ``until``, and all is shown. ``after``: the id of the last event that is not shown."""
+    ended, or is in a phase of ``until``, and all is shown. ``after``: the id of the last event that is not shown.
+    ``interrupted``: called at ^C before another word is shown, which a terminal that is held may hold up."""
     arrived: queue.SimpleQueue[EventView | None] = queue.SimpleQueue()
     with open_client(ctx, 0.0) as client, open_client(ctx, PATIENCE) as streamer:
         thread = threading.Thread(target=_collect, args=(streamer, job_id, after, arrived), daemon=True)
@@ -188,6 +189,9 @@ def pump(
                     break
                 view.progress(now)
             thread.join(timeout=5.0 if now.job.phase.terminal else 0.5)  # else events may follow for ever
+        except KeyboardInterrupt:
+            interrupted()
+            raise
         finally:  # ^C holds nothing back
             _drain(arrived, view, fold)
             for event in fold.rest() if fold is not None else ():

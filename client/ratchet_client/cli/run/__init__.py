@@ -196,19 +196,25 @@ def _train(
     from ratchet_contract.errors import Conflict
     from ratchet_contract.phases import JobPhase
 
-    job_id = begun.job.id
+    job_id, until = begun.job.id, (JobPhase.SUSPENDED,)
     paths = service.paths.job(job_id)
+
+    def suspend() -> None:
+        with suppress(Conflict):  # it has ended meanwhile, or is being cancelled
+            client.suspend(job_id)
+
     with RankOutput(paths, ranks, begun.attempt) as shown:
+        view = RunView(paths, ranks, service.revive, shown.note)
         try:
-            view = RunView(paths, ranks, service.revive, shown.note)
-            return pump(ctx, job_id, view, EventFold(), after=begun.event, until=(JobPhase.SUSPENDED,))
-        except KeyboardInterrupt:
-            pass
+            return pump(ctx, job_id, view, EventFold(), after=begun.event, until=until, interrupted=suspend)
+        except KeyboardInterrupt as error:
+            twice = isinstance(error.__context__, KeyboardInterrupt)  # while it showed what had come before the first
         try:
-            with suppress(Conflict):  # it has ended meanwhile, or is being cancelled
-                client.suspend(job_id)  # before a word is said: a terminal that is held would hold this up, too
+            if twice:
+                raise KeyboardInterrupt
+            suspend()  # the first may have come before ``pump`` heeded it
             shown.note("stopping after a checkpoint; a second Ctrl-C ends it at once, without one")
-            return client.wait(job_id, until=(JobPhase.SUSPENDED,))
+            return client.wait(job_id, until=until)
         except KeyboardInterrupt:
             with undisturbed():
                 service.end_at_once()

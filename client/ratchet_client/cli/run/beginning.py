@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ratchet_client.cli import output
-from ratchet_contract.code_choice import choose
-from ratchet_contract.code_tree import UNLIMITED, Entry, TreeError, digest, entries
+from ratchet_contract.code_choice import IGNORE_FILES, choose
+from ratchet_contract.code_tree import UNLIMITED, TreeError, differing, digest, entries
 from ratchet_contract.errors import Conflict
 from ratchet_contract.paths import MANIFEST_NAME, HomePaths, JobPaths, parse_checkpoint_dir_name
 from ratchet_contract.phases import JobPhase
+from ratchet_contract.plural import first_of
 from ratchet_contract.run_without_service import shown, unequal
 from ratchet_contract.spec_parse import parse_spec
 
@@ -84,7 +85,7 @@ def _go_on(client: RatchetClient, home: HomePaths, job: JobView) -> Begun:
     event = max((event.id for event in client.events(job.id)), default=None)
     changed = _changed_code(home, job)
     words = ""
-    if changed is not None:
+    if changed:
         if (
             not job.phase.terminal and job.phase is not JobPhase.SUSPENDED
         ):  # code is exchanged while no attempt may be alive
@@ -92,11 +93,15 @@ def _go_on(client: RatchetClient, home: HomePaths, job: JobView) -> Begun:
             client.suspend(job.id)
             client.wait(job.id, until=(JobPhase.SUSPENDED,))
         try:
-            client.resume(job.id, code=changed, note=output.note)
+            client.resume(job.id, code=Path(job.spec["code"]["path"]), note=output.note)
         except Conflict as error:  # strict determinism
-            detail = f"{error.detail}; `ratchet run --new ...` starts another job, with the code as it is now"
+            cure = "`ratchet run --new ...` starts another job, with the code as it is now"
+            detail = f"{first_of(changed)} changed: {error.detail}; {cure}"
             raise Conflict(detail, code=error.code) from None
-        words = ", with the code as it is now: not exact, code changed"
+        words = f", with the code as it is now ({first_of(changed)} changed): not exact"
+        if no_code := [path for path in changed if not path.endswith(".py")]:
+            rest = "it is then neither copied nor compared"
+            output.note(f"what is no code ({first_of(no_code)}) may be named in .ratchetignore: {rest}")
     else:
         client.resume(job.id)
     step = _newest_step(home.job(job.id), job)
@@ -112,23 +117,20 @@ def _newest_step(paths: JobPaths, job: JobView) -> int:
     return max((found[0] for name in names if (found := parse_checkpoint_dir_name(name)) is not None), default=0)
 
 
-def _changed_code(home: HomePaths, job: JobView) -> Path | None:
-    """The directory of the job's code where it is another than what was copied, logs left out; None too where that cannot be
-    told."""
+def _changed_code(home: HomePaths, job: JobView) -> list[str]:
+    """The files of the job's code that are others than when it was copied, but for logs and what ignore files name by now; none
+    where that cannot be told."""
     code, copied = job.spec.get("code") or {}, job.resolved.code_digest
     if code.get("source") != "snapshot" or copied is None:
-        return None
-    folder = Path(code["path"])
+        return []
     try:
-        now = choose(folder, code.get("include") or ()).entries
-        if digest(now) == copied:
-            return None
-        before = entries(home.code / copied, UNLIMITED)
-        return None if digest(_without_logs(now)) == digest(_without_logs(before)) else folder
+        now = choose(Path(code["path"]), code.get("include") or ())
+        if digest(now.entries) == copied:
+            return []
+        changed = differing(entries(home.code / copied, UNLIMITED), now.entries)
     except (TreeError, OSError) as error:
-        output.note(f"warning: is the code in {folder} changed? {error}: the job goes on with its copy of the code")
-        return None
-
-
-def _without_logs(found: Iterable[Entry]) -> list[Entry]:
-    return [entry for entry in found if not entry.path.endswith(_LOGS)]
+        output.note(
+            f"warning: is the code in {code['path']} changed? {error}: the job goes on with its copy of the code"
+        )
+        return []
+    return [path for path in changed if not (path.endswith((*_LOGS, *IGNORE_FILES)) or now.leaves_out(path))]
