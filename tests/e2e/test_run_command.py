@@ -289,6 +289,13 @@ def test_the_second_signal_ends_a_script_that_does_not_stop_and_a_failing_one_gi
         assert failing.out.read_text().startswith("begun 0\n") and "no luck" not in failing.out.read_text()
         assert "1.1 | RuntimeError: no luck" in said.splitlines()
         assert "unfinished, of another command: ratchet run --ranks all --nproc 2 plain.py" in said.splitlines()
+        assert "Fix its cause; then the same command." in said and "ratchet resume" not in said
+    (tmp_path / "wanting.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    with run(tmp_path, "wanting.py", "--nproc=2") as refused:
+        assert refused.ended() == 1
+        said = refused.err.read_text()
+        assert said.count("the script does not take its arguments: unrecognized arguments: --nproc=2") == 1
+        assert "attempt 2" not in said and "options of `ratchet run` come before it" in said
 
 
 def test_of_two_equal_commands_started_at_once_one_trains_and_the_other_says_so(tmp_path: Path) -> None:

@@ -76,6 +76,13 @@ from ratchet_worker.session import Session
 dist.init_process_group("gloo")
 Session()
 """,
+    "arguments.py": """
+import argparse
+from ratchet_worker.session import Session
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float, required=True)
+parser.parse_args()
+""",
     "none.py": "import ratchet_worker\nprint('no Session')\n",
 }
 
@@ -126,6 +133,14 @@ def test_what_a_script_does_with_its_group_and_its_session(home: Home) -> None:
     assert not (home.code / "data" / "kept.txt").exists()
     again = home.jobs[1].launch()  # on a current directory with a module that is named like one of Python's own
     assert again.wait().cause is Cause.COMPLETED, again.logs()
+
+
+def test_arguments_that_the_script_refuses_are_a_user_error_with_its_own_exit_code(home: Home) -> None:
+    attempt = home.launch("arguments.py")
+    result = attempt.wait()
+    assert (result.cause, result.exit_code) == (Cause.USER_ERROR, 2), attempt.logs()
+    told = "the script does not take its arguments: the following arguments are required: --lr"
+    assert told in (result.message or "")
 
 
 def test_what_no_retry_heals_is_told_with_its_cure_and_what_was_not_done_is_said(home: Home) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+import traceback
 from contextlib import suppress
 from typing import Final, NoReturn
 
@@ -29,11 +31,23 @@ EXIT_CODES: Final = {
 
 
 class ScriptExit(RuntimeError):
-    """A script that ended by ``sys.exit`` with something else than 0. ``code``: what it gave."""
+    """A script that ended by ``sys.exit`` with something else than 0. ``code``: what it gave; ``cause``: of the attempt's end."""
 
-    def __init__(self, code: object) -> None:
-        super().__init__(f"the script ended with sys.exit({code!r})")
-        self.code = code
+    def __init__(self, exit_: SystemExit) -> None:
+        refusal = _refused_arguments(exit_)
+        self.code, self.cause = exit_.code, Cause.EXCEPTION if refusal is None else Cause.USER_ERROR
+        super().__init__(
+            f"the script ended with sys.exit({exit_.code!r})"
+            if refusal is None
+            else f"the script does not take its arguments: {refusal}"
+        )
+
+
+def _refused_arguments(exit_: SystemExit) -> str | None:
+    """What the script's ``argparse`` says, where it ended the script: no retry heals that."""
+    frames = (frame for frame, _ in traceback.walk_tb(exit_.__traceback__))
+    error = next((frame for frame in frames if frame.f_code is argparse.ArgumentParser.error.__code__), None)
+    return None if error is None else str(error.f_locals["message"])
 
 
 def exit_code_of(error: BaseException, cause: Cause) -> int:
@@ -50,7 +64,7 @@ def cause_of(error: BaseException) -> tuple[Cause, str]:
     if isinstance(error, CheckpointError):
         return Cause.CHECKPOINT_ERROR, error.detail
     if isinstance(error, ScriptExit):
-        return Cause.EXCEPTION, str(error)
+        return error.cause, str(error)
     if isinstance(error, SystemExit):
         return Cause.EXCEPTION, f"the user's code called sys.exit({error.code!r}) in the middle of its work"
     if isinstance(error, UnsupportedModel):  # seen only when training began

@@ -224,7 +224,7 @@ class RankProcess:
         if stopped:  # by its own handler
             return None
         if exit_.code not in (None, 0):
-            return ScriptExit(exit_.code)
+            return ScriptExit(exit_)
         if runtime is not None and runtime.restored and not (runtime.finished or runtime.done):
             return RuntimeError(
                 f"the script called sys.exit after step {runtime.step}, before its loop had ended: that is no success. Leave "

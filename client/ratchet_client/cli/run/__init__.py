@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from ratchet_client.cli.run.beginning import Begun
     from ratchet_client.cli.run.private_service import RunService
+    from ratchet_client.cli.streams import EventFold
     from ratchet_client.client import RatchetClient
     from ratchet_client.init.proposal import Proposal
     from ratchet_contract.api import JobView
@@ -80,6 +82,7 @@ def run(
     """
     from ratchet_client.cli.run.beginning import begin, unfinished
     from ratchet_client.cli.run.private_service import COMMAND_FILE, run_service, unfinished_elsewhere
+    from ratchet_client.cli.streams import EventFold
     from ratchet_client.client import RatchetClient
     from ratchet_client.discovery import home_directory
     from ratchet_contract.spec_parse import parse_spec
@@ -100,10 +103,16 @@ def run(
                 for command in unfinished_elsewhere(service.paths, spec["name"]):
                     output.note(f"unfinished, of another command: {command}")
                 (service.paths.home / COMMAND_FILE).write_text(_typed(), encoding="utf-8")
-            job = _train(ctx, client, service, begun, shown)
+            fold = EventFold()
+            job = _train(ctx, client, service, begun, shown, fold)
             if service.private and not unfinished(job):
                 (service.paths.home / COMMAND_FILE).unlink(missing_ok=True)
-            code = _tell_end(client, service, job, outputs, proof)
+            code = _tell_end(client, service, job, outputs, proof, fold.once(why(job)))
+            if code is Exit.JOB_FAILED and (misplaced := _own_options(ctx, words)):
+                output.note(
+                    f"{', '.join(misplaced)}: after the script that is an argument of the script; options of `ratchet run` come "
+                    "before it"
+                )
     raise typer.Exit(code)
 
 
@@ -159,6 +168,12 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
     return spec, command_digest({**script, **words_, **said}), proof
 
 
+def _own_options(ctx: typer.Context, words: list[str]) -> list[str]:
+    """Those of ``words`` that are named as options of this command, which takes its own before ``words`` alone."""
+    own = {option for parameter in ctx.command.params for option in parameter.opts}
+    return [word for word in words if word.startswith("--") and word.partition("=")[0] in own]
+
+
 def _ranks(text: str, size: int) -> Collection[int] | None:
     """None: all. Raises ``typer.BadParameter``, also for one that a job of ``size`` ranks does not have."""
     if text == "all":
@@ -186,12 +201,16 @@ def _say_slurm_nodes() -> None:
 
 
 def _train(
-    ctx: typer.Context, client: RatchetClient, service: RunService, begun: Begun, ranks: Collection[int] | None
+    ctx: typer.Context,
+    client: RatchetClient,
+    service: RunService,
+    begun: Begun,
+    ranks: Collection[int] | None,
+    fold: EventFold,
 ) -> JobView:
     """Follow the job until it has ended or is suspended: the first signal suspends it, the second ends all at once."""
     from ratchet_client.cli.run.rank_output import RankOutput
     from ratchet_client.cli.run.view import RunView
-    from ratchet_client.cli.streams import EventFold
     from ratchet_client.cli.watch import pump
     from ratchet_contract.errors import Conflict
     from ratchet_contract.phases import JobPhase
@@ -204,9 +223,9 @@ def _train(
             client.suspend(job_id)
 
     with RankOutput(paths, ranks, begun.attempt) as shown:
-        view = RunView(paths, ranks, service.revive, shown.note)
+        view = RunView(paths, ranks, partial(_told, service, job_id), service.revive, shown.note)
         try:
-            return pump(ctx, job_id, view, EventFold(), after=begun.event, until=until, interrupted=suspend)
+            return pump(ctx, job_id, view, fold, after=begun.event, until=until, interrupted=suspend)
         except KeyboardInterrupt as error:
             twice = isinstance(error.__context__, KeyboardInterrupt)  # while it showed what had come before the first
         try:
@@ -222,14 +241,22 @@ def _train(
             raise typer.Exit(Exit.INTERRUPTED) from None
 
 
-def _tell_end(client: RatchetClient, service: RunService, job: JobView, outputs: Path | None, proof: str) -> Exit:
-    """On standard error: how it ended, where what came of it lies, and the commands of its ``proof``."""
+def _told(service: RunService, job_id: str, text: str) -> str:
+    from ratchet_client.cli.run.view import private_commands
+
+    return private_commands(text, job_id, shlex.quote(_near(service.paths.home))) if service.private else text
+
+
+def _tell_end(
+    client: RatchetClient, service: RunService, job: JobView, outputs: Path | None, proof: str, reason: str
+) -> Exit:
+    """On standard error: how it ended and its ``reason``, where what came of it lies, and the commands of its ``proof``."""
     from ratchet_client.cli.files import shown, written
     from ratchet_client.cli.run.beginning import unfinished
 
     paths = service.paths.job(job.id)
-    reason = f": {why(job)}" if why(job) else ""
-    output.note(f"{job.id} {job.phase} at step {steps(job)}{reason}")
+    told = f": {_told(service, job.id, reason)}" if reason else ""
+    output.note(f"{job.id} {job.phase} at step {steps(job)}{told}")
     if job.phase == "SUSPENDED":
         at = "there" if job.last_checkpoint is not None else "its first line: it has no checkpoint"
         output.note(f"the same command goes on from {at}; --new starts another job")

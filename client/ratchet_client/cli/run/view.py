@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
@@ -19,15 +20,29 @@ _KNOWN: Final = frozenset({"submitted", "launch", "resume", "rank-started", "tra
 """Events that the command itself has told of, or that its progress lines tell."""
 
 
+def private_commands(text: str, job_id: str, home: str) -> str:
+    """A message of the service as it holds for a private one, which ends with the command: what ``ratchet resume`` would do the
+    same command does, with the code as it is then. Others need the service, in ``home``."""
+    again = (
+        rf"`ratchet resume (?:JOB|{job_id})`(?:, which runs the same code again, or with changed code `--code DIR`)?"
+    )
+    return re.sub("`ratchet (?!run|serve)", f"`ratchet --home {home} ", re.sub(again, "the same command", text))
+
+
 class RunView(PlainView):
-    """``revive`` is called when the service does not answer, and tells whether another was started. ``ranks``: whose output is
-    shown anyway; None: all."""
+    """``told`` gives an event's message the form that holds for this command. ``revive`` is called when the service does not
+    answer, and tells whether another was started. ``ranks``: whose output is shown anyway; None: all."""
 
     def __init__(
-        self, job: JobPaths, ranks: Collection[int] | None, revive: Callable[[], bool], say: Callable[[str], None]
+        self,
+        job: JobPaths,
+        ranks: Collection[int] | None,
+        told: Callable[[str], str],
+        revive: Callable[[], bool],
+        say: Callable[[str], None],
     ) -> None:
         super().__init__(say, _PROGRESS_EVERY, at_once=False)
-        self._job, self._ranks, self._revive = job, ranks, revive
+        self._job, self._ranks, self._told, self._revive = job, ranks, told, revive
 
     def progress(self, now: Snapshot) -> None:
         if not now.job.phase.terminal:  # the command tells of the end
@@ -36,7 +51,7 @@ class RunView(PlainView):
     def event(self, event: EventView) -> None:
         if event.type in _KNOWN:
             return
-        super().event(event)
+        super().event(event.model_copy(update={"message": self._told(event.message)}))
         rank = event.data.get("rank")
         if (
             event.type == "attempt-ended"
