@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -109,6 +109,11 @@ def digest(found: Iterable[Entry], content: Callable[[Entry], bytes] | None = No
         else:
             out.update((content or _content)(entry))
     return out.hexdigest()
+
+
+def script_digest(modules: Mapping[str, Path]) -> str:
+    """Of what a run without a service has imported: its main file, as ``__main__``, and modules by name. Raises ``OSError``."""
+    return digest(Entry(name, path) for name, path in sorted(modules.items()))
 
 
 def differing(one: Iterable[Entry], other: Iterable[Entry]) -> list[str]:

@@ -169,6 +169,30 @@ def test_what_is_not_the_runs_is_named_or_refused(server: Server, tmp_path: Path
         assert "stop it" in _submitted(cli, _spec(project, 1, POWER), run, expect=4).errors
 
 
+def test_of_a_run_that_has_ended_nothing_is_left_but_with_more_steps(server: Server, tmp_path: Path) -> None:
+    """What the run imported beside the script is not known before the job starts: then a warning, and advice that works."""
+    cli, alone, project = Cli(server.home, tmp_path), tmp_path / "alone", _project(tmp_path / "project", POWER)
+    alone.mkdir()
+    (alone / "train.py").write_text(SCRIPT.replace("import settings", "").replace("settings.HOOK", repr(POWER)))
+    for place in (alone, project):
+        assert (done := _train(place)).returncode == 0, done.stderr
+    spec, run = _spec(alone, 1, POWER), alone / "ratchet-checkpoints"
+    answer = server.call("POST", "/v1/jobs", params={"adopt": str(run)}, json=spec, expect=409).json()
+    assert answer["code"] == "nothing-left" and f"has ended with step {STEPS}" in answer["detail"]
+    more = spec | {"script": ["train.py", str(STEPS + 6)]}
+    assert "adopt-finished" in _submitted(cli, more, run, "--wait").errors
+
+    told = _submitted(cli, _spec(project, 1, POWER), project / "ratchet-checkpoints", "--wait", expect=1)
+    assert "adopt-finished" in told.errors and "go on with the same code" not in told.errors
+    job = told.text.strip()
+    assert f"`ratchet resume {job} --code DIR`" in told.errors
+    script = project / "train.py"
+    script.write_text(script.read_text().replace("int(sys.argv[1])", str(STEPS + 6)))
+    cli("resume", job, "--code", str(project))
+    cli("wait", job)
+    assert [attempt["base"]["step"] for attempt in server.attempts(job)] == [STEPS, STEPS]
+
+
 def test_other_code_is_named_and_another_seed_and_damage_are_refused(server: Server, tmp_path: Path) -> None:
     cli, project = Cli(server.home, tmp_path), _project(tmp_path / "project", POWER)
     run = project / "ratchet-checkpoints"

@@ -21,5 +21,4 @@ def digest(script: Path | None) -> str | None:
         file = getattr(module, "__file__", None)
         if name not in _MAIN and isinstance(file, str) and is_users_module(name) and Path(file).is_file():
             found[name] = Path(file)
-    entries = [code_tree.Entry(name, path) for name, path in sorted(found.items())]
-    return code_tree.digest(entries) if entries else None
+    return code_tree.script_digest(found) if found else None

@@ -432,7 +432,8 @@ class Runtime:
         if manifest is not None and manifest.job_id != self.launch.job_id and self.step == manifest.step:
             if self.adopted is not None:
                 raise UserError(
-                    f"the adopted run has done all {self.step} steps, and nothing is left to train: submit it with more steps"
+                    f"the adopted run has done all {self.step} steps, and nothing is left to train. With code that asks for "
+                    f"more: `ratchet resume {self.launch.job_id} --code DIR`; with arguments that do, adopt it again with them"
                 )
             raise UserError(
                 f"the fork starts after step {self.step} and has nothing left to train: fork {manifest.job_id} again, with more "

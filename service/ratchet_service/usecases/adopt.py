@@ -16,12 +16,14 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api import Warning_
+from ratchet_contract.code_tree import script_digest
 from ratchet_contract.errors import CheckpointError, Conflict, FieldProblem, SpecError
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.messages import ForkSource
 from ratchet_contract.paths import HomePaths, JobPaths
 from ratchet_contract.plural import counted
 from ratchet_contract.run_without_service import as_without_service, shown, unequal
+from ratchet_contract.spec import JobSpec
 from ratchet_service import disk, unmanaged
 from ratchet_service.ids import new_job_id
 from ratchet_service.models import Job
@@ -195,9 +197,27 @@ def _compared(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, 
         Warning_(pointer=p, code="adopt-differs", detail=f"{told}; the resume is not exact") for p, told in pointers
     ]
     if manifest.finished:
-        text = f"the run in {directory} has ended with step {manifest.step}: a script that asks for no more has nothing to do"
+        ended = f"the run in {directory} has ended with step {manifest.step}"
+        if not found and _is_the_runs(spec, manifest):
+            text = f"{ended}, and this job would ask for no more: have the script's arguments, env or code ask for more"
+            raise Conflict(text, code="nothing-left")
+        text = f"{ended}: a script that asks for no more has nothing to do"
         warnings.append(Warning_(pointer=_POINTER, code="adopt-finished", detail=text))
     return warnings
+
+
+def _is_the_runs(spec: JobSpec, manifest: Manifest) -> bool:
+    """Would the same code do the same number of steps? False where that is not certain: of modules that the run had imported the
+    service does not know."""
+    if (
+        spec.own_code is None
+        or spec.script is None
+        or spec.env
+        or spec.secrets
+        or spec.world.size != manifest.world_size
+    ):
+        return False
+    return manifest.code_digest == script_digest({"__main__": Path(spec.own_code.path) / spec.script[0]})
 
 
 def _copy(run: RunDirectory, manifest: Manifest, target: JobPaths, directory: str) -> None:
