@@ -215,6 +215,41 @@ def test_a_script_held_interrupted_twice_stopped_and_debugged_ends_in_the_same_b
     assert _final(place / "ratchet-checkpoints") == final
 
 
+ORDINARY_LOOP = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from ratchet import Session
+
+session = Session()
+torch.manual_seed(1)
+data = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = session.prepare(model, optimizer, loader)
+for epoch in session.epochs(2):
+    for x, y in loader:
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+if session.rank == 0:
+    print([value.item() for value in model.module.weight[0]])
+"""
+
+
+def test_what_has_ended_is_loaded_by_another_number_of_ranks_which_have_no_position_to_restore(place: Path) -> None:
+    (place / "train.py").write_text(ORDINARY_LOOP)
+    first = _run(place, *TORCHRUN, "train.py")
+    again = _run(place, "train.py")
+    assert first.returncode == again.returncode == 0, first.stderr + again.stderr
+    assert again.stdout == first.stdout != ""
+    assert "has ended with step 6, so that nothing is left to do" in again.stderr
+
+
 IN_PYTEST = """
 import signal
 import threading

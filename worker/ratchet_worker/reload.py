@@ -129,7 +129,8 @@ def _refuse_resize(runtime: Runtime, manifest: Manifest) -> None:
     launch, data, recorded = runtime.launch, runtime.state.data, disk.recorded_hook(manifest)
     lost = ["the hook's state"] if recorded is None or is_stateful(recorded) else []
     lost += ["replicas that differ"] if manifest.replicas != "equal" else []
-    lost += ["the data position"] if data is not None and not hasattr(data, "load_resized") else []
+    movable = data is None or hasattr(data, "load_resized") or runtime.done  # or nothing is left that needs it
+    lost += [] if movable else ["the data position"]
     if lost and launch.spec.policy.on_hook_mismatch == "fail":
         raise UserError(
             f"the checkpoint was made by {counted(manifest.world_size, 'rank')}, this group has {runtime.world_size}: "
