@@ -90,7 +90,7 @@ class ReportOf(_Model, Generic[B]):
         part = next((c for c in self.components if c.status != "exact"), None) if self.verdict == "not-exact" else None
         if part is None:
             return self.verdict
-        why = textwrap.shorten(part.reason or part.status, 300, placeholder=" ...")
+        why = textwrap.shorten(part.reason or part.status, 400, placeholder=" ...")
         return f"{self.verdict}: {part.component} of rank {part.rank}: {why}"
 
 

@@ -89,7 +89,7 @@ def test_what_is_trained_outside_of_the_pass_is_told_once(
         ("sliced_numbers", "the loop reads the loader through islice", 6),
         ("another_loop_later", "the loop reads the loader through islice", 16),
         ("by_next", "the loop takes batches with next()", 6),
-        ("while_next", "count: variables that the loop carries", 6),
+        ("while_next", "the loop carries count from one pass", 6),
     ],
 )
 def test_what_reads_the_loader_and_keeps_a_count_is_named(

@@ -15,7 +15,7 @@ from ratchet_contract import messages as m
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.plural import counted
 from ratchet_worker.environment_record import NOT_EXACT_SINCE
-from ratchet_worker.replay_proof import inexact
+from ratchet_worker.replay_proof import INEXACT, inexact
 from ratchet_worker.spool import Spool
 
 
@@ -79,7 +79,8 @@ class ConsoleReport(Spool):
             told = before is not None and before.first_difference is not None
             return [] if told else [f"not exact: {message.first_difference.sentence()}"]
         if message.compared == 0 and message.reason is not None and message.rank == 0 and before is None:
-            return [f"{_redone(message)} of an earlier start will not be compared: {message.reason}"]
+            reason = "the resume is not exact" if message.reason.startswith(INEXACT) else message.reason
+            return [f"{_redone(message)} of an earlier start will not be compared: {reason}"]
         if message.compared == message.steps and not self._proved:
             self._proved = True
             if self._all_ranks():

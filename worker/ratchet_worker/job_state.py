@@ -63,9 +63,8 @@ def _cure(path: str) -> str:
     name = path.rpartition(":")[2]
     kept = f"{name}=..." if ":" in path and name.isidentifier() else "..."
     return (
-        f"Make it an attribute of an object that is registered (kept = session.prepare(SimpleNamespace({kept}))), a buffer or "
-        "another attribute of the model, or give its module get_extra_state and set_extra_state. If training does not depend on "
-        "it: session.ignore(path, reason), or checkpoint.ignore"
+        f"Keep it in an object, kept = session.prepare(SimpleNamespace({kept})), or in the model's state_dict. If training does "
+        f"not depend on it: session.ignore({path!r}, 'why'), or checkpoint.ignore"
     )
 
 

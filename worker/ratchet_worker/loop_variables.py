@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from itertools import islice
 from types import FrameType
 from typing import Any, Final
 
 from ratchet_contract.loop_variables import carried_by, only_shown
+from ratchet_contract.plural import first_of
 from ratchet_worker.job_modules import parsed
 from ratchet_worker.object_walk import is_users_module
 
@@ -15,9 +17,10 @@ _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Clas
 _AROUND: Final = (ast.For, ast.AsyncFor, ast.While, *_FUNCTIONS, ast.Module)
 
 
-def carried(frame: FrameType | None) -> str | None:
-    """Place and names of the user's loop that asks in ``frame``, or through generators there, for its next item, also of a
-    ``while`` that does by ``next``; None where there is no such loop, or it carries nothing but what it prints."""
+def carried(frame: FrameType | None) -> tuple[str, list[str]]:
+    """The user's loop that asks in ``frame``, or through generators there, for its next item, also a ``while`` that does by
+    ``next``: its file and line, and the variables that it carries and does more with than print them. No names: there is no such
+    loop, or it carries none."""
     while frame is not None:
         if _is_users(frame):
             file, line = frame.f_code.co_filename, frame.f_lineno
@@ -27,10 +30,9 @@ def carried(frame: FrameType | None) -> str | None:
                 loop, names = found[-1], carried_by(found[-1])
                 above = next(above for node, above in parsed(file) if node is loop)
                 scope = next(one for one in above if isinstance(one, (*_FUNCTIONS, ast.Module)))
-                told = sorted(names.keys() - only_shown(scope, names))
-                return f"{file.rpartition('/')[2]}, line {line}: {', '.join(told)}" if told else None
+                return f"{file.rpartition('/')[2]}, line {line}", sorted(names.keys() - only_shown(scope, names))
         frame = frame.f_back
-    return None
+    return "", []
 
 
 def asks_by_next(frame: FrameType | None) -> bool:
@@ -54,12 +56,13 @@ def _is_users(frame: FrameType) -> bool:
     return is_users_module(str(frame.f_globals.get("__name__")))
 
 
-def sentence(found: str) -> str:
-    """``found``: of ``carried``."""
+def sentence(place: str, names: Sequence[str]) -> str:
+    """Of what ``carried`` has found."""
+    them, they = ("it", "it starts") if len(names) == 1 else ("them", "they start")
     return (
-        f"{found}: variables that the loop carries from one pass to the next. No checkpoint has them, so after a resume they "
-        "begin as the script makes them. What training, or a file that it writes, depends on: make it an attribute of an object "
-        "that session.prepare(SimpleNamespace(...)) takes"
+        f"{place}: the loop carries {first_of(names)} from one pass to the next, and no checkpoint has {them}: after a resume "
+        f"{they} from the value that the script assigns first. Where training or a file depends on {them}: "
+        f"kept = session.prepare(SimpleNamespace({names[0]}=...)), and kept.{names[0]} from then on"
     )
 
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _SECONDS: Final = 2.0
 """Between two reports of how far the comparison has got."""
 _NAMED: Final = 3
+INEXACT: Final = "the resume is not exact"
+"""Prefix of the reason why the steps of an earlier attempt are not compared."""
 _PLACED: Final = (TrainLoader, TrainStream, SamplerPosition, StreamPosition)
 """Data whose attribute ``position`` is the place in the epoch."""
 _DIGITS: Final = 16
@@ -215,7 +217,7 @@ def _earlier(attempts: Sequence[_Attempt], rank: int, report: ResumeReport, line
 def _incomparable(name: str, report: ResumeReport, found: RingHeader | None, mine: RingHeader) -> str | None:
     """Why the attempt ``name`` is not compared; None: it is."""
     if report.verdict not in ("fresh", "exact"):
-        return f"the resume is not exact: {inexact(report)}"
+        return f"{INEXACT}: {inexact(report)}"
     if found is None:
         return f"{name} left no fingerprints that this version of Ratchet reads"
     differences = compare(found.facts, mine.facts)
@@ -237,8 +239,9 @@ def inexact(report: ResumeReport) -> str:
     parts = [part for part in report.components if part.status != "exact"]
     lost = [part for part in parts if part.status in ("not-exact", "absent")]
     for part in (lost if found else lost + parts)[:1]:
-        text = f"{part.component} of rank {part.rank}: {part.status} ({part.reason})"
-        found.append(textwrap.shorten(text, 300, placeholder=" ..."))
+        told = part.reason if part.status == "not-exact" else f"{part.status} ({part.reason})"
+        text = f"{part.component} of rank {part.rank}: {told}"
+        found.append(textwrap.shorten(text, 400, placeholder=" ..."))
     return "; ".join(found)
 
 

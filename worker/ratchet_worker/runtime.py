@@ -99,6 +99,7 @@ class Runtime:
         self.epoch_loop: EpochLoop | None = None  # of the script's Sessions
         self.by_epochs = False  # a step is a batch of its loader; ``total`` tells how many are expected
         self._unit = position(self.step)  # the last one begun
+        self._carried = set[str]()  # variables of the script's loops that were named
         self._ended = False  # the last step is done, the final checkpoint made
         self._open = False  # between begin_step and end_step
         self._iteration = 0  # of the hook, when the open step began
@@ -167,9 +168,12 @@ class Runtime:
         ``determinism: strict``."""
         if not self.restored:
             self._look_for_unregistered()
-        if (found := loop_variables.carried(frame)) is None:
+        place, names = loop_variables.carried(frame)
+        new = [name for name in names if name not in self._carried]
+        if not new:
             return
-        text = loop_variables.sentence(found)
+        self._carried.update(new)
+        text = loop_variables.sentence(place, new)
         if not self.restored:
             self.notes.carried = text
         if self.rank == 0 and (self.restored or self.chosen.manifest is None):
