@@ -318,7 +318,9 @@ def _cure(error: Any, model: type[BaseModel], detail: str) -> str:
     if kind == "value_error" or not loc or (model is JobSpec and loc[0] == "env"):  # a value there may be a secret
         return detail
     if kind == "union_tag_not_found":
-        return f"names no hook: write {_SHAPES['/hook']}"
+        odd = [key for key in error["input"] if nearest(str(key), ["name"])]
+        meant = f", but {odd[0]!r}{nearest(str(odd[0]), ['name'])} Write" if odd else ": write"
+        return f"has no name{meant} {_SHAPES['/hook']}"
     if kind in ("model_type", "dataclass_type", "list_type", "dict_type", "model_attributes_type"):
         wanted = "a list" if kind == "list_type" else "a mapping"
         shape = _SHAPES.get(pointer) if model is JobSpec else None

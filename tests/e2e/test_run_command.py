@@ -154,10 +154,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     assert model is not None and (folder / model[1] / "MANIFEST.json").is_file()
     assert outputs is not None and (folder / outputs[1] / "result.txt").read_text() == "done"
     assert (folder / "results" / "result.txt").read_text() == "done"
-    prepares, proves = said.splitlines()[-1].partition("killed? ratchet ")[2].split(" && ratchet ")
-    assert proves == "prove train.yaml"
-    Cli(folder / ".ratchet", folder)(*shlex.split(prepares))
-    spec = yaml.safe_load((folder / "train.yaml").read_text())
+    prepares, proves = said.splitlines()[-1].partition("killed? ratchet ")[2].split(" | ratchet ")
+    assert proves == "prove -"
+    spec = yaml.safe_load(Cli(folder / ".ratchet", folder)(*shlex.split(prepares)).text)
     assert spec["world"]["ranks_per_node"] == 2 and spec["checkpoint"]["every_steps"] == 10
     return digest
 

@@ -35,6 +35,13 @@ def test_the_ladders_specs_are_what_init_makes(rung: str, tmp_path: Path, monkey
     assert done.stdout == (LADDER / rung / "train.yaml").read_text()
 
 
+def test_ranks_that_set_gives_are_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "fit.py").write_text("import ratchet\n")
+    text = Cli(tmp_path / "home", tmp_path)("init", "--print", "--set", "world.ranks_per_node=2", "fit.py").text
+    (world,) = [line for line in text.splitlines() if line.startswith("world:")]
+    assert "ranks_per_node: 2" in world and "# --set. auto" in world
+
+
 def test_without_a_service_the_next_commands_need_none(tmp_path: Path) -> None:
     (tmp_path / "fit.py").write_text("import torch\ntorch.save({}, 'a.pt')\n")
     cli = Cli(tmp_path / "nothing", tmp_path)

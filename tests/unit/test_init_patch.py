@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -507,6 +508,17 @@ def test_a_loop_over_another_name_of_the_loader_is_seen(over: str, line: int | N
     hint = f"train.py, line {line}: its count begins at 0 where a resume goes on within an epoch: tqdm(batches, initial=batches."
     assert printed.code == 0 and [row.startswith(hint) for row in told] == [True] * (line is not None), printed.said
     assert "model, optimizer, loader = session.prepare(model, optimizer, loader)" in printed.applied()
+
+
+def test_the_line_that_is_told_is_also_that_of_the_changed_file() -> None:
+    loop = "for epoch in range(3):\n"
+    printed = Printed(LOOP.replace(loop, f"best = 0\n{loop}    best = max(best, epoch)\n"))
+    (row,) = [row for row in printed.said.splitlines() if ", line " in row]
+    (before,), (after,) = (
+        re.findall(pattern, row) for pattern in (r", line (\d+): ", r"line (\d+) of the changed file")
+    )
+    lines = printed.path.read_text().splitlines(), printed.applied().splitlines()
+    assert before != after and lines[0][int(before) - 1] == lines[1][int(after) - 1] != ""
 
 
 def test_another_name_of_the_loader_that_is_made_too_early_is_told() -> None:

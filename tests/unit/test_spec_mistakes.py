@@ -227,6 +227,11 @@ def test_odd_mappings_are_refused_with_each_mistake_once(data: Any) -> None:
         ({"world": {"device": "gpu"}}, "not 'gpu'; did you mean 'cuda'?"),
         ({"ttl": "soon"}, "like 90, '30s' or '2h', not 'soon'"),
         ({"labels": ["a"]}, "/labels: must be a mapping, not ['a']: write labels: {team: vision}"),
+        (
+            {"hook": {"nam": "powerSGD"}},
+            "/hook: has no name, but 'nam'; did you mean 'name'? Write hook: {name: powerSGD}",
+        ),
+        ({"hook": {}}, "/hook: has no name: write hook: {name: powerSGD}"),
         ({"hook": {"name": "powerSGD", "use_error_feedback": "perhaps"}}, "must be true or false, not 'perhaps'"),
     ],
 )

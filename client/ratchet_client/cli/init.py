@@ -119,7 +119,9 @@ def _patch(words: list[str]) -> None:
     made = patch_of(place.script, name)
     sys.stdout.buffer.write(made.diff.encode(made.encoding))
     for remark in made.remarks:
-        output.note(f"{name}, line {remark.line}: {remark.text}")
+        then = made.moved.get(remark.line, remark.line)
+        moved = f" (line {then} of the changed file)" if then != remark.line else ""
+        output.note(f"{name}, line {remark.line}: {remark.text}{moved}")
     if made.whole:
         command = shlex.join(words) if made.starts_ranks else _with_ranks(words)
         spec = shlex.quote(f"{place.script.stem}.yaml")

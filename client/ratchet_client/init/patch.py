@@ -11,7 +11,7 @@ from typing import Final
 
 from ratchet_client.init import patch_accelerate, patch_lightning, patch_loop, patch_trainer
 from ratchet_client.init.patching import Patching, Remark
-from ratchet_client.init.source_edits import Source, unified_diff
+from ratchet_client.init.source_edits import Source, moved_lines, unified_diff
 from ratchet_contract.errors import NotFound, Refused
 
 _KINDS: Final = (patch_lightning.patch, patch_trainer.patch, patch_accelerate.patch, patch_loop.patch)
@@ -27,6 +27,8 @@ class Patch:
     starts_ranks: bool
     encoding: str
     remarks: list[Remark] = field(default_factory=list)
+    moved: dict[int, int] = field(default_factory=dict)
+    """Lines of the script that the change leaves as they are, and where they are in the changed script."""
 
     @property
     def whole(self) -> bool:
@@ -51,7 +53,7 @@ def patch_of(script: Path, name: str) -> Patch:
     known = [kind(patching) for kind in _KINDS]
     changed = _without_unused_imports(text, patching.source.changed())
     remarks = sorted(set(patching.remarks), key=lambda remark: (remark.line, remark.text))
-    return Patch(unified_diff(text, changed, name), any(known), known[0], encoding, remarks)
+    return Patch(unified_diff(text, changed, name), any(known), known[0], encoding, remarks, moved_lines(text, changed))
 
 
 def _without_unused_imports(old: str, new: str) -> str:

@@ -208,6 +208,15 @@ class Source:
 
 def unified_diff(old: str, new: str, name: str) -> str:
     """As ``patch -p0`` and ``git apply -p0`` take it."""
-    before, after = ([part.decode() for part in _LINE.findall(text.encode())] for text in (old, new))
-    found = difflib.unified_diff(before, after, name, name)
+    found = difflib.unified_diff(_lines(old), _lines(new), name, name)
     return "".join(line if line.endswith(("\n", "\r")) else f"{line}\n{_NO_END}" for line in found)
+
+
+def moved_lines(old: str, new: str) -> dict[int, int]:
+    """The lines of ``old`` that are in ``new``, too: their numbers there."""
+    blocks = difflib.SequenceMatcher(None, _lines(old), _lines(new), autojunk=False).get_matching_blocks()
+    return {block.a + n + 1: block.b + n + 1 for block in blocks for n in range(block.size)}
+
+
+def _lines(text: str) -> list[str]:
+    return [part.decode() for part in _LINE.findall(text.encode())]

@@ -83,7 +83,7 @@ def render(
         _line("code", code, "copied at submission; ranks start in a writable copy"),
         _line("script", spec["script"], "below code.path") if "script" in spec else _line("task", spec["task"], None),
         _python(python), _environment(spec),
-        _line("world", spec["world"], _world(command)), *_hook(spec, facts, way), *_checkpoint(spec, way),
+        _line("world", spec["world"], _world(command, spec["world"])), *_hook(spec, facts, way), *_checkpoint(spec, way),
         _policy(spec, command),
     ]  # fmt: skip
     known = ("name", "code", "script" if "script" in spec else "task", "env", "world", "hook", "checkpoint", "policy")
@@ -145,8 +145,9 @@ def _environment(spec: Mapping[str, Any]) -> str:
     )
 
 
-def _world(command: Command) -> str:
-    said = command.given or "one rank; for more: --nproc-per-node"
+def _world(command: Command, world: Mapping[str, Any]) -> str:
+    told = command.given or "one rank; for more: --nproc-per-node"
+    said = told if world.get("ranks_per_node") == command.ranks else "--set"
     counted = ", counted on this machine" if said.endswith(("=auto", "=cpu", "=gpu")) else ""
     return (
         f"{said}{counted}. auto: CUDA where the service's machine has it"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shlex
 import sys
@@ -157,11 +156,7 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
     options = [part for one in changed for part in ("--set", one)]
     if made is None:
         return spec, command_digest(spec), shlex.join(["ratchet", "prove", *options, words[0]])
-    stem = made.place.script.stem
-    names = itertools.chain([f"{stem}.yaml"], (f"{stem}-{number}.yaml" for number in itertools.count(2)))
-    file = next(name for name in names if not Path(name).exists())
-    commands = ["ratchet", "init", "-o", file, *options, *words], ["ratchet", "prove", file]
-    proof = " && ".join(map(shlex.join, commands))
+    proof = f"{shlex.join(['ratchet', 'init', '--print', *options, *words])} | ratchet prove -"
     typed, script = made.command, {"script": str(made.place.script), "python": spec.get("python")}
     words_ = {"arguments": typed.arguments, "env": typed.env, "ranks": typed.ranks, "device": typed.device}
     said = {"policy": typed.policy, "nproc": nproc, "name": spec["name"], "set": given}
