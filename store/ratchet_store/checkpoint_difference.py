@@ -29,7 +29,7 @@ _ADVICE: Final = {
     "user": "a registered object came back with other state than it had: its state_dict must hold everything that it computes "
     "with, and load_state_dict must put all of it back",
     "scaler": "the gradient scaler saw other gradients: look at what is listed after it",
-    "scheduler": "the scheduler was stepped more or less often, or by other values",
+    "scheduler": "the scheduler was stepped more or less often or by other values, or is not registered with the Session",
     "modules": "a module changed its form or its switches while training",
     "hook": "the state of the communication hook differs, data and generators do not: the gradients were other ones",
     "buffers": "buffers differ, data and generators do not: the forward pass computed with something that is not saved",
@@ -64,18 +64,20 @@ class Difference:
 def differences(found: Comparison) -> list[Difference]:
     """Every difference, causes before consequences."""
     out = [_of_tensor(tensor) for tensor in found.different] + [_of_state(state) for state in found.states]
-    return sorted(out, key=lambda one: (_place_of(one.component), one.rank or 0, one.name))
+    return sorted(out, key=lambda one: (_place_of(one), one.rank or 0, one.name))
 
 
 def advice(found: Sequence[Difference]) -> str | None:
     """What to do about the first of ``differences``; None where there is none."""
     if not found:
         return None
-    component = found[0].component
-    return _OF_FRAMEWORK if component in _FRAMEWORKS else _ADVICE[_ORDER[_place_of(component)]] or _OUTSIDE
+    return _OF_FRAMEWORK if found[0].component in _FRAMEWORKS else _ADVICE[_ORDER[_place_of(found[0])]] or _OUTSIDE
 
 
-def _place_of(component: str) -> int:
+def _place_of(one: Difference) -> int:
+    component = one.component
+    if component.startswith("optimizer") and "param_groups" in one.place:  # learning rates are a scheduler's
+        return _ORDER.index("scheduler")
     kind = component.partition("_")[0] if component.startswith(("scheduler", "optimizer")) else component
     return _ORDER.index(kind) if kind in _ORDER else _ORDER.index("user")
 

@@ -276,7 +276,13 @@ def _walk(
         for index, (x, y) in enumerate(zip(a, b, strict=True)):
             _walk(x, y, f"{pointer}/{index}", rank, exclude, out)
     elif type(a) is not type(b) or repr(a) != repr(b):  # repr tells -0.0 from 0.0
-        out.append(StateDifference(rank, pointer, _short(a), _short(b)))
+        out.append(StateDifference(rank, pointer, _shown(a, pointer), _shown(b, pointer)))
+
+
+def _shown(value: JsonValue, pointer: str) -> str:
+    """The JSON form of a float is its bits in hexadecimal, which nobody reads; a NaN's stay as they are."""
+    is_float = pointer.endswith("/float") and isinstance(value, str) and not value.startswith("nan:")
+    return repr(float.fromhex(value)) if is_float else _short(value)
 
 
 def _path(root: JsonValue, pointer: str) -> tuple[str, ...]:

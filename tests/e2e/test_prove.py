@@ -80,6 +80,13 @@ def test_a_difference_in_steps_done_again_counts_though_it_heals(server: Server,
     assert any("done again, differs from the first time" in text for text in proof["reports"])
 
 
+def test_equal_bits_are_no_proof_where_a_resume_was_not_exact(server: Server, spec: str, tmp_path: Path) -> None:
+    text = Cli(server.home, tmp_path)("prove", spec, "--set", "env.PLANT=forgotten", expect=3, deadline=240).text
+    head, cause = text.splitlines()[:2]
+    assert head.startswith("EQUAL, BUT NOT EXACT: proved, interrupted 4 times"), head
+    assert "ConstantLR: made by the script and not given to the Session" in cause, cause
+
+
 def test_training_that_does_not_repeat_is_not_blamed_on_the_resume(server: Server, spec: str, tmp_path: Path) -> None:
     text = Cli(server.home, tmp_path)("prove", spec, "--set", "env.PLANT=clock", expect=1, deadline=240).text
     assert text.startswith("NOT REPEATABLE: two undisturbed runs of proved differ")

@@ -145,12 +145,15 @@ def test_differences_are_told_in_words_causes_first(tmp_path: Path) -> None:
     def stored(side: str, weights: bytes, momentum: float, position: int) -> Path:
         name = "shared/optimizer/net.weight/momentum_buffer"
         tensors = {"shared/model/net.weight": weights, name: floats(momentum), "rank/0/rng/torch": floats(7)}
-        return save(tmp_path / side, tensors, {"data": {"dict": [["epoch", 0], ["position", position]]}})
+        groups = {"dict": [["param_groups", [{"dict": [["lr", {"float": (momentum / 8).hex()}]]}]]]}
+        state = {"data": {"dict": [["epoch", 0], ["position", position]]}, "optimizer": groups}
+        return save(tmp_path / side, tensors, state)
 
     a, b = stored("a", floats(1, 2, 3, 4), 1, 64), stored("b", floats(1, 2.5, 3, 8), 2, 96)
     found = differences(compare(a, b))
     assert [(d.component, d.place, d.detail) for d in found] == [
         ("data", "data, position (rank 0)", "64 against 96"),
+        ("optimizer", "optimizer, param_groups.0.lr (rank 0)", "0.125 against 0.25"),
         (
             "optimizer",
             "optimizer, momentum_buffer of net.weight",
@@ -162,7 +165,8 @@ def test_differences_are_told_in_words_causes_first(tmp_path: Path) -> None:
             "2 of 4 elements differ, the first at [1]: 2 against 2.5; largest difference seen 4",
         ),
     ]
-    assert "order" in str(advice(found)) and "no checkpoint has" in str(advice(found[1:])) and advice([]) is None
+    assert "order" in str(advice(found)) and "the scheduler" in str(advice(found[1:]))
+    assert "no checkpoint has" in str(advice(found[2:])) and advice([]) is None
 
 
 def test_what_a_framework_keeps_has_advice_of_its_own(tmp_path: Path) -> None:

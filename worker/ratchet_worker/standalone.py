@@ -213,8 +213,8 @@ class _Run:
         manifest = runtime.chosen.manifest
         if manifest is not None and manifest.finished and identity.rank == 0:
             say(
-                f"the run in {self._shown} has ended with step {manifest.step}, so that nothing is left to do. A new run is to "
-                "have another directory"
+                f"the run in {self._shown} has ended with step {manifest.step}, so that nothing is left to do. For a new run use "
+                "another directory"
             )
         runtime.chosen.notes.extend(_caveats(launch, place, self._seeds.drawn))
         self.runtime = runtime

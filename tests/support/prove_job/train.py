@@ -1,4 +1,4 @@
-"""A small script with a Session; PLANT names what is wrong with it: generator, clock, healing."""
+"""A small script with a Session; PLANT names what is wrong with it: generator, clock, healing, forgotten."""
 
 import os
 import time
@@ -27,6 +27,8 @@ def main() -> None:
         model = s.wrap(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+        if PLANT == "forgotten":  # without effect, which nobody can know
+            idle = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
         data = TrainLoader(Numbers(), batch_size=8, seed=s.seed, rank=s.rank, world_size=s.world_size)
         s.register(optimizer=optimizer, scheduler=scheduler, data=data)
         batches, calls = s.batches(), 0
@@ -40,6 +42,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             scheduler.step()
+            if PLANT == "forgotten":
+                idle.step()
             if PLANT == "healing":  # a number that no checkpoint has, until the weights begin anew
                 calls += 1
                 with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -14,6 +14,8 @@ from ratchet_client.cli.compare import COMPARE_SECONDS, MOST_LINES
 from ratchet_client.cli.exits import Exit
 from ratchet_client.cli.submit import override
 from ratchet_contract.plural import counted
+
+_UNPROVED: Final = {"not-exercised": "EQUAL, BUT NOT ALL WAS EXERCISED", "not-exact": "EQUAL, BUT NOT EXACT"}
 
 if TYPE_CHECKING:
     from ratchet_client.cli.doctor.progress import Progress
@@ -52,7 +54,7 @@ def prove(
 
     SPEC: two short undisturbed runs, which must be equal, then one that is killed and preempted; every tensor, state and
     metric is compared. Needs a Session or a Task. Without a running service on one of its own, on this machine. Exit code 0:
-    proved; 1: it differs; 3: equal, but something in the spec was not exercised.
+    proved; 1: it differs; 3: equal, but a resume was not exact, or something in the spec was not exercised.
 
     JOB: a fork trains from its last checkpoint but one to the last, which must be equal. The job is not touched.
     """
@@ -93,7 +95,7 @@ def prove(
         for line in _lines(proof):
             output.line(line)
         _show_exercised(proof)
-    if proof.verdict == "not-exercised":
+    if proof.verdict in _UNPROVED:
         raise typer.Exit(Exit.NOT_FOUND)
     if proof.verdict != "proved":
         raise typer.Exit(Exit.JOB_FAILED)
@@ -148,7 +150,7 @@ def _lines(proof: Proof) -> list[str]:
         if proof.interruptions
         else "done again"
     )
-    head = "PROVED" if proof.verdict == "proved" else "EQUAL, BUT NOT ALL WAS EXERCISED"
+    head = _UNPROVED.get(proof.verdict, "PROVED")
     out = [f"{head}: {proof.what}, {done}, ends with the same bits: {seen}"]
     out += [f"note: {text}" for text in proof.reports]
     if proof.times:

@@ -12,13 +12,13 @@ from ratchet_client.cli.compare import MOST_LINES
 from ratchet_client.cli.prove.exercise import Exercise, exercises
 from ratchet_client.cli.prove.fault_plan import REDONE, Fault, fault_plan
 from ratchet_client.cli.prove.trials import EVERY, LABEL, TRACKERS_OFF, Run, TrialFailed, Trials, trial_spec
-from ratchet_contract.api import AttemptView, CheckpointView, ComparisonView, JobView
+from ratchet_contract.api import AttemptView, CheckpointView, ComparisonView, JobView, ResumeReportView
 from ratchet_contract.api_requests import ForkRequest
 from ratchet_contract.errors import Conflict, Refused
 from ratchet_contract.phases import Cause
 from ratchet_contract.plural import counted
 
-Verdict = Literal["proved", "not-exercised", "differs", "not-repeatable"]
+Verdict = Literal["proved", "not-exercised", "not-exact", "differs", "not-repeatable"]
 _CAUSES: Final[dict[str, frozenset[Cause]]] = {
     "kill-rank": frozenset({Cause.RANK_KILLED, Cause.OOM}),
     "kill-in-evaluation": frozenset({Cause.RANK_KILLED, Cause.OOM}),
@@ -79,9 +79,9 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
         *exercises(a.facts, a.job.spec["hook"], [fault for fault, _ in struck]),
     ]
     lacking = any(one.status == "not exercised" for one in exercised)
-    equal = found.identical and not metrics and not _replay_differs(c)
+    verdict = _verdict(c, equal=found.identical and not metrics)
     return _proof(
-        "differs" if not equal else "not-exercised" if lacking else "proved",
+        "not-exercised" if verdict == "proved" and lacking else verdict,
         a,
         found,
         interruptions=[_told(fault, attempt) for fault, attempt in struck],
@@ -136,7 +136,7 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
         name: {s: v for s, v in points.items() if before.step < s <= newest.step} for name, points in theirs.items()
     }
     return Proof(
-        verdict="proved" if found.identical and not _replay_differs(again) else "differs",
+        verdict=_verdict(again, equal=found.identical),
         what=f"{job_id}, steps {before.step + 1} to {newest.step}",
         steps=newest.step,
         total=again.facts.total,
@@ -215,9 +215,25 @@ def _interruptions(struck: list[tuple[Fault, AttemptView]], faults: list[Fault])
     return Exercise(name="interruptions", status="exercised", detail=text)
 
 
-def _replay_differs(run: Run) -> bool:
-    """Did a step that was done again differ, whatever became of the difference by the end?"""
-    return any(attempt.redone.first_difference is not None for attempt in run.attempts)
+def _verdict(run: Run, *, equal: bool) -> Verdict:
+    """``equal``: in the end. A step that differed when it was done again counts, whatever became of the difference; so does a
+    resume that was not exact, though what it lost had no effect on these steps."""
+    if not equal or any(attempt.redone.first_difference is not None for attempt in run.attempts):
+        return "differs"
+    lost = any(_lost(attempt.resume_report) for attempt in run.attempts if attempt.resume_report is not None)
+    return "not-exact" if lost else "proved"
+
+
+def _lost(report: ResumeReportView) -> list[str]:
+    """What the report does not call exact; the variables that switch experiment trackers off are the trial's own."""
+    if report.verdict == "fresh":
+        return []
+    parts = [part for part in report.components if part.status != "exact"]
+    others = [d for d in report.differences if d.key.removeprefix("spec:env.") not in TRACKERS_OFF]
+    return [
+        *(f"{part.component} is {part.status}: {part.reason or 'no reason given'}" for part in parts),
+        *(f"{other.key} was {other.recorded}, and is {other.current}" for other in others),
+    ]
 
 
 def _reports(attempts: list[AttemptView]) -> list[str]:
@@ -227,12 +243,6 @@ def _reports(attempts: list[AttemptView]) -> list[str]:
         report, redone = attempt.resume_report, attempt.redone.first_difference
         if redone is not None:
             out[redone.sentence()] = None  # as a note of the report has it
-        if report is None or report.verdict == "fresh":
-            continue
-        for one in report.components:
-            if one.status != "exact":
-                out[f"{one.component} is {one.status}: {one.reason or 'no reason given'}"] = None
-        for difference in report.differences:
-            out[f"{difference.key} was {difference.recorded}, and is {difference.current}"] = None
-        out |= dict.fromkeys(report.notes)
+        if report is not None and report.verdict != "fresh":
+            out |= dict.fromkeys([*_lost(report), *report.notes])
     return list(out)[:MOST_LINES]
