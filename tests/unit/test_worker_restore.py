@@ -113,3 +113,21 @@ def test_a_spec_that_has_changed_is_told_by_its_fields_and_without_that_attempts
     }
     file.write_text(now.model_dump_json())  # not the attempt that saved it
     assert found(now) == digests
+
+
+@pytest.mark.parametrize(("then", "now"), [(1, 1.0), (0.0, -0.0), (True, 1), ({}, None)])
+def test_numbers_of_another_kind_are_another_spec(tmp_path: Path, then: object, now: object) -> None:
+    """Python calls them equal; a task may compute other bits with them."""
+    specs = [
+        parse_spec({"name": "a", "task": {"entrypoint": "m:T", "args": {"x": x}}, "code": {"path": "."}})
+        for x in (then, now)
+    ]
+    paths, launches = JobPaths(tmp_path), [launch_of(spec) for spec in specs]
+    manifest = make_checkpoint(paths.checkpoints, 7).model_copy(
+        update={"spec_digest": specs[0].digest(), "world_size": 1}
+    )
+    file = paths.attempt(manifest.epoch).launch_file
+    file.parent.mkdir(parents=True)
+    file.write_text(launches[0].model_dump_json())
+    told = differences(manifest, paths.checkpoints / manifest.id, {PACKAGES: "none"}, [], launches[1], None)
+    assert [one.key for one in told if one.key.startswith("spec")] == ["spec:task.args.x"]

@@ -154,10 +154,13 @@ def _of_the_spec(manifest: Manifest, directory: Path, launch: LaunchFile) -> lis
         then = None
     if then is None or then.digest() != manifest.spec_digest:
         return [EnvironmentDifference(key="spec_digest", recorded=manifest.spec_digest, current=now.digest())]
+    there, here = _fields(then.canonical()), _fields(now.canonical())
     found = []
-    for one in compare(_fields(then.canonical()), _fields(now.canonical())):
-        values = ("a value", "another") if one.key.startswith("env.") else (one.recorded, one.current)
-        found.append(EnvironmentDifference(key=f"spec:{one.key}", recorded=values[0], current=values[1]))
+    for key in sorted({*there, *here}):
+        before, after = there.get(key), here.get(key)
+        if repr(before) != repr(after) or (key in there) != (key in here):  # == takes 1, 1.0 and True for one
+            before, after = ("a value", "another") if key.startswith("env.") else (before, after)
+            found.append(EnvironmentDifference(key=f"spec:{key}", recorded=before, current=after))
     return found
 
 
