@@ -31,7 +31,8 @@ MEANINGS: dict[Exit, str] = {
     ),
     Exit.USAGE: "wrong command line; a name that may mean several jobs; a checkpoint to verify that cannot be read",
     Exit.NOT_FOUND: (
-        "no such job, attempt, checkpoint, hook or file; `prove`: equal, but not everything in the spec was exercised"
+        "no such job, attempt, checkpoint, hook or file; `prove`: equal, but a resume was not exact, or not everything in the "
+        "spec was exercised"
     ),
     Exit.CONFLICT: "the action does not fit the job's phase",
     Exit.REFUSED: "invalid spec or configuration, or a request the service refuses; `init --patch`: places are left to you",
