@@ -140,7 +140,7 @@ def test_arguments_that_the_script_refuses_are_a_user_error_with_its_own_exit_co
     result = attempt.wait()
     assert (result.cause, result.exit_code) == (Cause.USER_ERROR, 2), attempt.logs()
     told = "the script does not take its arguments: the following arguments are required: --lr"
-    assert told in (result.message or "")
+    assert told in (result.message or "") and "Traceback" not in attempt.logs() and "usage: " in attempt.logs()
 
 
 def test_what_no_retry_heals_is_told_with_its_cure_and_what_was_not_done_is_said(home: Home) -> None:

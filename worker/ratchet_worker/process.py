@@ -383,7 +383,12 @@ class RankProcess:
 
 
 def _traceback(error: BaseException) -> str:
-    """Without the frames that only run the user's code, where that comes next."""
+    """Without the frames that only run the user's code, where that comes next. Of ``sys.exit``: where the script called it; where
+    its ``argparse`` did, that has printed the usage already."""
+    if isinstance(error, ScriptExit):
+        if error.cause is Cause.USER_ERROR:
+            return f"{error}\n"
+        error = error.__cause__ or error
     first = error.__traceback__
     while first is not None and _runs_the_script(first.tb_frame.f_code.co_filename):
         first = first.tb_next
