@@ -155,7 +155,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     assert outputs is not None and (folder / outputs[1] / "result.txt").read_text() == "done"
     assert (folder / "results" / "result.txt").read_text() == "done"
     prepares, proves = said.splitlines()[-1].partition("killed? ratchet ")[2].split(" | ratchet ")
-    assert proves == "prove -"
+    assert proves == "--home .ratchet prove -"
     spec = yaml.safe_load(Cli(folder / ".ratchet", folder)(*shlex.split(prepares)).text)
     assert spec["world"]["ranks_per_node"] == 2 and spec["checkpoint"]["every_steps"] == 10
     return digest

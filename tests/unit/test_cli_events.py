@@ -116,5 +116,13 @@ def test_an_end_has_one_mark_behind_each_sentence_and_digests_are_short() -> Non
     one, two = folded([first, again, second, again])
     assert one.message == f"attempt 1 ended: {error[:-1]}; the job is QUEUED: Tried again at once. Mend it."
     assert two.message == "attempt 2 ended: exception: (as above); the job is QUEUED: Tried again at once. Mend it."
+    killed = [
+        event("attempt-ended", f"attempt {n} ended: rank-killed: rank 0 was killed after step {s}", n)
+        for n, s in ((1, 34), (2, 340))
+    ]
+    requeue = event("end-requeue", "Tried again at once.", to="QUEUED")
+    assert "after step 340" in folded([killed[0], requeue, killed[1], requeue])[1].message, (
+        "another step is another error"
+    )
     line = event_line(event("code-changed", f"code: {'a' * 64} -> {'b' * 64}"))
     assert line.endswith("code: aaaaaaaaaaaa… -> bbbbbbbbbbbb…")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated
 
@@ -152,7 +153,7 @@ class ErrorsOnce:
     def __call__(self, text: str, error: str | None = None) -> str:
         """``error``: the message of an attempt that has ended, which is looked for in ``text``."""
         for shown in self._shown:
-            text = text.replace(shown, "(as above)")
+            text = re.sub(rf"{re.escape(shown)}(?!\w)", "(as above)", text)  # step 34 is not step 340
         told = (error or "").partition("; process groups ")[0].rstrip(".")  # which ranks aborted theirs may differ
         if len(told) > 20 and told in text:  # shorter ones may be in any text, and are soon said
             self._shown.append(told)

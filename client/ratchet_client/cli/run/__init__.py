@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -94,7 +94,8 @@ def run(
     shown = _ranks(ranks, parse_spec(spec).world.size)
     _say_slurm_nodes()
     place = f"{spec['name']}-{mark[:8]}"
-    with interruptible(), run_service(home_directory(settings(ctx).home), place) as service:
+    base = home_directory(settings(ctx).home)
+    with interruptible(), run_service(base, place) as service:
         ctx.obj = Settings(None, service.paths.home)
         with RatchetClient(home=service.paths.home, retry_for=PATIENCE, timeout=600.0) as client:
             begun = begin(client, service.paths, spec, mark, new=new)
@@ -106,7 +107,10 @@ def run(
             job = _train(ctx, client, service, begun, shown, fold)
             if service.private and not unfinished(job):
                 (service.paths.home / COMMAND_FILE).unlink(missing_ok=True)
-            code = _tell_end(client, service, job, outputs, proof, fold.once(why(job)))
+            # Without --home a service that runs for another directory may be taken, with another interpreter.
+            home = ["--home", _near(base)] if service.private else []
+            proved = proof.prepare + shlex.join(["ratchet", *home, "prove", *proof.target])
+            code = _tell_end(client, service, job, outputs, proved, fold.once(why(job)))
             if code is Exit.JOB_FAILED and (misplaced := _own_options(ctx, words)):
                 output.note(
                     f"{', '.join(misplaced)}: after the script that is an argument of the script; options of `ratchet run` come "
@@ -115,9 +119,16 @@ def run(
     raise typer.Exit(code)
 
 
-def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]) -> tuple[dict[str, Any], str, str]:
+class _Proof(NamedTuple):
+    """The command that pipes the spec to ``ratchet prove``, empty for a file, and the words after that."""
+
+    prepare: str
+    target: list[str]
+
+
+def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]) -> tuple[dict[str, Any], str, _Proof]:
     """Of a spec file, or what ``ratchet init`` would write; the digest that the command is known by: of the spec in the file,
-    else of the command alone, whatever the script's text is by now; and the commands of its proof. Raises ``Refused``,
+    else of the command alone, whatever the script's text is by now; and its proof. Raises ``Refused``,
     ``SpecError``, ``NotFound``."""
     from ratchet_client.cli.run.beginning import command_digest
     from ratchet_client.cli.submit import override
@@ -155,8 +166,8 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
     changed += sets
     options = [part for one in changed for part in ("--set", one)]
     if made is None:
-        return spec, command_digest(spec), shlex.join(["ratchet", "prove", *options, words[0]])
-    proof = f"{shlex.join(['ratchet', 'init', '--print', *options, *words])} | ratchet prove -"
+        return spec, command_digest(spec), _Proof("", [*options, words[0]])
+    proof = _Proof(f"{shlex.join(['ratchet', 'init', '--print', *options, *words])} | ", ["-"])
     typed, script = made.command, {"script": str(made.place.script), "python": spec.get("python")}
     words_ = {"arguments": typed.arguments, "env": typed.env, "ranks": typed.ranks, "device": typed.device}
     said = {"policy": typed.policy, "nproc": nproc, "name": spec["name"], "set": given}
