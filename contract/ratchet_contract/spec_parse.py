@@ -32,6 +32,8 @@ from ratchet_hooks.specs import (
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 """What pydantic calls a key that does not exist, of a model and of a dataclass (a hook's spec)."""
 _MAX_PROBLEMS = 50
+_FLOOD = 500
+"""Faults in one spec, from which on only the first are looked at, and nothing behind them."""
 _MAX_THREADS = 1024
 _SHAPES = {
     "/task": 'task: {entrypoint: "my_module:MyTask", args: {}}',
@@ -90,6 +92,9 @@ def examine_spec(data: Any) -> Examined:
             spec = JobSpec.model_validate(mended.data) if crossed else whole
         except ValidationError as error:
             faults = error.errors(include_url=False)
+            if len(faults) > _FLOOD:  # to look at each takes time that grows with the square of their number
+                problems += [problem_of(fault, JobSpec) for fault in faults[:_MAX_PROBLEMS]]
+                break
             told = [problem_of(fault, JobSpec) for fault in faults if not mended.explains(fault)]
             problems += [problem for problem in told if problem not in problems]
             unknown = {fault["loc"] for fault in faults if fault["type"] in _UNKNOWN}
