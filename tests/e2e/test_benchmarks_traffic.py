@@ -13,6 +13,7 @@ import pytest
 from benchmarks import network, network_groups, paper
 from benchmarks.namespaces import Link, NoNamespaces
 from tests.support.forked_benchmarks import start_forked
+from tests.support.full_matrix import full
 from tests.support.server import wait_for
 
 HELD = "import time; from benchmarks.namespaces import Link; link = Link(); print(link.command(0)[1], flush=True); time.sleep(60)"
@@ -36,6 +37,7 @@ def test_the_paper_counts_what_the_hook_counts(capsys: pytest.CaptureFixture[str
     assert re.search(r"biases and norms +41 +9610 +9610 +at every rank$", out, re.MULTILINE)
 
 
+@full
 def test_real_ranks_and_torchs_own_train_over_the_slow_link(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

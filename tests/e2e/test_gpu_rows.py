@@ -62,7 +62,7 @@ def run(name: str, environ: dict[str, str]) -> Result:
     return result
 
 
-ELSEWHERE = ("jobs", "hooks-gloo", "hook-steps", "throughput")
+ELSEWHERE = ("jobs", "hooks-gloo", "hooks-mixed", "hook-steps", "throughput", "dead-rank")
 """Rows of which other tests show what they show on the CPU."""
 
 

@@ -16,6 +16,7 @@ from ratchet_client.spec_file import read_spec
 from ratchet_contract.paths import MANIFEST_NAME
 from ratchet_store.compare import compare
 from tests.e2e.exactness import final_checkpoint
+from tests.support.full_matrix import full
 from tests.support.interpreters import LIBRARIES
 from tests.support.packages import needs
 from tests.support.server import Server, rank_pid, wait_for
@@ -190,7 +191,7 @@ def refused(server: Server, directory: Path) -> str:
     return server.paths.job(job_id).attempt(1).log(0).read_text()
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", [pytest.param(p, marks=[] if p == "trainer" else full) for p in PACKAGES])
 def test_a_disturbed_script_is_exact(server: Server, tmp_path: Path, package: str) -> None:
     start = weights(tmp_path / "model.safetensors", package)
     with ThreadPoolExecutor(2) as threads:  # at once: most of their time is the import of the packages

@@ -19,6 +19,7 @@ import pytest
 
 from ratchet_contract.version import PROTOCOL_VERSION
 from tests.support.engines import STRANGER
+from tests.support.full_matrix import full
 from tests.support.kube import operations
 from tests.support.kube.cluster import Cluster
 from tests.support.server import Server, wait_for
@@ -152,7 +153,7 @@ def test_pods_that_the_cluster_forbids_are_an_error_that_tells_why(site: Site, d
     assert denied in attempt["message"] and "launcher.priority_class" in attempt["message"], attempt["message"]
 
 
-@pytest.mark.parametrize("grace", [None, 0], ids=["deleted", "by force"])
+@pytest.mark.parametrize("grace", [None, pytest.param(0, marks=full)], ids=["deleted", "by force"])
 def test_a_pod_that_somebody_deletes_is_a_preemption_that_says_so(site: Site, grace: int | None) -> None:
     job_id = site.submit()
     site.running(job_id)
@@ -189,7 +190,7 @@ def test_what_a_server_that_has_just_started_refuses_is_asked_again(site: Site) 
     site.cancel(job_id)
 
 
-@pytest.mark.parametrize("kind", ["jobs", "services"])
+@pytest.mark.parametrize("kind", ["jobs", pytest.param("services", marks=full)])
 def test_a_quota_of_objects_is_waited_for_in_the_engines_queue(site: Site, kind: str) -> None:
     site.cluster.api.full.add(kind)
     job_id = site.submit(world={"device": "cpu", "nodes": 2})

@@ -9,6 +9,7 @@ import pytest
 
 from ratchet_contract.phases import Cause
 from ratchet_store.compare import compare, render
+from tests.support.full_matrix import full
 from tests.support.launch import Attempt, Job
 from tests.support.lightning_jobs import CODE, LightningJob
 from tests.support.packages import needs
@@ -49,7 +50,9 @@ def assert_exact(jobs: list[Job], home: Path, *script: str) -> dict[int, dict[st
     return logged
 
 
-@pytest.mark.parametrize("logger", ["none", "csv", pytest.param("board", marks=needs("tensorboard"))])
+@pytest.mark.parametrize(
+    "logger", [pytest.param("none", marks=full), "csv", pytest.param("board", marks=[full, needs("tensorboard")])]
+)
 def test_what_a_module_logs_are_the_jobs_metrics(jobs: list[Job], tmp_path: Path, logger: str) -> None:
     logged = assert_exact(jobs, tmp_path, "by_session.py", logger)
     assert [step for step, values in logged.items() if "loss" in values] == [*range(2, STEPS + 1, 2)]

@@ -18,6 +18,7 @@ from ratchet_contract.phases import Cause
 from ratchet_store.commit import read_manifest
 from ratchet_store.compare import compare, render
 from tests.support.agent_host import APART
+from tests.support.full_matrix import full
 from tests.support.interpreters import RANKS
 from tests.support.launch import Job
 from tests.support.server import wait_for
@@ -507,7 +508,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("act", "code"), [("raise ValueError('wrong')", 1), ("os.kill(os.getpid(), signal.SIGINT)", EXIT_PREEMPTED)]
+    ("act", "code"),
+    [
+        ("raise ValueError('wrong')", 1),
+        pytest.param("os.kill(os.getpid(), signal.SIGINT)", EXIT_PREEMPTED, marks=full),
+    ],
 )
 def test_a_script_with_workers_of_its_loader_ends_with_an_error_or_a_stop(place: Path, act: str, code: int) -> None:
     (place / "workers.py").write_text(WORKERS)

@@ -17,6 +17,7 @@ import torch
 
 from ratchet_contract.exit_codes import EXIT_PREEMPTED
 from ratchet_worker.rng import seed_all
+from tests.support.full_matrix import full
 from tests.support.launch import Job
 
 SCRIPT = """
@@ -117,11 +118,11 @@ def drawn(place: Path) -> Any:
     ("where", "names"),
     [
         ("before", ()),
-        ("before", ("torch",)),
+        pytest.param("before", ("torch",), marks=full),
         ("behind", ("torch",)),
-        ("before", ("numpy", "random")),
+        pytest.param("before", ("numpy", "random"), marks=full),
         ("before", ("torch", "numpy", "random")),
-        ("refused", ("torch", "numpy", "random")),
+        pytest.param("refused", ("torch", "numpy", "random"), marks=full),
     ],
 )
 def test_seeds_count_wherever_they_stand_and_what_has_none_is_seeded(

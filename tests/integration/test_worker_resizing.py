@@ -15,6 +15,7 @@ import xxhash
 
 from ratchet_contract.phases import Cause
 from ratchet_store.read import CheckpointReader
+from tests.support.full_matrix import full
 from tests.support.launch import Attempt, Job
 
 STEPS = int(os.environ.get("RATCHET_TEST_RESIZES", "40"))
@@ -171,6 +172,7 @@ def test_after_one_such_failure_the_state_is_copied_before_each_step_and_every_s
 
 
 @pytest.mark.usefixtures("returned_at_once")
+@full
 def test_the_same_training_ends_when_saving_threads_read_freed_memory_themselves(tmp_path: Path) -> None:
     attempt = run(tmp_path, 300, unsafe=True)
     try:

@@ -18,6 +18,7 @@ from ratchet_worker import rng
 from ratchet_worker.data import enumerated, sampler_position
 from ratchet_worker.data.sampler_position import SamplerPosition
 from ratchet_worker.data.stream_position import StreamPosition
+from tests.support.full_matrix import full
 from tests.support.loaders import SAMPLERS, Drawn, Lines, Now
 
 CPU = torch.device("cpu")
@@ -112,8 +113,15 @@ def test_an_interrupted_loader_goes_on_as_the_plain_one_and_loads_nothing_again(
     assert differing(SAMPLERS[kind], [1, 3, 5, 6, 7, 9]) == []
 
 
-@pytest.mark.parametrize("kind", ["shuffle", "passes"])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "persistent"),
+    [
+        ("shuffle", False),
+        ("passes", True),
+        pytest.param("shuffle", True, marks=full),
+        pytest.param("passes", False, marks=full),
+    ],
+)
 def test_what_workers_draw_comes_back_too(kind: str, persistent: bool) -> None:
     def make() -> DataLoader[Any]:
         return SAMPLERS[kind](num_workers=2, persistent_workers=persistent)

@@ -232,7 +232,9 @@ def test_what_a_process_is_given_is_not_touched() -> None:
 
 def test_a_flood_of_faults_is_cut_off() -> None:
     with pytest.raises(SpecError) as caught:
-        parse_spec(spec(world={f"k{i}": 1 for i in range(50_000)}))  # in seconds: with a look at each it would be an hour
+        parse_spec(
+            spec(world={f"k{i}": 1 for i in range(50_000)})
+        )  # in seconds: with a look at each it would be an hour
     assert len(caught.value.errors) == 50
 
 
