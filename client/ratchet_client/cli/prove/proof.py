@@ -225,8 +225,8 @@ def _verdict(run: Run, *, equal: bool) -> Verdict:
 
 
 def _lost(report: ResumeReportView) -> list[str]:
-    """What the report does not call exact; the variables that switch experiment trackers off are the trial's own."""
-    if report.verdict == "fresh":
+    """What a resume that is not exact has lost; the variables that switch experiment trackers off are the trial's own."""
+    if report.verdict != "not-exact":
         return []
     parts = [part for part in report.components if part.status != "exact"]
     others = [d for d in report.differences if d.key.removeprefix("spec:env.") not in TRACKERS_OFF]
