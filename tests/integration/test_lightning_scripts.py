@@ -66,7 +66,8 @@ def test_what_a_module_logs_are_the_jobs_metrics(jobs: list[Job], tmp_path: Path
 
 @needs("jsonargparse")
 def test_a_lightning_cli_is_killed_and_goes_on(jobs: list[Job], tmp_path: Path) -> None:
-    assert_exact(jobs, tmp_path, "by_cli.py", "fit", "--config", str(CODE / "cli.yaml"))
+    strategy = ("--trainer.strategy", "ratchet")
+    assert_exact(jobs, tmp_path, "by_cli.py", "fit", "--config", str(CODE / "cli.yaml"), *strategy)
 
 
 @pytest.mark.parametrize(

@@ -571,7 +571,7 @@ def test_what_an_evaluation_counts_is_not_told() -> None:
         (ACCELERATE + "    accelerator.load_state()\n", 14, "load_state: a job goes on by itself"),
         ("from accelerate import Accelerator\na = Accelerator()\n", 2, "no loop over epochs"),
         ("from accelerate import Accelerator\nf(Accelerator())\na.load_state()\n", 3, "load_state: a job goes on"),
-        ("from lightning.pytorch.cli import LightningCLI\nLightningCLI(Net)\n", 2, "ratchet.lightning.SessionStrategy"),
+        ("from lightning.pytorch.cli import LightningCLI\nLightningCLI(Net)\n", 2, "--trainer.strategy ratchet"),
     ],
 )
 def test_what_is_left_to_the_user_is_told_by_line(text: str, line: int, said: str) -> None:

@@ -314,6 +314,15 @@ def test_what_runs_the_training_is_told_and_whether_it_saves(text: str, named: s
     assert ("ratchet init --patch train.py" in notes["unmanaged"]) == (named is not None)
 
 
+def test_the_session_of_a_lightning_cli_is_looked_for_in_its_command_and_file() -> None:
+    text = "from lightning.pytorch.cli import LightningCLI\nLightningCLI(Net)\n"
+    write("import ratchet.lightning\n" + text)
+    _, notes, _ = look()
+    assert "--trainer.strategy ratchet" in notes["session"] and "no-session" not in notes
+    write(text)
+    assert "unmanaged" in look()[1]
+
+
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*/train.py")), ids=lambda path: path.parent.name)
 def test_the_session_of_an_example_is_seen_also_within_a_framework(script: Path) -> None:
     notes = {note.code: note for note in propose([str(script)], {}, {}, code=None, name=None).notes}

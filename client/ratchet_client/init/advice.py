@@ -87,6 +87,9 @@ def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
         if is_unmanaged(place.script.read_bytes()):
             text = f"the Session is made in {facts.session.file}: import ratchet_worker in {place.relative} too, to make it known"
             yield Note("session-elsewhere", text, serious=True)
+    elif facts.lightning_cli is not None:
+        where = "by `--trainer.strategy ratchet`, or `strategy: ratchet` below `trainer` in its YAML file"
+        yield Note("session", f"{facts.lightning_cli} makes a Session where its strategy is `ratchet`: {where}")
     else:
         named = f"{place.relative} names Ratchet's Session or ratchet_worker"
         text = f"{named} and so counts as managed, but no Session is made: make one ({_GUIDE})"

@@ -66,6 +66,7 @@ class Facts:
     managed: Place | None = None  # ratchet_hooks.managed_ddp
     ddp: Place | None = None
     spawn: Place | None = None
+    lightning_cli: Place | None = None
     frameworks: list[Framework] = field(default_factory=list)
     hooks: list[HookUse] = field(default_factory=list)
     saves: list[Place] = field(default_factory=list)

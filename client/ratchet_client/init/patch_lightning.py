@@ -41,9 +41,11 @@ def patch(patching: Patching) -> bool:
     if changed:
         patching.add_import("from ratchet.lightning import SessionStrategy", patching.imports_of(LIGHTNING_TRAINERS))
     commands = patching.calls(LIGHTNING_CLI)
+    if commands:  # which has the strategy registered by its name
+        patching.add_import("import ratchet.lightning", patching.imports_of(LIGHTNING_CLI))
     for call in commands:
-        patching.leave(call, "LightningCLI makes its Trainer of a YAML file: write `strategy: {class_path: "
-                             "ratchet.lightning.SessionStrategy}` there, and `import ratchet.lightning` here")  # fmt: skip
+        patching.leave(call, "LightningCLI makes its Trainer of its command line and YAML file: add `--trainer.strategy ratchet` "
+                             "to the command, or `strategy: ratchet` below `trainer` in the file")  # fmt: skip
     return bool(trainers or old or commands)
 
 

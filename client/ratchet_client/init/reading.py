@@ -10,6 +10,7 @@ from typing import Any, Final
 from ratchet_client.init.facts import Facts, Framework, HookUse, Option, Place
 from ratchet_client.init.origins import (
     ACCELERATORS,
+    LIGHTNING_CLI,
     LIGHTNING_TRAINERS,
     OLD_LIGHTNING_TRAINERS,
     Origins,
@@ -182,6 +183,8 @@ class _Reader:
         place = self._place(node)
         if any(map(makes_a_session, origins)):
             self._session(node)
+        if origins & LIGHTNING_CLI:
+            self.facts.lightning_cli = self.facts.lightning_cli or place
         if origins & (LIGHTNING_TRAINERS | OLD_LIGHTNING_TRAINERS):
             devices, saves = given.get("devices"), given.get("enable_checkpointing")
             shown = None if devices is None else ast.unparse(self._value(devices) or devices)

@@ -5,6 +5,9 @@
     trainer = Trainer(strategy=SessionStrategy(), devices=2, max_epochs=20, callbacks=[ModelCheckpoint(monitor="loss")])
     trainer.fit(module, datamodule=data)
 
+This module registers the strategy as ``"ratchet"``: in a script that has ``import ratchet.lightning`` a ``LightningCLI`` takes
+``--trainer.strategy ratchet``.
+
 The Session is the rank's: the job's, or under ``python`` and ``torchrun`` one without a service; ``SessionStrategy(session)``
 takes one that the script has made, with arguments. Hook and DDP's settings are the Session's. A step of the job is one of the
 optimizer, with its ``accumulate_grad_batches`` batches; of a module that optimizes by itself (``automatic_optimization = False``)
@@ -60,7 +63,7 @@ try:
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
     from lightning.pytorch.loops.loop import _Loop
-    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer import call
     from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -454,6 +457,9 @@ class SessionStrategy(DDPStrategy):
     def _trainer(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+
+StrategyRegistry.register("ratchet", SessionStrategy, description="DDP within Ratchet's Session", override=True)
 
 
 class _Nothing(dict[str, Any]):
