@@ -134,6 +134,8 @@ def test_what_would_fail_or_go_wrong_is_told() -> None:
         try:
             import optional_thing
         except ImportError: ...
+        if args.board:
+            import a_tracker, nowhere_to_be_found
         parser = argparse.ArgumentParser()
         parser.add_argument("--data", required=True)
         parser.add_argument("--local-rank", type=int)
@@ -146,7 +148,8 @@ def test_what_would_fail_or_go_wrong_is_told() -> None:
     _, notes, text = look("train.py --batch 3")
     assert "--data" in notes["argument-missing"] and "LOCAL_RANK" in notes["local-rank"]
     assert "same GPU" in notes["device"] and "its rank's own" in notes["cuda"] and "mp.spawn" in notes["spawn"]
-    assert "also_missing, nowhere_to_be_found" in notes["module-missing"] and "optional" not in notes["module-missing"]
+    assert "also_missing, nowhere_to_be_found:" in notes["module-missing"] and "optional" not in text
+    assert "no module a_tracker, imported within a function or a condition" in notes["module-perhaps-missing"]
     assert "data/table.csv" in notes["reads"] and "glue" not in text and "first step" in notes["saves-nothing"]
     assert "# ! " in text
     assert "argument-missing" not in look("train.py --data=x")[1]

@@ -272,7 +272,10 @@ def _caveats(runtime: Runtime, packages: list[str]) -> list[str]:
     if runtime.chosen.manifest is not None and (told := getattr(runtime.state.data, "told", None)) is not None:
         out.append(f"data: {told}")
     if runtime.state.data is None:
-        out.append("no data are registered: their position is right only if batches are a function of the step")
+        out.append(
+            "no data are registered: batches come again only where they follow from the step, or are drawn from torch's, numpy's "
+            "or Python's own generators"
+        )
     if runtime.chosen.manifest is not None and compiled(runtime.state.hook_or_refuse()[0].module):
         out.append(
             "parts of the model are compiled: generated code depends on the order in which a process meets shapes, so the bits "

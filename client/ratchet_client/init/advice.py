@@ -88,7 +88,7 @@ def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
             text = f"the Session is made in {facts.session.file}: import ratchet_worker in {place.relative} too, to make it known"
             yield Note("session-elsewhere", text, serious=True)
     elif facts.lightning_cli is not None:
-        where = "by `--trainer.strategy ratchet`, or `strategy: ratchet` below `trainer` in its YAML file"
+        where = "by --trainer.strategy ratchet, or `strategy: ratchet` below `trainer` in its YAML file"
         yield Note("session", f"{facts.lightning_cli} makes a Session where its strategy is `ratchet`: {where}")
     else:
         named = f"{place.relative} names Ratchet's Session or ratchet_worker"
@@ -245,12 +245,12 @@ def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[N
         text = f"{who} needs Ratchet's worker of this version: pip install '{requirement(PACKAGE)}' there"
         yield Note("module-missing", text, serious=True)
     others = [name for name in missing or () if name not in ours]
-    if others:
-        yield Note(
-            "module-missing",
-            f"{who} has no module {', '.join(others)}: install it, or name another by python:",
-            serious=True,
-        )
+    cure = "install it, or name another by python:"
+    if certain := [name for name in others if name not in facts.perhaps]:
+        yield Note("module-missing", f"{who} has no module {', '.join(certain)}: {cure}", serious=True)
+    if perhaps := [name for name in others if name in facts.perhaps]:
+        named = f"{', '.join(perhaps)}, imported within a function or a condition"
+        yield Note("module-perhaps-missing", f"{who} has no module {named}: {cure}, where the script cannot do without")
     yield from _large(place.code)
 
 

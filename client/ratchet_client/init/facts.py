@@ -59,7 +59,8 @@ class Framework:
 
 @dataclass
 class Facts:
-    """Of the script and the local modules it imports. ``modules``: top-level names of everything else that it needs."""
+    """Of the script and the local modules it imports. ``modules``: top-level names of everything else that it needs;
+    ``perhaps``: those of them that only a function or a condition imports."""
 
     session: Place | None = None
     task: tuple[str, tuple[str, ...]] | None = None  # class, constructor's parameters
@@ -76,4 +77,5 @@ class Facts:
     cuda: list[Place] = field(default_factory=list)
     options: list[Option] = field(default_factory=list)
     modules: set[str] = field(default_factory=set)
+    perhaps: set[str] = field(default_factory=set)
     files: list[Path] = field(default_factory=list)

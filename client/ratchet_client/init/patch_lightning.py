@@ -44,7 +44,7 @@ def patch(patching: Patching) -> bool:
     if commands:  # which has the strategy registered by its name
         patching.add_import("import ratchet.lightning", patching.imports_of(LIGHTNING_CLI))
     for call in commands:
-        patching.leave(call, "LightningCLI makes its Trainer of its command line and YAML file: add `--trainer.strategy ratchet` "
+        patching.leave(call, "LightningCLI makes its Trainer of its command line and YAML file: add --trainer.strategy ratchet "
                              "to the command, or `strategy: ratchet` below `trainer` in the file")  # fmt: skip
     return bool(trainers or old or commands)
 

@@ -48,7 +48,7 @@ def read_script(script: Path, code: Path) -> Facts:
 
     Raises ``NotFound``, and ``Refused`` for what is not Python.
     """
-    facts = Facts()
+    facts, certain = Facts(), set[str]()
     waiting, roots = [script], list(dict.fromkeys([script.parent, code]))
     while waiting and len(facts.files) < _MAX_FILES:
         file = waiting.pop()
@@ -67,6 +67,8 @@ def read_script(script: Path, code: Path) -> Facts:
             waiting += found
             if one.needed and not found:
                 facts.modules.add(one.top)
+                (certain if one.always else facts.perhaps).add(one.top)
+    facts.perhaps -= certain
     return facts
 
 

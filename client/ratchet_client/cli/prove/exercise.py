@@ -111,5 +111,7 @@ def _accumulation(facts: Facts) -> Exercise:
         return Exercise(name="accumulation", status="exercised", detail=text)
     text = (
         "each step is one batch, so none is cut within a step; gradients summed over steps are compared like all state"
+        if facts.batches
+        else "the script makes its batches by itself: how many a step has is not seen. A step that was cut is done again whole"
     )
     return Exercise(name="accumulation", status="none seen", detail=text)
