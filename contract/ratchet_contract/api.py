@@ -222,7 +222,8 @@ class AttemptView(View):
     proof: str | None = Field(
         None,
         description="The report's verdict, and what redone steps have shown: `exact, proved (37 of 37 redone steps)`, "
-        "`exact, not yet proved`, `not-exact`, `not-exact: code changed`.",
+        "`exact, not yet proved`, `not-exact`, `not-exact: code changed`. Behind `exact`, after a "
+        "resume that was not: `; not exact since the resume from step 90, attempt 1`.",
     )
     redone: Redone = Field(Redone(), description="Steps that it did again, compared with the first time.")
     metrics_differ: list[str] = Field(

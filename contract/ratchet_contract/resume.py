@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import Generic, Literal, TypeVar
+from typing import Final, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,6 +12,8 @@ from ratchet_contract.plural import counted
 from ratchet_contract.step_ring import Part
 
 ComponentStatus = Literal["exact", "redistributed", "reset", "absent", "not-exact", "imported"]
+NOT_EXACT_SINCE: Final = "not exact since the resume from"
+"""Prefix of the note of a report on a checkpoint that an earlier resume, which was not exact, led to."""
 Verdict = Literal["fresh", "exact", "not-exact", "unmanaged"]
 
 B = TypeVar("B")
@@ -79,17 +81,24 @@ class ReportOf(_Model, Generic[B]):
     notes: list[str] = []
 
     @property
+    def not_exact_since(self) -> str | None:
+        """The resume which was not exact and led to the base; None: every resume up to it was exact."""
+        note = next((note for note in self.notes if note.startswith(NOT_EXACT_SINCE)), None)
+        return None if note is None else note.partition(":")[0]
+
+    @property
     def changed_code(self) -> EnvironmentDifference | None:
         """Digests of the code that made the base, and of that which goes on from it; None: it is the same code."""
         return next((d for d in self.differences if d.key == "code_digest"), None)
 
     def sentence(self) -> str:
-        """The verdict, and the digests where the code has changed; else the first component that is not exact, and why."""
+        """The verdict, and the digests where the code has changed; else the first component that is not exact, and why; and
+        whether the base itself is not what an undisturbed run would have saved."""
         if (code := self.changed_code) is not None:
             return f"{self.verdict}: code changed ({code.recorded} -> {code.current})"
         part = next((c for c in self.components if c.status != "exact"), None) if self.verdict == "not-exact" else None
         if part is None:
-            return self.verdict
+            return f"{self.verdict}; {self.not_exact_since}" if self.not_exact_since else self.verdict
         why = textwrap.shorten(part.reason or part.status, 400, placeholder=" ...")
         return f"{self.verdict}: {part.component} of rank {part.rank}: {why}"
 
@@ -121,7 +130,8 @@ class Redone(_Model):
 
 def proof(report: ResumeReport, redone: Redone) -> str:
     """The verdict with its level of proof: ``exact, proved (37 of 37 redone steps)``, ``exact, not yet proved``, ``not-exact``,
-    ``not-exact: code changed``."""
+    ``not-exact: code changed``; behind the first two ``not exact since the resume from step 90, attempt 1``, where the base is of
+    such a run."""
     verdict = report.verdict
     if redone.first_difference is not None:
         return f"not-exact ({redone.first_difference.sentence()})"
@@ -129,6 +139,7 @@ def proof(report: ResumeReport, redone: Redone) -> str:
         return f"{verdict}: code changed"
     if verdict not in ("exact", "fresh") or (verdict == "fresh" and redone.steps == 0):
         return verdict
+    since = f"; {report.not_exact_since}" if report.not_exact_since else ""
     if redone.compared == 0:
-        return f"{verdict}, not yet proved"
-    return f"{verdict}, proved ({redone.compared} of {counted(redone.steps, 'redone step')})"
+        return f"{verdict}, not yet proved{since}"
+    return f"{verdict}, proved ({redone.compared} of {counted(redone.steps, 'redone step')}){since}"

@@ -117,7 +117,9 @@ def test_survivors_abort_their_communicators_before_they_are_killed(start: Calla
         "native code with Python's lock": "aborted by rank 0, not aborted by rank 2 within 2 s",
         "halted": "aborted by rank 0",
     }
-    assert result.message is not None and result.message.endswith(f"; process groups {words[busy]} before the kill")
+    assert result.message is not None and result.message.endswith(
+        f"; process groups {words[busy]} before the agent ended them"
+    )
     assert f"process groups {words[busy]}\n" in attempt.paths.agent_log.read_text()
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
@@ -130,7 +132,10 @@ def test_in_a_hang_that_a_halted_rank_makes_the_others_abort_before_they_are_kil
     result = attempt.wait(60)
     assert result.cause is Cause.HANG, attempt.logs()
     assert ["aborted 2 process groups before the end" in _log(attempt, rank) for rank in range(2)] == [True, False]
-    assert result.message is not None and "process groups aborted by ranks 0, 1 before the kill" in result.message
+    assert (
+        result.message is not None
+        and "process groups aborted by ranks 0, 1 before the agent ended them" in result.message
+    )
 
 
 def test_nothing_that_follows_from_an_aborted_collective_is_published(start: Callable[[str], Attempt]) -> None:

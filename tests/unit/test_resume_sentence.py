@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ratchet_contract.resume import Base, ComponentReport, EnvironmentDifference, ResumeReport
+from ratchet_contract.resume import Base, ComponentReport, EnvironmentDifference, Redone, ResumeReport, proof
 
 BASE = Base(step=15, epoch=2)
 EXACT = ComponentReport(component="rng", rank=0, status="exact", reason=None)
@@ -18,3 +18,11 @@ def test_what_is_not_exact_is_named() -> None:
     assert said(verdict="not-exact", components=[EXACT, LOST]) == named
     code = EnvironmentDifference(key="code_digest", recorded="a", current="b")
     assert said(verdict="not-exact", components=[LOST], differences=[code]) == "not-exact: code changed (a -> b)"
+
+
+def test_exact_is_not_said_alone_of_a_base_that_an_inexact_resume_led_to() -> None:
+    note = "not exact since the resume from step 90, attempt 1: the checkpoint itself has other bits"
+    report = ResumeReport(verdict="exact", base=BASE, world_size=2, components=[EXACT], notes=["of the data", note])
+    assert report.sentence() == "exact; not exact since the resume from step 90, attempt 1"
+    proved = proof(report, Redone(steps=9, compared=9, equal=9))
+    assert proved == "exact, proved (9 of 9 redone steps); not exact since the resume from step 90, attempt 1"

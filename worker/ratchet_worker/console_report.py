@@ -14,7 +14,6 @@ from typing import Any
 from ratchet_contract import messages as m
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.plural import counted
-from ratchet_worker.environment_record import NOT_EXACT_SINCE
 from ratchet_worker.replay_proof import INEXACT, inexact
 from ratchet_worker.spool import Spool
 
@@ -63,14 +62,13 @@ class ConsoleReport(Spool):
         if report.verdict == "fresh":
             return [f"begins at step 0: there is no checkpoint in {self._shown}"]
         place = f"step {report.base.step} of {self._shown}"
-        notes = [*report.notes]
-        earlier = next((note for note in notes if note.startswith(NOT_EXACT_SINCE)), None)
+        notes, earlier = [*report.notes], report.not_exact_since
         head = f"resumed exactly from {place}"
         if report.verdict != "exact":
             head = f"resumed from {place}, and not exactly: {inexact(report)}"
         elif earlier is not None:
-            head = f"resumed from {place} as it was saved, which is {earlier}"
-            notes.remove(earlier)
+            head = f"resumed from {place} as it was saved, which is {earlier}: the checkpoint itself has other bits"
+            notes = [note for note in notes if not note.startswith(earlier)]
         return [head, *(f"note: {note}" for note in notes)]
 
     def _compared(self, message: m.RedoneSteps) -> list[str]:

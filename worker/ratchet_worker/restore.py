@@ -152,16 +152,17 @@ def _of_the_spec(manifest: Manifest, directory: Path, launch: LaunchFile) -> lis
         then = LaunchFile.model_validate_json(file.read_bytes()).spec
     except (OSError, ValidationError):
         then = None
+    digests = EnvironmentDifference(key="spec_digest", recorded=manifest.spec_digest, current=now.digest())
     if then is None or then.digest() != manifest.spec_digest:
-        return [EnvironmentDifference(key="spec_digest", recorded=manifest.spec_digest, current=now.digest())]
+        return [digests]
     there, here = _fields(then.canonical()), _fields(now.canonical())
     found = []
     for key in sorted({*there, *here}):
         before, after = there.get(key), here.get(key)
-        if repr(before) != repr(after) or (key in there) != (key in here):  # == takes 1, 1.0 and True for one
+        if repr(before) != repr(after):  # == takes 1, 1.0 and True for one
             before, after = ("a value", "another") if key.startswith("env.") else (before, after)
             found.append(EnvironmentDifference(key=f"spec:{key}", recorded=before, current=after))
-    return found
+    return found or [digests]
 
 
 def _fields(part: Mapping[str, Any], prefix: str = "") -> Record:

@@ -16,7 +16,7 @@ from ratchet_contract.manifest import SHARED_PREFIX, Manifest
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.plural import counted
-from ratchet_contract.resume import ComponentReport, EnvironmentDifference, ResumeReport, Verdict
+from ratchet_contract.resume import NOT_EXACT_SINCE, ComponentReport, EnvironmentDifference, ResumeReport, Verdict
 from ratchet_contract.spec import DdpSpec
 from ratchet_hooks.build import ManagedHook, managed_ddp
 from ratchet_hooks.changes import HookChange
@@ -162,9 +162,7 @@ def restore(runtime: Runtime) -> ResumeReport:
     components = [ComponentReport.model_validate(r) for rank in gathered for r in rank["reports"]]
     differences = _union([EnvironmentDifference.model_validate(d) for rank in gathered for d in rank["differences"]])
     since = _not_exact_since(chosen)
-    earlier = (
-        [] if since is None else [f"{environment_record.NOT_EXACT_SINCE} {since}: the checkpoint itself has other bits"]
-    )
+    earlier = [] if since is None else [f"{NOT_EXACT_SINCE} {since}: the checkpoint itself has other bits"]
     report = ResumeReport(
         verdict=_verdict(chosen.manifest, components, differences),
         base=chosen.base,

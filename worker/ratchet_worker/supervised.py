@@ -98,7 +98,7 @@ def abort_groups(ranks: Sequence[SupervisedRank], why: str, patience: float, wai
     words += [f"not aborted by {_numbers(left)} within {patience:g} s"] if left else []
     if words:
         say(f"process groups {', '.join(words)}")
-    return f"process groups {', '.join(words)} before the kill" if words else ""
+    return f"process groups {', '.join(words)} before the agent ended them" if words else ""
 
 
 def _numbers(ranks: Sequence[SupervisedRank]) -> str:

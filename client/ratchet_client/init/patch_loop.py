@@ -132,7 +132,8 @@ class _Change:
                 "DistributedDataParallel(...) is not what a name is given: session.prepare takes the module without it",
             )
         if not self._loops:
-            leave(model, "no loop over epochs around a loop over batches was found: it goes over session.epochs(n)")
+            leave(model, "no loop over epochs around a loop over batches was found: it goes over session.epochs(n), "
+                  "or over session.steps(n) where it counts steps")  # fmt: skip
         for loop in self._loops:
             if len(self._loops) > 1:
                 leave(loop.node, f"one of {len(self._loops)} loops that train: a job has one, over session.epochs(n)")
