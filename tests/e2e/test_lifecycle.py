@@ -266,7 +266,7 @@ def test_stopped_saved_damaged_and_rewound_it_ends_like_the_untouched_run(world:
 def test_a_stopped_rank_and_a_service_that_dies_three_times(world: World, tmp_path: Path) -> None:
     server, gate = world.server, Gate(tmp_path / "gate")
     gate.hold("step8")
-    job = server.submit(world.spec("outages", gate, policy={"step_deadline": 5, "backoff": 2}))
+    job = server.submit(world.spec("outages", gate, policy={"step_deadline": 15, "backoff": 2}))
 
     gate.reached("step8")
     os.kill(rank_pid(world.newest(job), 1), signal.SIGSTOP)

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ratchet_client.cli.run.private_service import RunService
+from ratchet_client.client import RatchetClient
 from ratchet_contract import service_pointers
 from ratchet_contract.messages import ServiceFile
-from ratchet_contract.paths import JobPaths
+from ratchet_contract.paths import HomePaths, JobPaths
 from tests.support.agent_host import APART
 from tests.support.cli import EXECUTABLE, FORKS, Cli
 from tests.support.cli_forks import Command
@@ -295,6 +297,23 @@ def test_the_second_signal_ends_a_script_that_does_not_stop_and_a_failing_one_gi
         said = refused.err.read_text()
         assert said.count("the script does not take its arguments: unrecognized arguments: --nproc=2") == 1
         assert "attempt 2" not in said and "options of `ratchet run` come before it" in said
+
+
+def test_a_killed_service_is_started_again_though_its_process_cannot_be_waited_for_yet(tmp_path: Path) -> None:
+    """Its port is closed some time before, on a busy machine for seconds: ``sleep`` stands for it meanwhile."""
+    service = RunService(HomePaths(tmp_path / "home"), private=True)
+    service.paths.home.mkdir(mode=0o700)
+    try:
+        service.start()
+        assert service._process is not None
+        service._process.kill()
+        service._process.wait()
+        service._process = subprocess.Popen(["sleep", "1"])
+        assert service.revive()
+        with RatchetClient(home=service.paths.home) as client:
+            assert client.ready()
+    finally:
+        service.end()
 
 
 def test_of_two_equal_commands_started_at_once_one_trains_and_the_other_says_so(tmp_path: Path) -> None:

@@ -53,7 +53,11 @@ class RunService:
 
     def revive(self) -> bool:
         """After it did not answer: True where it was killed, and is started again; agents go on meanwhile."""
-        if self._process is None or self._process.poll() is None:
+        if self._process is None:
+            return False
+        try:
+            self._process.wait(_END_SECONDS)  # a killed process closes its port some time before it can be waited for
+        except subprocess.TimeoutExpired:
             return False
         output.note("the service of this command ended: it is started again; training goes on meanwhile")
         try:
