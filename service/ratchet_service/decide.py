@@ -127,7 +127,7 @@ _STOPPED: Final = (Outcome.SUCCEEDED, Outcome.PREEMPTED, Outcome.SUSPENDED, Outc
 
 
 def _ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
-    if end.finished and end.cause.outcome in _STOPPED:
+    if end.finished and (end.cause is Cause.COMPLETED or (end.cause.outcome in _STOPPED and not view.limits.script)):
         return _over(view, Event.END_SUCCEEDED, _as(Cause.COMPLETED), view.counters, None, None)
     cause = end.cause
     if cause is Cause.COMPLETED:

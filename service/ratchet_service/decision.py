@@ -35,7 +35,7 @@ class Counters:
 @dataclass(frozen=True)
 class Limits:
     """The spec's policy; seconds. ``exit_rules``: what exit codes of the job's own code mean; ``other_code``: the job can be
-    resumed with other code."""
+    resumed with other code; ``script``: more of it follows the last step, and a stop there leaves that to the next attempt."""
 
     max_preemptions: int | None = None
     max_failures: int = 3
@@ -44,6 +44,7 @@ class Limits:
     stop_grace: float = 120.0
     exit_rules: tuple[ExitRule, ...] = ()
     other_code: bool = True
+    script: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ def limits_of(spec: JobSpec) -> Limits:
         policy.stop_grace,
         tuple(policy.exit_codes),
         other_code=spec.own_code is not None,
+        script=spec.script is not None,
     )
 
 

@@ -72,6 +72,13 @@ def test_with_the_final_checkpoint_a_graceful_end_is_success_whatever_was_wanted
         assert decision.event is expected_event(cause, desired)
 
 
+@pytest.mark.parametrize("desired", Desired)
+@pytest.mark.parametrize("cause", Cause)
+def test_a_script_that_was_stopped_behind_its_last_step_has_not_succeeded(cause: Cause, desired: Desired) -> None:
+    decision = end(cause, desired, finished=True, limits=Limits(script=True))
+    assert decision.event is (Event.END_SUCCEEDED if cause is Cause.COMPLETED else expected_event(cause, desired))
+
+
 @pytest.mark.parametrize(
     ("desired", "cause"),
     [(Desired.SUSPEND, Cause.API_SUSPEND), (Desired.CANCEL, Cause.API_CANCEL), (Desired.PREEMPT, Cause.API_PREEMPT)],
