@@ -474,6 +474,17 @@ def test_a_scheduler_that_was_not_given_to_the_session_is_named_at_each_start_an
     assert _run(place, "train.py").returncode == 0
 
 
+def test_an_optimizer_without_its_session_is_named_also_where_the_script_restores_by_itself(place: Path) -> None:
+    forgotten = "        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 40)\n"
+    script = SCRIPT.replace(
+        "        session.register(optimizer=optimizer, data=data)\n",
+        f"{forgotten}        session.register(scheduler=scheduler, data=data)\n        session.restore(steps)\n",
+    )
+    (place / "train.py").write_text(script)
+    refused = _run(place, "train.py")
+    assert refused.returncode != 0 and "AdamW: made by the script and not given" in refused.stderr, refused.stderr
+
+
 def test_an_error_behind_the_training_ends_all_ranks(place: Path) -> None:
     """As of any script under torchrun, which ends the others: this rank does not wait for them."""
     report = "if os.environ['RANK'] == '0':\n        raise ArithmeticError('in the report')\n    time.sleep(300)\n"

@@ -83,6 +83,13 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--lr", type=float, required=True)
 parser.parse_args()
 """,
+    "its_own.py": """
+import argparse
+from ratchet_worker.session import Session
+parser = argparse.ArgumentParser()
+parser.parse_args()
+parser.error("the data is not mounted here")
+""",
     "none.py": "import ratchet_worker\nprint('no Session')\n",
 }
 
@@ -141,6 +148,12 @@ def test_arguments_that_the_script_refuses_are_a_user_error_with_its_own_exit_co
     assert (result.cause, result.exit_code) == (Cause.USER_ERROR, 2), attempt.logs()
     told = "the script does not take its arguments: the following arguments are required: --lr"
     assert told in (result.message or "") and "Traceback" not in attempt.logs() and "usage: " in attempt.logs()
+
+
+def test_what_a_script_finds_wrong_by_itself_may_be_tried_again(home: Home) -> None:
+    attempt = home.launch("its_own.py")
+    result = attempt.wait()
+    assert (result.cause, result.exit_code) == (Cause.EXCEPTION, 2), attempt.logs()
 
 
 def test_what_no_retry_heals_is_told_with_its_cure_and_what_was_not_done_is_said(home: Home) -> None:

@@ -40,6 +40,15 @@ def test_parts_of_what_was_given_are_given(net: nn.Module, adam: Optimizer) -> N
     assert found(net.parameters(), [adam], [adam, SimpleNamespace(of={"schedulers": [first]})]) == ["CosineAnnealingLR"]
 
 
+def test_a_scheduler_does_not_give_its_optimizer(net: nn.Module, adam: Optimizer) -> None:
+    assert found(net.parameters(), [], [OneCycleLR(adam, 0.1, 10)]) == ["AdamW"]
+
+
+def test_an_average_within_the_model_is_the_models(net: nn.Module) -> None:
+    net.average = AveragedModel(nn.Linear(2, 2))
+    assert found(net.parameters(), [], net.modules()) == []
+
+
 class Around(torch.optim.SGD):
     """As those of libraries that stand around another one."""
 

@@ -30,6 +30,9 @@ EXIT_CODES: Final = {
 }
 
 
+_PARSERS: Final = (argparse.ArgumentParser.parse_known_args, argparse.ArgumentParser.parse_known_intermixed_args)
+
+
 class ScriptExit(RuntimeError):
     """A script that ended by ``sys.exit`` with something else than 0. ``code``: what it gave; ``cause``: of the attempt's end."""
 
@@ -45,9 +48,11 @@ class ScriptExit(RuntimeError):
 
 def _refused_arguments(exit_: SystemExit) -> str | None:
     """What the script's ``argparse`` says, where it ended the script: no retry heals that."""
-    frames = (frame for frame, _ in traceback.walk_tb(exit_.__traceback__))
-    error = next((frame for frame in frames if frame.f_code is argparse.ArgumentParser.error.__code__), None)
-    return None if error is None else str(error.f_locals["message"])
+    frames = {frame.f_code: frame for frame, _ in traceback.walk_tb(exit_.__traceback__)}
+    error = frames.get(argparse.ArgumentParser.error.__code__)
+    if error is None or not any(parse.__code__ in frames for parse in _PARSERS):  # else the script's own call of error
+        return None
+    return str(error.f_locals["message"])
 
 
 def exit_code_of(error: BaseException, cause: Cause) -> int:

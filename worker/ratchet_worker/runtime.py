@@ -167,7 +167,7 @@ class Runtime:
         Session: in the resume report, where that is not made yet. Raises ``UserError`` for the latter under
         ``determinism: strict``."""
         if not self.restored:
-            self._look_for_unregistered()
+            self.look_for_unregistered()
         place, names = loop_variables.carried(frame)
         new = [name for name in names if name not in self._carried]
         if not new:
@@ -179,11 +179,12 @@ class Runtime:
         if self.rank == 0 and (self.restored or self.chosen.manifest is None):
             self.reporter.note("loop-variables", text)
 
-    def _look_for_unregistered(self) -> None:
+    def look_for_unregistered(self) -> None:
+        """Before ``restore``. Raises ``UserError`` under ``determinism: strict``."""
         state, ddp = self.state, self.state.ddp
         if ddp is None:
             return
-        given = (*state.optimizers.values(), *state.stateful.values(), *state.plain.values(), state.data)
+        given = (*state.optimizers.values(), *state.stateful.values(), *state.plain.values(), *ddp.module.modules())
         names = unregistered.found(ddp.parameters(), state.optimizers.values(), given)
         if not names:
             return

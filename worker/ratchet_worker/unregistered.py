@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 _KINDS: Final = (Optimizer, LRScheduler, torch.amp.GradScaler, AveragedModel)
 _DEPTH: Final = 4
 """How deep within a registered object others count as its parts: in attributes, lists and dicts."""
+_MOST_PARTS: Final = 1000
 
 
 def found(parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], given: Iterable[object]) -> list[str]:
@@ -46,7 +47,7 @@ def _unregistered(trained: Collection[int], optimizers: Iterable[Optimizer], kep
 
 def _trains(optimizer: Optimizer, trained: Collection[int], kept: Collection[int]) -> bool:
     """False for a wrapper of an optimizer that is kept."""
-    wraps = any(id(part) in kept for part in vars(optimizer).values())
+    wraps = any(isinstance(part, Optimizer) and id(part) in kept for part in vars(optimizer).values())
     groups = () if wraps else getattr(optimizer, "param_groups", ())
     return any(id(parameter) in trained for group in groups for parameter in group["params"])
 
@@ -58,16 +59,17 @@ def _acts(item: object, optimizers: Collection[int]) -> bool:
 
 
 def _parts(item: object, depth: int) -> Iterator[object]:
-    """The object and what it holds; not what modules and tensors hold."""
+    """The object and what it holds; not what modules and tensors hold, nor a scheduler's optimizer, which its state leaves out,
+    nor what is in a long list or dict, which is data."""
     yield item
     if depth == 0 or isinstance(item, (nn.Module, torch.Tensor, type)):
         return
     inner: Iterable[Any] = ()
-    if isinstance(item, dict):
-        inner = item.values()
-    elif isinstance(item, (list, tuple)):
-        inner = item
+    if isinstance(item, (dict, list, tuple)):
+        if len(item) <= _MOST_PARTS:
+            inner = item.values() if isinstance(item, dict) else item
     elif hasattr(item, "__dict__"):
-        inner = vars(item).values()
+        left_out = "optimizer" if isinstance(item, LRScheduler) else None
+        inner = [part for name, part in vars(item).items() if name != left_out]
     for part in inner:
         yield from _parts(part, depth - 1)
