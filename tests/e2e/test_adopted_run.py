@@ -179,6 +179,9 @@ def test_of_a_run_that_has_ended_nothing_is_left_but_with_more_steps(server: Ser
     spec, run = _spec(alone, 1, POWER), alone / "ratchet-checkpoints"
     answer = server.call("POST", "/v1/jobs", params={"adopt": str(run)}, json=spec, expect=409).json()
     assert answer["code"] == "nothing-left" and f"has ended with step {STEPS}" in answer["detail"]
+    (alone / "settings.yaml").write_text("")  # the script may ask for more because of it
+    assert "adopt-finished" in _submitted(cli, spec, run).errors
+    (alone / "settings.yaml").unlink()
     more = spec | {"script": ["train.py", str(STEPS + 6)]}
     assert "adopt-finished" in _submitted(cli, more, run, "--wait").errors
 

@@ -37,6 +37,8 @@ _POINTER = "/query/adopt"
 _COMPARED = ("script", "ddp", "determinism")
 """Keys of the spec in which a difference is never exact; another hook and other ranks have rules of their own (``worlds``)."""
 
+_SETTINGS = frozenset({".yaml", ".yml", ".json", ".toml", ".ini", ".cfg"})
+
 
 @dataclass(frozen=True)
 class PreparedAdoption:
@@ -198,7 +200,7 @@ def _compared(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, 
     ]
     if manifest.finished:
         ended = f"the run in {directory} has ended with step {manifest.step}"
-        if not found and _is_the_runs(spec, manifest):
+        if launch is not None and not found and _is_the_runs(spec, manifest, Path(os.path.realpath(directory))):
             text = f"{ended}, and this job would ask for no more: have the script's arguments, env or code ask for more"
             raise Conflict(text, code="nothing-left")
         text = f"{ended}: a script that asks for no more has nothing to do"
@@ -206,18 +208,24 @@ def _compared(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, 
     return warnings
 
 
-def _is_the_runs(spec: JobSpec, manifest: Manifest) -> bool:
-    """Would the same code do the same number of steps? False where that is not certain: of modules that the run had imported the
-    service does not know."""
+def _is_the_runs(spec: JobSpec, manifest: Manifest, directory: Path) -> bool:
+    """Would the same code do the same number of steps? False where that is not certain: of modules that the run had imported and
+    of settings that it had read the service does not know, and uploaded code is not at the spec's path."""
     if (
         spec.own_code is None
+        or spec.own_code.digest is not None
         or spec.script is None
         or spec.env
         or spec.secrets
         or spec.world.size != manifest.world_size
     ):
         return False
-    return manifest.code_digest == script_digest({"__main__": Path(spec.own_code.path) / spec.script[0]})
+    root = Path(os.path.realpath(spec.own_code.path))
+    try:
+        settings = any(path.suffix in _SETTINGS and directory not in path.parents for path in root.rglob("*"))
+        return not settings and manifest.code_digest == script_digest({"__main__": root / spec.script[0]})
+    except OSError:
+        return False
 
 
 def _copy(run: RunDirectory, manifest: Manifest, target: JobPaths, directory: str) -> None:
