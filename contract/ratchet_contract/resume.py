@@ -98,6 +98,10 @@ class ReportOf(_Model, Generic[B]):
             return f"{self.verdict}: code changed ({code.recorded} -> {code.current})"
         part = next((c for c in self.components if c.status != "exact"), None) if self.verdict == "not-exact" else None
         if part is None:
+            if self.verdict == "not-exact" and self.differences:
+                other = self.differences[0]
+                more = f", and {len(self.differences) - 1} more" if len(self.differences) > 1 else ""
+                return f"{self.verdict}: {other.key} ({other.recorded} -> {other.current}){more}"
             return f"{self.verdict}; {self.not_exact_since}" if self.not_exact_since else self.verdict
         why = textwrap.shorten(part.reason or part.status, 400, placeholder=" ...")
         return f"{self.verdict}: {part.component} of rank {part.rank}: {why}"

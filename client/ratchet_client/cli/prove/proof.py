@@ -229,7 +229,8 @@ def _lost(report: ResumeReportView) -> list[str]:
     if report.verdict != "not-exact":
         return []
     parts = [part for part in report.components if part.status != "exact"]
-    others = [d for d in report.differences if d.key.removeprefix("spec:env.") not in TRACKERS_OFF]
+    own = {"spec:env", *(f"spec:env.{name}" for name in TRACKERS_OFF)}  # the first where the job has no variables
+    others = [d for d in report.differences if d.key not in own]
     return [
         *(f"{part.component} is {part.status}: {part.reason or 'no reason given'}" for part in parts),
         *(f"{other.key} was {other.recorded}, and is {other.current}" for other in others),

@@ -270,9 +270,7 @@ def _tell_end(
     reports = ((attempt.number, attempt.resume_report) for attempt in client.attempts(job.id))
     for number, report in reports:
         if report is not None and report.verdict == "not-exact":
-            output.note(
-                f"not exact: attempt {number} resumed with other bits than an undisturbed run has. {report.sentence()}"
-            )
+            output.note(f"not exact: attempt {number} may have other bits than an undisturbed run. {report.sentence()}")
             break
     if job.phase == "SUCCEEDED" and job.last_checkpoint is not None:
         output.note(f"model: {_near(paths.checkpoints / job.last_checkpoint)}")
@@ -285,13 +283,15 @@ def _tell_end(
     home = shlex.quote(_near(service.paths.home))
     first = f"ratchet serve --home {home}, and beside it " if service.private else ""
     if job.phase != "SUCCEEDED":
-        output.note(f"more of it: {first}ratchet --home {home} attempts {job.id}, or logs {job.id}")
+        output.note(
+            f"more of it: {first}ratchet --home {home} attempts {job.id}, or ratchet --home {home} logs {job.id}"
+        )
         if unfinished(job):
             output.note("the same command goes on from its newest checkpoint; --new starts another job")
         return Exit.JOB_FAILED
     more = [f"logs {job.id}"] if found is None else [f"cp {job.id}: DIR"]
     more += [] if job.last_checkpoint is None else [f"checkpoints export {job.id} -o model.safetensors"]
-    output.note(f"more of it: {first}ratchet --home {home} {', or '.join(more)}")
+    output.note(f"more of it: {first}{', or '.join(f'ratchet --home {home} {command}' for command in more)}")
     if job.last_checkpoint is not None:
         output.note(f"does it end with the same bits when it is killed? {proof}")
     return Exit.OK

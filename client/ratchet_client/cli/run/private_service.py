@@ -33,6 +33,8 @@ COMMAND_FILE: Final = "command.txt"
 LOCK_FILE: Final = "command.lock"
 """There, too: locked by the command that runs, whose pid it holds."""
 _END_SECONDS: Final = 30.0
+_CLOSED_SECONDS: Final = 2.0
+"""A killed process closes its port up to so long before it can be waited for."""
 
 
 class RunService:
@@ -56,7 +58,7 @@ class RunService:
         if self._process is None:
             return False
         try:
-            self._process.wait(_END_SECONDS)  # a killed process closes its port some time before it can be waited for
+            self._process.wait(_CLOSED_SECONDS)
         except subprocess.TimeoutExpired:
             return False
         output.note("the service of this command ended: it is started again; training goes on meanwhile")
