@@ -9,7 +9,7 @@ PowerSGD is that of one bucket, so it has one here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import isqrt, prod
 from typing import Any, Final
 
 from ratchet_hooks.memory import hook_memory, needs_shapes
@@ -70,6 +70,8 @@ def working(label: str, model: Model) -> int:
     to a square or sent in 16 bits."""
     vectors, factors = model.width * model.depth, 2 * model.width * model.depth
     whole = sum(prod(shape) for shape in model.shapes)
+    if label.startswith("batched"):
+        whole = (isqrt(whole - 1) + 1) ** 2
     if "+" in label:
         return 2 * whole + _FEW
     copied = label.startswith("batched") or label.endswith((":stacked", ":all"))
