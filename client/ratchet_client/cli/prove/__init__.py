@@ -130,7 +130,12 @@ def _lines(proof: Proof) -> list[str]:
         f"{counted(proof.comparison.tensors, 'tensor')}, every rank's state and {counted(proof.metrics, 'metric')} "
         f"after {proof.steps}{of} step{'s' * (proof.steps != 1)}"
     )
-    different = [] if proof.comparison.identical else difference_lines(proof.comparison)
+    found, lost = proof.comparison, next((text for text in proof.reports if " is not-exact: " in text), None)
+    if lost is not None:
+        part = lost.partition(" is ")[0]
+        first = f"what the resume has lost, as said above ({part}); the rest may follow from it"
+        found = found.model_copy(update={"advice": first})
+    different = [] if found.identical else difference_lines(found)
     if proof.verdict == "not-repeatable":
         return [
             f"NOT REPEATABLE: two undisturbed runs of {proof.what} differ: {_first(proof)}",

@@ -1,0 +1,41 @@
+"""What a proof says of a resume that was not exact."""
+
+from __future__ import annotations
+
+from ratchet_client.cli.prove import _lines, proof
+from ratchet_contract.api import ResumeReportView
+from ratchet_contract.resume import EnvironmentDifference
+
+
+def test_the_variables_that_a_proof_itself_sets_are_no_loss_also_where_the_job_has_none() -> None:
+    def lost(*keys: str) -> list[str]:
+        differences = [EnvironmentDifference(key=key, recorded=None, current="another") for key in keys]
+        report = {
+            "verdict": "not-exact",
+            "base": {"step": 5, "attempt": 1, "digest": None},
+            "world_size": 1,
+            "differences": differences,
+        }
+        return proof._lost(ResumeReportView.model_validate(report))
+
+    assert lost("spec:env", "spec:env.WANDB_MODE") == []
+    assert lost("spec:env.SEED") == ["spec:env.SEED was None, and is another"]
+
+
+def test_what_a_resume_has_lost_is_mended_first() -> None:
+    lost = "unregistered is not-exact: LambdaLR: made by the script and not given to the Session: give it to session.prepare"
+    ids = {"job_id": "job-a", "checkpoint_id": "a", "with_job_id": "job-b", "with_checkpoint_id": "b"}
+    found = {
+        "identical": False,
+        "step": 9,
+        "tensors": 4,
+        "different": 0,
+        "differences": [],
+        "advice": "register the object",
+    }
+    seen = proof.Proof.model_validate(
+        {"verdict": "differs", "what": "x", "steps": 9, "total": None, "comparison": ids | found}
+    )
+    assert _lines(seen)[-1] == "next: register the object"
+    told = _lines(seen.model_copy(update={"reports": ["a note", lost]}))
+    assert told[-1] == "next: what the resume has lost, as said above (unregistered); the rest may follow from it"
