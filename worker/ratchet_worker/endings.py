@@ -30,7 +30,12 @@ EXIT_CODES: Final = {
 }
 
 
-_PARSERS: Final = (argparse.ArgumentParser.parse_known_args, argparse.ArgumentParser.parse_known_intermixed_args)
+_PARSERS: Final = (
+    argparse.ArgumentParser.parse_args,
+    argparse.ArgumentParser.parse_known_args,
+    argparse.ArgumentParser.parse_intermixed_args,
+    argparse.ArgumentParser.parse_known_intermixed_args,
+)
 
 
 class ScriptExit(RuntimeError):
