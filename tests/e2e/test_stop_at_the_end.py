@@ -24,7 +24,7 @@ with Session() as session:
     (here / "trained").touch()
     while not (here / "go").exists():
         time.sleep(0.05)
-    time.sleep(2)  # until the rank has heard of the stop
+    time.sleep(5)  # until the rank has heard of the stop
 (here / "result").write_text(str(net.weight.tolist()))
 """
 
@@ -47,7 +47,10 @@ def test_the_rest_of_a_script_that_was_stopped_behind_its_last_step_is_done_by_t
     )
     wait_for(lambda: (here / "trained").exists(), "the last step")
     server.call("POST", f"/v1/jobs/{job}/preempt", json={})
-    wait_for(lambda: server.job(job)["phase"] == "STOPPING", "the stop request")
+    newest = server.newest_attempt(job)
+    assert newest is not None
+    control = newest[1].node(0).control_file
+    wait_for(lambda: control.exists() and "preempt" in control.read_text(), "the stop request")
     (here / "go").touch()
     server.wait_phase(job, "SUCCEEDED")
     assert (here / "result").exists()
