@@ -63,6 +63,10 @@ class EnvironmentDifference(_Model):
     recorded: str | int | float | bool | None
     current: str | int | float | bool | None
 
+    def sentence(self) -> str:
+        """``threads (2 -> 1)``"""
+        return f"{self.key} ({self.recorded} -> {self.current})"
+
 
 class ReportOf(_Model, Generic[B]):
     """Written by rank 0 before the first step of an attempt; ``exact`` only when every component and fact is the same.
@@ -101,7 +105,7 @@ class ReportOf(_Model, Generic[B]):
             if self.verdict == "not-exact" and self.differences:
                 other = self.differences[0]
                 more = f", and {len(self.differences) - 1} more" if len(self.differences) > 1 else ""
-                return f"{self.verdict}: {other.key} ({other.recorded} -> {other.current}){more}"
+                return f"{self.verdict}: {other.sentence()}{more}"
             return f"{self.verdict}; {self.not_exact_since}" if self.not_exact_since else self.verdict
         why = textwrap.shorten(part.reason or part.status, 400, placeholder=" ...")
         return f"{self.verdict}: {part.component} of rank {part.rank}: {why}"

@@ -24,7 +24,7 @@ with Session() as session:
     (here / "trained").touch()
     while not (here / "go").exists():
         time.sleep(0.05)
-    time.sleep(5)  # until the rank has heard of the stop
+    time.sleep(5)  # the rank receives the stop request meanwhile
 (here / "result").write_text(str(net.weight.tolist()))
 """
 

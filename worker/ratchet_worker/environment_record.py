@@ -203,4 +203,4 @@ def compare(recorded: Record | dict[str, Any], current: Record) -> list[Environm
 
 def sentence(differences: list[EnvironmentDifference]) -> str:
     """``threads (2 -> 1), torch (2.13.0 -> 2.13.1)``"""
-    return ", ".join(f"{d.key} ({d.recorded} -> {d.current})" for d in differences)
+    return ", ".join(difference.sentence() for difference in differences)

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api import Warning_
-from ratchet_contract.code_tree import script_digest
+from ratchet_contract.code_tree import UNLIMITED, TreeError, entries, script_digest
 from ratchet_contract.errors import CheckpointError, Conflict, FieldProblem, SpecError
 from ratchet_contract.manifest import Manifest
 from ratchet_contract.messages import ForkSource
@@ -200,7 +200,7 @@ def _compared(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, 
     ]
     if manifest.finished:
         ended = f"the run in {directory} has ended with step {manifest.step}"
-        if launch is not None and not found and _is_the_runs(spec, manifest, Path(os.path.realpath(directory))):
+        if launch is not None and not found and _is_the_runs(spec, manifest):
             text = f"{ended}, and this job would ask for no more: have the script's arguments, env or code ask for more"
             raise Conflict(text, code="nothing-left")
         text = f"{ended}: a script that asks for no more has nothing to do"
@@ -208,7 +208,7 @@ def _compared(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, 
     return warnings
 
 
-def _is_the_runs(spec: JobSpec, manifest: Manifest, directory: Path) -> bool:
+def _is_the_runs(spec: JobSpec, manifest: Manifest) -> bool:
     """Would the same code do the same number of steps? False where that is not certain: of modules that the run had imported and
     of settings that it had read the service does not know, and uploaded code is not at the spec's path."""
     if (
@@ -220,11 +220,11 @@ def _is_the_runs(spec: JobSpec, manifest: Manifest, directory: Path) -> bool:
         or spec.world.size != manifest.world_size
     ):
         return False
-    root = Path(os.path.realpath(spec.own_code.path))
+    root = Path(spec.own_code.path)
     try:
-        settings = any(path.suffix in _SETTINGS and directory not in path.parents for path in root.rglob("*"))
+        settings = any(entry.source.suffix in _SETTINGS for entry in entries(root, UNLIMITED))
         return not settings and manifest.code_digest == script_digest({"__main__": root / spec.script[0]})
-    except OSError:
+    except (OSError, TreeError):
         return False
 
 
