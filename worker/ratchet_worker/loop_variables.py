@@ -63,7 +63,7 @@ def sentence(place: str, names: Sequence[str]) -> str:
         f"{place}: the loop carries {first_of(names)} from one pass to the next, and no checkpoint has {them}: after a resume "
         f"{they} from the value that the script assigns first. Where training or a file depends on {them}: "
         f"kept = session.prepare(SimpleNamespace({names[0]}=...)) before the first epoch or step; use kept.{names[0]} "
-        "afterwards. If each epoch resets it, reset it only when loader.start == 0 (loader: what prepare returns for the data loader)"
+        "afterwards. If each epoch resets it, reset it only when loader.start == 0 (loader: as prepare returns it)"
     )
 
 
