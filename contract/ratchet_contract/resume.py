@@ -8,7 +8,7 @@ from typing import Final, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ratchet_contract.plural import counted
+from ratchet_contract.plural import counted, first_of
 from ratchet_contract.step_ring import Part
 
 ComponentStatus = Literal["exact", "redistributed", "reset", "absent", "not-exact", "imported"]
@@ -103,9 +103,7 @@ class ReportOf(_Model, Generic[B]):
         part = next((c for c in self.components if c.status != "exact"), None) if self.verdict == "not-exact" else None
         if part is None:
             if self.verdict == "not-exact" and self.differences:
-                other = self.differences[0]
-                more = f", and {len(self.differences) - 1} more" if len(self.differences) > 1 else ""
-                return f"{self.verdict}: {other.sentence()}{more}"
+                return f"{self.verdict}: {first_of([other.sentence() for other in self.differences], 1)}"
             return f"{self.verdict}; {self.not_exact_since}" if self.not_exact_since else self.verdict
         why = textwrap.shorten(part.reason or part.status, 400, placeholder=" ...")
         return f"{self.verdict}: {part.component} of rank {part.rank}: {why}"

@@ -251,6 +251,40 @@ def test_what_has_ended_is_loaded_by_another_number_of_ranks_which_have_no_posit
     assert "has ended with step 6, so that nothing is left to do" in again.stderr
 
 
+def test_a_run_that_has_ended_trains_on_where_more_epochs_are_asked_for(place: Path) -> None:
+    text = ORDINARY_LOOP.replace("session.epochs(2)", "session.epochs(int(sys.argv[1]))").replace(
+        "import torch", "import sys\nimport torch", 1
+    )
+    (place / "train.py").write_text(text)
+    whole = _run(place, "train.py", "4")
+    (place / "ratchet-checkpoints").rename(place / "whole")
+    first = _run(place, "train.py", "2")
+    again = _run(place, "train.py", "4")
+    assert whole.returncode == first.returncode == again.returncode == 0, first.stderr + again.stderr
+    assert again.stdout == whole.stdout != first.stdout
+    assert "has ended with step 12, so" not in again.stderr and "resumed from step 12" in again.stderr
+    assert "note: the script's arguments have changed: what the checkpoint has" in again.stderr
+    assert "step 24 is saved" in again.stderr and "has ended with step 24, so" in _run(place, "train.py", "4").stderr
+
+
+def test_another_number_of_ranks_within_an_epoch_says_that_the_epoch_begins_again(place: Path) -> None:
+    text = ORDINARY_LOOP.replace("Session()", 'Session(on_hook_mismatch="redistribute")')
+    (place / "train.py").write_text(
+        text.replace(
+            "        optimizer.step()\n",
+            "        optimizer.step()\n"
+            "        if session.step == 1:\n            session.checkpoint()\n            raise SystemExit(9)\n",
+        )
+    )
+    assert _run(place, *TORCHRUN, "train.py").returncode != 0
+    (place / "train.py").write_text(text)
+    again = _run(place, "train.py")
+    assert again.returncode == 0, again.stderr
+    assert "epoch 0 begins again, so that its batches up to there are trained on twice" in again.stderr, again.stderr
+    (resumed,) = [line for line in again.stderr.splitlines() if "resumed from step" in line]
+    assert len(max(resumed.split(), key=len)) < 60, "digests are shortened"
+
+
 IN_PYTEST = """
 import signal
 import threading
@@ -426,6 +460,8 @@ def test_a_start_that_does_not_train_deletes_no_checkpoint(place: Path) -> None:
     kept = sorted(path.name for path in root.iterdir())
     assert len(kept) >= 5
     (place / "train.py").write_text(SCRIPT)  # keep_last is 3
+    assert "determinism is strict and this is not what was recorded: code_digest" in _run(place, "train.py").stderr
+    (place / "train.py").write_text(SCRIPT.replace('"strict"', '"warn"'))
     assert "has ended" in _run(place, "train.py").stderr
     (place / "train.py").write_text(SCRIPT.replace('"powerSGD"', '"powerSGDD"'))
     assert _run(place, "train.py").returncode != 0

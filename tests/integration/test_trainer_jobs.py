@@ -164,6 +164,57 @@ def test_a_killed_trainer_ends_as_the_plain_one(jobs: list[Job], tmp_path: Path,
         assert "checkpoint-76 was not written by this job" in refused.logs()
 
 
+FURTHER: Final = """
+import sys
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from transformers import TrainingArguments
+
+from ratchet.transformers import Trainer
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x, labels):
+        return {"loss": nn.functional.cross_entropy(self.linear(x), labels)}
+
+
+torch.manual_seed(0)
+data = [{"x": torch.randn(4), "labels": i % 2} for i in range(32)]
+net = Net()
+average = AveragedModel(net) if sys.argv[2:] else None
+options = {"per_device_train_batch_size": 4, "lr_scheduler_type": "constant", "save_strategy": "no", "logging_strategy": "no"}
+options |= {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+trainer = Trainer(model=net, train_dataset=data, args=TrainingArguments("out", num_train_epochs=int(sys.argv[1]), **options))
+trainer.train()
+print(trainer.state.global_step, net.linear.weight.tolist())
+"""
+
+
+def test_a_run_that_has_ended_trains_on_and_what_the_trainer_was_not_given_is_named(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FURTHER)
+
+    def trained(folder: str, *arguments: str) -> str:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        command = [sys.executable, str(tmp_path / "script.py"), *arguments]
+        with (tmp_path / "printed").open("w+") as out:
+            rank = LIBRARIES.start(command, out.fileno(), errors=2, env=ONE_THREAD, cwd=tmp_path / folder)
+            assert rank.wait(120) == 0
+            out.seek(0)
+            return out.read().splitlines()[-1]
+
+    whole, first, again = trained("whole", "4"), trained("mine", "2"), trained("mine", "4", "average")
+    assert first.startswith("16 ") and whole.startswith("32 ") and again == whole
+    spool = tmp_path / "mine" / "out" / "_ratchet-checkpoints" / "attempts" / "0002"
+    told = "".join(path.read_text() for path in (spool / "spool").iterdir())
+    assert "AveragedModel: made by the script and not given to the Session" in told
+
+
 @full
 def test_without_a_service_the_checkpoints_are_beside_the_trainers(tmp_path: Path) -> None:
     from huggingface_hub.utils import filter_repo_objects

@@ -18,7 +18,7 @@ def test_what_is_not_exact_is_named() -> None:
     assert said(verdict="not-exact", components=[EXACT, LOST]) == named
     torch = EnvironmentDifference(key="torch", recorded="2.12.0", current="2.13.0")
     assert said(verdict="not-exact", differences=[torch]) == "not-exact: torch (2.12.0 -> 2.13.0)"
-    assert said(verdict="not-exact", differences=[torch, torch]).endswith("2.13.0), and 1 more")
+    assert said(verdict="not-exact", differences=[torch, torch]).endswith("2.13.0) and 1 more")
     code = EnvironmentDifference(key="code_digest", recorded="a", current="b")
     assert said(verdict="not-exact", components=[LOST], differences=[code]) == "not-exact: code changed (a -> b)"
 

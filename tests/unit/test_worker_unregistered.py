@@ -59,7 +59,13 @@ class Around(torch.optim.SGD):
 
 def test_others_models_what_is_gone_and_what_stands_around_a_given_one_are_not(net: nn.Module, adam: Optimizer) -> None:
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
-    kept = [other, CosineAnnealingLR(other, 5), Around(adam), torch.amp.GradScaler("cpu", enabled=False)]  # type: ignore[attr-defined]
+    scaler = torch.amp.GradScaler("cpu", enabled=False)  # type: ignore[attr-defined]
+    kept = [other, CosineAnnealingLR(other, 5), Around(adam), scaler, AveragedModel(nn.Linear(3, 3))]
     CosineAnnealingLR(adam, 5)
     torch.optim.SGD(net.parameters(), 0.1)
     assert kept and found(net.parameters(), [adam], [adam]) == []
+
+
+def test_a_scheduler_of_a_wrapper_is_found(net: nn.Module, adam: Optimizer) -> None:
+    kept = CosineAnnealingLR(Around(adam), 5)
+    assert kept and found(net.parameters(), [adam], [adam]) == ["CosineAnnealingLR"]

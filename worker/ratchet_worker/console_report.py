@@ -13,7 +13,7 @@ from typing import Any
 
 from ratchet_contract import messages as m
 from ratchet_contract.paths import JobPaths
-from ratchet_contract.plural import counted
+from ratchet_contract.plural import counted, short_digests
 from ratchet_worker.replay_proof import INEXACT, inexact
 from ratchet_worker.spool import Spool
 
@@ -65,7 +65,7 @@ class ConsoleReport(Spool):
         notes, earlier = [*report.notes], report.not_exact_since
         head = f"resumed exactly from {place}"
         if report.verdict != "exact":
-            head = f"resumed from {place}, and not exactly: {inexact(report)}"
+            head = f"resumed from {place}, and not exactly: {short_digests(inexact(report))}"
         elif earlier is not None:
             head = f"resumed from {place} as it was saved, which is {earlier}: the checkpoint itself has other bits"
             notes = [note for note in notes if not note.startswith(earlier)]

@@ -24,6 +24,7 @@ from ratchet_contract.api import EnvironmentView
 from ratchet_contract.git_facts import GitFacts
 from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.plural import first_of
 from ratchet_contract.resume import EnvironmentDifference
 from ratchet_contract.version import RATCHET_VERSION
 from ratchet_hooks import torch_compat
@@ -201,6 +202,6 @@ def compare(recorded: Record | dict[str, Any], current: Record) -> list[Environm
     ]
 
 
-def sentence(differences: list[EnvironmentDifference]) -> str:
-    """``threads (2 -> 1), torch (2.13.0 -> 2.13.1)``"""
-    return ", ".join(difference.sentence() for difference in differences)
+def sentence(differences: Sequence[EnvironmentDifference], most: int | None = None) -> str:
+    """``threads (2 -> 1), torch (2.13.0 -> 2.13.1)``; of more than ``most`` how many more there are."""
+    return first_of([difference.sentence() for difference in differences], most or len(differences))

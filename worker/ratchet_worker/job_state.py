@@ -415,7 +415,8 @@ class JobState:
             why = f"the group had {counted(ranks, 'rank')} and the data have no load_resized"
             if isinstance(self.data, SamplerPosition | StreamPosition):
                 self.data.begin_again(states[0])
-                why += f"; epoch {self.data.epoch} begins again"
+                twice = ", so that its batches up to there are trained on twice" if states[0]["position"] else ""
+                why += f"; epoch {self.data.epoch} begins again{twice}"
             return self._report("data", "reset", why)
         report = self._restore_data(lambda _: load(states))
         size = batches(states[0], self.data.state_dict())

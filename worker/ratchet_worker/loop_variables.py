@@ -56,15 +56,22 @@ def _is_users(frame: FrameType) -> bool:
     return is_users_module(str(frame.f_globals.get("__name__")))
 
 
-def sentence(place: str, names: Sequence[str]) -> str:
-    """Of what ``carried`` has found."""
+def sentence(place: str, names: Sequence[str], *, within_epoch: bool) -> str:
+    """Of what ``carried`` has found. ``within_epoch``: the loop goes over an epoch's batches."""
     them, they = ("it", "it starts") if len(names) == 1 else ("them", "they start")
-    return (
+    text = (
         f"{place}: the loop carries {first_of(names)} from one pass to the next, and no checkpoint has {them}: after a resume "
         f"{they} from the value that the script assigns first. Where training or a file depends on {them}: "
-        f"kept = session.prepare(SimpleNamespace({names[0]}=...)) before the first epoch or step; use kept.{names[0]} "
-        "afterwards. If each epoch resets it, reset it only when loader.start == 0 (loader: as prepare returns it)"
+        f"kept = session.prepare(SimpleNamespace({names[0]}=...)) before the first epoch or step; use kept.{names[0]} afterwards"
     )
+    each = ". If each epoch resets it, reset it only when loader.start == 0 (loader: as prepare returns it)"
+    return text + each * within_epoch
+
+
+def sentence_of_resume(place: str, names: Sequence[str]) -> str:
+    """The same where a resume has lost them."""
+    they, them = ("starts", "it") if len(names) == 1 else ("start", "them")
+    return f"{place}: {first_of(names)} {they} again from the value that the script assigns first: no checkpoint has {them}"
 
 
 def _asks(loop: ast.For, line: int) -> bool:

@@ -222,8 +222,7 @@ def _incomparable(name: str, report: ResumeReport, found: RingHeader | None, min
         return f"{name} left no fingerprints that this version of Ratchet reads"
     differences = compare(found.facts, mine.facts)
     if differences:
-        more = f" and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""
-        return f"{name} ran under other facts: {sentence(differences[:_NAMED])}{more}"
+        return f"{name} ran under other facts: {sentence(differences, _NAMED)}"
     if found.line != mine.line:
         return f"{name} and this one go back to different resumes that were not exact"
     return None
@@ -231,13 +230,15 @@ def _incomparable(name: str, report: ResumeReport, found: RingHeader | None, min
 
 def inexact(report: ResumeReport) -> str:
     """What of a resume is not exact, in words: what differs, and the first component that lost something by itself. A component
-    that was redistributed or reset follows from what differs, and is named where nothing does."""
+    that was redistributed or reset follows from what differs, and is named where nothing does; data that begin again always."""
     found = []
     if report.differences:
-        more = f" and {len(report.differences) - _NAMED} more" if len(report.differences) > _NAMED else ""
-        found.append(sentence(report.differences[:_NAMED]) + more)
+        found.append(sentence(report.differences, _NAMED))
     parts = [part for part in report.components if part.status != "exact"]
-    lost = [part for part in parts if part.status in ("not-exact", "absent")]
+    lost = [
+        part for part in parts
+        if part.status in ("not-exact", "absent") or (part.component == "data" and part.status == "reset")
+    ]  # fmt: skip
     for part in (lost if found else lost + parts)[:1]:
         told = part.reason if part.status == "not-exact" else f"{part.status} ({part.reason})"
         text = f"{part.component} of rank {part.rank}: {told}"

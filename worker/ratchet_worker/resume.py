@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -171,7 +172,7 @@ def restore(runtime: Runtime) -> ResumeReport:
         components=components,
         differences=differences,
         quarantined=chosen.quarantined,
-        notes=[*chosen.notes, *earlier, *_caveats(runtime, packages)] if runtime.rank == 0 else [],
+        notes=[*chosen.notes, *earlier, *_caveats(runtime, packages, differences)] if runtime.rank == 0 else [],
     )
     if runtime.rank == 0:
         paths = AttemptPaths(Path(launch.attempt_dir))
@@ -258,10 +259,15 @@ def _union(found: list[EnvironmentDifference]) -> list[EnvironmentDifference]:
     return sorted({(d.key, repr(d)): d for d in found}.values(), key=lambda d: d.key)
 
 
-def _caveats(runtime: Runtime, packages: list[str]) -> list[str]:
-    """What a report cannot know of."""
+def _caveats(runtime: Runtime, packages: list[str], differences: Sequence[EnvironmentDifference]) -> list[str]:
+    """What a report cannot know of, and what to know of it."""
     found = runtime.notes.total, runtime.notes.carried, untested(torch.__version__)
     out = [note for note in found if note is not None]
+    if any(difference.key == "spec:script" for difference in differences):
+        out.append(
+            "the script's arguments have changed: what the checkpoint has (learning rates, the place in a schedule, the state of "
+            "all that is registered) replaces what the script sets by them"
+        )
     if edited := package_list.editable(packages):
         out.append(f"installed as editable, so whether their code is the same is not looked at: {', '.join(edited)}")
     for path, reason in sorted(runtime.state.hidden.ignored.items()):

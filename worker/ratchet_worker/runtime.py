@@ -110,7 +110,7 @@ class Runtime:
         self._late: LateChanges | None = None  # there, where the step is saved
         self._counts: dict[str, list[int]] = {}  # of schedulers, at the last step boundary
         self.stopped: Stopped | None = None  # raised already; a thread of the script's may have ended with it
-        # Without a service: called when the state is back and steps are left to do, and with the error when the block is left.
+        # Without a service: called when the state is back, and with the error when the block is left.
         self.begins: Callable[[], None] | None = None
         self.left: Callable[[BaseException | None], None] | None = None
         self.trainer: threading.Thread | None = None  # does the steps: the one that asked for the last, from restore on
@@ -133,12 +133,21 @@ class Runtime:
 
     @property
     def done(self) -> bool:
-        """Nothing is left to train: the checkpoint says so, or the last step is behind us."""
-        manifest = self.chosen.manifest
-        ended = manifest is not None and manifest.finished and manifest.job_id == self.launch.job_id
-        if self._ended or (ended and self.step == self.chosen.base.step):
+        """Nothing is left to train: the checkpoint says so, unless the script asks for more steps by now, or the last step is
+        behind us."""
+        if self._ended or (self.had_ended and self.step == self.chosen.base.step):
             return True
         return self.total is not None and self.step >= self.total and not self.by_epochs
+
+    @property
+    def had_ended(self) -> bool:
+        """Is the base the run's last checkpoint, and are no more steps asked for by now? Another number of ranks counts other
+        steps, so it asks for no more. Another job that starts from it has not ended."""
+        manifest = self.chosen.manifest
+        if manifest is None or not manifest.finished or manifest.job_id != self.launch.job_id:
+            return False
+        asked, before = self.total, manifest.total_steps
+        return asked is None or before is None or asked <= before or self.world_size != manifest.world_size
 
     @property
     def judged(self) -> bool:
@@ -163,29 +172,35 @@ class Runtime:
         return ddp
 
     def look_at_loop(self, frame: FrameType | None) -> None:
-        """Tell what the script's loop in ``frame`` carries in variables, and what acts on the training and was not given to the
-        Session: in the resume report, where that is not made yet. Raises ``UserError`` for the latter under
-        ``determinism: strict``."""
-        if not self.restored:
-            self.look_for_unregistered()
+        """Tell what the script's loop in ``frame`` carries in variables: in the resume report, where that is not made yet."""
         place, names = loop_variables.carried(frame)
         new = [name for name in names if name not in self._carried]
         if not new:
             return
         self._carried.update(new)
-        text = loop_variables.sentence(place, new)
-        if not self.restored:
+        resumed = self.chosen.manifest is not None
+        if resumed:
+            text = loop_variables.sentence_of_resume(place, new)
+        else:
+            text = loop_variables.sentence(place, new, within_epoch=self.restored)
+        if resumed and not self.restored:
             self.notes.carried = text
-        if self.rank == 0 and (self.restored or self.chosen.manifest is None):
-            self.reporter.note("loop-variables", text)
+        elif self.rank == 0:
+            self.reporter.note("loop-variables", text, place=place, names=new)
 
-    def look_for_unregistered(self) -> None:
-        """Before ``restore``. Raises ``UserError`` under ``determinism: strict``."""
-        state, ddp = self.state, self.state.ddp
-        if ddp is None:
-            return
-        given = (*state.optimizers.values(), *state.stateful.values(), *state.plain.values(), *ddp.module.modules())
-        names = unregistered.found(ddp.parameters(), state.optimizers.values(), given)
+    def _look_for_unregistered(self) -> None:
+        """On any rank, for what acts on the training and was not given to the Session. Raises ``UserError`` under
+        ``determinism: strict``."""
+        state, (ddp, _) = self.state, self.state.hook_or_refuse()
+        given = (
+            *state.optimizers.values(),
+            *state.stateful.values(),
+            *state.plain.values(),
+            *ddp.module.modules(),
+            state.task,
+        )
+        mine = unregistered.found(ddp.parameters(), state.optimizers.values(), given)
+        names = sorted({name for rank in self.exchange.gather("unregistered", mine) for name in rank})
         if not names:
             return
         text = unregistered.sentence(names)
@@ -203,7 +218,7 @@ class Runtime:
         if self.restored:
             raise UserError("restore comes once, after everything is registered and before the first step")
         self.total = total
-        self.state.hook_or_refuse()
+        self._look_for_unregistered()
         self.state.refuse_uncovered()
         self.state.refuse_changed()
         self.state.begin()
@@ -215,7 +230,7 @@ class Runtime:
         self.counter.stage(Stage.TRAINING)
         self.trial.begins(self._data_epoch)
         self._report_hook()
-        if self.begins is not None and not self.done:
+        if self.begins is not None:
             self.begins()
 
     def mark_not_exact(self) -> None:

@@ -257,10 +257,6 @@ class Session:
         """Put the state back now; ``steps`` does it by itself. Everything must be registered. ``total_steps``: as ``total`` of
         ``steps``. Raises ``UserError`` for state that does not fit what is registered, and for a difference that
         ``determinism: strict`` forbids."""
-        self._runtime.look_for_unregistered()
-        self._restore(total_steps)
-
-    def _restore(self, total_steps: int | None) -> None:
         digest = getattr(self._runtime.state.data, "data_digest", None)
         self._runtime.data_digest = digest() if callable(digest) else None
         self._runtime.restore(total_steps)
@@ -277,7 +273,7 @@ class Session:
             raise UserError(f"total must be at least 1, not {total}")
         runtime.look_at_loop(inspect.currentframe())
         if not runtime.restored:
-            self._restore(total)
+            self.restore(total)
         runtime.refuse_after_the_end()
         runtime.total = total
         while not runtime.done:

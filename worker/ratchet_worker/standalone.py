@@ -209,13 +209,7 @@ class _Run:
         self._agreement.start()
         hold = self._listener.abort.hold
         runtime = join(launch, identity, self._clients, _TIMEOUT, hold, self._agreement, counter, self._reporter)
-        runtime.begins, runtime.left = self._tidy, self.left
-        manifest = runtime.chosen.manifest
-        if manifest is not None and manifest.finished and identity.rank == 0:
-            say(
-                f"the run in {self._shown} has ended with step {manifest.step}, so that nothing is left to do. For a new run use "
-                "another directory"
-            )
+        runtime.begins, runtime.left = self._begins, self.left
         runtime.chosen.notes.extend(_caveats(launch, place, self._seeds.drawn))
         self.runtime = runtime
         return runtime
@@ -423,6 +417,17 @@ class _Run:
                 at = "the newest checkpoint, if there is one, in"
         if runtime.rank == 0:
             say(f"{text}: the next start goes on from {at} {self._shown}")
+
+    def _begins(self) -> None:
+        runtime = self.runtime
+        assert runtime is not None
+        if not runtime.done:
+            self._tidy()
+        elif runtime.had_ended and runtime.rank == 0:
+            say(
+                f"the run in {self._shown} has ended with step {runtime.step}, so that nothing is left to do. To train on, ask "
+                "for more steps or epochs; for a new run use another directory"
+            )
 
     def _tidy(self) -> None:
         """On rank 0, of a start that trains: one that is refused, or has nothing left to do, deletes nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,9 +19,9 @@ _MOST_PARTS: Final = 1000
 
 
 def found(parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], given: Iterable[object]) -> list[str]:
-    """The types' names, sorted: of optimizers of ``parameters``, schedulers of ``optimizers`` or those, and gradient scalers that
-    are switched on and averages of a model, which are neither in ``given`` nor parts of what is."""
-    trained = {id(parameter) for parameter in parameters}
+    """The types' names, sorted: of optimizers of ``parameters``, schedulers of ``optimizers`` or those, gradient scalers that are
+    switched on, and averages of a model with such parameters, which are neither in ``given`` nor parts of what is."""
+    trained = [*parameters]
     kept = {id(part) for item in given for part in _parts(item, _DEPTH)}
     if not _unregistered(trained, optimizers, kept):
         return []
@@ -36,26 +36,34 @@ def sentence(names: Collection[str]) -> str:
     )
 
 
-def _unregistered(trained: Collection[int], optimizers: Iterable[Optimizer], kept: Collection[int]) -> list[object]:
+def _unregistered(
+    trained: Sequence[nn.Parameter], optimizers: Iterable[Optimizer], kept: Collection[int]
+) -> list[object]:
     objects = gc.get_objects()
     kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, _KINDS)}  # far fewer than objects
-    items = [item for item in objects if type(item) in kinds and id(item) not in kept]
-    unregistered = [item for item in items if isinstance(item, Optimizer) and _trains(item, trained, kept)]
-    of_the_model = {id(optimizer) for optimizer in (*optimizers, *unregistered)}
-    return [*unregistered, *(item for item in items if _acts(item, of_the_model))]
+    items = [item for item in objects if type(item) in kinds]
+    of_the_model = [item for item in items if isinstance(item, Optimizer) and _trains(item, trained)]
+    unregistered = [item for item in of_the_model if id(item) not in kept and not _wraps(item, kept)]
+    stepped = {id(optimizer) for optimizer in (*optimizers, *of_the_model)}
+    return [*unregistered, *(item for item in items if id(item) not in kept and _acts(item, stepped, trained))]
 
 
-def _trains(optimizer: Optimizer, trained: Collection[int], kept: Collection[int]) -> bool:
-    """False for a wrapper of an optimizer that is kept."""
-    wraps = any(isinstance(part, Optimizer) and id(part) in kept for part in vars(optimizer).values())
-    groups = () if wraps else getattr(optimizer, "param_groups", ())
-    return any(id(parameter) in trained for group in groups for parameter in group["params"])
+def _trains(optimizer: Optimizer, trained: Sequence[nn.Parameter]) -> bool:
+    its = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
+    return any(id(parameter) in its for parameter in trained)
 
 
-def _acts(item: object, optimizers: Collection[int]) -> bool:
+def _wraps(optimizer: Optimizer, kept: Collection[int]) -> bool:
+    """Is it a wrapper of an optimizer that is kept?"""
+    return any(isinstance(part, Optimizer) and id(part) in kept for part in vars(optimizer).values())
+
+
+def _acts(item: object, optimizers: Collection[int], trained: Sequence[nn.Parameter]) -> bool:
     if isinstance(item, LRScheduler):
         return id(getattr(item, "optimizer", None)) in optimizers
-    return isinstance(item, AveragedModel) or (isinstance(item, torch.amp.GradScaler) and item.is_enabled())
+    if isinstance(item, AveragedModel):
+        return [p.shape for p in item.parameters()] == [p.shape for p in trained]
+    return isinstance(item, torch.amp.GradScaler) and item.is_enabled()
 
 
 def _parts(item: object, depth: int) -> Iterator[object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -202,11 +201,6 @@ def fields(*groups: Iterable[tuple[str, object]]) -> None:
                 console().print(Text.assemble((name.ljust(width) + "  ", "bold"), (value, style_of(value))))
             else:
                 line(f"{name.ljust(width)}  {value}")
-
-
-def short_digests(text: str) -> str:
-    """``text`` with only the beginning of each SHA-256: enough to tell two apart."""
-    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", text)
 
 
 def age(moment: datetime | None, now: datetime | None = None) -> str:

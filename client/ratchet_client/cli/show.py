@@ -25,7 +25,7 @@ from ratchet_client.cli.common import (
 )
 from ratchet_client.cli.metrics import last_words
 from ratchet_contract.access import LOCAL_OWNER
-from ratchet_contract.plural import counted
+from ratchet_contract.plural import counted, short_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,7 +117,7 @@ def get(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> None:
         ],
         [
             ("attempt", found.attempt), ("resumed", None if newest is None else newest.proof),
-            ("failures", _of(budgets.failures, budgets.max_failures)),
+            ("failures", _of(budgets.failures, budgets.max_failures) + ("" if unmanaged else " without progress")),
             ("preemptions", _of(budgets.preemptions, budgets.max_preemptions)),
             ("goodput", None if unmanaged else _goodput(found.goodput)),
         ],
@@ -204,7 +204,7 @@ def attempts(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> N
     told: dict[str, list[int]] = {}
     for attempt in found:
         for text in [*([attempt.message or ""] if "MESSAGE" in missing else []), *_remarks(attempt)]:
-            told.setdefault(output.short_digests(text), []).append(attempt.number)
+            told.setdefault(short_digests(text), []).append(attempt.number)
     for text, numbers in told.items():
         if text:
             output.note(output.broken(f"{_named(numbers)}: {text}"))

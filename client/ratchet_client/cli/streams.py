@@ -10,7 +10,7 @@ import typer
 
 from ratchet_client.cli import output
 from ratchet_client.cli.common import LOOK, PATIENCE, RETRY_FOR, JsonFlag, ReadJobId, open_client
-from ratchet_contract.plural import counted
+from ratchet_contract.plural import counted, short_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,7 +42,10 @@ def logs(
             help="Only logs written to since then, whole (lines carry no time): 30s, 10m, 2h, 1d, or 2026-01-31T12:00:00Z.",
         ),
     ] = None,
-    tail: Annotated[int | None, typer.Option(min=0, help="Only the last lines of each rank.")] = None,
+    tail: Annotated[
+        int | None,
+        typer.Option(min=0, help="Only the last lines of each rank, and with --attempt all of each attempt."),
+    ] = None,
     grep: Annotated[str | None, typer.Option(help="Only lines with this text.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -67,12 +70,18 @@ def logs(
             else:
                 output.line(f"{entry.attempt}.{entry.rank} | {entry.text}")
                 output.flush()
-    if not found:
-        nothing = "it has printed nothing" if (rank, begin, grep) == (None, None, None) else "no such line"
-        output.note(
-            f"{nothing}; `ratchet attempts {job}` shows the attempts"
-            + ("" if attempt else ", --attempt all takes the earlier ones too")
-        )
+        if not found:
+            output.note(_nothing(client, job, rank, which, any_line=(begin, grep) == (None, None)))
+
+
+def _nothing(client: RatchetClient, job: str, rank: int | None, attempt: WhichAttempt | None, *, any_line: bool) -> str:
+    """Why no line is printed. ``any_line``: all lines were asked for."""
+    who = "it" if rank is None else f"rank {rank}"
+    text = f"{who} has printed nothing" if any_line else "no such line"
+    newest = client.view(job).attempt
+    if attempt is None and newest > 1:
+        return f"{text} in attempt {newest}, the newest; --attempt all takes the earlier ones, too"
+    return text
 
 
 def _check_rank(client: RatchetClient, job: str, rank: int) -> None:
@@ -219,7 +228,7 @@ class EventFold:
 def event_line(event: api.EventView) -> str:
     attempt = f"attempt {event.attempt}"
     prefix = "" if event.attempt is None or event.message.startswith(attempt) else f"{attempt}: "
-    return f"{output.moment(event.at)}  {event.type:<20}  {prefix}{output.short_digests(event.message)}"
+    return f"{output.moment(event.at)}  {event.type:<20}  {prefix}{short_digests(event.message)}"
 
 
 def say_gap(detail: str) -> None:

@@ -185,7 +185,7 @@ class SamplerPosition(LoaderPosition):
         recorded, self._recorded = self._recorded, None
         if recorded is None:
             return
-        self._told = "position restored, 0 batches replayed"
+        self._told = "position restored"
         now = _attributes(self.loader)
         with points.kept(), self.own_generators.kept():
             if recorded["alive"]:  # workers that are there when the epoch begins
