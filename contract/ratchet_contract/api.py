@@ -448,6 +448,11 @@ class ComparisonView(View):
     tensors: int
     different: int = Field(description="Tensors and places in the ranks' states that differ.")
     differences: list[DifferenceView] = Field(description="The first 50 of them, causes before consequences.")
+    unsaved: list[str] = Field(
+        [],
+        description="Where something differs: what training had changed by then that no checkpoint has; it is not compared. The "
+        "first 50.",
+    )
     advice: str | None = Field(None, description="What the first of them means, and what to do.")
 
 

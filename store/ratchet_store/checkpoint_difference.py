@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from ratchet_contract.manifest import SHARED_PREFIX
+from ratchet_contract.plural import first_of
 from ratchet_store.compare import Comparison, StateDifference, TensorComparison, component_of
 
 _ORDER: Final = (
     "facts", "data", "data_generators", "rng", "attributes", "user", "scaler", "scheduler", "modules", "hook", "buffers",
-    "optimizer", "model",
+    "gradients", "optimizer", "model",
 )  # fmt: skip
 """Components of a checkpoint, causes before consequences; ``user``: what a script has registered under a name of its own."""
 _ADVICE: Final = {
@@ -33,6 +34,7 @@ _ADVICE: Final = {
     "modules": "a module changed its form or its switches while training",
     "hook": "the state of the communication hook differs, data and generators do not: the gradients were other ones",
     "buffers": "buffers differ, data and generators do not: the forward pass computed with something that is not saved",
+    "gradients": "",
     "optimizer": "",
     "model": "",
 }
@@ -43,10 +45,10 @@ _OF_FRAMEWORK: Final = (
     "please report it with these lines"
 )
 _OUTSIDE: Final = (
-    "data and generators are the same, so the steps computed with something that no checkpoint has: a variable of a module, a "
-    "closure, a file, the clock, a generator of the code's own. Register it with the Session; or an operation without a fixed "
-    "order of additions (determinism: warn or strict)"
+    "data and generators are the same, so the steps computed with something that no checkpoint has: {}. Register it with the "
+    "Session; or an operation without a fixed order of additions (determinism: warn or strict)"
 )
+_UNSEEN: Final = "a variable of a module, a closure, a file, the clock, a generator of the code's own"
 
 
 @dataclass(frozen=True)
@@ -67,17 +69,24 @@ def differences(found: Comparison) -> list[Difference]:
     return sorted(out, key=lambda one: (_place_of(one), one.rank or 0, one.name))
 
 
-def advice(found: Sequence[Difference]) -> str | None:
-    """What to do about the first of ``differences``; None where there is none."""
+def advice(found: Sequence[Difference], unsaved: Sequence[str]) -> str | None:
+    """What to do about the first of ``differences``; None where there is none. ``unsaved``: see ``Comparison``."""
     if not found:
         return None
-    return _OF_FRAMEWORK if found[0].component in _FRAMEWORKS else _ADVICE[_ORDER[_place_of(found[0])]] or _OUTSIDE
+    if found[0].component in _FRAMEWORKS:
+        return _OF_FRAMEWORK
+    what = f"{first_of(unsaved)}, which training has changed, or {_UNSEEN}" if unsaved else _UNSEEN
+    return _ADVICE[_ORDER[_place_of(found[0])]] or _OUTSIDE.format(what)
 
 
 def _place_of(one: Difference) -> int:
     component = one.component
     if component.startswith("optimizer") and "param_groups" in one.place:  # learning rates are a scheduler's
         return _ORDER.index("scheduler")
+    if component == "modules" and one.place.startswith(
+        "modules gradients."
+    ):  # left by the step: what follows from its forward
+        return _ORDER.index("gradients")
     kind = component.partition("_")[0] if component.startswith(("scheduler", "optimizer")) else component
     return _ORDER.index(kind) if kind in _ORDER else _ORDER.index("user")
 
@@ -128,4 +137,6 @@ def _of_state(state: StateDifference) -> Difference:
     path = ".".join(state.path[1:])
     title = {"rng": "generator", "facts": "fact", "hook": "hook state"}.get(component, component.removeprefix("user:"))
     place = f"{title}{', ' if path else ''}{path} (rank {state.rank})"
+    if (component, path) == ("attributes", "unsaved"):
+        place = f"what training has changed and no checkpoint has (rank {state.rank})"
     return Difference(component, state.pointer, state.rank, place, f"{state.a} against {state.b}")

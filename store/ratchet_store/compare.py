@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,7 +84,8 @@ class ComponentSummary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``identical``: every tensor bit for bit and every rank's state, but for the excluded places."""
+    """``identical``: every tensor bit for bit and every rank's state, but for the excluded places. ``unsaved``: what training had
+    changed by then that could not be saved, by the paths of a resume report; it is not compared."""
 
     identical: bool
     tensors: list[TensorComparison]
@@ -91,6 +93,7 @@ class Comparison:
     components: list[ComponentSummary]
     digest_a: str
     digest_b: str
+    unsaved: list[str]
 
     @property
     def different(self) -> list[TensorComparison]:
@@ -124,11 +127,20 @@ def compare_opened(a: CheckpointReader, b: CheckpointReader, *, exclude: Collect
         found, nbytes = _compare_names(readers, names)
         tensors += found
         components.append(_summary(component, found, nbytes))
-    states = _compare_states(readers, exclude)
+    held = [[reader.state(rank) for rank in range(reader.manifest.world_size)] for reader in readers]
+    states = _compare_states(held[0], held[1], exclude)
     identical = not states and all(tensor.equal for tensor in tensors)
     digest_a, digest_b = (_digest([(c.component, d) for c, d in zip(components, side, strict=True)])
                           for side in ([c.digest_a for c in components], [c.digest_b for c in components]))  # fmt: skip
-    return Comparison(identical, tensors, states, components, digest_a, digest_b)
+    unsaved = sorted({name for state in chain(*held) for name in _unsaved(state)})
+    return Comparison(identical, tensors, states, components, digest_a, digest_b, unsaved)
+
+
+def _unsaved(state: JsonValue) -> list[str]:
+    match state:
+        case {"attributes": {"dict": [*items]}}:
+            return next((value for key, value in items if key == "unsaved"), [])
+    return []
 
 
 def component_of(name: str) -> str:
@@ -248,12 +260,10 @@ def _digest(parts: list[tuple[str, str | None]]) -> str:
     return hasher.hexdigest()
 
 
-def _compare_states(
-    readers: tuple[CheckpointReader, CheckpointReader], exclude: Collection[str]
-) -> list[StateDifference]:
+def _compare_states(ours: list[JsonValue], theirs: list[JsonValue], exclude: Collection[str]) -> list[StateDifference]:
+    """By rank."""
     found: list[StateDifference] = []
-    for rank in range(max(reader.manifest.world_size for reader in readers)):
-        a, b = (r.state(rank) if rank < r.manifest.world_size else _MISSING for r in readers)
+    for rank, (a, b) in enumerate(zip_longest(ours, theirs, fillvalue=_MISSING)):
         try:
             places: list[StateDifference] = []
             _walk(a, b, "", rank, exclude, places)

@@ -18,7 +18,7 @@ def test_the_variables_that_a_proof_itself_sets_are_no_loss_also_where_the_job_h
         }
         return proof._lost(ResumeReportView.model_validate(report))
 
-    assert lost("spec:env", "spec:env.WANDB_MODE") == []
+    assert lost("spec:env", "spec:env.WANDB_MODE") == [] and lost("spec_digest") == []
     assert lost("spec:env.SEED") == ["spec:env.SEED was None, and is another"]
 
 
@@ -37,5 +37,20 @@ def test_what_a_resume_has_lost_is_mended_first() -> None:
         {"verdict": "differs", "what": "x", "steps": 9, "total": None, "comparison": ids | found}
     )
     assert _lines(seen)[-1] == "next: register the object"
-    told = _lines(seen.model_copy(update={"reports": ["a note", lost]}))
+    told = _lines(seen.model_copy(update={"reports": ["a note", lost], "lost": "unregistered"}))
     assert told[-1] == "next: what the resume has lost, as said above (unregistered); the rest may follow from it"
+
+
+def test_training_that_does_not_repeat_names_what_it_has_changed_and_a_proof_what_it_did_not_compare() -> None:
+    ids = {"job_id": "job-a", "checkpoint_id": "a", "with_job_id": "job-b", "with_checkpoint_id": "b"}
+    found = {"identical": False, "step": 9, "tensors": 4, "different": 0, "differences": [], "advice": "register it"}
+    data = {"verdict": "not-repeatable", "what": "x", "steps": 9, "total": None}
+    told = _lines(proof.Proof.model_validate({**data, "comparison": ids | found | {"unsaved": ["train:RNG"]}}))
+    assert told[-1].startswith(
+        "next: training has changed train:RNG: if one of them is a generator, give it a fixed seed"
+    )
+    assert not any("register it" in line for line in told)
+    same = ids | found | {"identical": True, "advice": None}
+    proved = {**data, "verdict": "proved", "comparison": same, "carried": ["best (train.py, line 3)"]}
+    line = "not compared: files that the script itself writes; best (train.py, line 3)"
+    assert line in _lines(proof.Proof.model_validate(proved))

@@ -165,14 +165,27 @@ def test_differences_are_told_in_words_causes_first(tmp_path: Path) -> None:
             "2 of 4 elements differ, the first at [1]: 2 against 2.5; largest difference seen 4",
         ),
     ]
-    assert "order" in str(advice(found)) and "the scheduler" in str(advice(found[1:]))
-    assert "no checkpoint has" in str(advice(found[2:])) and advice([]) is None
+    assert "order" in str(advice(found, [])) and "the scheduler" in str(advice(found[1:], []))
+    assert "no checkpoint has: a variable" in str(advice(found[2:], [])) and advice([], ["train:RNG"]) is None
+    assert "no checkpoint has: train:RNG, which training has changed" in str(advice(found[2:], ["train:RNG"]))
+
+
+def test_gradients_that_a_step_has_left_follow_from_its_forward(tmp_path: Path) -> None:
+    lost = {"attributes": {"dict": [["unsaved", ["train:RNG"]]]}}
+    a, b = (
+        save(tmp_path / side, {"rank/0/modules/gradients.w": floats(value), "shared/model/w": floats(value)}, lost)
+        for side, value in (("a", 1), ("b", 2))
+    )
+    compared = compare(a, b)
+    found = differences(compared)
+    assert [d.place for d in found] == ["modules gradients.w (rank 0)", "parameter w"]
+    assert compared.unsaved == ["train:RNG"] and "train:RNG" in str(advice(found, compared.unsaved))
 
 
 def test_what_a_framework_keeps_has_advice_of_its_own(tmp_path: Path) -> None:
     def told(component: str) -> str:
         a, b = (save(tmp_path / f"{component}-{n}", {}, {component: n}) for n in (1, 2))
-        return str(advice(differences(compare(a, b))))
+        return str(advice(differences(compare(a, b)), []))
 
     assert told("user:mine").startswith("a registered object") and "framework" in told("user:lightning")
 

@@ -57,15 +57,15 @@ def lines(found: ComparisonView) -> list[str]:
     names = f"{found.job_id}/{found.checkpoint_id} and {found.with_job_id}/{found.with_checkpoint_id}"
     if found.identical:
         return [f"identical: {names}, {counted(found.tensors, 'tensor')} and every rank's state, bit for bit"]
-    return [f"not identical: {names}", *difference_lines(found)]
+    return [f"not identical: {names}", parted(found), *difference_lines(found)]
 
 
 def difference_lines(found: ComparisonView) -> list[str]:
-    """What differs, a line per component, causes first, and what to do."""
+    """What differs, one line for each component, causes first, and what to do."""
     of: dict[str, list[DifferenceView]] = {}
     for one in found.differences:
         of.setdefault(one.component, []).append(one)
-    out = [f"{parted(found)}. Tensors and values that differ there: {found.different}, causes first:"]
+    out = [f"tensors and values that differ there: {found.different}, causes first:"]
     for component, several in list(of.items())[:MOST_LINES]:
         more = f"; {len(several) - 1} more of {component}" if len(several) > 1 else ""
         out.append(f"  {several[0].place}: {several[0].detail}{more}")

@@ -145,9 +145,8 @@ class Comparer:
     def _compared(self, a: _Stored, b: _Stored) -> ComparisonView:
         manifests = self._manifest(a), self._manifest(b)
         tensors = len({entry.name for manifest in manifests for entry in manifest.tensors})
-        found = (
-            [] if same_files(*manifests) else differences(compare_opened(_Reader(a.directory), _Reader(b.directory)))
-        )
+        compared = None if same_files(*manifests) else compare_opened(_Reader(a.directory), _Reader(b.directory))
+        found, unsaved = ([], []) if compared is None else (differences(compared), compared.unsaved)
         return ComparisonView(
             job_id=a.job.id,
             checkpoint_id=a.row.name,
@@ -161,7 +160,8 @@ class Comparer:
                 DifferenceView(component=d.component, name=d.name, rank=d.rank, place=d.place, detail=d.detail)
                 for d in found[:_MOST]
             ],
-            advice=advice(found),
+            unsaved=unsaved[:_MOST] if found else [],
+            advice=advice(found, unsaved),
         )
 
     def _manifest(self, stored: _Stored) -> Manifest:

@@ -13,7 +13,7 @@ from ratchet_client.cli.common import RUN, JsonFlag, UploadOption, is_path, job_
 from ratchet_client.cli.compare import COMPARE_SECONDS, MOST_LINES
 from ratchet_client.cli.exits import Exit
 from ratchet_client.cli.submit import override
-from ratchet_contract.plural import counted
+from ratchet_contract.plural import counted, first_of
 
 _UNPROVED: Final = {"not-exercised": "EQUAL, BUT NOT ALL WAS EXERCISED", "not-exact": "EQUAL, BUT NOT EXACT"}
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ratchet_client.cli.doctor.progress import Progress
     from ratchet_client.cli.prove.proof import Proof
     from ratchet_client.client import RatchetClient
+    from ratchet_contract.api import ComparisonView
 
 
 def register(app: typer.Typer) -> None:
@@ -63,11 +64,13 @@ def prove(
     from ratchet_client.cli.prove.trials import TrialFailed, trials
     from ratchet_client.cli.signals import interruptible
     from ratchet_client.spec_file import read_spec
+    from ratchet_contract.spec_parse import parse_spec
 
     try:
         if target == "-" or is_path(target):
             spec = read_spec(target)
             override(spec, sets, {})
+            parse_spec(spec)  # before a service is started
             with (
                 interruptible(),
                 Progress(lines=True) as say,
@@ -130,20 +133,20 @@ def _lines(proof: Proof) -> list[str]:
         f"{counted(proof.comparison.tensors, 'tensor')}, every rank's state and {counted(proof.metrics, 'metric')} "
         f"after {proof.steps}{of} step{'s' * (proof.steps != 1)}"
     )
-    found, lost = proof.comparison, next((text for text in proof.reports if " is not-exact: " in text), None)
-    if lost is not None:
-        part = lost.partition(" is ")[0]
-        first = f"what the resume has lost, as said above ({part}); the rest may follow from it"
+    found = proof.comparison
+    if proof.verdict == "not-repeatable":
+        found = found.model_copy(update={"advice": _why_not_repeatable(found)})
+    elif proof.lost is not None:
+        first = f"what the resume has lost, as said above ({proof.lost}); the rest may follow from it"
         found = found.model_copy(update={"advice": first})
     different = [] if found.identical else difference_lines(found)
     if proof.verdict == "not-repeatable":
         return [
             f"NOT REPEATABLE: two undisturbed runs of {proof.what} differ: {_first(proof)}",
-            "Training itself does not repeat. That is not the resume's doing, and no resume can be exact before it is mended: a "
-            "seed that comes from the clock, an operation without a fixed order (determinism), data that change from run to run",
+            "Training itself does not repeat. That is not the resume's doing, and no resume can be exact before it is mended",
             *different,
             *_metrics(proof),
-        ]  # fmt: skip
+        ]
     if proof.verdict == "differs":
         how = "the interrupted run" if proof.interruptions else "the same steps done again"
         out = [f"DIFFERS: {how} of {proof.what} did not end as the undisturbed one: {_first(proof)}"]
@@ -158,11 +161,21 @@ def _lines(proof: Proof) -> list[str]:
     head = _UNPROVED.get(proof.verdict, "PROVED")
     out = [f"{head}: {proof.what}, {done}, ends with the same bits: {seen}"]
     out += [f"note: {text}" for text in proof.reports]
+    out.append(f"not compared: files that the script itself writes{''.join(f'; {text}' for text in proof.carried)}")
     if proof.times:
         out.append(
             f"not judged, since undisturbed runs differ in them while all tensors are equal: {', '.join(proof.times)}"
         )
     return [*out, *_metrics(proof)]
+
+
+def _why_not_repeatable(found: ComparisonView) -> str:
+    names = first_of(found.unsaved)
+    seen = f"training has changed {names}: if one of them is a generator, give it a fixed seed. Else " if names else ""
+    return (
+        f"{seen}look for a generator without a fixed seed, a seed that comes from the clock, an operation without a fixed order "
+        "(determinism), data that change from run to run"
+    )
 
 
 def _first(proof: Proof) -> str:

@@ -29,7 +29,8 @@ _CAUSES: Final[dict[str, frozenset[Cause]]] = {
 class Proof(BaseModel):
     """``comparison``: of what differs, else of the interrupted run; ``redone``: steps that were lost and done again;
     ``metrics``: series that were compared, ``metrics_differ``: what differs in them; ``times``: series that differ between
-    undisturbed runs, while all tensors are equal: they are not judged; ``reports``: what resumes were not exact in."""
+    undisturbed runs, while all tensors are equal: they are not judged; ``reports``: what resumes were not exact in, and their
+    notes; ``lost``: the component that the first of them has lost; ``carried``: variables of loops that no checkpoint has."""
 
     verdict: Verdict
     what: str
@@ -42,6 +43,8 @@ class Proof(BaseModel):
     metrics_differ: list[str] = []
     times: list[str] = []
     reports: list[str] = []
+    lost: str | None = None
+    carried: list[str] = []
     exercised: list[Exercise] = []
 
 
@@ -89,6 +92,8 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
         metrics_differ=metrics,
         times=times,
         reports=_reports(c.attempts),
+        lost=_lost_component(c.attempts),
+        carried=c.carried,
         exercised=exercised,
     )
 
@@ -145,6 +150,8 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
         metrics=len(within),
         metrics_differ=[*_metrics_differ(within, again.metrics).values()],
         reports=_reports(again.attempts),
+        lost=_lost_component(again.attempts),
+        carried=again.carried,
     )
 
 
@@ -229,12 +236,19 @@ def _lost(report: ResumeReportView) -> list[str]:
     if report.verdict != "not-exact":
         return []
     parts = [part for part in report.components if part.status != "exact"]
-    own = {"spec:env", *(f"spec:env.{name}" for name in TRACKERS_OFF)}  # the first where the job has no variables
+    # The first where the job has no variables, the second where the file with its spec is gone.
+    own = {"spec:env", "spec_digest", *(f"spec:env.{name}" for name in TRACKERS_OFF)}
     others = [d for d in report.differences if d.key not in own]
     return [
         *(f"{part.component} is {part.status}: {part.reason or 'no reason given'}" for part in parts),
         *(f"{other.key} was {other.recorded}, and is {other.current}" for other in others),
     ]
+
+
+def _lost_component(attempts: list[AttemptView]) -> str | None:
+    reports = (attempt.resume_report for attempt in attempts)
+    parts = (part for report in reports if report is not None for part in report.components)
+    return next((part.component for part in parts if part.status == "not-exact"), None)
 
 
 def _reports(attempts: list[AttemptView]) -> list[str]:

@@ -30,6 +30,7 @@ _KEPT_FOR: Final = 86_400.0
 _LOOK: Final = 0.3
 _LOG_LINES: Final = 15
 _ENDED: Final = "note.trial-ended"
+_CARRIED: Final = "note.loop-variables"
 _PAUSE: Final = 15.0  # seconds between two lines that tell of steps alone
 
 
@@ -57,12 +58,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class Run:
-    """A trial that has ended well. ``metrics``: values by name and step."""
+    """A trial that has ended well. ``metrics``: values by name and step; ``carried``: loops' variables that no checkpoint has."""
 
     job: JobView
     facts: Facts
     attempts: list[AttemptView]
     metrics: dict[str, dict[int, float]]
+    carried: list[str]
 
     @property
     def seconds(self) -> float:
@@ -150,7 +152,8 @@ class Trials:
         return "\n".join(lines)
 
     def _read(self, job: JobView) -> Run:
-        facts = next((e.data["data"] for e in self.client.events(job.id) if e.type == _ENDED), None)
+        events = list(self.client.events(job.id))
+        facts = next((e.data["data"] for e in events if e.type == _ENDED), None)
         if facts is None:
             raise TrialFailed(
                 f"job {job.id} ended without a step of a Session: a proof needs a Session or a Task (docs/adoption.md)"
@@ -161,6 +164,7 @@ class Trials:
             Facts(**facts),
             self.client.attempts(job.id),
             {name: dict(zip(found.steps, found.values, strict=True)) for name, found in series.items()},
+            list(dict.fromkeys(_variables(e.data["data"]) for e in events if e.type == _CARRIED)),
         )
 
     def forget(self) -> None:
@@ -184,6 +188,10 @@ def trials(client: RatchetClient, say: Progress) -> Iterator[Trials]:
     finally:
         with undisturbed():
             made.forget()
+
+
+def _variables(found: Mapping[str, Any]) -> str:
+    return f"{', '.join(found['names'])} ({found['place']})"
 
 
 def _where(job: JobView) -> str:
