@@ -69,7 +69,7 @@ class Target:
         except FileNotFoundError:
             raise ServiceUnreachable(
                 f"no service is running for the run directory {file.parent}: {self._begin_it(file.parent)}, "
-                f"or name a server with --server or {environment.SERVER}{self._others()}",
+                f"or name a server with --server or {environment.SERVER}{self._others()}{_own_runs(file.parent)}",
                 code=NEVER_STARTED,
             ) from None
         except OSError as error:
@@ -117,6 +117,18 @@ class Target:
         if self.token_server is not None:
             return self.token.value if normalised(url) == self.token_server else None
         return self.token.value if self.server is not None or is_loopback(url) else None
+
+
+def _own_runs(home: Path) -> str:
+    """Where the jobs of ``ratchet run`` are, which has a run directory of its own for each command."""
+    runs = sorted(HomePaths(home).runs.glob("*/"), key=lambda path: path.stat().st_mtime)
+    if not runs:
+        return ""
+    newest = shlex.quote(str(runs[-1]))
+    return (
+        f". `ratchet run` keeps its jobs below {HomePaths(home).runs}; to see those of the newest command: "
+        f"`ratchet serve --home {newest}` and, beside it, `ratchet --home {newest} list`"
+    )
 
 
 def other_protocol(who: str, protocol: int | str) -> Refused:

@@ -104,13 +104,14 @@ def variables(**more: str) -> dict[str, str]:
 
 
 @contextmanager
-def run(folder: Path, *arguments: str, **more: str) -> Iterator[Running]:
-    """``more``: variables. The command, its service, agents and ranks are forked where these leave that as it is."""
+def run(folder: Path, *arguments: str, streams: tuple[Path, Path] | None = None, **more: str) -> Iterator[Running]:
+    """``streams``: files for the output and the errors, else new ones in ``folder``. ``more``: variables. The command, its
+    service, agents and ranks are forked where these leave that as it is."""
     env = variables(**more)
     number = len(list(folder.glob("out-*")))
-    out, err = folder / f"out-{number}", folder / f"err-{number}"
+    out, err = streams or (folder / f"out-{number}", folder / f"err-{number}")
     process: subprocess.Popen[bytes] | Command
-    with out.open("wb") as one, err.open("wb") as two, Path(os.devnull).open("rb") as none:
+    with out.open("ab") as one, err.open("ab") as two, Path(os.devnull).open("rb") as none:
         if FORKS.fits(env):
             RANKS.ready()
             streams = [none.fileno(), one.fileno(), two.fileno()]
@@ -172,7 +173,8 @@ def project(folder: Path) -> tuple[str, ...]:
 
 def test_a_rank_is_killed_then_the_command_told_to_stop_and_started_again(undisturbed: str, tmp_path: Path) -> None:
     command = project(tmp_path)
-    with run(tmp_path, *EVERY, *command, HOME="/proc") as running:  # a HOME that nobody can write to
+    streams = tmp_path / "code" / "o", tmp_path / "code" / "e"  # beside the script, and no code
+    with run(tmp_path, *EVERY, *command, streams=streams, HOME="/proc") as running:  # a HOME that nobody can write to
         running.wait_step(3)
         os.kill(service_pid(running), signal.SIGKILL)
         running.wait_said("the service of this command ended: it is started again")
@@ -185,13 +187,13 @@ def test_a_rank_is_killed_then_the_command_told_to_stop_and_started_again(undist
         running.process.send_signal(signal.SIGTERM)
         assert running.ended() == 130, running.err.read_text()
         assert "SUSPENDED" in running.err.read_text() and "the same command goes on" in running.err.read_text()
-        before = running.steps()
+        before, printed = running.steps(), len(running.out.read_text())
     (tmp_path / "hurry").touch()
     for name, text in (("notes.txt", "lr 0.01"), (".ratchetignore", "notes.txt\n"), ("slurm-7.out", "begun")):
         (tmp_path / "code" / name).write_text(text)  # none of them is code
-    with run(tmp_path, *EVERY, *command) as again:
+    with run(tmp_path, *EVERY, *command, streams=streams) as again:
         assert again.ended() == 0, again.err.read_text()
-        after, text = again.steps(), again.out.read_text()
+        after, text = again.steps()[len(before) :], again.out.read_text()[printed:]
         said = re.search(r"goes on with job-\w+ from step (\d+); --new starts another", again.err.read_text())
     assert said is not None and after == list(range(int(said[1]), 300)) and max(before) == after[0] - 1
     assert set(before) | set(after) == set(range(300)), "what was printed just before the stop is shown, too"
@@ -232,12 +234,13 @@ def test_the_command_is_killed_and_leaves_no_process(undisturbed: str, tmp_path:
         running.wait_step(12)
         running.process.kill()
         wait_for(lambda: not processes_below(running.home), "the end of service, agent and ranks", 120)
-        (tmp_path / "hurry").touch()
         (tmp_path / "code" / "train.py").write_text(TRAIN + UNUSED)
         (tmp_path / "code" / "notes.txt").write_text("lr 0.01")
-        with run(tmp_path, *EVERY, *command) as again:
-            assert again.ended() == 0, again.err.read_text()
-            said = again.err.read_text()
+        with run(tmp_path, *EVERY, *command) as stopped:
+            stopped.wait_for(lambda: bool(stopped.steps()), "a step")
+            stopped.process.send_signal(signal.SIGTERM)
+            assert stopped.ended() == 130, stopped.err.read_text()
+            said = stopped.err.read_text()
             assert re.search(r"goes on with job-\w+ from step \d+, with the code as it is now", said), said
             assert "(notes.txt, train.py changed): not exact" in said
             assert "what is no code (notes.txt) may be named in .ratchetignore" in said
@@ -245,6 +248,10 @@ def test_the_command_is_killed_and_leaves_no_process(undisturbed: str, tmp_path:
                 'keeps its spec, and a new job of this command would have another: world.device ("auto", now "cpu")'
                 in said
             )
+            assert "SUSPENDED" in said and "not exact: attempt 2 may have other bits" in said
+        (tmp_path / "hurry").touch()
+        with run(tmp_path, *EVERY, *command) as again:
+            assert again.ended() == 0, again.err.read_text()
             assert again.steps()[-1] == 299 and again.steps()[0] > 10
             assert WEIGHTS.findall(again.out.read_text()) == [undisturbed]
 

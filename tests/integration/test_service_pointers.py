@@ -147,6 +147,14 @@ def test_a_run_directory_whose_service_has_ended_is_not_exchanged_for_another_on
         assert f"or use the one that runs: --home {user.place / 'other' / '.ratchet'}" in stays.errors
 
 
+def test_the_jobs_of_ratchet_run_are_pointed_to_where_no_service_runs(user: User) -> None:
+    (user.place / "mine" / ".ratchet" / "run" / "train-0123").mkdir(parents=True)
+    errors = user("mine", "list").errors
+    assert "`ratchet serve --home " + str(user.place / "mine" / ".ratchet" / "run" / "train-0123") + "`" in errors, (
+        errors
+    )
+
+
 def test_a_service_that_is_thrown_away_is_found_by_no_other_command(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,8 +55,10 @@ def test_the_text_of_an_error_is_printed_once_by_wait() -> None:
 def test_a_job_that_printed_nothing_is_told_so_and_a_filter_that_nothing_fits_too() -> None:
     world = {"world": {"nodes": 2, "ranks_per_node": 1}}
 
+    newest = {"attempt": 1}
+
     def script(request: BaseHTTPRequestHandler, _: int) -> Reply:
-        return ok(JOB | {"spec": world} if request.path == f"/v1/jobs/{ID}" else {"items": []})
+        return ok(JOB | newest | {"spec": world} if request.path == f"/v1/jobs/{ID}" else {"items": []})
 
     with serving(script) as server:
 
@@ -64,9 +66,11 @@ def test_a_job_that_printed_nothing_is_told_so_and_a_filter_that_nothing_fits_to
             return CliRunner().invoke(app, ["--server", server.url, "logs", ID, *options]).stderr
 
         assert "it has printed nothing" in told() and "it has printed nothing" in told("--tail", "5")
-        assert "no such line" in told("--grep", "loss") and "no such line" in told("--rank", "1")
+        assert "no such line" in told("--grep", "loss") and "rank 1 has printed nothing" in told("--rank", "1")
         assert f"--rank 2: {ID} has 2 ranks, from 0 on" in " ".join(told("--rank", "2").replace("│", " ").split())
-        assert "--attempt all" in told() and "--attempt all" not in told("--attempt", "all")
+        assert "--attempt all" not in told()
+        newest["attempt"] = 2
+        assert "in attempt 2, the newest; --attempt all" in told() and "--attempt all" not in told("--attempt", "all")
 
 
 def test_a_deletion_tells_what_there_was_and_what_can_be_done_with_what_is_kept() -> None:

@@ -357,6 +357,16 @@ def test_variables_that_a_loop_carries_on_are_told(
     assert [said in row for row in told] == ([True] if line else []), printed.said
 
 
+def test_variables_that_a_loop_over_batches_carries_in_a_function_are_told() -> None:
+    text = FUNCTIONS.replace("    for step, (", "    running = 0.0\n    for step, (").replace(
+        "        optimizer.step()\n", "        optimizer.step()\n        running = 0.9 * running + model.loss\n"
+    )
+    printed = Printed(text)
+    assert printed.code == 0 and printed.diff, printed.said
+    (told,) = [row for row in printed.said.splitlines() if "train.py, line" in row]
+    assert "line 16: running starts from its initial value where a resume continues within an epoch" in told, told
+
+
 def test_settings_of_ddp_and_hooks_go_into_the_spec_and_are_told() -> None:
     text = LOOP.replace(
         "Linear(8, 2))", "Linear(8, 2), find_unused_parameters=True, device_ids=[0])\nmodel.register_comm_hook(s, h)"

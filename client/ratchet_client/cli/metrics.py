@@ -39,7 +39,7 @@ def metrics(
         names = () if name is None else (name,)
         found = client.metrics(job, name=names, max_points=_POINTS if name is None and not as_json else _CURVE)
         series = [one for one in found.series if one.points]
-        none = absent(client.view(job), "nothing is logged") if not series else ""
+        none = absent(client.view(job), "nothing is logged by session.log({name: value})") if not series else ""
     if as_json:
         output.emit(found)
         return

@@ -25,9 +25,12 @@ def tell(patching: Patching, loop: Loop, prepare: str) -> None:
                              f"kept = {prepare}(types.SimpleNamespace({name}=...))")  # fmt: skip
     loops = Loops(patching.source)
     inner = (n for n in ast.walk(loop.node) if isinstance(n, ast.For) and n is not loop.node)
-    for batches in filter(loops.trains, inner):
-        for name, node in _carried(batches, loop.node).items():
-            if name in carried:
+    own = [(batches, loop.node) for batches in inner if loops.trains(batches)]
+    others = [(one.node, patching.source.scope(one.node)) for one in loop.passes]
+    others = [(batches, function) for batches, function in others if function is not scope]
+    for batches, around in (*own, *others):
+        for name, node in _carried(batches, around).items():
+            if around is loop.node and name in carried:
                 continue
             text = (
                 f"{name} starts from its initial value where a resume continues within an epoch; that is harmless where it is "

@@ -263,15 +263,15 @@ def _tell_end(
     paths = service.paths.job(job.id)
     told = f": {_told(service, job.id, reason)}" if reason else ""
     output.note(f"{job.id} {job.phase} at step {steps(job)}{told}")
-    if job.phase == "SUSPENDED":
-        at = "there" if job.last_checkpoint is not None else "its first line: it has no checkpoint"
-        output.note(f"the same command goes on from {at}; --new starts another job")
-        return Exit.INTERRUPTED
     reports = ((attempt.number, attempt.resume_report) for attempt in client.attempts(job.id))
     for number, report in reports:
         if report is not None and report.verdict == "not-exact":
             output.note(f"not exact: attempt {number} may have other bits than an undisturbed run. {report.sentence()}")
             break
+    if job.phase == "SUSPENDED":
+        at = "there" if job.last_checkpoint is not None else "its first line: it has no checkpoint"
+        output.note(f"the same command goes on from {at}; --new starts another job")
+        return Exit.INTERRUPTED
     if job.phase == "SUCCEEDED" and job.last_checkpoint is not None:
         output.note(f"model: {_near(paths.checkpoints / job.last_checkpoint)}")
     found = written(client, job)

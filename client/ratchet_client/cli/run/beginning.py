@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -118,8 +120,8 @@ def _newest_step(paths: JobPaths, job: JobView) -> int:
 
 
 def _changed_code(home: HomePaths, job: JobView) -> list[str]:
-    """The files of the job's code that are others than when it was copied, but for logs and what ignore files name by now; none
-    where that cannot be told."""
+    """The files of the job's code that are others than when it was copied, but for logs, what this command writes to, and what
+    ignore files name by now; none where that cannot be told."""
     code, copied = job.spec.get("code") or {}, job.resolved.code_digest
     if code.get("source") != "snapshot" or copied is None:
         return []
@@ -133,4 +135,15 @@ def _changed_code(home: HomePaths, job: JobView) -> list[str]:
             f"warning: is the code in {code['path']} changed? {error}: the job goes on with its copy of the code"
         )
         return []
-    return [path for path in changed if not (path.endswith((*_LOGS, *IGNORE_FILES)) or now.leaves_out(path))]
+    root = Path(code["path"])
+    return [
+        path for path in changed
+        if not (path.endswith((*_LOGS, *IGNORE_FILES)) or now.leaves_out(path) or _is_own_output(root / path))
+    ]  # fmt: skip
+
+
+def _is_own_output(path: Path) -> bool:
+    """Does this command itself write to it?"""
+    with suppress(OSError):  # it is gone, or a stream is closed
+        return any(os.path.samestat(path.stat(), os.fstat(stream)) for stream in (1, 2))
+    return False
