@@ -15,6 +15,7 @@ BENCHMARKS: Final[dict[str, str]] = {
     "paper": "benchmarks.paper",
     "network": "benchmarks.network",
     "accuracy": "benchmarks.accuracy",
+    "kills": "benchmarks.kills",
     "service": "benchmarks.service",
     "queue": "benchmarks.service_queue",
     "series": "benchmarks.series",

@@ -1,4 +1,4 @@
-"""A picture of two loss curves as SVG, written by hand: no plotting library needed to look at a demo."""
+"""A picture of loss curves as SVG, written by hand: no plotting library needed to look at a demo."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ class Interruption:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """``width``: of the line, in pixels."""
+
+    label: str
+    colour: str
+    width: float
+    points: Points
+
+
+@dataclass(frozen=True)
 class _Frame:
     """From (step, loss) to pixels; the loss axis is logarithmic."""
 
@@ -41,20 +51,20 @@ class _Frame:
         return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * share
 
 
-def draw(path: Path, undisturbed: Points, interrupted: Points, marks: Sequence[Interruption]) -> None:
-    """Write the picture: the undisturbed run broad and pale, the interrupted one thin on top of it."""
-    positive = [loss for _, loss in (*undisturbed, *interrupted) if loss > 0 and math.isfinite(loss)] or [1.0]
+def draw(path: Path, title: str, curves: Sequence[Curve], marks: Sequence[Interruption]) -> None:
+    """Write the picture: later curves lie on top of earlier ones."""
+    points = [point for curve in curves for point in curve.points]
+    positive = [loss for _, loss in points if loss > 0 and math.isfinite(loss)] or [1.0]
     low, high = 10 ** math.floor(math.log10(min(positive))), 10 ** math.ceil(math.log10(max(positive)))
-    frame = _Frame(max(1, *(step for step, _ in (*undisturbed, *interrupted))), max(low, 1e-6), max(high, low * 10))
+    frame = _Frame(max(1, *(step for step, _ in points)), max(low, 1e-6), max(high, low * 10))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
         f'font-size="12"><rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        _text(_LEFT, 24, "Training loss, step by step: interrupted and undisturbed run", size=16),
+        _text(_LEFT, 24, title, size=16),
         *_axes(frame),
-        _curve(frame, undisturbed, "#f2b134", 5.0),
-        _curve(frame, interrupted, "#1d3557", 1.2),
-        *_legend(),
+        *(_curve(frame, curve) for curve in curves),
         *(part for place, mark in enumerate(marks) for part in _mark(frame, mark, place)),
+        *_legend(curves),
         "</svg>",
     ]
     path.write_text("\n".join(parts), encoding="utf-8")
@@ -86,25 +96,29 @@ def _axes(frame: _Frame) -> list[str]:
     return parts
 
 
-def _curve(frame: _Frame, points: Points, colour: str, width: float) -> str:
+def _curve(frame: _Frame, curve: Curve) -> str:
     # A value that is no number breaks the line instead of the picture.
     path, pen = [], "M"
-    for step, loss in points:
+    for step, loss in curve.points:
         if not math.isfinite(loss):
             pen = "M"
             continue
         path.append(f"{pen}{frame.x(step):.1f} {frame.y(loss):.1f}")
         pen = "L"
-    return f'<path d="{" ".join(path)}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-linejoin="round"/>'
+    stroke = f'stroke="{curve.colour}" stroke-width="{curve.width}" stroke-linejoin="round"'
+    return f'<path d="{" ".join(path)}" fill="none" {stroke}/>'
 
 
-def _legend() -> list[str]:
-    return [
-        _line(_WIDTH - 330, 20, _WIDTH - 300, 20, "#f2b134", 'stroke-width="5"'),
-        _text(_WIDTH - 294, 24, "undisturbed"),
-        _line(_WIDTH - 190, 20, _WIDTH - 160, 20, "#1d3557", 'stroke-width="1.2"'),
-        _text(_WIDTH - 154, 24, "interrupted (on top)"),
-    ]
+def _legend(curves: Sequence[Curve]) -> list[str]:
+    """At the left, above the axis: a loss falls, so that no curve is there."""
+    top = _HEIGHT - _BOTTOM - 18 * (len(curves) + 1)
+    height = 18 * (len(curves) + 1) - 4
+    parts = [f'<rect x="{_LEFT + 4}" y="{top}" width="330" height="{height}" fill="white" opacity="0.9"/>']
+    for place, curve in enumerate(curves):
+        y = _HEIGHT - _BOTTOM - 18 * (len(curves) - place)
+        parts.append(_line(_LEFT + 12, y, _LEFT + 42, y, curve.colour, f'stroke-width="{curve.width}"'))
+        parts.append(_text(_LEFT + 50, y + 4, curve.label))
+    return parts
 
 
 def _mark(frame: _Frame, mark: Interruption, place: int) -> list[str]:

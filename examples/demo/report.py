@@ -84,7 +84,11 @@ def accuracy(story: Story, interrupted: JobView, undisturbed: JobView) -> None:
 def draw(story: Story, interrupted: JobView, undisturbed: JobView, path: Path) -> None:
     """The loss curves."""
     curves = [_series(story.service.client, job, "loss") for job in (undisturbed, interrupted)]
-    picture.draw(path, curves[0], curves[1], story.marks)
+    drawn = [
+        picture.Curve("undisturbed", "#f2b134", 5.0, curves[0]),
+        picture.Curve("interrupted (on top)", "#1d3557", 1.2, curves[1]),
+    ]
+    picture.draw(path, "Training loss, step by step: interrupted and undisturbed run", drawn, story.marks)
 
 
 def _series(client: RatchetClient, job: JobView, name: str) -> list[tuple[int, float]]:
