@@ -121,14 +121,14 @@ class Target:
 
 def _own_runs(home: Path) -> str:
     """Where the jobs of ``ratchet run`` are, which has a run directory of its own for each command."""
-    runs = sorted(HomePaths(home).runs.glob("*/"), key=lambda path: path.stat().st_mtime)
-    if not runs:
-        return ""
-    newest = shlex.quote(str(runs[-1]))
-    return (
-        f". `ratchet run` keeps its jobs below {HomePaths(home).runs}; to see those of the newest command: "
-        f"`ratchet serve --home {newest}` and, beside it, `ratchet --home {newest} list`"
-    )
+    runs = HomePaths(home).runs
+    with suppress(OSError):  # there is none, or one is removed meanwhile
+        newest = max(runs.iterdir(), key=lambda path: path.stat().st_mtime)
+        name = shlex.quote(str(newest))
+        serve = "" if HomePaths(newest).service_file.exists() else f"`ratchet serve --home {name}` and, beside it, "
+        newest_jobs = f"{serve}`ratchet --home {name} list`"
+        return f". `ratchet run` keeps its jobs below {runs}; to see those of the newest command: {newest_jobs}"
+    return ""
 
 
 def other_protocol(who: str, protocol: int | str) -> Refused:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,8 +107,9 @@ def _environ(plan: str = "[]") -> dict[str, str]:
     return {**os.environ, "PLAN": plan, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
-def _run(place: Path, *command: str, plan: str = "[]") -> subprocess.CompletedProcess[str]:
-    return RANKS.run([sys.executable, *command], cwd=place, env=_environ(plan))
+def _run(place: Path, *command: str, plan: str = "[]", **more: str) -> subprocess.CompletedProcess[str]:
+    """``more``: variables."""
+    return RANKS.run([sys.executable, *command], cwd=place, env=_environ(plan) | more)
 
 
 def _final(root: Path, step: int = STEPS) -> Path:
@@ -263,12 +265,115 @@ def test_a_run_that_has_ended_trains_on_where_more_epochs_are_asked_for(place: P
     assert whole.returncode == first.returncode == again.returncode == 0, first.stderr + again.stderr
     assert again.stdout == whole.stdout != first.stdout
     assert "has ended with step 12, so" not in again.stderr and "resumed from step 12" in again.stderr
-    assert "note: the script's arguments have changed: what the checkpoint has" in again.stderr
-    assert "step 24 is saved" in again.stderr and "has ended with step 24, so" in _run(place, "train.py", "4").stderr
+    assert "total_steps (12 -> 24)" in again.stderr and "replaces what the script sets by them" in again.stderr
+    assert "step 24 is saved" in again.stderr
+    text = "has ended with step 24, so that nothing is left to do. It trains on where the script asks for more than 24 steps"
+    assert text in _run(place, "train.py", "4").stderr
 
 
-def test_another_number_of_ranks_within_an_epoch_says_that_the_epoch_begins_again(place: Path) -> None:
-    text = ORDINARY_LOOP.replace("Session()", 'Session(on_hook_mismatch="redistribute")')
+ITERABLE = """
+from torch.utils.data import IterableDataset
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(TensorDataset(torch.ones(24, 4), torch.ones(24, 1)))
+
+data = Numbers()
+"""
+STEPS_LOOP = """
+import os
+import sys
+
+import torch
+from torch import nn
+
+from ratchet import Session
+
+session = Session()
+torch.manual_seed(1)
+model, optimizer = session.prepare(net := nn.Linear(4, 1), torch.optim.SGD(net.parameters(), lr=0.1))
+if "restore" in sys.argv:
+    session.restore()
+for total in map(int, os.environ["TOTALS"].split()):
+    for step in session.steps(total):
+        print("step", step, flush=True)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+session.finish()
+"""
+
+
+def test_more_steps_than_before_are_no_exact_resume_though_only_a_variable_asks_for_them(place: Path) -> None:
+    (place / "train.py").write_text(STEPS_LOOP)
+    first = _run(place, "train.py", "restore", TOTALS="4")
+    assert first.returncode == 0 and first.stdout == "step 0\nstep 1\nstep 2\nstep 3\n", first.stderr
+    again = _run(place, "train.py", "restore", TOTALS="6")
+    assert again.returncode == 0 and again.stdout == "step 4\nstep 5\n", again.stderr
+    assert "not exact: total_steps (4 -> 6)" in again.stderr and "nothing is left" not in again.stderr
+    further = _run(place, "train.py", "restore", TOTALS="7")
+    assert "step 6 of ./ratchet-checkpoints as it was saved, which is not exact since" in further.stderr
+    (place / "ratchet-checkpoints").rename(place / "first")
+    assert _run(place, "train.py", TOTALS="4").returncode == 0
+    other = _run(place, "train.py", TOTALS="6")
+    assert "and not exactly: total_steps (4 -> 6)" in other.stderr and other.stdout == again.stdout, other.stderr
+
+
+FOLDS = """
+import sys
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from ratchet import Session
+
+averages = []
+for fold in range(2):
+    with Session(f"fold-{fold}", determinism="strict") as session:
+        net = nn.Linear(4, 1)
+        average = AveragedModel(net)
+        given = [net, torch.optim.SGD(net.parameters(), lr=0.1), average]
+        model, optimizer, *_ = session.prepare(*(given if fold == 0 or len(sys.argv) == 1 else given[:2]))
+        averages.append(average)
+        for step in session.steps(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(net)
+"""
+
+
+def test_what_an_earlier_run_of_the_process_was_given_is_not_missed_in_a_later_one(place: Path) -> None:
+    (place / "train.py").write_text(FOLDS)
+    done = _run(place, "train.py")
+    assert done.returncode == 0, done.stderr
+    for fold in place.glob("fold-*"):
+        shutil.rmtree(fold)
+    refused = _run(place, "train.py", "without")
+    assert refused.returncode != 0 and "AveragedModel: made by the script and not given" in refused.stderr, (
+        refused.stderr
+    )
+
+
+def test_a_second_loop_is_refused_by_every_start(place: Path) -> None:
+    (place / "train.py").write_text(STEPS_LOOP)
+    for printed in ("step 0\nstep 1\n", ""):
+        start = _run(place, "train.py", TOTALS="2 4")
+        assert start.returncode != 0 and "another step was asked for after step 2, which was the last" in start.stderr
+        assert start.stdout == printed
+
+
+@pytest.mark.parametrize("data", ["map-style", "iterable"])
+def test_another_number_of_ranks_within_an_epoch_says_that_the_epoch_begins_again(place: Path, data: str) -> None:
+    text = (
+        ORDINARY_LOOP
+        if data == "map-style"
+        else ORDINARY_LOOP.replace("data = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))\n", ITERABLE).replace(
+            "sampler=DistributedSampler(data)", "num_workers=0"
+        )
+    )
+    text = text.replace("Session()", 'Session(on_hook_mismatch="redistribute")')
     (place / "train.py").write_text(
         text.replace(
             "        optimizer.step()\n",

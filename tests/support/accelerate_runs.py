@@ -217,8 +217,8 @@ def trainer_in_a_session(rank: int, directory: str, recorded_by: str, ended: boo
         directory, use_cpu=True, report_to="none", metric_for_best_model="score", greater_is_better=True
     )
     trainer: Any = Trainer(nn.Linear(1, 1), args, callbacks=[patience, collects])
-    chosen = SimpleNamespace(manifest=SimpleNamespace(job_id=recorded_by, finished=ended))
-    runtime = SimpleNamespace(chosen=chosen, launch=SimpleNamespace(job_id="mine"), had_ended=recorded_by == "mine")
+    chosen = SimpleNamespace(manifest=SimpleNamespace(job_id=recorded_by))
+    runtime = SimpleNamespace(chosen=chosen, launch=SimpleNamespace(job_id="mine"), goes_further=False)
     trainer.session, trainer._runtime = SimpleNamespace(_runtime=runtime), runtime
     trainer._tr_loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = torch.tensor(0.0), 0.0, 0
     trainer.state.best_metric, trainer.control.should_training_stop = 5.0, ended

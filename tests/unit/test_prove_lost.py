@@ -51,6 +51,6 @@ def test_training_that_does_not_repeat_names_what_it_has_changed_and_a_proof_wha
     )
     assert not any("register it" in line for line in told)
     same = ids | found | {"identical": True, "advice": None}
-    proved = {**data, "verdict": "proved", "comparison": same, "carried": ["best (train.py, line 3)"]}
+    proved = {**data, "verdict": "proved", "comparison": same, "unseen": ["best (train.py, line 3)"]}
     line = "not compared: files that the script itself writes; best (train.py, line 3)"
     assert line in _lines(proof.Proof.model_validate(proved))

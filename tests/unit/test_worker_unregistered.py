@@ -27,26 +27,32 @@ def adam(net: nn.Module) -> Optimizer:
 def test_an_optimizer_its_scheduler_a_scaler_and_an_average_are_found(net: nn.Module, adam: Optimizer) -> None:
     kept = [OneCycleLR(adam, 0.1, 10), torch.amp.GradScaler("cpu"), AveragedModel(net)]  # type: ignore[attr-defined]
     names = ["AdamW", "AveragedModel", "GradScaler", "OneCycleLR"]
-    assert found(net.parameters(), [], []) == names
-    assert found(net.parameters(), [adam], [adam]) == names[1:]
-    assert found(net.parameters(), [adam], [adam, *kept]) == []
+    assert found(net, [], []) == names
+    assert found(net, [adam], [adam]) == names[1:]
+    assert found(net, [adam], [adam, *kept]) == []
 
 
 def test_parts_of_what_was_given_are_given(net: nn.Module, adam: Optimizer) -> None:
     first, second = ConstantLR(adam), CosineAnnealingLR(adam, 5)
-    assert found(net.parameters(), [adam], [adam, SequentialLR(adam, [first, second], [3])]) == []
-    assert found(net.parameters(), [adam], [adam, ChainedScheduler([first, second], adam)]) == []
-    assert found(net.parameters(), [adam], [adam, SimpleNamespace(of={"schedulers": [first, second]})]) == []
-    assert found(net.parameters(), [adam], [adam, SimpleNamespace(of={"schedulers": [first]})]) == ["CosineAnnealingLR"]
+    assert found(net, [adam], [adam, SequentialLR(adam, [first, second], [3])]) == []
+    assert found(net, [adam], [adam, ChainedScheduler([first, second], adam)]) == []
+    assert found(net, [adam], [adam, SimpleNamespace(of={"schedulers": [first, second]})]) == []
+    assert found(net, [adam], [adam, SimpleNamespace(of={"schedulers": [first]})]) == ["CosineAnnealingLR"]
 
 
 def test_a_scheduler_does_not_give_its_optimizer(net: nn.Module, adam: Optimizer) -> None:
-    assert found(net.parameters(), [], [OneCycleLR(adam, 0.1, 10)]) == ["AdamW"]
+    assert found(net, [], [OneCycleLR(adam, 0.1, 10)]) == ["AdamW"]
+
+
+def test_an_average_of_a_part_of_the_model_is_found(net: nn.Module, adam: Optimizer) -> None:
+    whole = nn.Sequential(net, nn.Linear(2, 5))
+    kept = AveragedModel(net)
+    assert kept and found(whole, [adam], [adam]) == ["AveragedModel"]
 
 
 def test_an_average_within_the_model_is_the_models(net: nn.Module) -> None:
     net.average = AveragedModel(nn.Linear(2, 2))
-    assert found(net.parameters(), [], net.modules()) == []
+    assert found(net, [], net.modules()) == []
 
 
 class Around(torch.optim.SGD):
@@ -63,9 +69,9 @@ def test_others_models_what_is_gone_and_what_stands_around_a_given_one_are_not(n
     kept = [other, CosineAnnealingLR(other, 5), Around(adam), scaler, AveragedModel(nn.Linear(3, 3))]
     CosineAnnealingLR(adam, 5)
     torch.optim.SGD(net.parameters(), 0.1)
-    assert kept and found(net.parameters(), [adam], [adam]) == []
+    assert kept and found(net, [adam], [adam]) == []
 
 
 def test_a_scheduler_of_a_wrapper_is_found(net: nn.Module, adam: Optimizer) -> None:
     kept = CosineAnnealingLR(Around(adam), 5)
-    assert kept and found(net.parameters(), [adam], [adam]) == ["CosineAnnealingLR"]
+    assert kept and found(net, [adam], [adam]) == ["CosineAnnealingLR"]

@@ -136,11 +136,14 @@ class EpochLoop:
                 "epochs() was asked for before: all epochs belong in one loop, and a loop within one has range(...). Phases of a "
                 "training are `if epoch < 5` in its body"
             )
-        self._asked, runtime.total, runtime.by_epochs = True, steps, True
+        self._asked, runtime.by_epochs = True, True
+        runtime.ask_for(steps)
         if runtime.done:
+            runtime.nothing_left()
             return
         if not data.position:
             self._put_back()
+        idle = data.epoch >= total
         for epoch in range(data.epoch, total):
             self.epoch, self.start, self._pass = epoch, data.position, None
             if not self.start:  # what stands before the first batch belongs to its step: a save here is before both
@@ -158,6 +161,8 @@ class EpochLoop:
             self._end_pass()
         self.epoch, self.over = None, True
         runtime.finish()  # also where checkpoint() has ended the last step
+        if idle:
+            runtime.nothing_left()
 
     def state_restored(self) -> None:
         """What the script draws and steps from here to where the interrupted attempt stood, it did before that attempt's kill."""
@@ -274,7 +279,7 @@ class EpochLoop:
         if place in self._looked:
             return
         self._looked.add(place)
-        self.runtime.look_at_loop(frame)
+        self.runtime.look_at_loop(frame, within_epoch=True)
         if (what := enumerated.anew(one, frame)) is not None:
             self._tell_anew(what)
 

@@ -414,8 +414,8 @@ class JobState:
         if load is None:
             why = f"the group had {counted(ranks, 'rank')} and the data have no load_resized"
             if isinstance(self.data, SamplerPosition | StreamPosition):
-                self.data.begin_again(states[0])
-                twice = ", so that its batches up to there are trained on twice" if states[0]["position"] else ""
+                taken = self.data.begin_again(states[0])
+                twice = ", so that its batches up to there are trained on twice" if taken else ""
                 why += f"; epoch {self.data.epoch} begins again{twice}"
             return self._report("data", "reset", why)
         report = self._restore_data(lambda _: load(states))

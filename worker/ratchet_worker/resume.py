@@ -38,6 +38,7 @@ from ratchet_worker.restore import Chosen
 if TYPE_CHECKING:
     from ratchet_worker.runtime import Runtime
 
+_TOTAL: Final = "total_steps"
 _MODEL: Final = f"{SHARED_PREFIX}{MODEL}/"
 
 
@@ -49,7 +50,6 @@ class Notes:
     reset: str | None = None
     change: HookChange | None = None
     total: str | None = None
-    carried: str | None = None
     unregistered: str | None = None
     imported: Imported | None = None
 
@@ -139,6 +139,7 @@ def restore(runtime: Runtime) -> ResumeReport:
         differences = disk.differences(
             chosen.manifest, chosen.directory, runtime.environment, packages, now, runtime.data_digest, own
         )
+        differences += [odd for odd in [other_total(runtime)] if odd is not None]
         if differences and launch.spec.determinism == "strict":
             raise UserError(
                 f"determinism is strict and this is not what was recorded: {environment_record.sentence(differences)}. Resume "
@@ -185,6 +186,15 @@ def restore(runtime: Runtime) -> ResumeReport:
         _keep_mark(runtime, components)
         _announce(runtime, report)
     return report
+
+
+def other_total(runtime: Runtime) -> EnvironmentDifference | None:
+    """Steps that the script asks for, where they are others than those of the attempt that saved the base: a schedule that was
+    made for these does not become that of the others."""
+    before, now = runtime.earlier_total, runtime.total
+    if before is None or now is None or before == now:
+        return None
+    return EnvironmentDifference(key=_TOTAL, recorded=before, current=now)
 
 
 def _not_exact_since(chosen: Chosen) -> str | None:
@@ -261,12 +271,12 @@ def _union(found: list[EnvironmentDifference]) -> list[EnvironmentDifference]:
 
 def _caveats(runtime: Runtime, packages: list[str], differences: Sequence[EnvironmentDifference]) -> list[str]:
     """What a report cannot know of, and what to know of it."""
-    found = runtime.notes.total, runtime.notes.carried, untested(torch.__version__)
+    found = runtime.notes.total, untested(torch.__version__)
     out = [note for note in found if note is not None]
-    if any(difference.key == "spec:script" for difference in differences):
+    if any(difference.key in ("spec:script", _TOTAL) for difference in differences):
         out.append(
-            "the script's arguments have changed: what the checkpoint has (learning rates, the place in a schedule, the state of "
-            "all that is registered) replaces what the script sets by them"
+            "the script's arguments, or its steps, are other ones: what the checkpoint has (learning rates, a schedule and its "
+            "place, the state of all that is registered) replaces what the script sets by them"
         )
     if edited := package_list.editable(packages):
         out.append(f"installed as editable, so whether their code is the same is not looked at: {', '.join(edited)}")

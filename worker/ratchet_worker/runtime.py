@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -110,8 +111,10 @@ class Runtime:
         self._late: LateChanges | None = None  # there, where the step is saved
         self._counts: dict[str, list[int]] = {}  # of schedulers, at the last step boundary
         self.stopped: Stopped | None = None  # raised already; a thread of the script's may have ended with it
-        # Without a service: called when the state is back, and with the error when the block is left.
+        # Without a service: called before the attempt's first step; where none is left; with the error when the block is left.
         self.begins: Callable[[], None] | None = None
+        self.nothing_is_left: Callable[[], None] | None = None
+        self.given_before = WeakSet[object]()  # of earlier runs in this process, which the script may keep
         self.left: Callable[[BaseException | None], None] | None = None
         self.trainer: threading.Thread | None = None  # does the steps: the one that asked for the last, from restore on
         self._boundary = (
@@ -141,13 +144,27 @@ class Runtime:
 
     @property
     def had_ended(self) -> bool:
-        """Is the base the run's last checkpoint, and are no more steps asked for by now? Another number of ranks counts other
-        steps, so it asks for no more. Another job that starts from it has not ended."""
+        """Is the base the run's last checkpoint, and are no more steps asked for by now? Another job that starts from it has not
+        ended."""
+        return self._from_the_end and not self.goes_further
+
+    @property
+    def goes_further(self) -> bool:
+        """Is the base the run's last checkpoint, and are more steps asked for by now?"""
+        before = self.earlier_total
+        return self._from_the_end and None not in (self.total, before) and self.total > before  # type: ignore[operator]
+
+    @property
+    def _from_the_end(self) -> bool:
         manifest = self.chosen.manifest
-        if manifest is None or not manifest.finished or manifest.job_id != self.launch.job_id:
-            return False
-        asked, before = self.total, manifest.total_steps
-        return asked is None or before is None or asked <= before or self.world_size != manifest.world_size
+        return manifest is not None and manifest.finished and manifest.job_id == self.launch.job_id
+
+    @property
+    def earlier_total(self) -> int | None:
+        """``total`` of the attempt that saved the base. None where it was not known, or where another number of ranks counts
+        other steps."""
+        manifest = self.chosen.manifest
+        return manifest.total_steps if manifest is not None and manifest.world_size == self.world_size else None
 
     @property
     def judged(self) -> bool:
@@ -171,21 +188,18 @@ class Runtime:
         self.state.wrapped(ddp, hook)
         return ddp
 
-    def look_at_loop(self, frame: FrameType | None) -> None:
-        """Tell what the script's loop in ``frame`` carries in variables: in the resume report, where that is not made yet."""
+    def look_at_loop(self, frame: FrameType | None, *, within_epoch: bool = False) -> None:
+        """Tell what the script's loop in ``frame`` carries in variables. ``within_epoch``: it goes over an epoch's batches."""
         place, names = loop_variables.carried(frame)
         new = [name for name in names if name not in self._carried]
         if not new:
             return
         self._carried.update(new)
-        resumed = self.chosen.manifest is not None
-        if resumed:
+        if self.chosen.manifest is not None:
             text = loop_variables.sentence_of_resume(place, new)
         else:
-            text = loop_variables.sentence(place, new, within_epoch=self.restored)
-        if resumed and not self.restored:
-            self.notes.carried = text
-        elif self.rank == 0:
+            text = loop_variables.sentence(place, new, within_epoch=within_epoch)
+        if self.rank == 0:
             self.reporter.note("loop-variables", text, place=place, names=new)
 
     def _look_for_unregistered(self) -> None:
@@ -199,7 +213,8 @@ class Runtime:
             *ddp.module.modules(),
             state.task,
         )
-        mine = unregistered.found(ddp.parameters(), state.optimizers.values(), given)
+        mine = unregistered.found(ddp.module, state.optimizers.values(), (*given, *self.given_before))
+        self.given_before.update(unregistered.untied(given))
         names = sorted({name for rank in self.exchange.gather("unregistered", mine) for name in rank})
         if not names:
             return
@@ -230,8 +245,6 @@ class Runtime:
         self.counter.stage(Stage.TRAINING)
         self.trial.begins(self._data_epoch)
         self._report_hook()
-        if self.begins is not None:
-            self.begins()
 
     def mark_not_exact(self) -> None:
         """Every checkpoint from here on says since which resume it has other bits than an undisturbed run's."""
@@ -263,6 +276,9 @@ class Runtime:
         self._end_body()
         if self.trial.under_way:
             self._next_of_trial()
+        if self.begins is not None:
+            begins, self.begins = self.begins, None
+            begins()
         self._begin(position(self.step + 1))
         self.trainer = threading.current_thread()
         self._evaluations = self._batches = 0
@@ -270,6 +286,24 @@ class Runtime:
         self.state.step_begins()
         self._open, self._iteration = True, self.state.hook_or_refuse()[1].iteration
         self.counter.start_step(self.step + 1)
+
+    def ask_for(self, total: int | None) -> None:
+        """The script's loop has ``total`` steps. Where ``restore`` did not know that, they are compared here with those of the
+        attempt that saved the base. Raises ``UserError`` under ``determinism: strict``."""
+        unknown, self.total = self.total is None, total
+        if unknown and (odd := resume.other_total(self)) is not None:
+            text = f"not exact: {odd.sentence()}"
+            if self.launch.spec.determinism == "strict":
+                raise UserError(f"determinism is strict, and the resume is {text}", code="environment-differs")
+            self.mark_not_exact()
+            if self.rank == 0:
+                self.reporter.note("other-total", text)
+
+    def nothing_left(self) -> None:
+        """The script's loop has no step to do. A further loop is refused, as in the run that has done the steps."""
+        self._ended = True
+        if self.had_ended and self.nothing_is_left is not None:
+            self.nothing_is_left()
 
     def refuse_after_the_end(self) -> None:
         """Raises ``UserError``. Also for a loop over no more steps than there were: its body would be left out without a word."""

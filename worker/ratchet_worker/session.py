@@ -275,7 +275,9 @@ class Session:
         if not runtime.restored:
             self.restore(total)
         runtime.refuse_after_the_end()
-        runtime.total = total
+        runtime.ask_for(total)
+        if runtime.done:
+            runtime.nothing_left()
         while not runtime.done:
             runtime.begin_step()
             yield runtime.step

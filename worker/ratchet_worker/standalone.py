@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch.distributed import destroy_process_group, is_initialized
@@ -115,6 +116,7 @@ class Standalone:
         self._runs = 0
         self._arguments = SessionArguments()
         self._seeds = ScriptSeeds()
+        self._given = WeakSet[object]()
         self._pid = os.getpid()
         atexit.register(self._at_exit)
 
@@ -140,7 +142,9 @@ class Standalone:
         self._stores = self._stores or _Stores(place)
         self._runs, self._arguments = self._runs + 1, arguments
         self._run = _Run(place, self._stores.clients(self._runs), arguments, self._seeds)
-        return self._run.open()
+        runtime = self._run.open()
+        runtime.given_before = self._given
+        return runtime
 
     def _at_exit(self) -> None:
         if self._run is not None and os.getpid() == self._pid:
@@ -209,7 +213,7 @@ class _Run:
         self._agreement.start()
         hold = self._listener.abort.hold
         runtime = join(launch, identity, self._clients, _TIMEOUT, hold, self._agreement, counter, self._reporter)
-        runtime.begins, runtime.left = self._begins, self.left
+        runtime.begins, runtime.nothing_is_left, runtime.left = self._tidy, self._nothing_is_left, self.left
         runtime.chosen.notes.extend(_caveats(launch, place, self._seeds.drawn))
         self.runtime = runtime
         return runtime
@@ -418,16 +422,19 @@ class _Run:
         if runtime.rank == 0:
             say(f"{text}: the next start goes on from {at} {self._shown}")
 
-    def _begins(self) -> None:
+    def _nothing_is_left(self) -> None:
         runtime = self.runtime
         assert runtime is not None
-        if not runtime.done:
-            self._tidy()
-        elif runtime.had_ended and runtime.rank == 0:
-            say(
-                f"the run in {self._shown} has ended with step {runtime.step}, so that nothing is left to do. To train on, ask "
-                "for more steps or epochs; for a new run use another directory"
-            )
+        if runtime.rank != 0:
+            return
+        before = runtime.earlier_total
+        further = (
+            "" if before is None else f"It trains on where the script asks for more than {counted(before, 'step')}. "
+        )
+        say(
+            f"the run in {self._shown} has ended with step {runtime.step}, so that nothing is left to do. {further}For a new run "
+            "use another directory"
+        )
 
     def _tidy(self) -> None:
         """On rank 0, of a start that trains: one that is refused, or has nothing left to do, deletes nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -18,15 +18,20 @@ _DEPTH: Final = 4
 _MOST_PARTS: Final = 1000
 
 
-def found(parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], given: Iterable[object]) -> list[str]:
-    """The types' names, sorted: of optimizers of ``parameters``, schedulers of ``optimizers`` or those, gradient scalers that are
-    switched on, and averages of a model with such parameters, which are neither in ``given`` nor parts of what is."""
-    trained = [*parameters]
+def found(module: nn.Module, optimizers: Iterable[Optimizer], given: Iterable[object]) -> list[str]:
+    """The types' names, sorted: of optimizers of ``module``'s parameters, schedulers of ``optimizers`` or those, gradient scalers
+    that are switched on, and averages of the module or of one in it, which are neither in ``given`` nor parts of it."""
     kept = {id(part) for item in given for part in _parts(item, _DEPTH)}
-    if not _unregistered(trained, optimizers, kept):
+    if not _unregistered(module, optimizers, kept):
         return []
     gc.collect()  # objects that the script does not use any more
-    return sorted({type(item).__name__ for item in _unregistered(trained, optimizers, kept)})
+    return sorted({type(item).__name__ for item in _unregistered(module, optimizers, kept)})
+
+
+def untied(given: Iterable[object]) -> Iterator[object]:
+    """What of ``given`` cannot be told apart from what belongs to another model: a later run in this process may find it."""
+    parts = (part for item in given for part in _parts(item, _DEPTH))
+    return (part for part in parts if isinstance(part, (AveragedModel, torch.amp.GradScaler)))
 
 
 def sentence(names: Collection[str]) -> str:
@@ -36,21 +41,25 @@ def sentence(names: Collection[str]) -> str:
     )
 
 
-def _unregistered(
-    trained: Sequence[nn.Parameter], optimizers: Iterable[Optimizer], kept: Collection[int]
-) -> list[object]:
+def _unregistered(module: nn.Module, optimizers: Iterable[Optimizer], kept: Collection[int]) -> list[object]:
+    trained = {id(parameter) for parameter in module.parameters()}
+    forms = [_form(one) for one in module.modules()]
     objects = gc.get_objects()
     kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, _KINDS)}  # far fewer than objects
     items = [item for item in objects if type(item) in kinds]
     of_the_model = [item for item in items if isinstance(item, Optimizer) and _trains(item, trained)]
     unregistered = [item for item in of_the_model if id(item) not in kept and not _wraps(item, kept)]
     stepped = {id(optimizer) for optimizer in (*optimizers, *of_the_model)}
-    return [*unregistered, *(item for item in items if id(item) not in kept and _acts(item, stepped, trained))]
+    return [*unregistered, *(item for item in items if id(item) not in kept and _acts(item, stepped, forms))]
 
 
-def _trains(optimizer: Optimizer, trained: Sequence[nn.Parameter]) -> bool:
-    its = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
-    return any(id(parameter) in its for parameter in trained)
+def _form(module: nn.Module) -> list[torch.Size]:
+    return [parameter.shape for parameter in module.parameters()]
+
+
+def _trains(optimizer: Optimizer, trained: Collection[int]) -> bool:
+    groups = getattr(optimizer, "param_groups", ())
+    return any(id(parameter) in trained for group in groups for parameter in group["params"])
 
 
 def _wraps(optimizer: Optimizer, kept: Collection[int]) -> bool:
@@ -58,11 +67,11 @@ def _wraps(optimizer: Optimizer, kept: Collection[int]) -> bool:
     return any(isinstance(part, Optimizer) and id(part) in kept for part in vars(optimizer).values())
 
 
-def _acts(item: object, optimizers: Collection[int], trained: Sequence[nn.Parameter]) -> bool:
+def _acts(item: object, optimizers: Collection[int], forms: Collection[list[torch.Size]]) -> bool:
     if isinstance(item, LRScheduler):
         return id(getattr(item, "optimizer", None)) in optimizers
     if isinstance(item, AveragedModel):
-        return [p.shape for p in item.parameters()] == [p.shape for p in trained]
+        return _form(item) in forms
     return isinstance(item, torch.amp.GradScaler) and item.is_enabled()
 
 

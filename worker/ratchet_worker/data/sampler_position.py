@@ -263,10 +263,11 @@ class SamplerPosition(LoaderPosition):
             self._before, self._load_again = points.Point.of(state["before"]), True
         self._compare_length(state)
 
-    def begin_again(self, state: dict[str, Any]) -> None:
-        """For another number of ranks: the beginning of the epoch of ``state``."""
+    def begin_again(self, state: dict[str, Any]) -> bool:
+        """For another number of ranks: the beginning of the epoch of ``state``. True: batches of it were taken."""
         self.epoch, self.position = state["epoch"], 0
         self._forget_ahead()
+        return bool(state.get("position"))
 
     def _load_workers(self, states: Any) -> None:
         if self._workers is None or states is None:

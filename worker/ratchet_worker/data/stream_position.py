@@ -107,6 +107,7 @@ class StreamPosition(LoaderPosition):
         self._ahead, self._ahead_recorded = [], bool(state["ahead"]) and self.stream.position > 0
         self.numbers, self._numbered = state["numbers"], False
 
-    def begin_again(self, state: dict[str, Any]) -> None:
-        """For another number of ranks: the beginning of the epoch of ``state``."""
+    def begin_again(self, state: dict[str, Any]) -> bool:
+        """For another number of ranks: the beginning of the epoch of ``state``. True: batches of it were taken."""
         self.stream.epoch = state["epoch"]
+        return bool(state.get("taken"))

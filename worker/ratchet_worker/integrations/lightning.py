@@ -325,7 +325,7 @@ class SessionStrategy(DDPStrategy):
         self._steps.restore(self._total())
         if loop.done:
             self.session.finish()
-        elif goes_on(self.session):
+        elif goes_on(self.session) and self._runtime.had_ended:
             raise UserError(
                 f"the run has ended with step {self.session.step}, and the Trainer is to go on (max_epochs, max_steps): fork the "
                 "job, or begin a run in another directory"

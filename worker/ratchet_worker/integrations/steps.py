@@ -42,6 +42,8 @@ class Steps:
     def restore(self, total: int | None) -> None:
         """Everything is registered. ``total``: steps of the whole job, None where the package cannot tell."""
         self._session.restore(total)
+        if self._session._runtime.done:
+            self._session._runtime.nothing_left()
         if self._session.resumed:
             self._generators = rng.capture(self._session.device)
 

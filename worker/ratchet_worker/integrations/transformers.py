@@ -323,11 +323,7 @@ class _Progress:
                     f"{name} was {state[name]}, now it is {value}: keep the data, and the samples that a step has on all "
                     "ranks together (on half of the ranks twice per_device_train_batch_size)"
                 )
-        runtime = self._trainer._runtime
-        manifest = runtime.chosen.manifest
-        further = (
-            manifest is not None and manifest.finished and not runtime.had_ended
-        )  # more steps are asked for by now
+        further = self._trainer._runtime.goes_further
         self._loaded, self.ended = state, state["ended"] and goes_on(self._trainer.session) and not further
         self._put()
 

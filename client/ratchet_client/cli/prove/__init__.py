@@ -161,7 +161,7 @@ def _lines(proof: Proof) -> list[str]:
     head = _UNPROVED.get(proof.verdict, "PROVED")
     out = [f"{head}: {proof.what}, {done}, ends with the same bits: {seen}"]
     out += [f"note: {text}" for text in proof.reports]
-    out.append(f"not compared: files that the script itself writes{''.join(f'; {text}' for text in proof.carried)}")
+    out.append(f"not compared: files that the script itself writes{''.join(f'; {text}' for text in proof.unseen)}")
     if proof.times:
         out.append(
             f"not judged, since undisturbed runs differ in them while all tensors are equal: {', '.join(proof.times)}"

@@ -30,7 +30,8 @@ class Proof(BaseModel):
     """``comparison``: of what differs, else of the interrupted run; ``redone``: steps that were lost and done again;
     ``metrics``: series that were compared, ``metrics_differ``: what differs in them; ``times``: series that differ between
     undisturbed runs, while all tensors are equal: they are not judged; ``reports``: what resumes were not exact in, and their
-    notes; ``lost``: the component that the first of them has lost; ``carried``: variables of loops that no checkpoint has."""
+    notes; ``lost``: the component that the first of them has lost; ``unseen``: variables of loops that no checkpoint has, and
+    what else was not compared."""
 
     verdict: Verdict
     what: str
@@ -44,7 +45,7 @@ class Proof(BaseModel):
     times: list[str] = []
     reports: list[str] = []
     lost: str | None = None
-    carried: list[str] = []
+    unseen: list[str] = []
     exercised: list[Exercise] = []
 
 
@@ -93,7 +94,7 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
         times=times,
         reports=_reports(c.attempts),
         lost=_lost_component(c.attempts),
-        carried=c.carried,
+        unseen=c.carried,
         exercised=exercised,
     )
 
@@ -151,7 +152,7 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
         metrics_differ=[*_metrics_differ(within, again.metrics).values()],
         reports=_reports(again.attempts),
         lost=_lost_component(again.attempts),
-        carried=again.carried,
+        unseen=[*again.carried, *_unseen_spec(again.attempts)],
     )
 
 
@@ -243,6 +244,12 @@ def _lost(report: ResumeReportView) -> list[str]:
         *(f"{part.component} is {part.status}: {part.reason or 'no reason given'}" for part in parts),
         *(f"{other.key} was {other.recorded}, and is {other.current}" for other in others),
     ]
+
+
+def _unseen_spec(attempts: list[AttemptView]) -> list[str]:
+    reports = [attempt.resume_report for attempt in attempts if attempt.resume_report is not None]
+    gone = any(difference.key == "spec_digest" for report in reports for difference in report.differences)
+    return ["the job's spec, since the file of the attempt that saved the checkpoint is gone"] * gone
 
 
 def _lost_component(attempts: list[AttemptView]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -164,7 +164,7 @@ class Trials:
             Facts(**facts),
             self.client.attempts(job.id),
             {name: dict(zip(found.steps, found.values, strict=True)) for name, found in series.items()},
-            list(dict.fromkeys(_variables(e.data["data"]) for e in events if e.type == _CARRIED)),
+            _variables(e.data["data"] for e in events if e.type == _CARRIED),
         )
 
     def forget(self) -> None:
@@ -190,8 +190,10 @@ def trials(client: RatchetClient, say: Progress) -> Iterator[Trials]:
             made.forget()
 
 
-def _variables(found: Mapping[str, Any]) -> str:
-    return f"{', '.join(found['names'])} ({found['place']})"
+def _variables(notes: Iterable[Mapping[str, Any]]) -> list[str]:
+    """``best (train.py, line 3)``. An earlier version of the worker gives none."""
+    found = (f"{', '.join(note['names'])} ({note['place']})" for note in notes if "names" in note)
+    return list(dict.fromkeys(found))
 
 
 def _where(job: JobView) -> str:
