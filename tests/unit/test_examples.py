@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from examples.demo.picture import Interruption, draw
+from examples.demo.picture import Curve, Interruption, draw
 from examples.demo.story import SPEC
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec import CodeSpec
@@ -130,13 +130,15 @@ def test_the_users_project_has_modules_with_names_that_a_tool_might_take() -> No
     assert {"hooks.py", "worker.py", "service.py"} <= {path.name for path in (EXAMPLES / "user_project").iterdir()}
 
 
-def test_the_picture_is_an_svg_with_both_curves_and_every_interruption(tmp_path: Path) -> None:
+def test_the_picture_is_an_svg_with_every_curve_and_interruption(tmp_path: Path) -> None:
     points = [(step, 2.0 / step) for step in range(1, 50)] + [(50, float("nan")), (51, 0.04)]
     marks = [Interruption(30, 20, "rank <killed>", "#d62828"), Interruption(40, None, "service & killed", "#2a9d8f")]
-    draw(tmp_path / "loss.svg", points, points, marks)
+    curves = [Curve("undisturbed", "#222", 5.0, points), Curve("killed & resumed", "#d62828", 1.0, points)]
+    draw(tmp_path / "loss.svg", "a title", curves, marks)
     root = ElementTree.parse(tmp_path / "loss.svg").getroot()
     name = "{http://www.w3.org/2000/svg}"
     texts = {element.text for element in root.iter(f"{name}text")}
     assert len(list(root.iter(f"{name}path"))) == 2 and {"rank <killed>", "service & killed"} <= texts
-    assert len(list(root.iter(f"{name}rect"))) == 2, "the background, and one band over steps done again"
+    assert {"a title", "undisturbed", "killed & resumed"} <= texts
+    assert len(list(root.iter(f"{name}rect"))) == 3, "background, legend, and one band over steps done again"
     assert all(path.get("d", "").count("M") == 2 for path in root.iter(f"{name}path")), "the line breaks at NaN"
