@@ -83,9 +83,7 @@ def _place_of(one: Difference) -> int:
     component = one.component
     if component.startswith("optimizer") and "param_groups" in one.place:  # learning rates are a scheduler's
         return _ORDER.index("scheduler")
-    if component == "modules" and one.place.startswith(
-        "modules gradients."
-    ):  # left by the step: what follows from its forward
+    if one.place.startswith("modules gradients."):  # left by the step: they follow from its forward pass
         return _ORDER.index("gradients")
     kind = component.partition("_")[0] if component.startswith(("scheduler", "optimizer")) else component
     return _ORDER.index(kind) if kind in _ORDER else _ORDER.index("user")

@@ -356,6 +356,15 @@ def test_what_an_earlier_run_of_the_process_was_given_is_not_missed_in_a_later_o
     )
 
 
+def test_as_many_epochs_of_more_steps_leave_nothing_to_do_and_say_so(place: Path) -> None:
+    (place / "train.py").write_text(ORDINARY_LOOP)
+    assert _run(place, "train.py").returncode == 0
+    (place / "train.py").write_text(ORDINARY_LOOP.replace("batch_size=4", "batch_size=2"))
+    again = _run(place, "train.py")
+    assert again.returncode == 0 and "total_steps (12 -> 24)" in again.stderr, again.stderr
+    assert "has ended with step 12, so that nothing is left to do. For a new run" in again.stderr, again.stderr
+
+
 def test_a_second_loop_is_refused_by_every_start(place: Path) -> None:
     (place / "train.py").write_text(STEPS_LOOP)
     for printed in ("step 0\nstep 1\n", ""):

@@ -302,7 +302,7 @@ class Runtime:
     def nothing_left(self) -> None:
         """The script's loop has no step to do. A further loop is refused, as in the run that has done the steps."""
         self._ended = True
-        if self.had_ended and self.nothing_is_left is not None:
+        if self._from_the_end and self.nothing_is_left is not None:
             self.nothing_is_left()
 
     def refuse_after_the_end(self) -> None:

@@ -427,10 +427,9 @@ class _Run:
         assert runtime is not None
         if runtime.rank != 0:
             return
-        before = runtime.earlier_total
-        further = (
-            "" if before is None else f"It trains on where the script asks for more than {counted(before, 'step')}. "
-        )
+        before, further = runtime.earlier_total, ""
+        if before is not None and not runtime.goes_further:  # else it asks for more, of epochs that are over
+            further = f"It trains on where the script asks for more than {counted(before, 'step')}. "
         say(
             f"the run in {self._shown} has ended with step {runtime.step}, so that nothing is left to do. {further}For a new run "
             "use another directory"
