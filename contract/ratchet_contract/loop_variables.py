@@ -1,8 +1,9 @@
 """Local variables that a loop carries from one pass to the next, found in its source: no checkpoint has them.
 
 A script's ``best = 0.0`` before the loop and ``best = max(best, found)`` in its body: a name that the body assigns, and reads at
-a place where the same pass of the body may not have assigned it. A loop within the body is taken to run at least once. Left out
-are times of the clock, and what a function reads that is called.
+a place where the same pass of the body may not have assigned it. So is one that only some passes assign and that is read after
+the loop (``if found > best: weights = copy(net)``), and a list or dict that the loop fills and that is read after it. A loop
+within the body is taken to run at least once. Left out are times of the clock, and what a function reads that is called.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ _SHOWS: Final = frozenset({
     "print", "set_postfix", "set_postfix_str", "set_description", "set_description_str", "debug", "info", "warning",
 })  # fmt: skip
 """Functions and methods that only show what they are given."""
+_ADDS: Final = frozenset({"append", "extend", "add", "update", "insert", "appendleft", "setdefault"})
+_CONTAINERS: Final = frozenset({"list", "dict", "set", "deque", "defaultdict", "Counter", "OrderedDict"})
 _PLAIN: Final = frozenset({"max", "min", "sum", "abs", "float", "int", "round", "len", "str", "repr"})
 _PLAIN_METHODS: Final = frozenset({"item", "tolist", "cpu", "detach", "mean", "sum", "max", "min", "format", "join"})
 """Functions and methods that do nothing but give a value."""
@@ -26,15 +29,53 @@ _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Clas
 _COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
-def carried_by(loop: Loop) -> dict[str, ast.Name]:
-    """By name, where the body first reads the one of the pass before."""
+def carried_by(loop: Loop, scope: ast.AST | None = None) -> dict[str, ast.Name]:
+    """By name, where the body first reads the one of the pass before; else where ``scope``, the loop's function or module, reads
+    after the loop what the passes before have left."""
     flow = _Flow()
     if isinstance(loop, ast.While):
-        flow.run(loop.body, flow._head(loop.test, set()))
+        certain = flow.run(loop.body, flow._head(loop.test, set()))
     else:
-        flow.run(loop.body, {*_stored([loop.target])})
+        certain = flow.run(loop.body, {*_stored([loop.target])})
     clocks = _clocks(loop)
-    return {name: node for name, node in flow.exposed.items() if name in flow.stored and name not in clocks}
+    found = {name: node for name, node in flow.exposed.items() if name in flow.stored and name not in clocks}
+    if scope is not None:
+        left = (flow.stored - (certain or set()) - clocks) | _filled(loop, scope)
+        found |= {name: node for name, node in _read_after(loop, scope).items() if name in left - {*found}}
+    return found
+
+
+def _read_after(loop: Loop, scope: ast.AST) -> dict[str, ast.Name]:
+    end = loop.end_lineno or loop.lineno
+    later = (node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.lineno > end)
+    first: dict[str, ast.Name] = {}
+    for node in sorted(later, key=lambda node: (node.lineno, node.col_offset)):
+        first.setdefault(node.id, node)
+    return {name: node for name, node in first.items() if isinstance(node.ctx, ast.Load)}
+
+
+def _filled(loop: Loop, scope: ast.AST) -> set[str]:
+    """Lists, dicts and sets that ``scope`` makes before the loop, empty or not, and that the loop adds to."""
+    made: dict[str, bool] = {}
+    before = (node for node in ast.walk(scope) if isinstance(node, ast.Assign) and node.lineno < loop.lineno)
+    for node in sorted(before, key=lambda node: node.lineno):
+        for target in node.targets:
+            made |= dict.fromkeys(_stored([target]), isinstance(target, ast.Name) and _is_container(node.value))
+    containers = {name for name, is_one in made.items() if is_one}
+    added = set[str]()
+    for inner in ast.walk(loop):
+        match inner:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if method in _ADDS:
+                added.add(name)
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store()):
+                added.add(name)
+    return containers & added
+
+
+def _is_container(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        return getattr(value.func, "attr", getattr(value.func, "id", "")) in _CONTAINERS
+    return isinstance(value, (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp))
 
 
 def only_shown(scope: ast.AST, names: Collection[str]) -> set[str]:

@@ -90,6 +90,26 @@ def test_what_a_body_makes_anew_is_not(body: str) -> None:
     assert carried(body) == []
 
 
+AFTER = {
+    "if x > 3:\n  kept = copy(x)": ["kept"],
+    "if x > best:\n  best, at = x, i": ["at", "best"],
+    "history.append(x)": ["history"],
+    "table[i] = x": ["table"],
+    "kept = copy(x)": [],
+    "made.append(x)": [],
+    "if x > 3:\n  unused = x": [],
+}
+
+
+@pytest.mark.parametrize("body", AFTER)
+def test_what_is_read_after_the_loop_and_only_some_passes_have_left_is_carried(body: str) -> None:
+    lines = "\n".join(f"  {line}" for line in body.splitlines())
+    text = "best = at = kept = 0\nhistory, table = [], {}\nhistory = []\ntable = dict()\nmade = session.prepare([])\n"
+    tree = ast.parse(f"{text}for i, x in steps:\n{lines}\nsave(kept, at, history, table, made)\n")
+    loop = next(node for node in tree.body if isinstance(node, ast.For))
+    assert sorted(carried_by(loop, tree)) == AFTER[body]
+
+
 def steps(found: list[tuple[str, list[str]]]) -> Iterator[int]:
     for number in range(3):
         found.append(loop_variables.carried(inspect.currentframe().f_back))  # type: ignore[union-attr]

@@ -27,9 +27,10 @@ def carried(frame: FrameType | None) -> tuple[str, list[str]]:
             found: Any = [node for node, _ in parsed(file) if isinstance(node, ast.For) and _asks(node, line)]
             found = found or [one for one in _around_next(frame) if isinstance(one, ast.While)]
             if found:
-                loop, names = found[-1], carried_by(found[-1])
+                loop = found[-1]
                 above = next(above for node, above in parsed(file) if node is loop)
                 scope = next(one for one in above if isinstance(one, (*_FUNCTIONS, ast.Module)))
+                names = carried_by(loop, scope)
                 return f"{file.rpartition('/')[2]}, line {line}", sorted(names.keys() - only_shown(scope, names))
         frame = frame.f_back
     return "", []

@@ -276,7 +276,8 @@ def _caveats(runtime: Runtime, packages: list[str], differences: Sequence[Enviro
     if any(difference.key in ("spec:script", _TOTAL) for difference in differences):
         out.append(
             "the script's arguments, or its steps, are other ones: what the checkpoint has (learning rates, a schedule and its "
-            "place, the state of all that is registered) replaces what the script sets by them"
+            "place, the state of all that is registered) replaces what the script sets by them; a schedule of a fixed length "
+            "(OneCycleLR) ends with the length that it was made with"
         )
     if edited := package_list.editable(packages):
         out.append(f"installed as editable, so whether their code is the same is not looked at: {', '.join(edited)}")

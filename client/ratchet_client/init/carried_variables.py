@@ -43,4 +43,4 @@ def _carried(loop: ast.For, scope: ast.AST) -> dict[str, ast.Name]:
     """Those that are given a value in ``scope`` in front of ``loop``."""
     names = (n for n in ast.walk(scope) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     given = {n.id for n in names if n.lineno < loop.lineno}
-    return {name: node for name, node in carried_by(loop).items() if name in given}
+    return {name: node for name, node in carried_by(loop, scope).items() if name in given}

@@ -16,7 +16,7 @@ from ratchet_client.cli import output
 from ratchet_client.cli.common import PATIENCE, RUN, Settings, settings, steps, why
 from ratchet_client.cli.exits import Exit
 from ratchet_client.cli.signals import interruptible, undisturbed
-from ratchet_contract.plural import counted
+from ratchet_contract.plural import counted, short_digests
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -263,10 +263,12 @@ def _tell_end(
     paths = service.paths.job(job.id)
     told = f": {_told(service, job.id, reason)}" if reason else ""
     output.note(f"{job.id} {job.phase} at step {steps(job)}{told}")
-    reports = ((attempt.number, attempt.resume_report) for attempt in client.attempts(job.id))
-    for number, report in reports:
-        if report is not None and report.verdict == "not-exact":
-            output.note(f"not exact: attempt {number} may have other bits than an undisturbed run. {report.sentence()}")
+    for attempt in client.attempts(job.id):
+        report, redone = attempt.resume_report, attempt.redone.first_difference
+        lost = report.sentence() if report is not None and report.verdict == "not-exact" else None
+        if cause := lost if redone is None else redone.sentence():
+            text = f"not exact: attempt {attempt.number} may have other bits than an undisturbed run. {short_digests(cause)}"
+            output.note(text)
             break
     if job.phase == "SUSPENDED":
         at = "there" if job.last_checkpoint is not None else "its first line: it has no checkpoint"

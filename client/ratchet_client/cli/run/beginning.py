@@ -61,6 +61,8 @@ def begin(client: RatchetClient, home: HomePaths, spec: dict[str, Any], mark: st
     if known is None or new or not unfinished(known):
         from ratchet_client.cli.submit import print_warnings
 
+        if known is not None and known.phase is JobPhase.SUCCEEDED:
+            output.note(f"{known.id} of this command has succeeded; another job begins from step 0")
         job = client.submit({**spec, "labels": {**(spec.get("labels") or {}), LABEL: mark}}, note=output.note).view
         print_warnings(job.warnings)
         output.note(f"{job.id} ({job.name}) starts")
