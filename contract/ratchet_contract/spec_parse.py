@@ -221,10 +221,24 @@ def _without(data: dict[Any, Any], place: list[Any]) -> dict[Any, Any]:
     return {**data, key: _without(data[key], rest)} if isinstance(data[key], dict) else data
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML forbids a key that is given twice, and PyYAML takes the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                problem = f"{key.value} is given twice: keep one"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else "")
+        return super().construct_mapping(node, deep)
+
+
 def load_spec_text(text: str) -> Any:
-    """Decode a spec file's text, YAML or JSON (JSON is a subset of YAML). Raises ``SpecError`` with line and column."""
+    """Decode a spec file's text, YAML or JSON (JSON is a subset of YAML). Raises ``SpecError`` with line and column, also for a
+    key that is given twice."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -62,6 +62,7 @@ UNUSED = """
 def unused():  # `ratchet init` reads a device in it
     torch.distributed.init_process_group("gloo")
 """
+MADE = "# torchrun train.py, as a job of Ratchet: made by\n# `ratchet init`. Every key: docs/spec.md.\nname: train\n"
 WEIGHTS = re.compile(r"^weights (\w+)$", re.MULTILINE)
 EVERY = ("--set", "checkpoint.every_steps=10", "--set", "policy.backoff=0.05")
 
@@ -189,7 +190,12 @@ def test_a_rank_is_killed_then_the_command_told_to_stop_and_started_again(undist
         assert "SUSPENDED" in running.err.read_text() and "the same command goes on" in running.err.read_text()
         before, printed = running.steps(), len(running.out.read_text())
     (tmp_path / "hurry").touch()
-    for name, text in (("notes.txt", "lr 0.01"), (".ratchetignore", "notes.txt\n"), ("slurm-7.out", "begun")):
+    for name, text in (
+        ("notes.txt", "lr 0.01"),
+        (".ratchetignore", "notes.txt\n"),
+        ("slurm-7.out", "begun"),
+        ("train.yaml", MADE),
+    ):
         (tmp_path / "code" / name).write_text(text)  # none of them is code
     with run(tmp_path, *EVERY, *command, streams=streams) as again:
         assert again.ended() == 0, again.err.read_text()

@@ -244,6 +244,16 @@ def test_yaml_errors_say_where() -> None:
     assert caught.value.code == "invalid-yaml" and "line 2" in caught.value.detail
 
 
+@pytest.mark.parametrize(
+    "text", ["name: a\nhook: {}\nname: b\n", "world:\n  nodes: 1\n  nodes: 2\n", '{"a": 1, "a": 1}']
+)
+def test_a_key_that_is_given_twice_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="is given twice: keep one") as caught:
+        load_spec_text(text)
+    assert caught.value.code == "invalid-yaml" and "line" in caught.value.detail
+    assert load_spec_text("a: &b {k: 1}\nc: {<<: *b, k: 2}\nd: [{k: 1}, {k: 1}]\n")["c"] == {"k": 2}
+
+
 def test_the_digest_follows_what_changes_the_result_and_nothing_else() -> None:
     base = parse_spec(spec()).digest()
     assert parse_spec(spec(labels={"a": "b"}, priority=3, ttl="1d")).digest() == base

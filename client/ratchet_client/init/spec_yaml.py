@@ -20,6 +20,7 @@ from ratchet_contract.errors import Refused
 from ratchet_contract.spec_parse import load_spec_text, parse_spec
 
 _WIDTH: Final = 118
+_MADE: Final = "made by `ratchet init`"
 _EXAMPLE: Final = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 100}
 
 
@@ -65,6 +66,14 @@ def _task_arguments(words: Sequence[str], known: Sequence[str], task: str) -> di
     return found
 
 
+def is_made(path: Path) -> bool:
+    """Is it a spec that ``render`` wrote? Raises ``OSError``."""
+    if path.suffix != ".yaml":
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return _MADE in file.read(4000).replace("\n# ", " ")
+
+
 def render(
     spec: Mapping[str, Any], notes: Sequence[Note], facts: Facts, place: Place, way: Way, *,
     command: Command, typed: str, base: Path, file: str, python: Path | None,
@@ -75,7 +84,7 @@ def render(
     """
     code = {"path": _relative(place.code, base), **spec.get("code", {})}
     lines = [
-        *_comment(f"{typed}, as a job of Ratchet: made by `ratchet init`. Every key: docs/spec.md. Check it: "
+        *_comment(f"{typed}, as a job of Ratchet: {_MADE}. Every key: docs/spec.md. Check it: "
                   f"ratchet submit {file} --dry-run"),
         "#", *(line for note in notes for line in _comment(note.text, "! " if note.serious else "- ")),
         *(line for option, why in command.dropped.items() for line in _comment(f"{option} is not needed: {why}", "- ")),

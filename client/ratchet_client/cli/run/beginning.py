@@ -122,8 +122,8 @@ def _newest_step(paths: JobPaths, job: JobView) -> int:
 
 
 def _changed_code(home: HomePaths, job: JobView) -> list[str]:
-    """The files of the job's code that are others than when it was copied, but for logs, what this command writes to, and what
-    ignore files name by now; none where that cannot be told."""
+    """The files of the job's code that are others than when it was copied, but for logs, what this command writes to, specs of
+    ``ratchet init``, and what ignore files name by now; none where that cannot be told."""
     code, copied = job.spec.get("code") or {}, job.resolved.code_digest
     if code.get("source") != "snapshot" or copied is None:
         return []
@@ -140,12 +140,14 @@ def _changed_code(home: HomePaths, job: JobView) -> list[str]:
     root = Path(code["path"])
     return [
         path for path in changed
-        if not (path.endswith((*_LOGS, *IGNORE_FILES)) or now.leaves_out(path) or _is_own_output(root / path))
+        if not (path.endswith((*_LOGS, *IGNORE_FILES)) or now.leaves_out(path) or _is_own(root / path))
     ]  # fmt: skip
 
 
-def _is_own_output(path: Path) -> bool:
-    """Does this command itself write to it?"""
+def _is_own(path: Path) -> bool:
+    """Does this command itself write to it, or has ``ratchet init`` written it?"""
+    from ratchet_client.init.spec_yaml import is_made
+
     with suppress(OSError):  # it is gone, or a stream is closed
-        return any(os.path.samestat(path.stat(), os.fstat(stream)) for stream in (1, 2))
+        return is_made(path) or any(os.path.samestat(path.stat(), os.fstat(stream)) for stream in (1, 2))
     return False
