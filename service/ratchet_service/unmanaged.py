@@ -27,7 +27,7 @@ def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldPr
     text = (
         f"{name} has no Session of Ratchet: it is started from its beginning, again after every preemption and failure, with "
         "its current directory as it left it; saving and restoring is its own affair, a hang is not detected, and the resume "
-        f"report says unmanaged. Next step: docs/adoption.md. {elsewhere}"
+        f"report says unmanaged. Next step: `ratchet init --patch {name}` prints the change (docs/adoption.md). {elsewhere}"
     )
     warnings = [Warning_(pointer="/script", code=WARNING, detail=text)]
     if spec.checkpoint.every_steps not in (None, CheckpointSpec().every_steps):  # a stored spec has the default, too

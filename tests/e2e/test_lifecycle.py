@@ -408,7 +408,7 @@ def test_forks_leave_their_parent_alone_and_a_script_that_exits_in_its_loop_has_
     assert final_checkpoint(server, longer).name == f"step-{STEPS + 5:012d}.a0001"
     (attempt,) = server.attempts(longer)
     assert attempt["base"]["step"] == 20
-    assert [d["key"] for d in attempt["resume_report"]["differences"]] == ["spec:task.args.steps"]
+    assert [d["key"] for d in attempt["resume_report"]["differences"]] == ["spec:task.args.steps", "total_steps"]
     assert "nothing left to train" in ended["pointless"]["message"]
     assert f"`ratchet fork {parent} --checkpoint ID`" in ended["pointless"]["message"]
     assert "sys.exit" in ended["exits"]["message"]

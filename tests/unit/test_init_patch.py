@@ -367,6 +367,15 @@ def test_variables_that_a_loop_over_batches_carries_in_a_function_are_told() -> 
     assert "line 16: running starts from its initial value where a resume continues within an epoch" in told, told
 
 
+def test_variables_are_told_of_a_script_that_is_changed_already() -> None:
+    text = CARRIED.replace(
+        "        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n    best = max(best, accuracy(model))\n"
+    )
+    again = Printed(Printed(UNRUNNABLE + text).applied())
+    assert again.code == 0 and not again.diff and "uses Ratchet already" in again.said
+    assert "best goes on from epoch to epoch, and is in no checkpoint" in again.said, again.said
+
+
 def test_settings_of_ddp_and_hooks_go_into_the_spec_and_are_told() -> None:
     text = LOOP.replace(
         "Linear(8, 2))", "Linear(8, 2), find_unused_parameters=True, device_ids=[0])\nmodel.register_comm_hook(s, h)"

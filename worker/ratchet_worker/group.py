@@ -105,8 +105,9 @@ def refuse_other_group() -> None:
     """Raises ``UserError`` where the script has started a process group."""
     if is_initialized():
         raise UserError(
-            "the script called torch.distributed.init_process_group before it made its Session: remove that line, Session() "
-            "starts the group itself, with the back end that ddp.backend names, and ends it",
+            "torch.distributed.init_process_group was called before the Session was made, which starts the group itself, with "
+            "the back end that ddp.backend names, and ends it: remove that line. transformers' TrainingArguments and "
+            "accelerate's Accelerator call it, too: make the Session before them",
             code="group-exists",
         )
 

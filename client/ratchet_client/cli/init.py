@@ -105,7 +105,7 @@ def _patch(words: list[str]) -> None:
     from ratchet_client.init import project
     from ratchet_client.init.advice import training_place
     from ratchet_client.init.command import parse_command
-    from ratchet_client.init.patch import patch_of
+    from ratchet_client.init.patch import left_in_patched, patch_of
     from ratchet_client.init.reading import read_script
     from ratchet_contract.scripts import is_unmanaged
 
@@ -115,6 +115,8 @@ def _patch(words: list[str]) -> None:
         raise Refused(f"patch takes no path from above: cd {shlex.quote(str(place.code))} first")
     if not is_unmanaged(place.script.read_bytes()):
         output.note(f"{name} uses Ratchet already: nothing is to be changed")
+        for remark in left_in_patched(place.script):
+            output.note(f"{name}, line {remark.line}: {remark.text}")
         return
     made = patch_of(place.script, name)
     sys.stdout.buffer.write(made.diff.encode(made.encoding))

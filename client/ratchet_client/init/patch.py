@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ratchet_client.init import patch_accelerate, patch_lightning, patch_loop, patch_trainer
+from ratchet_client.init import carried_variables, patch_accelerate, patch_lightning, patch_loop, patch_trainer
+from ratchet_client.init.epoch_loops import Loops
 from ratchet_client.init.patching import Patching, Remark
 from ratchet_client.init.source_edits import Source, moved_lines, unified_diff
 from ratchet_contract.errors import NotFound, Refused
@@ -38,22 +39,40 @@ class Patch:
 
 def patch_of(script: Path, name: str) -> Patch:
     """``name``: of the file in the diff. Raises ``NotFound``, and ``Refused`` for what is not Python."""
+    text, encoding, patching = _read(script)
+    known = [kind(patching) for kind in _KINDS]
+    changed = _without_unused_imports(text, patching.source.changed())
+    return Patch(
+        unified_diff(text, changed, name), any(known), known[0], encoding, _sorted(patching), moved_lines(text, changed)
+    )
+
+
+def left_in_patched(script: Path) -> list[Remark]:
+    """What a script that uses Ratchet already carries in variables of its loops. Raises as ``patch_of``."""
+    _, _, patching = _read(script)
+    for loop in Loops(patching.source).found():
+        carried_variables.tell(patching, loop, "session.prepare")
+    return _sorted(patching)
+
+
+def _sorted(patching: Patching) -> list[Remark]:
+    return sorted(set(patching.remarks), key=lambda remark: (remark.line, remark.text))
+
+
+def _read(script: Path) -> tuple[str, str, Patching]:
+    """Its text, and how that is encoded."""
     try:
         data = script.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         encoding = encoding.removesuffix("-sig")
         text = data.decode(encoding)
-        patching = Patching.of(text)
+        return text, encoding, Patching.of(text)
     except OSError as error:
         raise NotFound(f"cannot read {script}: {error.strerror or error}") from None
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else str(error) or "nested too deeply"
         raise Refused(f"{script}{line} is not valid Python: {reason}") from None
-    known = [kind(patching) for kind in _KINDS]
-    changed = _without_unused_imports(text, patching.source.changed())
-    remarks = sorted(set(patching.remarks), key=lambda remark: (remark.line, remark.text))
-    return Patch(unified_diff(text, changed, name), any(known), known[0], encoding, remarks, moved_lines(text, changed))
 
 
 def _without_unused_imports(old: str, new: str) -> str:

@@ -16,7 +16,7 @@ from ratchet_client.cli import output
 from ratchet_client.cli.common import PATIENCE, RUN, Settings, settings, steps, why
 from ratchet_client.cli.exits import Exit
 from ratchet_client.cli.signals import interruptible, undisturbed
-from ratchet_contract.plural import counted, short_digests
+from ratchet_contract.plural import counted, first_of, short_digests
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -263,7 +263,14 @@ def _tell_end(
     paths = service.paths.job(job.id)
     told = f": {_told(service, job.id, reason)}" if reason else ""
     output.note(f"{job.id} {job.phase} at step {steps(job)}{told}")
-    for attempt in client.attempts(job.id):
+    attempts = client.attempts(job.id)
+    resumed = [
+        f"attempt {one.number} {one.proof}" for one in attempts
+        if one.resume_report is not None and one.resume_report.verdict not in ("fresh", "unmanaged")
+    ]  # fmt: skip
+    if resumed:
+        output.note(f"resumes: {first_of(resumed)}")
+    for attempt in attempts:
         report, redone = attempt.resume_report, attempt.redone.first_difference
         lost = report.sentence() if report is not None and report.verdict == "not-exact" else None
         if cause := lost if redone is None else redone.sentence():
