@@ -122,7 +122,7 @@ class Target:
 def _own_runs(home: Path) -> str:
     """Where the jobs of ``ratchet run`` are, which has a run directory of its own for each command."""
     runs = HomePaths(home).runs
-    with suppress(OSError):  # there is none, or one is removed meanwhile
+    with suppress(OSError, ValueError):  # there is none, or one is removed meanwhile
         newest = max(runs.iterdir(), key=lambda path: path.stat().st_mtime)
         name = shlex.quote(str(newest))
         serve = "" if HomePaths(newest).service_file.exists() else f"`ratchet serve --home {name}` and, beside it, "

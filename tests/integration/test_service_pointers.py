@@ -148,7 +148,9 @@ def test_a_run_directory_whose_service_has_ended_is_not_exchanged_for_another_on
 
 
 def test_the_jobs_of_ratchet_run_are_pointed_to_where_no_service_runs(user: User) -> None:
-    (user.place / "mine" / ".ratchet" / "run" / "train-0123").mkdir(parents=True)
+    (user.place / "mine" / ".ratchet" / "run").mkdir(parents=True)
+    assert "no service is running" in user("mine", "list").errors
+    (user.place / "mine" / ".ratchet" / "run" / "train-0123").mkdir()
     errors = user("mine", "list").errors
     assert "`ratchet serve --home " + str(user.place / "mine" / ".ratchet" / "run" / "train-0123") + "`" in errors, (
         errors
