@@ -15,7 +15,7 @@ STEPS = 250
 EVERY = 20
 """Steps between checkpoints."""
 KILLS = (70, 130, 190)
-"""A process is killed after so many steps."""
+"""Numbers of completed steps after which a process is killed."""
 RANK, WARM_UP = 1, 10
 """Of PowerSGD."""
 

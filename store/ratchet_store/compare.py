@@ -12,7 +12,6 @@ import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -127,13 +126,11 @@ def compare_opened(a: CheckpointReader, b: CheckpointReader, *, exclude: Collect
         found, nbytes = _compare_names(readers, names)
         tensors += found
         components.append(_summary(component, found, nbytes))
-    held = [[reader.state(rank) for rank in range(reader.manifest.world_size)] for reader in readers]
-    states = _compare_states(held[0], held[1], exclude)
+    states, unsaved = _compare_states(readers, exclude)
     identical = not states and all(tensor.equal for tensor in tensors)
     digest_a, digest_b = (_digest([(c.component, d) for c, d in zip(components, side, strict=True)])
                           for side in ([c.digest_a for c in components], [c.digest_b for c in components]))  # fmt: skip
-    unsaved = sorted({name for state in chain(*held) for name in _unsaved(state)})
-    return Comparison(identical, tensors, states, components, digest_a, digest_b, unsaved)
+    return Comparison(identical, tensors, states, components, digest_a, digest_b, sorted(unsaved))
 
 
 def _unsaved(state: JsonValue) -> list[str]:
@@ -260,17 +257,22 @@ def _digest(parts: list[tuple[str, str | None]]) -> str:
     return hasher.hexdigest()
 
 
-def _compare_states(ours: list[JsonValue], theirs: list[JsonValue], exclude: Collection[str]) -> list[StateDifference]:
-    """By rank."""
+def _compare_states(
+    readers: tuple[CheckpointReader, CheckpointReader], exclude: Collection[str]
+) -> tuple[list[StateDifference], set[str]]:
+    """What differs, and what either side could not save. One rank's states are held at a time."""
     found: list[StateDifference] = []
-    for rank, (a, b) in enumerate(zip_longest(ours, theirs, fillvalue=_MISSING)):
+    unsaved = set[str]()
+    for rank in range(max(reader.manifest.world_size for reader in readers)):
+        a, b = (r.state(rank) if rank < r.manifest.world_size else _MISSING for r in readers)
+        unsaved.update(_unsaved(a), _unsaved(b))
         try:
             places: list[StateDifference] = []
             _walk(a, b, "", rank, exclude, places)
             found += [replace(p, path=_path(b if a is _MISSING else a, p.pointer)) for p in places]
         except RecursionError:
             raise CheckpointError(f"the state of rank {rank} is nested too deep: no Ratchet wrote that") from None
-    return found
+    return found, unsaved
 
 
 def _walk(

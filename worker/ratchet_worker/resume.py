@@ -139,7 +139,8 @@ def restore(runtime: Runtime) -> ResumeReport:
         differences = disk.differences(
             chosen.manifest, chosen.directory, runtime.environment, packages, now, runtime.data_digest, own
         )
-        differences += [odd for odd in [other_total(runtime)] if odd is not None]
+        if (odd := other_total(runtime)) is not None:
+            differences.append(odd)
         if differences and launch.spec.determinism == "strict":
             raise UserError(
                 f"determinism is strict and this is not what was recorded: {environment_record.sentence(differences)}. Resume "
