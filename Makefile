@@ -3,14 +3,15 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CONSTRAINTS := $(if $(findstring python3.11,$(PYTHON)),-c constraints.txt)
 RUNS := $(VENV)/.installed-to-run
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(CONSTRAINTS)
 
-.PHONY: demo test conditions test-torch check serve quick-start bench exactness chaos simulate zombies faults fuzz teardown containers clean
+.PHONY: demo test test-fast wheel constraints conditions test-torch check serve quick-start bench exactness chaos simulate zombies faults fuzz teardown containers clean
 
 # what runs jobs, and no more. torch 2.13.0: the version that most tests were run with; torch>=2.9 would fetch the newest.
 # --no-compile: of some 9,000 modules a job imports a third, and each is compiled when it is imported first
-$(RUNS): pyproject.toml
+$(RUNS): pyproject.toml constraints.txt deploy/constraints.txt
 	@echo "==> creating $(VENV) and installing Ratchet and what runs jobs (first time: a minute, and the download of torch)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch==2.13.0 -e ".[service,worker]"
@@ -32,6 +33,23 @@ test: $(STAMP)
 	@$(BIN)/python -m compileall -q -j 0 client contract hooks migrations service store worker tests/support  # once, not in each of a thousand processes
 	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder
 
+# the rules without I/O and the small parts: no torch, no processes, within a minute
+test-fast: $(STAMP)
+	@echo "==> running the fast unit tests"
+	@$(BIN)/python -m pytest -q -n $(or $(JOBS),2) --dist loadfile -m "not processes" tests/unit/client tests/unit/contract tests/unit/service tests/unit/store
+
+# both wheels into dist/; the quick start builds and installs them in the same way (tests/e2e/test_quick_start.py)
+wheel: $(STAMP)
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist . ./hooks
+	@ls dist/*.whl
+
+# the newest versions, into both files of constraints: a fresh environment that has none; make test afterwards
+constraints:
+	$(MAKE) VENV=.venv-newest CONSTRAINTS= .venv-newest/.installed
+	.venv-newest/bin/python deploy/constraints.py > .venv-newest/images && .venv-newest/bin/python deploy/constraints.py --tests > .venv-newest/tests
+	mv .venv-newest/images deploy/constraints.txt && mv .venv-newest/tests constraints.txt
+	rm -rf .venv-newest
+
 # all tests once under each condition that a developer's machine seldom has, a quarter of an hour each: ONLY="boot order"
 conditions: $(STAMP)
 	@echo "==> the tests as a minute after boot, in another time zone, as another user, without a HOME, in random order, on one CPU"
@@ -47,6 +65,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.support.plain_words
 
 serve: $(RUNS)
 	$(BIN)/ratchet serve
@@ -58,9 +77,9 @@ quick-start: $(STAMP)
 exactness: $(STAMP)
 	$(BIN)/python -m tests.e2e.exactness --n $(or $(N),24)
 	$(BIN)/python -m tests.support.planted_runs
-	RATCHET_TEST_STRIKES=all RATCHET_TEST_PROVE=all RATCHET_TEST_SEEDS=5 RATCHET_TEST_OPTIONS=all $(BIN)/python -m pytest -v --timeout=7200 tests/e2e/test_exactness.py tests/e2e/test_adopted_run.py tests/e2e/test_slurm.py tests/e2e/test_kubernetes.py tests/e2e/test_nodes.py tests/e2e/test_prove.py tests/e2e/test_prove_engines.py tests/e2e/test_gpu_rows.py tests/e2e/test_benchmarks_checkpoint.py tests/e2e/test_benchmarks.py tests/e2e/test_user_code.py tests/integration/test_hooks_accuracy.py tests/integration/test_tasks_quality.py tests/integration/test_integrations_options.py tests/integration/test_accelerate_scripts.py tests/integration/test_stream_jobs.py tests/integration/test_trainer_jobs.py tests/integration/test_epoch_loops.py tests/integration/test_loop_examples.py tests/e2e/test_benchmarks_traffic.py tests/e2e/test_integrations_service.py tests/integration/test_standalone.py tests/integration/test_standalone_seeds.py tests/integration/test_kubernetes_service.py tests/integration/test_lightning_scripts.py tests/integration/test_worker_resizing.py tests/unit/test_data_positions.py
-	RATCHET_TEST_LIGHTNING=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/test_lightning_exact.py
-	RATCHET_TEST_CLEAN=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/test_clean_models.py
+	RATCHET_TEST_STRIKES=all RATCHET_TEST_PROVE=all RATCHET_TEST_SEEDS=5 RATCHET_TEST_OPTIONS=all $(BIN)/python -m pytest -v --timeout=7200 tests/e2e/test_exactness.py tests/e2e/test_adopted_run.py tests/e2e/test_slurm.py tests/e2e/test_kubernetes.py tests/e2e/test_nodes.py tests/e2e/test_prove.py tests/e2e/test_prove_engines.py tests/e2e/test_gpu_rows.py tests/e2e/test_benchmarks_checkpoint.py tests/e2e/test_benchmarks.py tests/e2e/test_user_code.py tests/integration/hooks/algorithms/test_accuracy.py tests/integration/worker/tasks/test_quality.py tests/integration/worker/integrations/test_trainer_options.py tests/integration/worker/integrations/test_accelerate_scripts.py tests/integration/worker/data/test_stream_jobs.py tests/integration/worker/integrations/test_trainer_jobs.py tests/integration/worker/training/test_epoch_loops.py tests/integration/worker/training/test_loop_examples.py tests/e2e/test_benchmarks_traffic.py tests/e2e/test_integrations_service.py tests/integration/worker/session/test_without_service.py tests/integration/worker/session/test_script_seeds.py tests/integration/service/launchers/test_kubernetes_service.py tests/integration/service/reconciler/test_protocol_upgrade.py tests/integration/worker/integrations/test_lightning_scripts.py tests/integration/worker/checkpoint/test_tensor_resizing.py tests/unit/worker/data/test_sampler_position.py
+	RATCHET_TEST_LIGHTNING=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/worker/integrations/test_lightning_exact.py
+	RATCHET_TEST_CLEAN=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/worker/state/test_public_models_strict.py
 
 # N faults by seed (SEED=), half on each database, a job for every five; with N=500 about 20 minutes on two cores. What failed is
 # told with its seed, its log and the command that runs it again
@@ -73,19 +92,19 @@ chaos: $(STAMP)
 # service, whose histories must be equal (about ten a second); then schedules of 60 moves and three jobs with a point at every
 # transaction, on both databases (about four a second). Every planted fault must be found. One again: --seed S --n 1 [--storm]
 simulate: $(STAMP)
-	$(BIN)/python -m tests.support.sim_pure --n $(or $(N),1000)00
-	$(BIN)/python -m tests.support.sim_pure --n $(or $(N),1000)0 --moves 80 --seed 10000000
-	$(BIN)/python -m tests.support.sim_pure --n 30000 --mutants
-	$(BIN)/python -m tests.support.sim_both --n $(or $(N),1000)
-	$(BIN)/python -m tests.support.sim_both --n $(or $(N),1000) --postgres --moves 60 --seed 20000000
+	$(BIN)/python -m tests.support.sim_in_memory --n $(or $(N),1000)00
+	$(BIN)/python -m tests.support.sim_in_memory --n $(or $(N),1000)0 --moves 80 --seed 10000000
+	$(BIN)/python -m tests.support.sim_in_memory --n 30000 --mutants
+	$(BIN)/python -m tests.support.sim_equivalence --n $(or $(N),1000)
+	$(BIN)/python -m tests.support.sim_equivalence --n $(or $(N),1000) --postgres --moves 60 --seed 20000000
 	$(BIN)/python -m tests.support.sim --n $(or $(N),1000)
 	$(BIN)/python -m tests.support.sim --n $(or $(N),1000) --storm --seed 1000000
 	$(BIN)/python -m tests.support.sim --n $(or $(N),1000) --storm --postgres --seed 2000000
-	RATCHET_TEST_SCHEDULES=101 $(BIN)/python -m pytest -v --timeout=7200 tests/integration/test_simulation.py
+	RATCHET_TEST_SCHEDULES=101 $(BIN)/python -m pytest -v --timeout=7200 tests/integration/support/test_simulation.py
 
 # N attempts stopped for longer than their lease, replaced, and let go on: nothing that they write then may count
 zombies: $(STAMP)
-	RATCHET_TEST_ZOMBIES=$(or $(N),100) $(BIN)/python -m pytest -v -s --timeout=7200 tests/integration/test_zombies.py
+	RATCHET_TEST_ZOMBIES=$(or $(N),100) $(BIN)/python -m pytest -v -s --timeout=7200 tests/integration/service/reconciler/test_zombies.py
 
 # N kills of a saving process and of real ranks, with torch.save in place as their control; N corruptions of each of 13 kinds;
 # power lost at every system call; full, slow and failing disks. With N=1000 ten to thirty minutes on two cores
@@ -94,14 +113,14 @@ faults: $(STAMP)
 	RATCHET_TEST_KILLS=$(or $(N),1000) RATCHET_TEST_RANK_KILLS=$(or $(N),1000) RATCHET_TEST_TRIALS=$(or $(N),1000) \
 	  RATCHET_TEST_RESIZES=$(or $(N),1000) \
 	  $(BIN)/python -m pytest -v -s --timeout=7200 \
-	  tests/integration/test_checkpoint_kill.py tests/integration/test_store_kill.py tests/unit/test_store_damage.py \
-	  tests/integration/test_store_crash_points.py tests/integration/test_checkpoint_disks.py tests/unit/test_store_hostile.py \
-	  tests/integration/test_worker_resizing.py
+	  tests/integration/worker/checkpoint/test_kill_while_saving.py tests/integration/store/write/test_kill.py tests/unit/store/read/test_damage.py \
+	  tests/integration/store/write/test_crash_points.py tests/integration/worker/checkpoint/test_failing_disks.py tests/unit/store/read/test_hostile_checkpoints.py \
+	  tests/integration/worker/checkpoint/test_tensor_resizing.py
 
 # N calls of every operation of the API, made up from its OpenAPI description, on SQLite and a quarter of them on PostgreSQL
 fuzz: $(STAMP)
 	@echo "==> calls made up from the API's description: every answer must be a documented one"
-	RATCHET_TEST_EXAMPLES=$(or $(N),200) $(BIN)/python -m pytest -v -n0 --timeout=7200 tests/integration/test_api_schema.py
+	RATCHET_TEST_EXAMPLES=$(or $(N),200) $(BIN)/python -m pytest -v -n0 --timeout=7200 tests/integration/service/api/test_schemathesis.py
 
 # both images and docker-compose.yml with a real Docker engine: built, killed, stopped, replaced, compared; ten minutes or more. FILE=
 # one more compose file, for what a machine needs to build

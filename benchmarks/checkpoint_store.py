@@ -22,13 +22,13 @@ import numpy as np
 
 from benchmarks.checkpoint_tables import aim
 from benchmarks.stats import Estimate, estimate, machine
-from ratchet_contract.manifest import FileEntry, HookRecord, Manifest, TensorEntry
+from ratchet_contract.checkpoint.manifest import FileEntry, HookRecord, Manifest, TensorEntry
+from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.paths import checkpoint_dir_name
-from ratchet_contract.resume import Base
-from ratchet_store.commit import ManifestWriter
-from ratchet_store.rankfile import Piece, RankWriter
-from ratchet_store.read import load
-from ratchet_worker.live_memory import SafeReader
+from ratchet_store.format.manifest_file import ManifestWriter
+from ratchet_store.read.checkpoint_reader import load
+from ratchet_store.write.rank_file import Piece, RankWriter
+from ratchet_worker.state.live_memory import SafeReader
 
 CHUNK = 4 << 20
 TENSORS = 396
@@ -182,7 +182,7 @@ def _sizes(nbytes: int) -> list[int]:
 def _manifest(file: FileEntry, tensors: list[TensorEntry]) -> Manifest:
     hook = HookRecord(name="allreduce", parameters={}, state_version=1)
     return Manifest(
-        job_id="bench", step=1, epoch=1, parent=Base(), world_size=1, created="now", reason="schedule", spec_digest="",
+        job_id="bench", step=1, attempt=1, parent=Base(), world_size=1, created="now", reason="schedule", spec_digest="",
         replicas="equal", hook=hook, files=[file], tensors=tensors,
     )  # fmt: skip
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ratchet_service.database import Database, sqlite_url
-from ratchet_service.migrate import upgrade
+from ratchet_service.db.engine import Database, sqlite_url
+from ratchet_service.db.migrate import upgrade
 from tests.support.postgres import postgres_server
 
 

@@ -16,7 +16,7 @@ from benchmarks.processes import group_result
 from benchmarks.scripts.hooks import SPECS
 from benchmarks.stats import estimate, machine
 from benchmarks.step import Size
-from ratchet_hooks.registry import HOOKS
+from ratchet_hooks.specs.registry import HOOKS
 
 RANKS: Final = 2
 SIZES: Final = {"small": Size(512, 4, 32, 10, 40), "large": Size(2048, 6, 32, 2, 24)}

@@ -23,8 +23,8 @@ from benchmarks.stats import estimate, machine
 from examples.demo.processes import Service
 from tests.support.engines import STRANGER
 from tests.support.kube.cluster import Cluster
-from tests.support.relay import Relay
-from tests.support.slurm import missing, slurm_cluster
+from tests.support.slurm import missing_reason, slurm_cluster
+from tests.support.tcp_proxy import TcpProxy
 
 _SCRIPT: Final = "managed.py"
 _BATCH: Final = {"kind": "slurm"}
@@ -39,7 +39,7 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
 
 
 def main() -> None:
-    absent = missing()
+    absent = missing_reason()
     if absent is not None:
         print(f"no Slurm here: {absent}", file=sys.stderr)
         return
@@ -49,7 +49,7 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ratchet-bench-"))
         home, file = Path(folder) / "home", Path(folder) / "launchers.json"
         os.environ.update(stack.enter_context(slurm_cluster()).variables)
-        relay = stack.enter_context(Relay(lambda: str(json.loads((home / "service.json").read_text())["url"])))
+        relay = stack.enter_context(TcpProxy(lambda: str(json.loads((home / "service.json").read_text())["url"])))
         pods = stack.enter_context(Cluster(Path(folder) / "pods", claims={"home": home}))
         kubernetes = {
             "claim": "home", "url": relay.url, "kubeconfig": str(pods.kubeconfig), "image": "worker:1",

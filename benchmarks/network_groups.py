@@ -18,15 +18,15 @@ from typing import Any, Final, TextIO
 from benchmarks.namespaces import ADDRESSES, INTERFACE, Link
 from benchmarks.processes import logs
 from examples.demo.processes import DemoError, spool
-from ratchet_contract import environment as names
-from ratchet_contract.manifest import HOOK_SUMMARY
-from ratchet_contract.messages import LaunchFile
+from ratchet_contract import env_vars as names
+from ratchet_contract.checkpoint.manifest import HOOK_SUMMARY
 from ratchet_contract.paths import AttemptPaths, HomePaths
-from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.job import JobSpec, Resolved
 from ratchet_hooks.summary import HookSummary
-from ratchet_worker.launch_env import plan_ranks
-from ratchet_worker.meeting import Rendezvous
-from ratchet_worker.starter import RankPlan
+from ratchet_worker.agent.rank_environment import plan_ranks
+from ratchet_worker.agent.rank_starter import RankPlan
+from ratchet_worker.agent.rendezvous import Rendezvous
 
 SCRIPTS: Final = Path(__file__).with_name("scripts")
 WARM_UP: Final = 4  # steps: past the start of PowerSGD, and past DDP's rebuilding of its buckets
@@ -158,10 +158,10 @@ def _spec(training: Training, script: Sequence[str]) -> JobSpec:
 
 def _launch(home: Path, attempt: AttemptPaths, spec: JobSpec, node: int) -> LaunchFile:
     job = HomePaths(home).job("bench")
-    job.work.mkdir(parents=True, exist_ok=True)
+    job.work_dir.mkdir(parents=True, exist_ok=True)
     return LaunchFile(
         job_id="bench",
-        epoch=1,
+        attempt=1,
         node=node,
         world_size=spec.world.size,
         ranks=[node],
@@ -170,7 +170,7 @@ def _launch(home: Path, attempt: AttemptPaths, spec: JobSpec, node: int) -> Laun
         job_root=str(job.root),
         attempt_dir=str(attempt.root),
         code_dir=str(SCRIPTS),
-        workdir=str(job.work),
+        workdir=str(job.work_dir),
         report_token="none",
         service_file=str(HomePaths(home).service_file),
     )

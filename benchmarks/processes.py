@@ -15,9 +15,9 @@ from typing import Any, Final, TypeVar
 from pydantic import ValidationError
 
 from examples.demo.processes import DemoError, Service
-from ratchet_contract.messages import AgentFile, AttemptResult
 from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.phases import Cause
+from ratchet_contract.protocol.messages import AgentFile, AttemptResult
 
 T = TypeVar("T")
 _ROOT: Final = Path(__file__).resolve().parents[1]

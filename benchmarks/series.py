@@ -19,13 +19,13 @@ import sqlalchemy as sa
 
 from benchmarks.databases import opened
 from benchmarks.stats import Estimate, estimate, machine
-from ratchet_contract.messages import RankBatch
-from ratchet_service.bounds import Bounds
-from ratchet_service.database import Database, utc_now
-from ratchet_service.ingest import ingest_batches
-from ratchet_service.models import Attempt, AttemptNode, Job, Metric
-from ratchet_service.transitions import lock_job
-from ratchet_service.usecases.series import metrics
+from ratchet_contract.protocol.messages import RankBatch
+from ratchet_service.agent_reports.ingest import ingest_batches
+from ratchet_service.config.output_limits import Bounds
+from ratchet_service.db.engine import Database, utc_now
+from ratchet_service.db.models import Attempt, AttemptNode, Job, Metric
+from ratchet_service.db.transitions import lock_job
+from ratchet_service.usecases.metrics import metrics
 
 NAMES: Final = tuple(f"metric-{i}" for i in range(10))
 _BATCH: Final = 500
@@ -56,7 +56,7 @@ class Told:
                     spec=spec,
                     resolved={},
                     spec_digest="",
-                    epoch=1,
+                    attempt=1,
                     created_at=now,
                     updated_at=now,
                 )
@@ -123,7 +123,7 @@ def fill(database: Database, told: Told, steps: int) -> None:
     with database.write() as session:
         for name in NAMES:
             values = {"job": told.job, "name": name, "steps": steps, "at": utc_now()}
-            insert = f"INSERT INTO metrics (job_id, name, step, epoch, value, at) {head}"
+            insert = f"INSERT INTO metrics (job_id, name, step, attempt, value, at) {head}"
             at = sa.bindparam("at", type_=Metric.__table__.c.at.type)
             text = sa.text(f"{insert} SELECT :job, :name, i, 1, i / 3.0, :at FROM {source}").bindparams(at)
             session.execute(text, values)
@@ -145,7 +145,9 @@ def windowed(told: Told, most: int) -> None:
     order = sa.func.row_number().over(partition_by=Metric.name, order_by=Metric.step)
     count = sa.func.count().over(partition_by=Metric.name)
     rows = (
-        sa.select(Metric.name, Metric.step, Metric.epoch, Metric.value, Metric.at, order.label("row"), count.label("n"))
+        sa.select(
+            Metric.name, Metric.step, Metric.attempt, Metric.value, Metric.at, order.label("row"), count.label("n")
+        )
         .where(Metric.job_id == told.job)
         .subquery()
     )

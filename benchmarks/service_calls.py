@@ -14,7 +14,7 @@ from typing import Any, Final
 from benchmarks.service_http import Link, admin_token, cpu_seconds, memory_mb, process, quantiles, until_written
 from benchmarks.service_rows import fill, job_id
 from ratchet_contract.paths import HomePaths
-from ratchet_service.database import Database, sqlite_url
+from ratchet_service.db.engine import Database, sqlite_url
 
 SPEC: Final[dict[str, Any]] = {
     "name": "bench",

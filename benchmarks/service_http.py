@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from ratchet_contract.access import LOCAL_OWNER, Role
-from ratchet_service.database import Database
+from ratchet_contract.api.roles import LOCAL_OWNER, Role
+from ratchet_service.db.engine import Database
 from tests.support.tokens import make_token
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")

@@ -25,11 +25,11 @@ from sqlalchemy import event
 from benchmarks.databases import opened
 from benchmarks.service_rows import queue
 from benchmarks.stats import machine
-from ratchet_service import cursors
-from ratchet_service.database import Database
-from ratchet_service.models import Job
+from ratchet_service.db.engine import Database
+from ratchet_service.db.models import Job
+from ratchet_service.usecases import pagination
 from ratchet_service.usecases import queue as shown
-from tests.support.queue import Queue
+from tests.support.queue_harness import Queue
 
 _LOOKS: Final = 7
 _CPUS: Final = 16
@@ -53,20 +53,20 @@ def main() -> None:
 def _row(database: Database, folder: Path, jobs: int, owners: int) -> str:
     plane = Queue(folder, database, cpus=_CPUS)
     running = [plane.submit() for _ in range(_CPUS)]
-    assert sorted(plane.round()) == sorted(running)
+    assert sorted(plane.run_round()) == sorted(running)
     template = plane.submit()
-    plane.round()
+    plane.run_round()
     queue(database, jobs, owners, template)
     held = Held(database)
-    plane.round()
+    plane.run_round()
     full, starts = [], []
     for _ in range(_LOOKS):
         full.append(held.of(lambda: _nobody(plane)))
         plane.end(running.pop())
-        starts.append(held.of(lambda: running.extend(plane.round())))
+        starts.append(held.of(lambda: running.extend(plane.run_round())))
     last = _last(database)
     asked = [
-        _seconds(lambda: _asked(database, lambda s: shown.of_job(s, last))),
+        _seconds(lambda: _asked(database, lambda s: shown.job_entry(s, last))),
         _seconds(lambda: _asked(database, lambda s: shown.page(s, 50, None))),
         _seconds(lambda: _asked(database, lambda s: shown.page(s, 50, _deep(jobs)))),
     ]
@@ -75,7 +75,7 @@ def _row(database: Database, folder: Path, jobs: int, owners: int) -> str:
 
 
 def _nobody(plane: Queue) -> None:
-    assert plane.round() == []
+    assert plane.run_round() == []
 
 
 def _last(database: Database) -> str:
@@ -86,7 +86,7 @@ def _last(database: Database) -> str:
 
 
 def _deep(jobs: int) -> str:
-    return cursors.encode(cursors.query_digest(of="queue"), [min(jobs, shown.DEEPEST) - 60])
+    return pagination.encode(pagination.query_digest(of="queue"), [min(jobs, shown.MAX_POSITION) - 60])
 
 
 def _asked(database: Database, ask: Callable[[Any], Any]) -> None:

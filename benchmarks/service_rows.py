@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 
-from ratchet_service.database import Database
-from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Event, Job, JobLabel, Metric
+from ratchet_service.db.engine import Database
+from ratchet_service.db.models import Attempt, AttemptNode, Checkpoint, Event, Job, JobLabel, Metric
 
 EVENTS: Final = 4
 """Event rows of each copied job; one row of each other kind, two metrics."""
@@ -73,7 +73,7 @@ def _copy(connection: sa.Connection, sqlite: bool, first: int, last: int, templa
     name = "'n-' || (i % 50)"
     now = {"created_at": when, "updated_at": when, "started_at": when, "ended_at": when}
     insert(
-        Job, {"id": ident, "name": name, "owner": "'o-' || (i % 50)", "phase": _PHASES, "epoch": "1", **now}, template
+        Job, {"id": ident, "name": name, "owner": "'o-' || (i % 50)", "phase": _PHASES, "attempt": "1", **now}, template
     )
     insert(JobLabel, {"job_id": ident, "key": "'team'", "value": "'t-' || (i % 50)", "created_at": when})
     nothing = "'{}'" if sqlite else "'{}'::json"
@@ -88,15 +88,16 @@ def _copy(connection: sa.Connection, sqlite: bool, first: int, last: int, templa
     })  # fmt: skip
     no, yes = ("0", "1") if sqlite else ("false", "true")
     insert(Checkpoint, {
-        "job_id": ident, "step": "100", "epoch": "1", "digest": token, "size": "1000", "files": "1", "reason": "'end'",
+        "job_id": ident, "step": "100", "attempt": "1", "digest": token, "size": "1000", "files": "1", "reason": "'end'",
         "finished": yes, "state": "'committed'", "adopted": no, "pinned": no, "created_at": when,
     })  # fmt: skip
     for _ in range(EVENTS):
         insert(
-            Event, {"job_id": ident, "at": when, "type": "'note.bench'", "epoch": "1", "message": name, "data": nothing}
+            Event,
+            {"job_id": ident, "at": when, "type": "'note.bench'", "attempt": "1", "message": name, "data": nothing},
         )
     for name_ in ("'loss'", "'lr'"):
-        insert(Metric, {"job_id": ident, "name": name_, "step": "1", "epoch": "1", "value": "0.5", "at": when})
+        insert(Metric, {"job_id": ident, "name": name_, "step": "1", "attempt": "1", "value": "0.5", "at": when})
 
 
 class _Insert:

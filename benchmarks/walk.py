@@ -1,9 +1,9 @@
 """What the walk through attributes and variables takes of a training that saves every 50 steps, and of one that evaluates, for a
 model of many modules.
 
-One process and one thread. A round has a step of the model, a walk as at a save, what ``JobState.evaluation_begins`` does before
-an evaluation between two steps (the same walk, and a copy of what it finds), and the evaluation of one batch. It gives one share
-or ratio of each. ``RATCHET_BENCH_PAIRS`` (default 40): rounds.
+One process and one thread. A round has a step of the model, a walk as at a save, what ``JobState.on_evaluation_begin`` does
+before an evaluation between two steps (the same walk, and a copy of what it finds), and the evaluation of one batch. It gives one
+share or ratio of each. ``RATCHET_BENCH_PAIRS`` (default 40): rounds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from benchmarks.stats import estimate
-from ratchet_worker.job_state import JobState
+from ratchet_worker.checkpoint.rank_state import JobState
 
 EVERY_STEPS: Final = 50
 LAYERS: Final = 62  # of 8 modules each
@@ -42,13 +42,13 @@ def lines(layers: int = LAYERS) -> str:
         stepped = time.perf_counter()
         assert not state.hidden.changes().unsaved
         walked = time.perf_counter()
-        state.evaluation_begins()
+        state.on_evaluation_begin()
         ready = time.perf_counter()
         with torch.no_grad():
             model.eval()(batch)
         evaluated = time.perf_counter()
         model.train()
-        state.step_begins()
+        state.on_step_begin()
         if number:  # the first makes the optimizer's state
             walks.append((walked - stepped) * 1000)
             shares.append(100 * (walked - stepped) / (EVERY_STEPS * (stepped - begun)))

@@ -1,6 +1,7 @@
 """Prints deploy/constraints.txt: every package that the images install, in the version of the environment that this runs in.
 
 python deploy/constraints.py > deploy/constraints.txt
+python deploy/constraints.py --tests > constraints.txt  # what the tests need besides, for make
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 EXTRAS: Final = ("service", "worker", "postgres", "kubernetes", "s3")
 """All that any image may be built with (``EXTRAS`` of the Dockerfiles)."""
 BUILD: Final = "hatchling"
+OURS: Final = ("ratchet-train", "ratchet-hooks")
 OF_TORCH: Final = ("nvidia-", "cuda-", "triton")
 """What torch's CUDA build brings, each in one version that torch itself names."""
 HEAD: Final = """\
 # Every package that the images install beside Ratchet, without hashes: the CPU and the CUDA build of torch have the same name.
 # Made by deploy/constraints.py, which says how to make it again.
+"""
+HEAD_OF_TESTS: Final = """\
+# The versions that the tests run with, on Python 3.11: make installs these. Made by deploy/constraints.py --tests
+-c deploy/constraints.txt
 """
 
 
@@ -54,12 +60,15 @@ def requirements() -> list[str]:
     return [*project["dependencies"], *(line for extra in EXTRAS for line in optional[extra])]
 
 
-def main() -> int:
-    found = closure([*requirements(), BUILD], OF_TORCH)
+def main(arguments: list[str]) -> int:
+    head, found = HEAD, closure([*requirements(), BUILD], OF_TORCH)
+    if arguments == ["--tests"]:
+        of_tests = closure([f"{OURS[0]}[dev]"], OF_TORCH)
+        head, found = HEAD_OF_TESTS, {name: of_tests[name] for name in of_tests.keys() - found.keys() - set(OURS)}
     # without torch's +cpu
-    print(HEAD + "\n".join(f"{name}=={Version(one.version).public}" for name, one in sorted(found.items())))
+    print(head + "\n".join(f"{name}=={Version(one.version).public}" for name, one in sorted(found.items())))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import Any, Final
 
 import ratchet
-from ratchet_contract.public_names import PUBLIC
-from ratchet_worker import session, task
+from ratchet_contract.script.public_names import PUBLIC
+from ratchet_worker import task
+from ratchet_worker.session import session
 
 PAGE: Final = Path(__file__).with_name("python.md")
 EXAMPLES: Final = Path(__file__).parents[1] / "examples" / "reference"
@@ -26,7 +27,7 @@ HEAD: Final = """\
 Training code uses [`Session`](#session) or [`Task`](#task), with [`TrainLoader`](#trainloader) for its data; scripts and
 notebooks use [`Client`](#client) and the [`Job`](#job) that it gives. How the client is used, as a text:
 [python-client.md](python-client.md); whether a Session or a Task: [adoption.md](adoption.md). `ratchet.lightning` has
-`SessionStrategy` and `SessionLogger`, for a script with Lightning: [integrations.md](integrations.md#as-a-job).
+`SessionStrategy` and `SessionLogger`, for a script with Lightning: [integrations.md](integrations.md#scripts-as-ratchet-jobs).
 
 Made from the code by `python docs/make_python.py`. The examples are parts of [`examples/reference`](../examples/reference) and of
 the docstrings; tests run them. `job_id` is the id of a job that has ended, `directory` a directory, `key` any text.

@@ -13,10 +13,10 @@ from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 from ratchet_contract.spec import JobSpec
-from ratchet_contract.spec_base import _duration, _size
-from ratchet_contract.spec_engines import _DNS, _PATH, _SLURM_WORD, LAUNCHER_SPECS
-from ratchet_contract.spec_policy import ExitRule
-from ratchet_contract.spec_trial import FaultSpec
+from ratchet_contract.spec.launcher import _DNS, _PATH, _SLURM_WORD, LAUNCHER_SPECS
+from ratchet_contract.spec.policy import ExitRule
+from ratchet_contract.spec.trial import FaultSpec
+from ratchet_contract.spec.types import _duration, _size
 from ratchet_hooks.registry import HOOKS, HookEntry
 from ratchet_hooks.specs import WRAPPERS, HookSpecBase
 

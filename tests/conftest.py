@@ -9,18 +9,29 @@ from pathlib import Path
 
 import pytest
 
-from ratchet_service.database import Database
-from ratchet_worker.imports import uncollected
-from tests.support import interpreters
-from tests.support.api import api, served
+from ratchet_service.db.engine import Database
+from ratchet_worker.host.cpu import gc_disabled
+from tests.support import fork_server
+from tests.support.api import api, api_server
 from tests.support.cli import cli
-from tests.support.databases import database, migrated, postgres_url
-from tests.support.groups import Ranks
+from tests.support.control_plane import Plane
+from tests.support.databases import database, migrated_database, postgres_url
+from tests.support.gloo_ranks import Ranks
 from tests.support.launch import jobs
-from tests.support.plane import Plane
-from tests.support.server import idle_server, server, strict
+from tests.support.server import idle_server, server, token_required_server
 
-__all__ = ["api", "cli", "database", "idle_server", "jobs", "migrated", "postgres_url", "served", "server", "strict"]
+__all__ = [
+    "api",
+    "api_server",
+    "cli",
+    "database",
+    "idle_server",
+    "jobs",
+    "migrated_database",
+    "postgres_url",
+    "server",
+    "token_required_server",
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,11 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        interpreters.share()
+        fork_server.export_fork_server_addresses()
 
 
 @contextmanager
-def _variables_kept() -> Iterator[None]:
+def environment_restored() -> Iterator[None]:
     """Imports set variables (scikit-learn's sets KMP_INIT_AT_FORK). What is started with others than the forking processes were
     is not forked but started afresh: seconds of a core, for every rank and every command of all later tests."""
     before = dict(os.environ)
@@ -49,14 +60,14 @@ def _variables_kept() -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What is imported here stays: looking through it again and again took half of the time of every worker's collection."""
-    with uncollected(), _variables_kept():
+    with gc_disabled(), environment_restored():
         yield
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Generator[None, object, object]:
-    with _variables_kept():
+    with environment_restored():
         return (yield)
 
 
@@ -75,20 +86,20 @@ def _no_configuration_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
+def two_ranks() -> Iterator[Ranks]:
     """One gloo group for all tests of a module: a rank's start costs more than most of them."""
     with Ranks(2) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
+def three_ranks() -> Iterator[Ranks]:
     with Ranks(3) as ranks:
         yield ranks
 
 
 @pytest.fixture
-def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
+def control_plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
     """An API on the test's database; who needs it otherwise makes its own."""
     made = Plane(tmp_path, database)
     made.serve_api()
@@ -99,4 +110,4 @@ def plane(tmp_path: Path, database: Database) -> Iterator[Plane]:
 @pytest.fixture
 def no_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor is copied at the step boundary because of its size: tests of later copies need no large ones."""
-    monkeypatch.setattr("ratchet_worker.staging._SMALL", 0)
+    monkeypatch.setattr("ratchet_worker.checkpoint.host_copy._SMALL_BYTES", 0)

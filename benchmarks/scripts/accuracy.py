@@ -13,13 +13,14 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ratchet_hooks.build import close_group, managed_ddp
-from ratchet_hooks.specs import hook_spec
-from ratchet_worker import determinism, rng
-from ratchet_worker.data.epochs import endless
-from ratchet_worker.evaluation import undisturbed
+from ratchet_hooks.manage.managed_ddp import close_group, managed_ddp
+from ratchet_hooks.specs.hook_specs import hook_spec
+from ratchet_worker.data.loader import endless
+from ratchet_worker.host import determinism
+from ratchet_worker.state import rng
 from ratchet_worker.task import TaskContext
 from ratchet_worker.tasks.digits import DigitsTask
+from ratchet_worker.training.evaluation import preserving_state
 
 CPU: Final = torch.device("cpu")
 
@@ -69,7 +70,7 @@ def train(rank: int, hook: Mapping[str, Any], seed: int, arguments: Mapping[str,
         scheduler.step()
         parts.optimizer.zero_grad()
         managed.average_parameters()
-    with undisturbed(ddp, managed, parts.train, CPU, broadcast=True):
+    with preserving_state(ddp, managed, parts.train, CPU, broadcast=True):
         counts = torch.zeros(2, dtype=torch.float64)
         for batch in task.evaluation():
             counts += torch.tensor(task.evaluate(ddp.module, batch)["test_accuracy"], dtype=torch.float64)

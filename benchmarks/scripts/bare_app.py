@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from ratchet_service.database import Database
+from ratchet_service.db.engine import Database
 
 
 def main() -> None:

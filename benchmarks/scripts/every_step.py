@@ -15,8 +15,8 @@ from save_state import Copy, buffer_for, live_tensors
 from save_ways import write_synced
 from torch import nn
 
-from ratchet_worker.aside import Aside, Call
-from ratchet_worker.live_memory import live_bytes
+from ratchet_worker.checkpoint.threads import BackgroundThread, Call
+from ratchet_worker.state.live_memory import live_bytes
 from ratchet_worker.task import Parts, TaskContext
 from ratchet_worker.tasks.bytelm import ByteLMTask
 
@@ -75,7 +75,7 @@ class _Limit:
         self._copy = Copy(tensors, buffer_for(nbytes // ranks + 1), rank, ranks)
         self._moves = [(live_bytes(to), live_bytes(origin)) for to, origin in self._copy.pairs]
         self._places = [beside.with_name(f"limit-{rank}-{number}") for number in range(2)]
-        self._aside = Aside("limit", quiet=True)
+        self._aside = BackgroundThread("limit", quiet=True)
         self._call: Call[None] | None = None
 
     def save(self) -> None:
@@ -83,7 +83,7 @@ class _Limit:
         if self._call is not None:
             self._call.result()
         self._places.reverse()
-        self._call = self._aside.begin(self._write)
+        self._call = self._aside.submit(self._write)
 
     def _write(self) -> None:
         for target, origin in self._moves:

@@ -1,7 +1,7 @@
 """All agents of many attempts in one process: locks, ``agent.json`` and real reports over HTTP, with ranks that are made up.
 
 ``python -m benchmarks.scripts.farm INBOX OUT``: takes attempts from ``INBOX`` (``tiny_agent``) until it is killed. Each
-has its turn every 0.3 s, and where it has nothing but figures it leaves turns out as an agent does (``waiting_turns``); a step
+has its turn every 0.3 s, and where it has nothing but figures it leaves turns out as an agent does (``periods_to_wait``); a step
 lasts a second and brings two metrics, progress comes twice a second. A line per report: when, seconds until the answer, seconds
 late.
 """
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from ratchet_contract.messages import AgentFile, LaunchFile
 from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.protocol.messages import AgentFile, LaunchFile
 from ratchet_contract.version import REPORT_AFTER_HEADER
-from ratchet_service.launchers.processes import start_time
-from ratchet_worker.service_link import seconds_of
-from ratchet_worker.spool import FIGURES
-from ratchet_worker.uplink import waiting_turns
+from ratchet_service.isolation.proc import start_time
+from ratchet_worker.agent.report_sender import periods_to_wait
+from ratchet_worker.agent.service_client import parse_seconds
+from ratchet_worker.ipc.report_spool import LOW_PRIORITY_KINDS
 
 PERIOD: Final = 0.3
 _THREADS: Final = 8
@@ -47,7 +47,9 @@ class Attempt:
         temporary.rename(paths.agent_file)
         self.due = time.monotonic() + PERIOD * (hash(launch.job_id) % 100) / 100
         self._begun = time.monotonic()
-        self._spool: list[dict[str, Any]] = [self._message("training", base={"step": 0, "epoch": None, "digest": None})]
+        self._spool: list[dict[str, Any]] = [
+            self._message("training", base={"step": 0, "attempt": None, "digest": None})
+        ]
         self._acked = 0
         self._step = 0
         self._progress_at = 0.0
@@ -72,17 +74,17 @@ class Attempt:
         """Send one; seconds until the answer was there, None where this turn is left out."""
         self._live()
         fresh = self._spool[:500]
-        if self._turns and all(message["kind"] in FIGURES for message in fresh):
+        if self._turns and all(message["kind"] in LOW_PRIORITY_KINDS for message in fresh):
             self._turns -= 1
             return None
         batches = [{"rank": 0, "from_seq": self._acked + 1, "messages": fresh}] if fresh else []
         launch = self.launch
-        body = {"job_id": launch.job_id, "epoch": launch.epoch, "phase": "RUNNING", "last_step": self._step}
+        body = {"job_id": launch.job_id, "attempt": launch.attempt, "phase": "RUNNING", "last_step": self._step}
         data = json.dumps(body | {"batches": batches}).encode()
         if self._connection is None:
             address = urlsplit(url)
             self._connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
-        path = f"/v1/jobs/{launch.job_id}/attempts/{launch.epoch}/reports"
+        path = f"/v1/jobs/{launch.job_id}/attempts/{launch.attempt}/reports"
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {launch.report_token}"}
         begin = time.perf_counter()
         self._connection.request("POST", path, data, headers)
@@ -91,8 +93,8 @@ class Attempt:
         seconds = time.perf_counter() - begin
         if answer.status != 200:
             raise RuntimeError(f"{answer.status}: {told[:500].decode(errors='replace')}")
-        after = seconds_of(answer.getheader(REPORT_AFTER_HEADER))
-        self._turns = waiting_turns(seconds, PERIOD, self.launch.spec.policy.stop_grace, after)
+        after = parse_seconds(answer.getheader(REPORT_AFTER_HEADER))
+        self._turns = periods_to_wait(seconds, PERIOD, self.launch.spec.policy.stop_grace, after)
         acked = json.loads(told)["acked"].get("0", self._acked)
         del self._spool[: acked - self._acked]
         self._acked = acked

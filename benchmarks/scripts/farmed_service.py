@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from ratchet_contract.paths import HomePaths
-from ratchet_service.launchers.local import LocalLauncher
-from ratchet_service.launchers.table import Launchers
-from ratchet_service.serve import ServeOptions, serve
-from ratchet_service.settings import Settings
+from ratchet_service.commands.serve import ServeOptions, serve
+from ratchet_service.config.settings import Settings
+from ratchet_service.launchers.local.launcher import LocalLauncher
+from ratchet_service.launchers.registry import Launchers
 
 
 def main() -> None:

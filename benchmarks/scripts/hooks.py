@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.scripts.loops import START_ITERATION, WARM_UP, net, timed
 from benchmarks.scripts.stock import ONE_BUCKET, After, mend_batched_powersgd, register
-from ratchet_hooks.build import close_group, managed_ddp
-from ratchet_hooks.registry import HOOKS
+from ratchet_hooks.manage.managed_ddp import close_group, managed_ddp
+from ratchet_hooks.specs.registry import HOOKS
 
 LOW_RANK: Final = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START_ITERATION}
 SPECS: Final[dict[str, dict[str, Any]]] = {

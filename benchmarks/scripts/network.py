@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from loops import Loop, net, take_turns, turns_parser
 
-from ratchet_worker.session import Session
+from ratchet_worker.session.session import Session
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.scripts.paper_models import MODELS, Model
-from ratchet_hooks.build import close_group, managed_ddp
-from ratchet_hooks.specs import AllreduceSpec, HookSpec, PowerSGDSpec
+from ratchet_hooks.manage.managed_ddp import close_group, managed_ddp
+from ratchet_hooks.specs.hook_specs import AllreduceSpec, HookSpec, PowerSGDSpec
 
 START: Final = 2  # the earliest iteration at which torch lets PowerSGD compress
 STEPS: Final = 3

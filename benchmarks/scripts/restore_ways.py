@@ -15,11 +15,12 @@ import torch.distributed.checkpoint as dcp
 from save_state import CHUNK
 from save_ways import World
 
-from ratchet_contract.manifest import TensorEntry
-from ratchet_store.read import load
-from ratchet_worker import reload, restore
-from ratchet_worker.cores import own_cores
-from ratchet_worker.session import Session
+from ratchet_contract.checkpoint.manifest import TensorEntry
+from ratchet_store.read.checkpoint_reader import load
+from ratchet_worker.host.cpu import rank_cores
+from ratchet_worker.resume import read_checkpoint
+from ratchet_worker.session.session import Session
+from ratchet_worker.training import restore_state
 
 _trim = ctypes.CDLL(None).malloc_trim  # glibc's: free memory goes back to the system
 COLD = ", from the disk"
@@ -44,12 +45,12 @@ def measure_restore(session: Session, world: World, rounds: int, folder: Path) -
 
     def verified() -> None:
         """Every byte, into memory whose pages are there, by as many threads as a resume has."""
-        load(directory, manifest, lambda entry: True, place, ranks=[session.rank], threads=own_cores())
+        load(directory, manifest, lambda entry: True, place, ranks=[session.rank], threads=rank_cores())
 
     def resumed() -> None:
         """What a resume does: read and verify before anything is built, then put in place and compare with what was saved."""
-        found = restore.read(chosen, [session.rank], whole=[session.rank])[session.rank]
-        reload.restore_state(runtime, manifest, found)
+        found = read_checkpoint.read(chosen, [session.rank], verified_ranks=[session.rank])[session.rank]
+        restore_state.restore_state(runtime, manifest, found)
 
     def torch_load() -> None:
         found = torch.load(folder / "torch.save", weights_only=True)

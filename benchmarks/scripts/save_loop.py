@@ -27,10 +27,10 @@ from save_state import Copy, buffer_for, net, width_of
 from save_steps import Loop, SmallSteps, Step, beside_busy_cores, cpu_seconds
 from save_ways import LIMITS, WAYS, Pending, Way, World, end_checkpoint_process, remove, sync, write_synced
 
-from ratchet_contract import environment
-from ratchet_contract.messages import LaunchFile
+from ratchet_contract import env_vars
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
-from ratchet_worker.session import Session
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_worker.session.session import Session
 
 BESIDE = "Ratchet"
 BARE = "Ratchet, nothing to hide it"
@@ -78,10 +78,10 @@ class Rounds:
         self.nbytes, self.tensors = sum(tensor.nbytes for tensor in self._tensors), len(self._tensors)
         self._share = Copy(self._tensors, buffer_for(self.nbytes // world.ranks + 1), world.rank, world.ranks)
         self._ways: dict[str, Way] = {name: WAYS[name](world, self._share) for name in names}
-        launch = LaunchFile.model_validate_json(Path(os.environ[environment.LAUNCH_FILE]).read_bytes())
+        launch = LaunchFile.model_validate_json(Path(os.environ[env_vars.LAUNCH_FILE]).read_bytes())
         self._overlapped = launch.spec.checkpoint.staging == "overlapped"
         self._kept = launch.spec.checkpoint.keep_last or 0
-        self._checkpoint = lambda step: JobPaths(Path(launch.job_root)).checkpoint(step, launch.epoch)
+        self._checkpoint = lambda step: JobPaths(Path(launch.job_root)).checkpoint(step, launch.attempt)
         self.saves: list[Save] = []
         self.still: dict[str, list[float]] = {"held": [], "boundary": []}  # of steps without a save
         self._copies: list[float] = []  # of this round

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from save_ways import Pending, World
 
-from ratchet_worker.session import Session
+from ratchet_worker.session.session import Session
 
 _BUSY: Final = 4
 _SMALL: Final = 384  # width of a small step's matrices, which stay in the processor's caches
@@ -53,7 +53,7 @@ class Loop:
 
     def _watch_backward(self) -> None:
         """Ratchet waits there, too: each bucket's hook asks whether its state may change."""
-        hook = self._session._runtime.state.hook_or_refuse()[1]
+        hook = self._session._runtime.state.require_wrapped()[1]
         wait = hook.before_change
         if wait is None:  # it copies everything before a step begins
             return

@@ -22,7 +22,7 @@ from stock import register
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ratchet_worker.session import Session
+from ratchet_worker.session.session import Session
 
 
 def stock_ddp(module: nn.Module, hook: str, bucket_cap_mb: float | None) -> DistributedDataParallel:
@@ -103,17 +103,17 @@ def watched_fingerprints(session: Session) -> dict[str, list[float]]:
     first tensor."""
     proof, seconds, empty = session._runtime.proof, list[float](), list[float]()
     assert proof is not None
-    make = proof.boundary
+    make = proof.record_step
 
-    def boundary(step: int, data: Any, taken: int) -> None:
+    def boundary(step: int, data: Any, batches_taken: int) -> None:
         before = time.perf_counter()
         torch.empty(5056, dtype=torch.uint8)
         begin = time.perf_counter()
-        make(step, data, taken)
+        make(step, data, batches_taken)
         seconds.append(time.perf_counter() - begin)
         empty.append(begin - before)
 
-    proof.boundary = boundary  # type: ignore[method-assign]
+    proof.record_step = boundary  # type: ignore[method-assign]
     return {"made": seconds, "empty": empty}
 
 

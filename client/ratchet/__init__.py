@@ -1,7 +1,7 @@
 """Ratchet in Python: ``import ratchet``.
 
-``ratchet.Client`` talks to the service; ``Session``, ``TrainLoader``, ``TrainStream`` and what a ``Task`` is made of are for
-training code. Importing this costs nothing: each name's module, and torch with it, is imported when the name is first used.
+``ratchet.Client`` is the client of the service; ``Session``, ``TrainLoader``, ``TrainStream`` and ``Task`` with its parts are
+for training code. Importing the package is cheap: each name's module, and torch with it, is imported at the name's first use.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ratchet_contract.public_names import PUBLIC
+from ratchet_contract.script.public_names import PUBLIC
 
 if TYPE_CHECKING:
-    from ratchet_client.client import RatchetClient as Client
-    from ratchet_client.errors import AmbiguousName, DeadlineReached, ServiceFault, ServiceUnreachable
-    from ratchet_client.job import Job
-    from ratchet_contract.api_quotas import QuotaRequest
-    from ratchet_contract.api_requests import ForkRequest, PatchRequest
+    from ratchet_client.http.errors import AmbiguousName, DeadlineReached, ServiceFault, ServiceUnreachable
+    from ratchet_client.resources.client import RatchetClient as Client
+    from ratchet_client.resources.job import Job
+    from ratchet_contract.api.quotas import QuotaRequest
+    from ratchet_contract.api.requests import ForkRequest, PatchRequest
     from ratchet_contract.errors import Conflict, NotFound, RatchetError, Refused, SpecError, UserError
     from ratchet_contract.phases import JobPhase
-    from ratchet_contract.spec import JobSpec
-    from ratchet_worker.data.iterable import TrainStream
+    from ratchet_contract.spec.job import JobSpec
     from ratchet_worker.data.loader import TrainLoader
-    from ratchet_worker.session import Session
+    from ratchet_worker.data.streams import TrainStream
+    from ratchet_worker.session.session import Session
     from ratchet_worker.task import EvaluatingTask, LossResult, Parts, Sums, Task, TaskContext
 
     __version__: str
@@ -35,7 +35,7 @@ __all__ = [
     "TrainStream", "UserError",
 ]  # fmt: skip
 
-if not TYPE_CHECKING:  # a type checker takes the imports above, and finds a name that is not among them
+if not TYPE_CHECKING:  # type checkers use the imports above; with ``__getattr__`` they would accept any name
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
@@ -55,6 +55,6 @@ if not TYPE_CHECKING:  # a type checker takes the imports above, and finds a nam
 
 
 def __dir__() -> list[str]:
-    """The names that can be imported here: ``help(ratchet)`` looks at each of them."""
+    """Return the names that can be imported in this environment, because ``help(ratchet)`` imports each of them."""
     trains = find_spec("torch") is not None
     return [name for name in __all__ if trains or not PUBLIC[name].startswith("ratchet_worker")]

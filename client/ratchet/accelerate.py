@@ -1,4 +1,4 @@
-"""Hugging Face's Accelerate as a job: ``from ratchet.accelerate import Accelerator`` in place of Accelerate's own.
+"""Hugging Face's Accelerate as a job: ``from ratchet.accelerate import Accelerator`` instead of Accelerate's class.
 
 See ``ratchet_worker.integrations.accelerate``.
 """

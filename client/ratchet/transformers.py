@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer as a job: ``from ratchet.transformers import Trainer`` behind the imports of transformers.
+"""Hugging Face's Trainer as a job: ``from ratchet.transformers import Trainer`` after the imports of transformers.
 
 See ``ratchet_worker.integrations.transformers``.
 """

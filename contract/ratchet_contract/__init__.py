@@ -1,1 +1,1 @@
-"""What service, worker and client agree on. No torch, no web framework, no database."""
+"""Interfaces and data formats shared by service, worker and client. No torch, no web framework, no database."""

@@ -1,9 +1,9 @@
-"""One tree of errors, each with a stable ``code``; only the HTTP edge knows which status a code gets.
+"""One tree of errors, each with a stable ``code``; only the HTTP layer maps a code to a status.
 
 RatchetError
 ├── SpecError            a job spec that cannot be honoured; carries field errors with JSON pointers
 ├── NotFound             no such job, attempt, checkpoint, hook
-├── Conflict             the action does not fit the phase, a stale epoch, a reused idempotency key
+├── Conflict             the action does not fit the phase, a stale attempt, a reused idempotency key
 ├── Refused              too large, bad cursor, missing token, wrong protocol version
 ├── CheckpointError      damaged, incomplete or missing checkpoint data
 ├── StateError           a state that cannot be captured or restored; names the key
@@ -40,7 +40,7 @@ class Problem(BaseModel):
 
 
 class RatchetError(Exception):
-    """Base of all errors that a user may see. ``detail`` says what is wrong and what to do next."""
+    """Base of all errors that a user may see. ``detail`` describes the problem and what to do next."""
 
     code: str = "error"
 
@@ -59,7 +59,7 @@ class SpecError(RatchetError):
     code = "invalid-spec"
 
     def __str__(self) -> str:
-        """All of them, where ``detail`` has the first."""
+        """All of the errors, where ``detail`` has only the first."""
         if len(self.errors) < 2:
             return self.detail
         each = (f"  {wrong.pointer or '/'}: {wrong.detail} [{wrong.code}]" for wrong in self.errors)
@@ -73,13 +73,13 @@ class NotFound(RatchetError):
 
 
 class Conflict(RatchetError):
-    """The action does not fit the job's phase, or somebody else was faster."""
+    """The action is not valid in the job's phase, or a concurrent request came first."""
 
     code = "conflict"
 
 
 class Refused(RatchetError):
-    """Not allowed, too large, or not understood: a missing token, a role that may not, a wrong setting."""
+    """Not allowed, too large, or invalid: a missing token, a role without the permission, a wrong setting."""
 
     code = "refused"
 
@@ -97,7 +97,7 @@ class WorkerError(RatchetError):
 
 
 class UserError(WorkerError):
-    """Cannot heal by a retry: wrong entrypoint, import error, spec that the worker's machine cannot run. Exit code 78."""
+    """A retry cannot help: wrong entrypoint, import error, spec that the worker's machine cannot run. Exit code 78."""
 
     code = "user-error"
 

@@ -1,4 +1,5 @@
-"""Reserved exit codes of ranks and agents. ``result.json`` is the truth; codes are for engines that see nothing else."""
+"""Reserved exit codes of ranks and agents. ``result.json`` is authoritative; codes are for engines that have no other
+information."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ CAUSE_OF_EXIT_CODE: Final[dict[int, Cause]] = {
     EXIT_HANG: Cause.HANG,
     EXIT_PREEMPTED: Cause.SIGTERM,
 }
-"""What a code means where no better record exists; a negative code is ``-signal`` and means rank-killed."""
+"""The meaning of a code if no better record exists; a negative code is ``-signal`` and means rank-killed."""
 
 
 RESERVED: Final[dict[int, str]] = {
@@ -35,18 +36,18 @@ RESERVED: Final[dict[int, str]] = {
     EXIT_HANG: "hang",
     EXIT_PREEMPTED: "preempted",
 }
-"""Codes that a job's own code cannot give a meaning to, and why."""
+"""Codes that a job's own code cannot redefine, and why."""
 
 
-def own_code(code: object) -> int | None:
-    """What a script gave to ``sys.exit``, where that is a code of its own: the process ends with it; else None."""
+def script_exit_code(code: object) -> int | None:
+    """The argument of a script's ``sys.exit``, if it is a code of the script's own, with which the process ends; else None."""
     if isinstance(code, bool) or not isinstance(code, int) or not 0 < code <= 255 or code in RESERVED:
         return None
     return code
 
 
 def exit_code_of(cause: Cause) -> int:
-    """The code a rank or an agent ends with for ``cause``."""
+    """The exit code of a rank or an agent for ``cause``."""
     codes = {
         Cause.COMPLETED: EXIT_COMPLETED,
         Cause.CHECKPOINT_ERROR: EXIT_CHECKPOINT_ERROR,

@@ -1,394 +1,71 @@
-"""Files and messages between launcher, agent, ranks and service. All JSON; all checked on arrival."""
-
-from __future__ import annotations
-
-from typing import Annotated, Any, Final, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
-
-from ratchet_contract.deadlines import Deadlines, Pace, deadlines
-from ratchet_contract.phases import AttemptPhase, Cause, Desired
-from ratchet_contract.resume import Base, ResumeReport, Segment, StepDifference
-from ratchet_contract.spec import JobSpec, Resolved
-from ratchet_contract.spec_trial import FaultSpec
-from ratchet_contract.version import PROTOCOL_VERSION
-from ratchet_hooks.summary import HookSummary
-
-AGENT_RANK: Final = -1
-"""As ``rank`` of a message: node 0's agent speaks of the job's copies, in a spool of its own."""
-LOG_BYTES: Final = 256 << 20
-"""Of disk, for one rank's log in one attempt, unless the service says otherwise."""
-
-
-def node_rank(node: int) -> int:
-    """As ``rank`` of a message: that node's agent speaks of its node, in a spool of its own."""
-    return -2 - node
-
-
-def node_that_speaks(rank: int) -> int | None:
-    """The node of such a number; None for others."""
-    return -2 - rank if rank <= node_rank(0) else None
-
-
-class Message(BaseModel):
-    """Unknown keys are ignored, so that a new key needs no new ``PROTOCOL_VERSION``; those of a specification are refused.
-    NaN and infinities travel as the strings "NaN", "Infinity", "-Infinity"."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
-
-
-class ServiceFile(Message):
-    """``service.json``: how a process on this machine finds the running service."""
-
-    protocol: int = PROTOCOL_VERSION
-    url: str
-    pid: int
-    started_at: str
-
-
-class ServicePointer(Message):
-    """A file of the user's runtime directory (``service_pointers``): which process serves the run directory ``home``."""
-
-    home: str
-    pid: int
-    start_time: int
-
-
-class ForkSource(Message):
-    """The checkpoint, of another job, that a forked job's first attempt starts from; or that of a run without a service."""
-
-    job_root: str
-    step: int
-    epoch: int
-    digest: str
-    adopted: str | None = Field(
-        None, description="Directory of the run without a service that was adopted; job_root has a copy. null: a fork."
-    )
-
-
-class LaunchFile(Message):
-    """Everything the agent and the ranks need to know: no value of ``secrets``, but of what ``secret_env`` names."""
-
-    protocol: int = PROTOCOL_VERSION
-    job_id: str
-    epoch: int
-    node: int = Field(0, description="In launch.json always 0: each agent is told its own (``of_node``).")
-    world_size: int
-    ranks: list[int] = Field(description="Global ranks of this node, in local order.")
-    spec: JobSpec
-    resolved: Resolved
-    job_root: str
-    attempt_dir: str
-    code_dir: str | None = Field(None, description="The code snapshot, read-only; null: no user code.")
-    start_file: str | None = Field(None, description="The copy of start_from's file, read-only; null: none.")
-    workdir: str = Field(
-        description="Current directory of every rank: the job's own writable copy of the snapshot, kept over all attempts."
-    )
-    gpus: list[int] = []
-    report_token: str
-    service_file: str = Field(description="Where the service's address is read, again whenever the connection fails.")
-    service_url: str | None = Field(
-        None, description="The service's address, where it has one for good; then no file is read."
-    )
-    service_ca: str | None = Field(
-        None, description="PEM of the authorities by which the service's certificate is known; null: the system's."
-    )
-    lineage: list[Segment] = Field(
-        [], description="Which checkpoints on disk may be resumed from; newest valid one wins."
-    )
-    recorded: Base | None = Field(
-        None, description="The newest checkpoint of the lineage that the service knows to be committed; null: none."
-    )
-    fork: ForkSource | None = None
-    desired: Desired = Desired.RUN
-    save_seconds: float | None = Field(
-        None,
-        description="The longest of the job's last saves, in seconds; 0: none yet; null: of a service that knows no save before "
-        "the first scheduled one.",
-    )
-    log_bytes: int = Field(LOG_BYTES, description="Of disk, for each rank's log; its beginning and its end stay.")
-    pace: Pace | None = Field(
-        None, description="What earlier attempts have shown of the job's pace; null: nothing yet."
-    )
-
-    @property
-    def standalone(self) -> bool:
-        """No service knows of this run: its script was started by its user."""
-        return not self.service_file
-
-    @property
-    def mismatch_key(self) -> str:
-        """``policy.on_hook_mismatch``, as the run's user sets it."""
-        return "Session(on_hook_mismatch=...)" if self.standalone else "policy.on_hook_mismatch"
-
-    @property
-    def deadlines(self) -> Deadlines:
-        """How long this attempt's ranks may go without progress."""
-        return deadlines(self.spec.policy, self.pace)
-
-    @property
-    def faults(self) -> list[FaultSpec]:
-        """What a trial's plan has for this attempt."""
-        plan = [] if self.spec.trial is None else self.spec.trial.faults
-        return [fault for fault in plan if fault.attempt == self.epoch]
-
-    def of_node(self, node: int) -> LaunchFile:
-        """The same launch as node ``node`` sees it. Raises ``ValueError`` when there is no such node."""
-        if not 0 <= node < self.spec.world.nodes:
-            raise ValueError(f"there is no node {node} among {self.spec.world.nodes}")
-        per_node = self.spec.world.ranks_per_node
-        return self.model_copy(update={"node": node, "ranks": list(range(node * per_node, (node + 1) * per_node))})
-
-
-class AgentFile(Message):
-    """``agent.json``: who holds the lock. ``start_time`` is field 22 of /proc/<pid>/stat, in clock ticks since boot. Every
-    version has these keys, whatever its protocol: by them an agent of another one is found and asked to stop."""
-
-    pid: int
-    start_time: int
-    host: str
-
-
-class Control(Message):
-    """``control.json``: the newest wish. Level-triggered; ``checkpoint_request`` grows by one for each "save now"."""
-
-    desired: Desired = Desired.RUN
-    cause: Cause | None = Field(
-        None, description="The cause a stop will have: api-suspend, api-cancel, api-preempt, sigterm ..."
-    )
-    checkpoint_request: int = 0
-    peer_end: str | None = Field(
-        None,
-        description="Another node's agent has ended with a failure, in a sentence: this node's ranks cannot go on.",
-    )
-    peer_cause: Cause | None = Field(
-        None, description="hang: that end is one, and this node's ranks write their stacks."
-    )
-
-
-# --- rank -> agent (spool lines) ---------------------------------------------------------------------------------------
-
-
-class Started(Message):
-    kind: Literal["started"] = "started"
-    rank: int
-    pid: int
-    host: str
-    at: str
-    device: str
-    torch: str
-
-
-class Training(Message):
-    """The group is restored and begins to train; sent by rank 0 after ``base.json`` was synced."""
-
-    kind: Literal["training"] = "training"
-    rank: int
-    at: str
-    base: Base
-    total_steps: int | None = None
-
-
-class Resumed(Message):
-    kind: Literal["resumed"] = "resumed"
-    rank: int
-    at: str
-    report: ResumeReport
-
-
-class Metrics(Message):
-    kind: Literal["metrics"] = "metrics"
-    rank: int
-    at: str
-    step: int
-    values: dict[str, float]
-
-
-class Progress(Message):
-    kind: Literal["progress"] = "progress"
-    rank: int
-    at: str
-    step: int
-    total_steps: int | None = None
-    data_epoch: int | None = None
-    steps_per_second: float | None = Field(None, description="Since the report before this one, saves included.")
-
-
-class RedoneSteps(Message):
-    """How far a rank has got with the steps that an earlier attempt had done (``Redone``). ``steps`` and ``reason`` are the same
-    on all ranks; each newer message of a rank replaces the one before."""
-
-    kind: Literal["redone"] = "redone"
-    rank: int
-    at: str
-    world_size: int
-    steps: int
-    compared: int
-    equal: int
-    first_difference: StepDifference | None = None
-    reason: str | None = None
-
-
-class HookState(Message):
-    kind: Literal["hook"] = "hook"
-    rank: int
-    at: str
-    summary: HookSummary
-
-
-class CheckpointCommitted(Message):
-    kind: Literal["checkpoint"] = "checkpoint"
-    rank: int
-    at: str
-    step: int
-    epoch: int
-    digest: str
-    size: int
-    files: int
-    seconds: float = Field(description="From the step boundary to the manifest's sync.")
-    stall: float | None = Field(None, description="Seconds of these that rank 0's training loop stood still.")
-    reason: Literal["schedule", "stop", "request", "end", "first"]
-    parent: Base
-    finished: bool = False
-
-
-class CheckpointUploaded(Message):
-    """From the agent: the checkpoint's copy in the object store is whole, its manifest put."""
-
-    kind: Literal["checkpoint_uploaded"] = "checkpoint_uploaded"
-    rank: int
-    at: str
-    step: int
-    epoch: int
-    digest: str
-    uri: str = Field(description="Of the checkpoint's prefix; no credentials.")
-    seconds: float
-    nbytes: int
-
-
-class CheckpointFailed(Message):
-    kind: Literal["checkpoint_failed"] = "checkpoint_failed"
-    rank: int
-    at: str
-    step: int
-    error: str
-
-
-class CheckpointDeleted(Message):
-    kind: Literal["checkpoint_deleted"] = "checkpoint_deleted"
-    rank: int
-    at: str
-    step: int
-    epoch: int
-
-
-class Quarantined(Message):
-    kind: Literal["quarantined"] = "quarantined"
-    rank: int
-    at: str
-    step: int
-    epoch: int
-    error: str
-
-
-class Note(Message):
-    """Anything worth an event row: warnings, user events. ``type`` is a short kebab-case word."""
-
-    kind: Literal["note"] = "note"
-    rank: int
-    at: str
-    type: str = Field(max_length=64)
-    message: str = Field(max_length=4000)
-    data: dict[str, Any] = {}
-
-
-RankMessage = Annotated[
-    Started | Training | Resumed | Metrics | Progress | RedoneSteps | HookState | CheckpointCommitted | CheckpointUploaded
-    | CheckpointFailed | CheckpointDeleted | Quarantined | Note,
-    Field(discriminator="kind"),
-]  # fmt: skip
-
-
-class RankResult(Message):
-    """A rank's last word, written by rename before it exits. ``traceback`` is the user's, shortened to the last 16 kB."""
-
-    rank: int
-    cause: Cause
-    at: str
-    last_step: int
-    message: str | None = None
-    traceback: str | None = None
-
-
-class RankEnd(Message):
-    """What the agent saw of one rank. A negative exit code is ``-signal``; None: killed by the teardown, not by itself."""
-
-    rank: int
-    exit_code: int | None
-    last_step: int
-    result: RankResult | None = None
-
-
-class AttemptResult(Message):
-    """``result.json``: the truth about how an attempt ended on this node."""
-
-    protocol: int = PROTOCOL_VERSION
-    job_id: str
-    epoch: int
-    node: int = 0
-    cause: Cause
-    rank: int | None = Field(None, description="The rank that the cause comes from.")
-    exit_code: int | None = None
-    message: str | None = None
-    last_step: int
-    base: Base | None = None
-    secondary: bool = Field(False, description="This node's ranks were ended because another node's had failed.")
-    began_at: float | None = Field(
-        None, description="Unix seconds of this clock: when what ended the node's ranks began."
-    )
-    started_at: str
-    stop_at: str | None = Field(None, description="When this node's agent heard of the stop that was asked for.")
-    ended_at: str
-    ranks: list[RankEnd]
-    pace: Pace | None = Field(None, description="What this node's ranks have shown of the job's pace.")
-
-
-# --- agent -> service --------------------------------------------------------------------------------------------------
-
-
-class RankBatch(Message):
-    """Consecutive spool lines of one rank; the first has sequence number ``from_seq`` (counted from 1)."""
-
-    rank: int
-    from_seq: int = Field(ge=1)
-    messages: list[RankMessage] = Field(max_length=1000)
-
-
-class AgentReport(Message):
-    protocol: int = PROTOCOL_VERSION
-    job_id: str
-    epoch: int
-    node: int = 0
-    phase: AttemptPhase
-    last_step: int = 0
-    batches: list[RankBatch] = []
-    result: AttemptResult | None = None
-    address: str | None = Field(
-        None, description="host:port of this node; node 0's is where all ranks meet (port 0: nobody listens there)."
-    )
-
-
-class Group(Message):
-    """Which nodes of a group of several are there. Ranks are started once all are."""
-
-    present: list[int]
-    rendezvous: str | None = Field(None, description="host:port that node 0's agent listens on.")
-
-
-class ReportAck(Message):
-    """The service's answer: what is stored (per rank, the highest sequence number) and what is wanted."""
-
-    protocol: int = PROTOCOL_VERSION
-    acked: dict[int, int]
-    control: Control
-    group: Group | None = Field(None, description="null for a job of one node.")
+"""Messages between agents, ranks and the service. Public import path of ``ratchet_contract.protocol.messages``."""
+
+from ratchet_contract.protocol.messages import (
+    AGENT_RANK,
+    LOG_BYTES,
+    AgentFile,
+    AgentReport,
+    AttemptResult,
+    CheckpointCommitted,
+    CheckpointDeleted,
+    CheckpointFailed,
+    CheckpointUploaded,
+    Control,
+    ForkSource,
+    Group,
+    HookState,
+    LaunchFile,
+    Message,
+    Metrics,
+    Note,
+    Progress,
+    Quarantined,
+    RankBatch,
+    RankEnd,
+    RankMessage,
+    RankResult,
+    RedoneSteps,
+    ReportAck,
+    Resumed,
+    ServiceFile,
+    ServicePointer,
+    Started,
+    Training,
+    node_of_agent_rank,
+    node_rank,
+)
+
+__all__ = [
+    "AGENT_RANK",
+    "LOG_BYTES",
+    "AgentFile",
+    "AgentReport",
+    "AttemptResult",
+    "CheckpointCommitted",
+    "CheckpointDeleted",
+    "CheckpointFailed",
+    "CheckpointUploaded",
+    "Control",
+    "ForkSource",
+    "Group",
+    "HookState",
+    "LaunchFile",
+    "Message",
+    "Metrics",
+    "Note",
+    "Progress",
+    "Quarantined",
+    "RankBatch",
+    "RankEnd",
+    "RankMessage",
+    "RankResult",
+    "RedoneSteps",
+    "ReportAck",
+    "Resumed",
+    "ServiceFile",
+    "ServicePointer",
+    "Started",
+    "Training",
+    "node_of_agent_rank",
+    "node_rank",
+]

@@ -1,4 +1,4 @@
-"""Where everything lies below the run directory. Pure path arithmetic; nothing here touches the disk.
+"""Paths of all files below the run directory. Pure path arithmetic; nothing here touches the disk.
 
 <home>/service.json                      url, pid, protocol of the running service (loopback only)
 <home>/ratchet.db
@@ -8,9 +8,9 @@
 <home>/jobs/<job id>/quarantine/         damaged checkpoints, moved here whole
 <home>/jobs/<job id>/adopted/            copy of the run without a service that the job began with, laid out as a job
 <home>/jobs/<job id>/work/               current directory of the ranks: a writable copy of the code, kept over all attempts
-<home>/jobs/<job id>/work.json           which code that copy was made of, file by file
-<home>/jobs/<job id>/framework-files.jsonl   which files Lightning's callbacks wrote in which step
-<home>/jobs/<job id>/KEPT                the job was deleted without what it left in work/: its owner, as JSON
+<home>/jobs/<job id>/work.json           the code that this copy was made of, file by file
+<home>/jobs/<job id>/framework-files.jsonl   the files that Lightning's callbacks wrote, with their steps
+<home>/jobs/<job id>/KEPT                the job was deleted, but its outputs in work/ were kept: its owner, as JSON
 <home>/jobs/<job id>/attempts/0007/      one launch: files of AttemptPaths
 <home>/jobs/<job id>/attempts/0007/node-00001/   its second node's agent: files of NodePaths
 """
@@ -26,32 +26,35 @@ from typing import Final
 MANIFEST_NAME: Final = "MANIFEST.json"
 DELETED_MANIFEST_NAME: Final = "MANIFEST.json.deleted"
 FINISHED_NAME: Final = (
-    "FINISHED"  # empty file in a checkpoint's directory: it was the job's last, which showed behind its commit
+    "FINISHED"  # empty file in a checkpoint's directory: it was the job's last, which became known after its commit
 )
 CHANGED_NAME: Final = (
-    "CHANGED"  # beside it: what changed behind the checkpoint, in a sentence; a resume from it is not exact
+    "CHANGED"  # in that directory: a sentence on what changed after the checkpoint; a resume from it is not exact
 )
-PINNED_NAME: Final = "PINNED"  # empty file in a checkpoint's directory, made by the service: retention leaves it alone
+PINNED_NAME: Final = (
+    "PINNED"  # empty file in a checkpoint's directory, made by the service: retention does not delete it
+)
 VERIFIED_NAME: Final = (
-    "VERIFIED"  # empty file beside it, made by the service: all bytes were right; the newest such one stays
+    "VERIFIED"  # empty file in that directory, made by the service: all bytes were correct; the newest such one is kept
 )
-RUN_MARK_NAME: Final = "ratchet-run.json"  # in the directory that a Session without a service saves to: the run's id
+RUN_DIRECTORY: Final = "ratchet-checkpoints"  # default directory of a Session without a service
+RUN_MARK_NAME: Final = "ratchet-run.json"  # file in the directory of a Session without a service: the run's id
 _JOB_ID_RE = re.compile(r"job-[0-9a-z]{12}", re.ASCII)
 _CHECKPOINT_RE = re.compile(r"step-(\d{12})\.a(\d{4,})", re.ASCII)
 
 
 def is_job_id(text: str) -> bool:
-    """Whether ``text`` has the form that the service gives to a job's id."""
+    """True if ``text`` has the form of a job's id."""
     return _JOB_ID_RE.fullmatch(text) is not None
 
 
-def checkpoint_dir_name(step: int, epoch: int) -> str:
+def checkpoint_dir_name(step: int, attempt: int) -> str:
     """``step-000000001200.a0007``; this is also the checkpoint's id in the API."""
-    return f"step-{step:012d}.a{epoch:04d}"
+    return f"step-{step:012d}.a{attempt:04d}"
 
 
 def parse_checkpoint_dir_name(name: str) -> tuple[int, int] | None:
-    """``(step, epoch)``, or None if the name is not a checkpoint's."""
+    """``(step, attempt)``, or None if the name is not a checkpoint's."""
     match = _CHECKPOINT_RE.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -67,7 +70,7 @@ class HomePaths:
     home: Path
 
     @property
-    def instance(self) -> str:
+    def instance_id(self) -> str:
         """Names this run directory among others on the same cluster: 8 hex digits of its path's SHA-256."""
         return hashlib.sha256(str(self.home).encode()).hexdigest()[:8]
 
@@ -77,17 +80,17 @@ class HomePaths:
 
     @property
     def service_log(self) -> Path:
-        """Output of a service that a command started for itself."""
+        """Output of a service that a command started."""
         return self.home / "service.log"
 
     @property
     def service_authorities(self) -> Path:
-        """PEM of the authorities by which agents know the service's certificate; not there: the system's."""
+        """PEM of the authorities that agents check the service's certificate against; if missing, the system's."""
         return self.home / "service-ca.pem"
 
     @property
     def run_as_file(self) -> Path:
-        """Name and numbers of the user that users' code runs as; empty: the service's own, and it was another before."""
+        """Name and ids of the user that users' code runs as; empty: it is the service's own user, but was another one before."""
         return self.home / "run-as"
 
     @property
@@ -95,13 +98,13 @@ class HomePaths:
         return self.home / "ratchet.db"
 
     @property
-    def reconciler_mark(self) -> Path:
-        """Empty; its time is that of the last round of any reconciler of this run directory, to a few seconds."""
+    def reconciler_marker(self) -> Path:
+        """Empty; its modification time is that of the last pass of any reconciler of this run directory, to a few seconds."""
         return self.home / "reconciler.mark"
 
     @property
     def database_reserve(self) -> Path:
-        """Room beside a SQLite database that a deletion may take."""
+        """Disk space reserved for a SQLite database, which a deletion may use."""
         return self.home / "ratchet.reserve"
 
     @property
@@ -110,7 +113,7 @@ class HomePaths:
 
     @property
     def runs(self) -> Path:
-        """A run directory of its own for each command of ``ratchet run``."""
+        """A separate run directory for each command of ``ratchet run``."""
         return self.home / "run"
 
     @property
@@ -135,33 +138,33 @@ class JobPaths:
 
     @property
     def adopted(self) -> JobPaths:
-        """What was copied of the run without a service that the job began with. Written by the service."""
+        """The copy of the run without a service that the job began with. Written by the service."""
         return JobPaths(self.root / "adopted")
 
     @property
-    def work(self) -> Path:
+    def work_dir(self) -> Path:
         return self.root / "work"
 
     @property
     def work_file(self) -> Path:
-        """What of the code ``work`` is a copy of, file by file. Written by agents."""
+        """The files of the code that ``work_dir`` is a copy of. Written by agents."""
         return self.root / "work.json"
 
     @property
     def framework_files(self) -> Path:
-        """Which checkpoint files of Lightning's own the ranks have written in which step, a line each. Written by rank 0."""
+        """Lightning's own checkpoint files that the ranks have written, with their steps, a line each. Written by rank 0."""
         return self.root / "framework-files.jsonl"
 
     @property
-    def kept_file(self) -> Path:
-        """The job has been deleted without its outputs: whose it was. Written by the service."""
+    def kept_marker(self) -> Path:
+        """The job has been deleted without its outputs: names its owner. Written by the service."""
         return self.root / "KEPT"
 
-    def checkpoint(self, step: int, epoch: int) -> Path:
-        return self.checkpoints / checkpoint_dir_name(step, epoch)
+    def checkpoint(self, step: int, attempt: int) -> Path:
+        return self.checkpoints / checkpoint_dir_name(step, attempt)
 
-    def attempt(self, epoch: int) -> AttemptPaths:
-        return AttemptPaths(self.root / "attempts" / f"{epoch:04d}")
+    def attempt(self, attempt: int) -> AttemptPaths:
+        return AttemptPaths(self.root / "attempts" / f"{attempt:04d}")
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ class NodePaths:
 
     @property
     def lock_file(self) -> Path:
-        """Held with ``flock`` by the agent while it lives: the proof of life that zombies and reused pids cannot fake."""
+        """Locked with ``flock`` by the agent while it lives: a proof of life that zombies and reused pids cannot fake."""
         return self.root / "agent.lock"
 
     @property
@@ -186,12 +189,12 @@ class NodePaths:
 
     @property
     def control_file(self) -> Path:
-        """``Control``: what is wanted of the ranks; written by the agent by rename, polled by each rank's side thread."""
+        """``Control``: the ranks' desired state; written by the agent by rename, polled by each rank's side thread."""
         return self.root / "control.json"
 
     @property
     def result_file(self) -> Path:
-        """``AttemptResult``: written once by the agent, last of all."""
+        """``AttemptResult``: written once by the agent, as its last action."""
         return self.root / "result.json"
 
     @property
@@ -201,27 +204,26 @@ class NodePaths:
 
 @dataclass(frozen=True)
 class AttemptPaths(NodePaths):
-    """Files of one launch: what all its nodes share, and what node 0's agent has for itself. Other nodes' agents have theirs in
-    ``node-NNNNN``; ranks are numbered over all nodes, so their files lie here."""
+    """Files of one launch: those that all its nodes share, and those of node 0's agent. Other nodes' agents have theirs in
+    ``node-NNNNN``; ranks are numbered over all nodes, so their files are here."""
 
     def node(self, node: int) -> NodePaths:
         return NodePaths(self.root / f"node-{node:05d}") if node else self
 
     @property
     def launch_file(self) -> Path:
-        """What the agents are to run (``LaunchFile``); written by the launcher, mode 0600."""
+        """The task of the agents (``LaunchFile``); written by the launcher, mode 0600."""
         return self.root / "launch.json"
 
     @property
     def fence_file(self) -> Path:
-        """Empty; written by the service before it proves the attempt dead. An agent that starts later than that, because
-        whoever had it started was held up, finds it and does nothing; one that was out of reach ends its ranks, and they delete
-        nothing."""
+        """Empty; written by the service before it proves the attempt dead. An agent that starts later, because its launcher was
+        delayed, sees it and does nothing; one that was unreachable ends its ranks, and they delete nothing."""
         return self.root / "FENCED"
 
     @property
     def engine_log(self) -> Path:
-        """What the engine itself printed, where it has such a file (Slurm's output)."""
+        """Output of the engine itself, where it has such a file (Slurm's output)."""
         return self.root / "engine.log"
 
     @property
@@ -231,7 +233,7 @@ class AttemptPaths(NodePaths):
 
     @property
     def git_file(self) -> Path:
-        """``GitFacts`` of the code, written beside ``launch.json``; none: the code is in no git repository."""
+        """``GitFacts`` of the code, written next to ``launch.json``; missing if the code is in no git repository."""
         return self.root / "git.json"
 
     @property
@@ -246,7 +248,7 @@ class AttemptPaths(NodePaths):
         return self.root / "counters" / f"rank-{rank:05d}.bin"
 
     def ring(self, rank: int) -> Path:
-        """Fingerprints of the rank's newest steps (``step_ring``), for the attempt that does these again."""
+        """Fingerprints of the rank's newest steps (``step_ring``), for the attempt that redoes them."""
         return self.root / "fingerprints" / f"rank-{rank:05d}.bin"
 
     def spool(self, rank: int) -> Path:
@@ -255,22 +257,22 @@ class AttemptPaths(NodePaths):
 
     @property
     def agent_spool(self) -> Path:
-        """The same of node 0's agent itself (``AGENT_RANK``)."""
+        """The spool of node 0's agent itself (``AGENT_RANK``), in the same format."""
         return self.root / "spool" / "agent.jsonl"
 
     def node_spool(self, node: int) -> Path:
-        """The same of what an agent says of its node (``node_rank``)."""
+        """The spool of an agent's messages about its node (``node_rank``), in the same format."""
         return self.root / "spool" / f"node-{node:05d}.jsonl"
 
     def log_times(self, rank: int) -> Path:
-        """When a rank's log had which size: what gives its lines their times (``log_times``)."""
+        """The sizes of a rank's log over time, from which its lines get their times (``log_index``)."""
         return self.log(rank).with_suffix(".times")
 
     @property
-    def fetched_file(self) -> Path:
+    def fetch_notes_file(self) -> Path:
         """Notes on what node 0's agent fetched from the object store before the ranks started; a JSON list of sentences."""
         return self.root / "fetched.json"
 
     def rank_result(self, rank: int) -> Path:
-        """``RankResult``: written by the rank as its last act."""
+        """``RankResult``: written by the rank as its last action."""
         return self.root / "results" / f"rank-{rank:05d}.json"

@@ -1,4 +1,4 @@
-"""Phases, causes and the one transition table. Total over phase x event; a test walks all of it."""
+"""Phases, causes and the single transition table. It is total over phase x event; a test checks all of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class JobPhase(StrEnum):
 
 
 class Desired(StrEnum):
-    """Level-triggered wish of the API; goes back to ``run`` when reached."""
+    """Desired state that the API sets, level-triggered; ``run`` again once it is reached."""
 
     RUN = "run"
     SUSPEND = "suspend"
@@ -68,7 +68,7 @@ class Cause(StrEnum):
     NODE_LOST = "node-lost"
     EVICTED = "evicted"
     TIME_LIMIT = "time-limit"
-    UPGRADE = "upgrade"  # its agent or ranks speak another protocol than the service that looks after it now
+    UPGRADE = "upgrade"  # its agent or ranks use another protocol than the service that manages it now
     API_SUSPEND = "api-suspend"
     API_CANCEL = "api-cancel"
     EXCEPTION = "exception"
@@ -109,12 +109,12 @@ CAUSE_PRECEDENCE: Final[tuple[Cause, ...]] = (
     Cause.TIMEOUT, Cause.API_CANCEL, Cause.API_SUSPEND, Cause.API_PREEMPT, Cause.HIGHER_PRIORITY, Cause.UPGRADE, Cause.SIGTERM,
     Cause.EVICTED, Cause.TIME_LIMIT, Cause.NODE_LOST, Cause.LAUNCHER_ERROR, Cause.UNKNOWN, Cause.COMPLETED,
 )  # fmt: skip
-"""Several results of one attempt become one cause: the first of this list that occurs. The agent applies it only to results
-that ended before the group was torn down: survivors of a killed rank see broken connections, which are not the cause."""
+"""Several results of one attempt become one cause: the first of this list that occurs. The agent applies it only to results from
+before the group was torn down: survivors of a killed rank see broken connections, which are not the cause."""
 
 
 class Event(StrEnum):
-    """What may happen to a job: API actions first, then what the reconciler sees."""
+    """The possible events of a job: API actions first, then the reconciler's observations."""
 
     SUSPEND = "suspend"
     RESUME = "resume"
@@ -124,7 +124,7 @@ class Event(StrEnum):
     PATCH = "patch"
     DELETE = "delete"
     FORK = "fork"
-    LAUNCH = "launch"  # an attempt row was made and handed to the launcher
+    LAUNCH = "launch"  # an attempt row was made and passed to the launcher
     TRAINING = "training"  # the group has begun to train
     END_SUCCEEDED = "end-succeeded"
     END_SUSPENDED = "end-suspended"
@@ -134,12 +134,12 @@ class Event(StrEnum):
 
 
 class Step(NamedTuple):
-    """A cell of the table. ``phase`` None: the event is refused with 409 and ``code``. ``desired`` None: left as it is."""
+    """A cell of the table. ``phase`` None: the event is refused with 409 and ``code``. ``desired`` None: it is not changed."""
 
     phase: JobPhase | None
     desired: Desired | None = None
     code: str = ""
-    fresh_budgets: bool = False
+    reset_budgets: bool = False
 
 
 _Q, _S, _R, _T = JobPhase.QUEUED, JobPhase.STARTING, JobPhase.RUNNING, JobPhase.STOPPING
@@ -149,7 +149,7 @@ _OVER = Step(None, code="job-ended")
 _STALE = Step(None, code="not-running")
 
 
-def _rows() -> dict[JobPhase, dict[Event, Step]]:
+def _build_transitions() -> dict[JobPhase, dict[Event, Step]]:
     e, d = Event, Desired
     ends = {
         e.END_SUCCEEDED: Step(_OK, d.RUN), e.END_SUSPENDED: Step(_Z, d.RUN), e.END_CANCELLED: Step(_CA, d.RUN),
@@ -157,52 +157,53 @@ def _rows() -> dict[JobPhase, dict[Event, Step]]:
     }  # fmt: skip
     no_end = dict.fromkeys(ends, _STALE)
 
-    def stay(p: JobPhase, delete: Step = _NO) -> dict[Event, Step]:
+    def unchanged(p: JobPhase, delete: Step = _NO) -> dict[Event, Step]:
         return {e.PATCH: Step(p), e.FORK: Step(p), e.DELETE: delete}
 
-    def live(p: JobPhase, training: Step) -> dict[Event, Step]:
+    def active_row(p: JobPhase, training: Step) -> dict[Event, Step]:
         return {
             e.SUSPEND: Step(_T, d.SUSPEND), e.RESUME: Step(p), e.CANCEL: Step(_T, d.CANCEL),
-            e.PREEMPT: Step(_T, d.PREEMPT), e.CHECKPOINT: Step(p), e.LAUNCH: _NO, e.TRAINING: training, **stay(p), **ends,
+            e.PREEMPT: Step(_T, d.PREEMPT), e.CHECKPOINT: Step(p), e.LAUNCH: _NO, e.TRAINING: training, **unchanged(p), **ends,
         }  # fmt: skip
 
-    def over(p: JobPhase, resume: Step) -> dict[Event, Step]:
+    def ended_row(p: JobPhase, resume: Step) -> dict[Event, Step]:
         return {
             e.SUSPEND: _OVER, e.RESUME: resume, e.CANCEL: Step(p) if p is _CA else _OVER, e.PREEMPT: _OVER,
-            e.CHECKPOINT: _OVER, e.LAUNCH: _OVER, e.TRAINING: _STALE, **stay(p, Step(p)), **no_end,
+            e.CHECKPOINT: _OVER, e.LAUNCH: _OVER, e.TRAINING: _STALE, **unchanged(p, Step(p)), **no_end,
         }  # fmt: skip
 
     return {
         # FAILED and SUSPENDED straight from QUEUED happen when no attempt is alive: launch impossible, no-progress, suspend.
         _Q: {
             e.SUSPEND: Step(_Z, d.RUN), e.RESUME: Step(_Q), e.CANCEL: Step(_CA, d.RUN), e.PREEMPT: _STALE,
-            e.CHECKPOINT: _STALE, e.LAUNCH: Step(_S), e.TRAINING: _STALE, **stay(_Q), **no_end,
+            e.CHECKPOINT: _STALE, e.LAUNCH: Step(_S), e.TRAINING: _STALE, **unchanged(_Q), **no_end,
             e.END_FAILED: Step(_KO, d.RUN),
         },
-        _S: live(_S, Step(_R)),
-        _R: live(_R, Step(_R)),
+        _S: active_row(_S, Step(_R)),
+        _R: active_row(_R, Step(_R)),
         _T: {
-            # A stronger wish replaces a weaker one: cancel > suspend > preempt; resume turns a suspend into stop-and-requeue.
+            # A stronger desired state replaces a weaker one: cancel > suspend > preempt; resume turns a suspend into
+            # stop-and-requeue.
             e.SUSPEND: Step(_T, d.SUSPEND), e.RESUME: Step(_T, d.PREEMPT), e.CANCEL: Step(_T, d.CANCEL),
-            e.PREEMPT: Step(_T), e.CHECKPOINT: _NO, e.LAUNCH: _NO, e.TRAINING: Step(_T), **stay(_T), **ends,
+            e.PREEMPT: Step(_T), e.CHECKPOINT: _NO, e.LAUNCH: _NO, e.TRAINING: Step(_T), **unchanged(_T), **ends,
         },
         _Z: {
             e.SUSPEND: Step(_Z), e.RESUME: Step(_Q, d.RUN), e.CANCEL: Step(_CA, d.RUN), e.PREEMPT: _STALE,
-            e.CHECKPOINT: _STALE, e.LAUNCH: _NO, e.TRAINING: _STALE, **stay(_Z), **no_end,
+            e.CHECKPOINT: _STALE, e.LAUNCH: _NO, e.TRAINING: _STALE, **unchanged(_Z), **no_end,
         },
-        _OK: over(_OK, _OVER),
-        _KO: over(_KO, Step(_Q, d.RUN, fresh_budgets=True)),
-        _CA: over(_CA, Step(_Q, d.RUN, fresh_budgets=True)),
+        _OK: ended_row(_OK, _OVER),
+        _KO: ended_row(_KO, Step(_Q, d.RUN, reset_budgets=True)),
+        _CA: ended_row(_CA, Step(_Q, d.RUN, reset_budgets=True)),
     }  # fmt: skip
 
 
-TRANSITIONS: Final[dict[JobPhase, dict[Event, Step]]] = _rows()
+TRANSITIONS: Final[dict[JobPhase, dict[Event, Step]]] = _build_transitions()
 
 
 def next_step(phase: JobPhase, event: Event, desired: Desired = Desired.RUN) -> Step:
-    """The cell for (phase, event). While STOPPING for a cancel, only cancel and the ends are left: the rest is refused.
+    """The cell for (phase, event). While STOPPING for a cancel, only cancel and the ends are allowed: the rest is refused.
 
-    Shapes: none. Never raises for enum members: the table is total.
+    Never raises for enum members: the table is total.
     """
     if (
         phase is JobPhase.STOPPING

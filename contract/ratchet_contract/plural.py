@@ -6,17 +6,17 @@ import re
 from collections.abc import Sequence
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """``noun`` is the singular; the plural gets an ``s``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def first_of(names: Sequence[str], most: int = 5) -> str:
-    """The first ``most`` of them, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def join_first(names: Sequence[str], max_count: int = 5) -> str:
+    """The first ``max_count`` names, and the number of further ones."""
+    more = f" and {len(names) - max_count} more" if len(names) > max_count else ""
+    return ", ".join(names[:max_count]) + more
 
 
 def short_digests(text: str) -> str:
-    """``text`` with only the beginning of each SHA-256: enough to tell two apart."""
+    """``text`` with each SHA-256 shortened to its beginning: enough to distinguish two of them."""
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", text)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet_client import RatchetClient
-from ratchet_contract import environment
+from ratchet_contract import env_vars
 from ratchet_contract.paths import AttemptPaths, HomePaths
 
 
@@ -113,7 +113,7 @@ def _environment(home: Path) -> dict[str, str]:
 
 def living(home: Path) -> set[int]:
     """Pids of agents and ranks that work below ``home``: their environment or command line names it."""
-    marks = (f"{environment.LAUNCH_FILE}={home}/".encode(), f"{home}/jobs/".encode())
+    marks = (f"{env_vars.LAUNCH_FILE}={home}/".encode(), f"{home}/jobs/".encode())
     found = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():

@@ -7,7 +7,7 @@ from pathlib import Path
 from examples.demo import picture
 from examples.demo.story import EVERY, START_COMPRESSION, Story, say
 from ratchet_client import RatchetClient
-from ratchet_client.cli import output
+from ratchet_client.cli.shared import output
 from ratchet_contract.api import AttemptView, JobView
 from ratchet_contract.paths import JobPaths
 from ratchet_store.compare import compare, render

@@ -4,7 +4,6 @@ ratchet submit train.yaml --follow
 """
 
 import argparse
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -96,22 +95,26 @@ def main():
     train_set, test_set = Stripes(0, 192, flip=True), Stripes(1000, 64, flip=False)
     train_sampler = DistributedSampler(train_set)
     train_loader = DataLoader(train_set, 8, sampler=train_sampler, num_workers=1)
+    model, optimizer, scheduler, train_loader = session.prepare(model, optimizer, scheduler, train_loader)
     test_loader = DataLoader(test_set, 16, sampler=DistributedSampler(test_set, shuffle=False))
-    kept = SimpleNamespace(best=0.0)
-    model, optimizer, scheduler, train_loader, kept = session.prepare(model, optimizer, scheduler, train_loader, kept)
+    best = 0.0
+    kept = session.keep(best=best)
 
     for epoch in session.epochs(args.epochs):
+        best = kept.best
         train_sampler.set_epoch(epoch)
         train(train_loader, model, criterion, optimizer, epoch, device)
         accuracy = validate(test_loader, model, device)
         scheduler.step()
-        is_best = accuracy > kept.best
-        kept.best = max(accuracy, kept.best)
+        is_best = accuracy > best
+        best = max(accuracy, best)
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: accuracy {accuracy:.4f}", flush=True)
             save_file(model.module.state_dict(), "last.safetensors")
             if is_best:
                 save_file(model.module.state_dict(), f"best-{epoch}.safetensors")
+        kept.best = best
+    dist.barrier()
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ratchet_contract import environment as names
+from ratchet_contract import env_vars as names
 from ratchet_contract.api import Warning_
 from ratchet_contract.errors import FieldProblem
 from ratchet_contract.messages import AgentFile, LaunchFile
 from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.spec import JobSpec
-from ratchet_service.launchers import files
+from ratchet_service.launchers import attempt_files
 from ratchet_service.launchers.base import (
     AttemptRef,
     AttemptState,
@@ -41,7 +41,7 @@ class Settings(BaseModel):
     remote: list[str] = Field(
         min_length=1, description="Runs a shell line there, like [ssh, -oBatchMode=yes, gpu-box]."
     )
-    seconds: float = Field(20.0, gt=0, description="Until a command that does not answer is given up.")
+    seconds: float = Field(20.0, gt=0, description="Time limit of a command.")
 
 
 def make(home: HomePaths, settings: Mapping[str, Any]) -> SshLauncher:
@@ -82,7 +82,7 @@ class SshLauncher:
         argv = (launch.resolved.python, "-P", "-m", "ratchet_worker.agent", str(paths.launch_file))
         env = {names.ATTEMPT_DIR: launch.attempt_dir}
         return LaunchPlan(
-            ref=AttemptRef(launch.job_id, launch.epoch, paths),
+            ref=AttemptRef(launch.job_id, launch.attempt, paths),
             launch=launch,
             argv=argv,
             env=env,
@@ -94,19 +94,19 @@ class SshLauncher:
         if plan.ref.paths.agent_file.exists() or self._processes(plan.ref.paths):
             return
         try:
-            files.write_launch(plan.ref.paths, plan.launch)
+            attempt_files.write_launch(plan.ref.paths, plan.launch)
         except OSError as error:
             raise LaunchError(f"the launch file could not be written: {error}") from error
         self._run(plan.request["shell line"])
 
     def poll(self, ref: AttemptRef) -> AttemptState:
         alive = bool(self._processes(ref.paths))
-        nodes = files.node_states(ref, gone=lambda _node: not alive)
+        nodes = attempt_files.node_states(ref, gone=lambda _node: not alive)
         queued = alive and not nodes[0].seen
         return AttemptState(alive, nodes, waiting="waits for the machine: another job runs there" if queued else None)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        agent = files.read_message(ref.paths.agent_file, AgentFile)
+        agent = attempt_files.read_message(ref.paths.agent_file, AgentFile)
         found = self._processes(ref.paths)
         self._signal("TERM", found if agent is None else found & {str(agent.pid)})
 
@@ -116,7 +116,7 @@ class SshLauncher:
         return [f"process {pid} of {self._settings.remote[-1]}" for pid in sorted(found)]
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
-        return files.agent_logs(ref, limit)
+        return attempt_files.agent_logs(ref, limit)
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> Sequence[str]:
         prefix = f"{names.ATTEMPT_DIR}={self._home.jobs}/"
@@ -134,7 +134,7 @@ class SshLauncher:
         """In a session of its own, behind the lock; returns once it can be seen. flock stays beside its command, so from then on
         there is a process with the variable until the end."""
         attempt = shlex.quote(str(paths.root))
-        command = ["flock", f"/tmp/ratchet-{self._home.instance}.lock", *argv]
+        command = ["flock", f"/tmp/ratchet-{self._home.instance_id}.lock", *argv]
         return (
             f"cd /; setsid env {names.ATTEMPT_DIR}={attempt} {shlex.join(command)} </dev/null >>{attempt}/agent.log 2>&1 & "
             f'n=0; until [ -n "$({_find(paths)})" ] || [ -e {attempt}/agent.json ] || [ $((n+=1)) -gt 100 ]; do sleep 0.1; done'

@@ -23,6 +23,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
     model, optimizer, scheduler, loader = session.prepare(net, optimizer, scheduler, loader)
+    kept = session.keep(best=0.0)
     for _ in session.epochs(5):
         for number, (x, y) in session.enumerate(loader):
             loss = nn.functional.cross_entropy(model(x.to(session.device)), y.to(session.device))
@@ -35,7 +36,8 @@ def main() -> None:
         with torch.no_grad():
             right = sum(int((net(x.to(session.device)).argmax(1).cpu() == y).sum()) for x, y in held_back)
         model.train()
-        session.log({"accuracy": right / 64})
+        kept.best = max(kept.best, right / 64)
+        session.log({"accuracy": right / 64, "best": kept.best})
         scheduler.step()
 
 

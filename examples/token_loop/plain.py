@@ -75,7 +75,8 @@ def main():
     x, y = get_batch("train", device)
     best = math.inf
 
-    for step in range(args.steps):
+    step = 0
+    while True:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.lr)
         if step % EVALUATE_EVERY == 0 and rank == 0:
@@ -92,6 +93,9 @@ def main():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        step += 1
+        if step >= args.steps:
+            break
     if rank == 0:
         save_file(net.state_dict(), "last.safetensors")
     dist.barrier()

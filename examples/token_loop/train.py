@@ -6,7 +6,6 @@ ratchet submit train.yaml --follow
 import argparse
 import math
 import typing
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -72,19 +71,22 @@ def main():
     torch.manual_seed(1337 + rank)
     net = Model().to(device)
     optimizer = torch.optim.AdamW(net.parameters(), betas=(0.9, 0.95))
+    model, optimizer = session.prepare(net, optimizer)
     x, y = get_batch("train", device)
-    model, optimizer, kept = session.prepare(net, optimizer, SimpleNamespace(best=math.inf, batch=(x, y)))
+    best = math.inf
 
+    step = 0
+    kept = session.keep(best=best, x=x, y=y)
     for step in session.steps(args.steps):
-        x, y = kept.batch
+        best, x, y = kept.best, kept.x, kept.y
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.lr)
         if step % EVALUATE_EVERY == 0 and rank == 0:
             found = estimate_loss(net, device)
             print(f"step {step}: loss {found:.4f}", flush=True)
-            if found < kept.best:
+            if found < best:
                 save_file(net.state_dict(), f"best-{step}.safetensors")
-            kept.best = min(kept.best, found)
+            best = min(best, found)
         for micro in range(ACCUMULATE):
             model.require_backward_grad_sync = micro == ACCUMULATE - 1
             loss = cross_entropy(model(x).flatten(0, 1), y.flatten()) / ACCUMULATE
@@ -93,9 +95,11 @@ def main():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        kept.batch = x, y
+        step += 1
+        kept.best, kept.x, kept.y = best, x, y
     if rank == 0:
         save_file(net.state_dict(), "last.safetensors")
+    dist.barrier()
 
 
 if __name__ == "__main__":

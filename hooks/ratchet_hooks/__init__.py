@@ -1,16 +1,17 @@
 """DDP communication hooks as data: specs, construction, exact capture and restore.
 
-Torch-free: ``specs``, ``registry``, ``summary``, ``errors``. Everything that touches tensors lives in modules that import torch
-themselves. The package stands alone: a training script of your own needs nothing else of Ratchet to resume a hook bit for bit.
+Torch-free: ``specs``, ``registry``, ``summary``, ``errors``. Every module that uses tensors imports torch itself. The package can
+be used alone: your own training script needs nothing else of Ratchet to resume a hook bit for bit.
 
-Where DDP is made elsewhere, or stays as it is, three lines do it (``ratchet_hooks.registration`` tells what they take)::
+Where DDP is created elsewhere, or must stay as it is, three lines do it (``ratchet_hooks.manage.register`` documents their
+arguments)::
 
     ratchet_hooks.register(ddp_model, (powersgd_state, powerSGD_hook))      # in place of ddp_model.register_comm_hook
     saved = ratchet_hooks.capture(ddp_model)                                # on every rank, with model, optimizer and RNG
     ratchet_hooks.restore(ddp_model, saved)                                 # on every rank, before the first forward
 
-A script that makes DDP and hook together saves what ``capture`` gives in the same way, and builds with it. (Here into one file
-per rank; examples/adoption/1_hooks also holds when ranks are killed while they save.)
+A script that creates DDP and hook together saves the result of ``capture`` in the same way, and builds with it. (Here into one
+file per rank; examples/adoption/1_hooks also handles ranks that are killed while they save.)
 
     from pathlib import Path
 
@@ -66,15 +67,15 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-"""Of ratchet-hooks and of ratchet-train."""
+"""Version of ratchet-hooks and of ratchet-train."""
 
 __all__ = ["capture", "register", "restore"]
 
-_LAZY = dict.fromkeys(__all__, "ratchet_hooks.registration")  # names with torch behind them
+_LAZY = dict.fromkeys(__all__, "ratchet_hooks.manage.register")  # names whose module imports torch
 
 
 def __getattr__(name: str) -> Any:
-    """``register``, ``capture`` and ``restore``, which import torch when they are first asked for."""
+    """``register``, ``capture`` and ``restore``, which import torch at their first use."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -1,6 +1,7 @@
-"""Dataclasses with limits, which pydantic reads like its own models where they are fields of one; it is not needed.
+"""Dataclasses with limits. As fields of pydantic models, pydantic validates them like its own models; but pydantic is not
+required.
 
-A field's metadata has pydantic's names (``ge``, ``le``, ``pattern``): a limit stands in one place, and holds with pydantic and
+A field's metadata uses pydantic's names (``ge``, ``le``, ``pattern``): a limit is defined once, and is checked with pydantic and
 without it. Torch-free.
 """
 
@@ -22,13 +23,13 @@ _BOUNDS: Final = {"ge": (operator.ge, "at least"), "gt": (operator.gt, "more tha
 
 
 def option(default: Any, description: str, **limits: Any) -> Any:
-    """A field with what it means. ``limits``: ge, gt, le, allow_inf_nan, min_length, max_length, pattern, as in pydantic."""
+    """A field with its description. ``limits``: ge, gt, le, allow_inf_nan, min_length, max_length, pattern, as in pydantic."""
     return field(default=default, metadata={"description": description, **limits})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Base of what pydantic may read: unknown keys are refused, the docstring is the schema's description."""
+    """Base of dataclasses that pydantic may validate: unknown keys are refused, the docstring is the schema's description."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
@@ -39,19 +40,19 @@ class Model:
         return schema
 
     def values(self) -> dict[str, Any]:
-        """All fields as JSON has them: the keys of a mapping are text."""
+        """All fields as JSON: the keys of a mapping are strings."""
         return {name: _json(value) for name, value in asdict(self).items()}
 
 
-def check(checked: Model) -> None:
-    """Raise ``ValueError`` naming the field of ``checked`` whose value has another type than it says, or is past a limit."""
-    cls: Any = type(checked)
+def check(instance: Model) -> None:
+    """Raise ``ValueError`` naming the field of ``instance`` whose value does not have its type, or is beyond a limit."""
+    cls: Any = type(instance)
     hints = _hints(cls)
-    for one in fields(checked):
-        value, kind = getattr(checked, one.name), hints[one.name]
-        if not _fits(value, kind):
-            raise ValueError(f"{one.name}: must be {_words(kind)}, not {value!r}")
-        fault = None if value is None else _past(value, one.metadata)
+    for one in fields(instance):
+        value, kind = getattr(instance, one.name), hints[one.name]
+        if not _has_type(value, kind):
+            raise ValueError(f"{one.name}: must be {_type_text(kind)}, not {value!r}")
+        fault = None if value is None else _limit_violation(value, one.metadata)
         if fault is not None:
             raise ValueError(f"{one.name}: must {fault}, not {value!r}")
 
@@ -61,14 +62,14 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _fits(value: object, kind: Any) -> bool:
+def _has_type(value: object, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        return any(_fits(value, part) for part in get_args(kind))
+        return any(_has_type(value, part) for part in get_args(kind))
     if get_origin(kind) is dict:
         key, item = get_args(kind)
-        return isinstance(value, dict) and all(_fits(k, key) and _fits(v, item) for k, v in value.items())
+        return isinstance(value, dict) and all(_has_type(k, key) and _has_type(v, item) for k, v in value.items())
     if kind is Any:
         return _is_json(value)
     return type(value) is kind or (kind is float and type(value) is int)
@@ -82,7 +83,7 @@ def _is_json(value: object) -> bool:
     return isinstance(value, str | int | float | NoneType)
 
 
-def _past(value: Any, limits: Mapping[str, Any]) -> str | None:
+def _limit_violation(value: Any, limits: Mapping[str, Any]) -> str | None:
     for key, (holds, words) in _BOUNDS.items():
         if key in limits and not holds(value, limits[key]):
             return f"be {words} {limits[key]}"
@@ -97,14 +98,14 @@ def _past(value: Any, limits: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _words(kind: Any) -> str:
+def _type_text(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(_words, get_args(kind)))
+        return " or ".join(map(_type_text, get_args(kind)))
     if get_origin(kind) is dict:
         key, item = get_args(kind)
-        return f"a dict of {_words(key)} to {_words(item)}"
+        return f"a dict of {_type_text(key)} to {_type_text(item)}"
     names = {Any: "JSON", NoneType: "None", bool: "True or False", int: "an int", float: "a float", str: "a str"}
     return names[kind]
 

@@ -1,4 +1,4 @@
-"""Errors of the hook package, and what helps against one of torch's. Torch-free."""
+"""Errors of the hook package, and advice on errors of torch. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class HookStateError(ValueError):
 
 
 class LayoutMismatch(HookStateError):
-    """The reducer's buckets are not the recorded ones, so restored state would meet the wrong gradients."""
+    """The reducer's buckets are not the recorded ones, so restored state would be applied to the wrong gradients."""
 
 
 class UnsupportedModel(ValueError):
-    """A module or a DDP setting under which the hook asked for cannot work or cannot be resumed exactly."""
+    """A module or a DDP setting under which the requested hook cannot work or cannot be resumed exactly."""
 
 
 class CustomHookError(RuntimeError):
-    """A user's own hook, or its state, that cannot be used. ``key`` is the key of the spec that it is about (hook, state,
-    state_args), ``code`` a stable word; no retry heals it, except of ``hook-failed``, which the user's function raised."""
+    """A user's own hook, or its state, that cannot be used. ``key``: the key of the spec at fault (hook, state, state_args);
+    ``code``: a stable identifier. A retry does not help, except for ``hook-failed``, which the user's function raised."""
 
     def __init__(self, key: str, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -37,7 +37,7 @@ _SPARSE = "Cannot access storage of SparseTensorImpl"
 
 
 def advice_on(error: BaseException) -> str | None:
-    """What the user can do against an error of torch's that comes of DDP's settings; None for any other error."""
+    """Advice for the user on an error of torch that DDP's settings cause; None for any other error."""
     if isinstance(error, RuntimeError) and _DETACHED_VIEW in str(error):
         return (
             "under gradient_as_bucket_view gradients are views of DDP's buckets, and detach_() cannot take those out of their "

@@ -1,4 +1,4 @@
-"""What the API shows of a running hook: plain JSON, made by the worker, never unpickled by anyone. Torch-free."""
+"""What the API shows of a running hook: plain JSON, made by the worker; nothing is unpickled. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which versions of torch Ratchet's tests run on. Imports no torch, so that the service can ask."""
+"""The versions of torch that Ratchet's tests run on. Does not import torch, so that the service can use it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Alembic's entry: runs on the connection that ``ratchet_service.migrate`` hands over."""
+"""Alembic's entry point: runs on the connection that ``ratchet_service.db.migrate`` passes."""
 
 from __future__ import annotations
 
 from alembic import context
 
-from ratchet_service.models import Base
+from ratchet_service.db.models import Base
 
 
 def run() -> None:

@@ -8,31 +8,33 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from ratchet_contract import environment
+from ratchet_contract import env_vars
 from ratchet_contract.paths import HomePaths
-from ratchet_service import backup, log_format, token_command
-from ratchet_service.bounds import Bounds, parse_bounds
-from ratchet_service.confined import Limits
-from ratchet_service.database import passwords
-from ratchet_service.listening import Listening, StartError
-from ratchet_service.queue_preemption import SCOPES
-from ratchet_service.settings import Settings
+from ratchet_service.commands import backup, token
+from ratchet_service.config.network import Listening
+from ratchet_service.config.output_limits import Bounds, parse_bounds
+from ratchet_service.config.settings import Settings
+from ratchet_service.db.engine import passwords
+from ratchet_service.errors import StartError
+from ratchet_service.isolation.sandbox import Limits
+from ratchet_service.observability import logging as service_logging
+from ratchet_service.scheduling.preemption import SCOPES
 
 DEFAULT_PORT: Final = 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0 after a clean end, 2 when the service could not start or a token could not be made."""
+    """Return the exit status: 0 after a clean exit, 2 if the service could not start or a token could not be created."""
     options = _parser().parse_args(argv)
-    log_format.configure(options.log_level, options.log_format, passwords(options.database_url, os.environ))
+    service_logging.configure(options.log_level, options.log_format, passwords(options.database_url, os.environ))
     home = options.home.expanduser().absolute()
     try:
         if options.command == "token":
-            return token_command.run(Settings(home, options.database_url), options)
+            return token.run(Settings(home, options.database_url), options)
         if options.command in ("backup", "restore"):
             return backup.run(Settings(home, options.database_url), options)
         if options.command == "agent-host":
-            from ratchet_service import agent_host
+            from ratchet_service.commands import agent_host
 
             agent_host.run(HomePaths(home.resolve()), options.cpu_slots)
             return 0
@@ -43,14 +45,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(home: Path, options: argparse.Namespace) -> int:
-    from ratchet_service import user_limits, worker_user
-    from ratchet_service.queueing import Preemption
-    from ratchet_service.serve import ServeOptions, reconcile, serve
+    from ratchet_service.commands.serve import ServeOptions, reconcile, serve
+    from ratchet_service.isolation import run_as
+    from ratchet_service.scheduling.scheduler import Preemption
 
-    user = worker_user.find(options.run_as)
-    limits = user_limits.settled(options.run_as_limits, user)
+    user = run_as.parse_user(options.run_as)
+    limits = run_as.with_defaults(options.run_as_limits, user)
     if user is not None:
-        worker_user.own_process()
+        run_as.restrict_process()
     launchers = options.launchers.expanduser().absolute() if options.launchers else None
     preemption = Preemption(options.preemption, options.preemption_min_run)
     if options.command == "reconcile":
@@ -82,7 +84,12 @@ def _run(home: Path, options: argparse.Namespace) -> int:
     )
     serve(
         ServeOptions(
-            settings, listen, options.cpu_slots, not options.no_reconciler, preemption=preemption, drain=options.drain
+            settings,
+            listen,
+            options.cpu_slots,
+            not options.no_reconciler,
+            preemption=preemption,
+            drain_seconds=options.drain,
         )
     )
     return 0
@@ -90,149 +97,152 @@ def _run(home: Path, options: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     base = argparse.ArgumentParser(add_help=False)
-    home = os.environ.get(environment.HOME) or ".ratchet"
+    home = os.environ.get(env_vars.HOME) or ".ratchet"
     base.add_argument(
         "--home", type=Path, default=Path(home), help="run directory (default: RATCHET_HOME or ./.ratchet)"
     )
     base.add_argument(
         "--log-format",
-        choices=log_format.FORMATS,
-        default=os.environ.get(environment.LOG_FORMAT) or "text",
-        help="of the log on standard error; json: one object a line (default: RATCHET_LOG_FORMAT, else text)",
+        choices=service_logging.FORMATS,
+        default=os.environ.get(env_vars.LOG_FORMAT) or "text",
+        help="format of the log on standard error; json: one object per line (default: RATCHET_LOG_FORMAT, else text)",
     )
     base.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     database = argparse.ArgumentParser(add_help=False, parents=[base])
     database.add_argument(
         "--database-url",
-        default=os.environ.get(environment.DATABASE_URL) or None,
+        default=os.environ.get(env_vars.DATABASE_URL) or None,
         help="sqlite:///FILE or postgresql://... (default: RATCHET_DATABASE_URL, else SQLite in the run directory)",
     )
     machine = argparse.ArgumentParser(add_help=False)
     machine.add_argument(
-        "--cpu-slots", type=_positive, help="CPU slots lent to jobs (default: the cores of this process)"
+        "--cpu-slots", type=_positive, help="CPU slots available to jobs (default: the cores of this process)"
     )
     common = argparse.ArgumentParser(add_help=False, parents=[database, machine])
     common.add_argument(
         "--launchers",
         type=Path,
-        default=_path_of(environment.LAUNCHERS),
+        default=_path_from_env(env_vars.LAUNCHERS),
         help="YAML file of the launchers and their settings (default: RATCHET_LAUNCHERS, else local alone)",
     )
     common.add_argument(
         "--run-as",
-        default=os.environ.get(environment.RUN_AS) or None,
+        default=os.environ.get(env_vars.RUN_AS) or None,
         metavar="USER[:GROUP]",
-        help="whom local agents, their ranks, and looks at users' code run as; the service must be root (default: "
-        "RATCHET_RUN_AS, else the service's own user). Tokens are needed then: --auth token",
+        help="user that runs local agents, their ranks and checks of users' code; the service must be root (default: "
+        "RATCHET_RUN_AS, else the service's own user). It requires tokens: --auth token",
     )
     common.add_argument(
         "--run-as-limits",
         type=_run_as_limits,
-        default=os.environ.get(environment.RUN_AS_LIMITS) or "",
+        default=os.environ.get(env_vars.RUN_AS_LIMITS) or "",
         metavar="processes=NUMBER,file_size=SIZE",
-        help="what that user may take, with all jobs together: processes and threads (default: half of what the machine "
-        "allows), and how large a file may be that it writes, a checkpoint's, too (like 100Gi; default: no limit), or "
+        help="limits of that user for all jobs together: number of processes and threads (default: half of the machine's "
+        "limit), and size of any file it writes, checkpoints included (like 100Gi; default: no limit), or "
         "RATCHET_RUN_AS_LIMITS",
     )
     common.add_argument(
         "--preemption",
         choices=SCOPES,
         default="owner",
-        help="whose jobs are stopped for one of higher priority that waits for slots: its own owner's, anybody's (each submitter "
-        "can then stop all others' jobs), nobody's (default: %(default)s)",
+        help="which jobs may be stopped for a job of higher priority that waits for slots. owner: those of the same owner; "
+        "any: those of all owners (each submitter can then stop all others' jobs); off: none (default: %(default)s)",
     )
     common.add_argument(
         "--preemption-min-run",
         type=_seconds,
         default=60.0,
         metavar="SECONDS",
-        help="a job that was stopped so trains for so long before it is stopped so again (default: %(default)g)",
+        help="minimum training time of a preempted job before it may be preempted again (default: %(default)g)",
     )
     common.add_argument(
         "--bounds",
         type=_bounds,
-        default=os.environ.get(environment.BOUNDS) or "",
+        default=os.environ.get(env_vars.BOUNDS) or "",
         metavar="NAME=NUMBER,...",
-        help="how much of a job's output is kept (default: RATCHET_BOUNDS); docs/operations.md has the names",
+        help="how much of a job's output is kept (default: RATCHET_BOUNDS); docs/limits.md has the names",
     )
     parser = argparse.ArgumentParser(prog="python -m ratchet_service", description="The control plane of Ratchet.")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("serve", parents=[common], help="API and reconciler")
     one.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     one.add_argument("--port", type=_port, default=DEFAULT_PORT, help="0 takes a free one (default: %(default)s)")
-    one.add_argument("--url", help="how agents reach the service, if not by the address it listens on")
-    one.add_argument("--no-reconciler", action="store_true", help="the API alone; `reconcile` runs elsewhere")
+    one.add_argument("--url", help="URL at which agents connect to the service, if not the address it listens on")
+    one.add_argument("--no-reconciler", action="store_true", help="run the API only; `reconcile` runs elsewhere")
     one.add_argument(
         "--drain",
         type=_seconds,
         default=0.0,
         metavar="SECONDS",
-        help="after SIGTERM requests are taken for so long still, while /readyz is 503 already (default: %(default)g)",
+        help="time after SIGTERM in which requests are still accepted, while /readyz already returns 503 (default: "
+        "%(default)g)",
     )
-    _add_access(one)
+    _add_access_options(one)
     two = commands.add_parser("reconcile", parents=[common], help="a reconciler alone")
     two.add_argument(
         "--metrics-port",
         type=_port,
-        help="tell /metrics, /healthz and /readyz there, without a token (default: nowhere)",
+        help="port that serves /metrics, /healthz and /readyz without a token (default: none)",
     )
     two.add_argument("--metrics-host", default="127.0.0.1", help="address of that port (default: %(default)s)")
     agents = "starts the agents of local jobs for a reconciler elsewhere, without a database"
     commands.add_parser("agent-host", parents=[base, machine], help=agents).set_defaults(database_url=None)
-    token_command.add(commands, database)
-    backup.add(commands, database)
+    token.add_parser(commands, database)
+    backup.add_parsers(commands, database)
     return parser
 
 
-def _add_access(parser: argparse.ArgumentParser) -> None:
+def _add_access_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--auth",
         choices=("auto", "token"),
-        default=os.environ.get(environment.AUTH) or "auto",
-        help="auto: no token on SQLite and an address of this machine alone, else everybody needs one; token: everybody, there "
-        "too (default: RATCHET_AUTH, else auto)",
+        default=os.environ.get(env_vars.AUTH) or "auto",
+        help="auto: no token if the database is SQLite and the address is local to this machine, else every request needs "
+        "one; token: every request needs one (default: RATCHET_AUTH, else auto)",
     )
     parser.add_argument(
-        "--tls-cert", type=Path, default=_path_of(environment.TLS_CERT), help="PEM (or RATCHET_TLS_CERT)"
+        "--tls-cert", type=Path, default=_path_from_env(env_vars.TLS_CERT), help="PEM (or RATCHET_TLS_CERT)"
     )
-    parser.add_argument("--tls-key", type=Path, default=_path_of(environment.TLS_KEY), help="PEM (or RATCHET_TLS_KEY)")
+    parser.add_argument(
+        "--tls-key", type=Path, default=_path_from_env(env_vars.TLS_KEY), help="PEM (or RATCHET_TLS_KEY)"
+    )
     parser.add_argument(
         "--ca-file",
         type=Path,
-        default=_path_of(environment.CA_FILE),
-        help="PEM of the authorities by which agents know the certificate, where the system does not (or RATCHET_CA_FILE)",
+        default=_path_from_env(env_vars.CA_FILE),
+        help="PEM of the CAs with which agents verify the certificate, if not the system's (or RATCHET_CA_FILE)",
     )
     parser.add_argument(
         "--insecure-http",
         action="store_true",
-        help="plain HTTP at an address that others reach: a proxy in front ends TLS",
+        help="allow plain HTTP at an address that other machines reach: a proxy in front terminates TLS",
     )
     parser.add_argument(
         "--code-root",
         action="append",
-        default=_split(environment.CODE_ROOTS, ":"),
-        help="a directory below which specs may name code and files; may be repeated (or RATCHET_CODE_ROOTS, with : between "
-        "them). Default: any where no token is needed and --run-as is not given, else none but what is sent",
+        default=_split_env(env_vars.CODE_ROOTS, ":"),
+        help="a directory below which specs may name code and files; may be repeated (or RATCHET_CODE_ROOTS, separated by "
+        ":). Default: any if no token is needed and --run-as is not set, else only uploaded code",
     )
     parser.add_argument(
         "--checkpoint-uri-root",
         action="append",
-        default=_split(environment.URI_ROOTS, None),
-        help="a prefix of checkpoint.uri that specs may name; may be repeated (or RATCHET_CHECKPOINT_URI_ROOTS, with spaces "
-        "between them). Default: likewise",
+        default=_split_env(env_vars.URI_ROOTS, None),
+        help="a prefix of checkpoint.uri that specs may name; may be repeated (or RATCHET_CHECKPOINT_URI_ROOTS, separated by "
+        "spaces). Default: as for --code-root",
     )
     parser.add_argument(
-        "--request-rate", type=_rate, default=100.0, help="requests a second of one caller, ten times as many at once "
+        "--request-rate", type=_rate, default=100.0, help="requests per second of one caller, with bursts of ten times as many "
         "(default: %(default)g)",
     )  # fmt: skip
 
 
-def _split(variable: str, separator: str | None) -> list[str] | None:
+def _split_env(variable: str, separator: str | None) -> list[str] | None:
     text = os.environ.get(variable)
     return [part for part in text.split(separator) if part] if text else None
 
 
-def _path_of(variable: str) -> Path | None:
+def _path_from_env(variable: str) -> Path | None:
     text = os.environ.get(variable)
     return Path(text) if text else None
 
@@ -263,10 +273,10 @@ def _bounds(text: str) -> Bounds:
 
 
 def _run_as_limits(text: str) -> Limits:
-    from ratchet_service.user_limits import parse
+    from ratchet_service.isolation.run_as import parse_limits
 
     try:
-        return parse(text)
+        return parse_limits(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -10,43 +10,44 @@ from fastapi import Depends, FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from ratchet_contract.version import RATCHET_VERSION
-from ratchet_service import edge, migrate, openapi
-from ratchet_service.access import Gate
-from ratchet_service.database import Database
-from ratchet_service.health import Health
-from ratchet_service.http import Service, refuse_unknown_parameters
-from ratchet_service.idempotency import Idempotency
-from ratchet_service.instruments import Instruments
-from ratchet_service.own_machine import OwnMachineOnly
-from ratchet_service.ports import SubmissionPorts
-from ratchet_service.routers import (
-    actions,
+from ratchet_service.api import middleware, openapi
+from ratchet_service.api.authentication import Gate
+from ratchet_service.api.code_upload import Uploads
+from ratchet_service.api.dependencies import Service, refuse_unknown_parameters
+from ratchet_service.api.idempotency import Idempotency
+from ratchet_service.api.middleware import OwnMachineOnly
+from ratchet_service.api.routes import (
+    agent_reports,
     checkpoints,
     code,
     files,
     hooks,
+    job_actions,
     jobs,
-    observe,
-    operations,
+    monitoring,
     pages,
     queue,
-    quotas,
-    reports,
     tokens,
 )
-from ratchet_service.settings import Settings
-from ratchet_service.turns import Turns
-from ratchet_service.usecases.comparison import Comparer
+from ratchet_service.api.routes import health as health_routes
+from ratchet_service.config.settings import Settings
+from ratchet_service.db import migrate
+from ratchet_service.db.engine import Database
+from ratchet_service.isolation.concurrency_limit import ConcurrencyLimit
+from ratchet_service.observability.health import Health
+from ratchet_service.observability.metrics import Instruments
+from ratchet_service.submission.ports import SubmissionPorts
+from ratchet_service.usecases.compare import Comparer
 from ratchet_service.usecases.export import Exporter
-from ratchet_service.usecases.files import Files
-from ratchet_service.usecases.upload import Uploads
+from ratchet_service.usecases.output_files import Files
 
-_COMPARISONS: Final = 2  # of checkpoints at one time: each reads and hashes whole files
+_COMPARISONS: Final = 2  # concurrent comparisons of checkpoints: each reads and hashes whole files
 DESCRIPTION = """\
-Checkpoint-aware training: DDP jobs that may be killed at any instant and go on bit for bit, hook state included.
+Checkpoint-aware training: DDP jobs that may be killed at any instant and resume bit for bit, hook state included.
 
 Errors are `application/problem+json` (RFC 9457) with a stable `code`; `errors` point into the body (JSON pointer), or at
-`/query/<name>`. Times are UTC. Cursors are opaque. `Idempotency-Key` on POST gives the first answer again for 24 hours.
+`/query/<name>`. Times are UTC. Cursors are opaque. A POST with the same `Idempotency-Key` returns the first response again
+for 24 hours.
 """
 
 
@@ -57,22 +58,22 @@ def create_app(
     health: Health | None = None,
     instruments: Instruments | None = None,
 ) -> FastAPI:
-    """The app. Its lifespan migrates the database before the first request.
+    """Return the app. Its lifespan migrates the database before the first request.
 
-    ``database``: an open one to share, which the caller migrates and disposes of; default: the settings' own. ``health``: what
-    the process that serves it says of itself; ``instruments``: shared with its reconciler, and listening already.
+    ``database``: an open one to share, which the caller migrates and disposes of; default: the one in the settings. ``health``:
+    health of the process that serves the app; ``instruments``: shared with its reconciler, and already listening.
     """
     own = Database(settings.url) if database is None else None
     shared = database or own
     assert shared is not None
-    counts = instruments or Instruments()
+    shared_instruments = instruments or Instruments()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         settings.paths.jobs.mkdir(parents=True, exist_ok=True)
         if own is not None:
             await run_in_threadpool(migrate.upgrade, own)
-        with counts.listening(shared) if instruments is None else nullcontext():
+        with shared_instruments.count_commits(shared) if instruments is None else nullcontext():
             yield
         if own is not None:
             own.dispose()
@@ -83,45 +84,44 @@ def create_app(
         summary="Checkpoint-aware training service",
         description=DESCRIPTION,
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's own pages load scripts from elsewhere: see routers/pages
+        docs_url=None,  # FastAPI's own pages load scripts from other hosts: see api.routes.pages
         redoc_url=None,
         responses=openapi.PROBLEMS,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
     )
     idempotency = Idempotency(shared, settings.idempotency_seconds, settings.claim_seconds)
-    turns = Turns(settings.exports, "making other exports")
-    exporter = Exporter(shared, settings.paths, turns, settings.export_seconds, ports.trains_here, settings.confined)
+    turns = ConcurrencyLimit(settings.max_exports, "making other exports")
+    exporter = Exporter(shared, settings.paths, turns, settings.export_seconds, ports.trains_here, settings.sandbox)
     app.state.service = Service(
         settings,
         shared,
         ports,
         idempotency,
         exporter,
-        Comparer(shared, settings.paths, Turns(_COMPARISONS, "comparing other checkpoints")),
-        Files(shared, settings.paths, Turns(settings.file_transfers, "sending other files")),
+        Comparer(shared, settings.paths, ConcurrencyLimit(_COMPARISONS, "comparing other checkpoints")),
+        Files(shared, settings.paths, ConcurrencyLimit(settings.max_file_transfers, "sending other files")),
         Uploads(settings.paths),
         Gate(settings, shared),
         health or Health(),
     )
-    app.state.instruments = counts
-    if not settings.tokens:
+    app.state.instruments = shared_instruments
+    if not settings.tokens_required:
         app.add_middleware(OwnMachineOnly)
-    edge.install(app, counts)  # outermost
+    middleware.install(app, shared_instruments)  # outermost
     app.state.routes = []
     for module in (
         jobs,
-        actions,
+        job_actions,
         checkpoints,
-        observe,
+        monitoring,
         files,
         hooks,
-        reports,
+        agent_reports,
         code,
         tokens,
-        quotas,
         queue,
-        operations,
+        health_routes,
         pages,
     ):
         app.include_router(module.router, dependencies=[Depends(refuse_unknown_parameters)])

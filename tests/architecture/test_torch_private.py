@@ -117,7 +117,7 @@ def sources() -> list[Path]:
     return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if path != COMPAT]
 
 
-def test_no_module_but_torch_compat_names_a_private_part_of_torch() -> None:
+def test_only_torch_compat_uses_private_torch_names() -> None:
     modules = {path.relative_to(ROOT): list(ast.walk(ast.parse(path.read_text()))) for path in sources()}
     assert len(modules) > 200
     own = frozenset(name for nodes in modules.values() for name in defined(nodes) if private(name)) - of_torch()
@@ -140,7 +140,7 @@ def test_no_module_but_torch_compat_names_a_private_part_of_torch() -> None:
         "importlib.import_module('torch._inductor.config')",
     ],
 )
-def test_the_scan_finds(source: str) -> None:
+def test_private_name_scan_reports_private_torch_use(source: str) -> None:
     assert [line for line, _ in findings(source)] == [source.count("\n") + 1]
 
 
@@ -153,5 +153,5 @@ def test_the_scan_finds(source: str) -> None:
         "_, _a = 1, 2",
     ],
 )
-def test_the_scan_leaves_alone(source: str) -> None:
+def test_private_name_scan_accepts_public_torch_use(source: str) -> None:
     assert findings(source) == []

@@ -32,10 +32,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
-from tests.support.chaos.planted import PLANTED
+from tests.support.chaos.final_checks import Verdict, check_run, history
+from tests.support.chaos.planted_faults import PLANTED
 from tests.support.chaos.run import Run, Wanted
 from tests.support.chaos.schedule import Log, read_log
-from tests.support.chaos.verdict import Verdict, history, judge
 from tests.support.chaos.world import Engine, World
 
 DISK = "192m"
@@ -51,7 +51,7 @@ def chaos(root: Path, engine: Engine, wanted: Wanted, *, planted: str | None = N
         with World(root, engine, wanted.seed, planted=planted, disk=disk) as world:
             run = Run(world, wanted, told)
             run.play()
-            verdict = judge(run)
+            verdict = check_run(run)
             lines = [text for found in verdict.breaches.values() for text in found]
             for job_id in [one for one in verdict.breaches if one][:SHOWN]:
                 lines += ["", f"history of {job_id}:", *history(run, job_id)]

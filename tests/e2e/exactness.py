@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ratchet_contract.paths import AttemptPaths
-from ratchet_store.commit import read_manifest
-from ratchet_store.compare import compare
+from ratchet_store.format.manifest_file import read_manifest
+from ratchet_store.read.compare import compare
 from tests.support import exact_matrix
 from tests.support.exact_cells import EVERY, START, STEPS, Cell, matrix
-from tests.support.exact_walk import walk
+from tests.support.exact_matrix_runner import run_rows
 from tests.support.server import Server, agent_pid, rank_pid
 
 _TRIES = 3
@@ -213,7 +213,7 @@ Tally = dict[str, list[bool]]
 def walk_groups(seed: int, tally: Tally) -> None:
     """The matrix below the service."""
     rows = exact_matrix.matrix()
-    for number, verdict in enumerate(walk(rows, seed), start=1):
+    for number, verdict in enumerate(run_rows(rows, seed), start=1):
         tally.setdefault(exact_matrix.family(verdict.row["hook"]), []).append(not verdict.problems)
         end = "identical" if not verdict.problems else "FAILED"
         print(

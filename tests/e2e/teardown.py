@@ -25,8 +25,8 @@ import torch._dynamo  # the first DDP of a process imports it
 import torch.distributed as dist
 import torch.nn as nn
 
-from ratchet_hooks.build import close_group, managed_ddp
-from ratchet_hooks.specs import AllreduceSpec, HookSpec, PowerSGDSpec, QuantizationPertensorSpec
+from ratchet_hooks.manage.managed_ddp import close_group, managed_ddp
+from ratchet_hooks.specs.hook_specs import AllreduceSpec, HookSpec, PowerSGDSpec, QuantizationPertensorSpec
 
 SPECS: list[HookSpec] = [
     AllreduceSpec(),

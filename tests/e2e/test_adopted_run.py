@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from ratchet_store.compare import compare, render
+from ratchet_store.read.compare import compare, render
 from tests.support.cli import Cli
+from tests.support.fork_server import RANKS
 from tests.support.full_matrix import FULL
-from tests.support.interpreters import RANKS
 from tests.support.server import Server
 
 STEPS = 24
@@ -71,8 +71,8 @@ if FULL:
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
-def _project(at: Path, hook: dict[str, Any]) -> Path:
-    at.mkdir()
+def _project(at: Path, hook: dict[str, Any], *, made: bool = False) -> Path:
+    at.mkdir(exist_ok=made)
     (at / "train.py").write_text(SCRIPT)
     (at / "settings.py").write_text(f"HOOK = {hook!r}\n")
     return at
@@ -109,12 +109,17 @@ def _content(root: Path) -> dict[str, str]:
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+def _base(run: Path) -> int:
+    """Step of its newest checkpoint: the save before a kill may not have ended."""
+    return max(int(path.parent.name[5:17]) for path in (run / "checkpoints").glob("*/MANIFEST.json"))
+
+
 def _newest(root: Path) -> Path:
     return max((root / "checkpoints").glob(f"step-{STEPS:012d}.*"))
 
 
 @pytest.mark.parametrize(("ranks", "hook"), CASES, ids=[f"{ranks}-{hook['name']}" for ranks, hook in CASES])
-def test_a_killed_run_goes_on_as_a_job_to_the_same_bits(
+def test_killed_run_adopted_by_a_job_resumes_exactly(
     server: Server, tmp_path: Path, ranks: int, hook: dict[str, Any]
 ) -> None:
     cli = Cli(server.home, tmp_path)
@@ -124,7 +129,7 @@ def test_a_killed_run_goes_on_as_a_job_to_the_same_bits(
     assert _train(project, ranks, kill=f"{ranks - 1} {at}").returncode != 0
     run = project / "ratchet-checkpoints"
     before = _content(run)
-    base = max(int(path.parent.name[5:17]) for path in (run / "checkpoints").glob("*/MANIFEST.json"))
+    base = _base(run)
 
     told = _submitted(cli, _spec(project, ranks, hook), run, "--wait", "--json")
     job = json.loads(told.text)
@@ -139,7 +144,23 @@ def test_a_killed_run_goes_on_as_a_job_to_the_same_bits(
     assert _content(run) == before
 
 
-def test_what_is_not_the_runs_is_named_or_refused(server: Server, tmp_path: Path) -> None:
+def test_run_command_with_adopt_resumes_a_run_and_hints_at_adopt_without(server: Server, tmp_path: Path) -> None:
+    hook = {"name": "allreduce"}
+    cli, project = Cli(server.home, tmp_path), _project(tmp_path, hook, made=True)
+    assert _train(project, 1, kill="0 12").returncode != 0
+    base = _base(project / "ratchet-checkpoints")
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(_spec(project, 1, hook)))
+    ended = _spec(project, 1, hook, trial={"end_at": 3})
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(ended))
+    begins = cli("run", "short.yaml").errors
+    assert "this job begins at step 0, and `ratchet run --adopt ratchet-checkpoints ...` continues from it" in begins
+    goes_on = cli("run", "--adopt", "ratchet-checkpoints", "job.yaml").errors
+    assert f"continues from step {base} of " in goes_on and "begins at step 0" not in goes_on, goes_on
+    redone = 12 - base
+    assert "SUCCEEDED" in goes_on and f"exact, proved ({redone} of {redone} redone steps)" in goes_on, goes_on
+
+
+def test_adopt_that_does_not_match_the_run_is_refused(server: Server, tmp_path: Path) -> None:
     cli, project = Cli(server.home, tmp_path), _project(tmp_path / "project", POWER)
     run = project / "ratchet-checkpoints"
 
@@ -151,7 +172,7 @@ def test_what_is_not_the_runs_is_named_or_refused(server: Server, tmp_path: Path
         assert (pointer, code) in told and said in str(answer["errors"]), answer
         assert {path.name for path in server.paths.jobs.iterdir()} == before  # no copy stays
 
-    refused(run, "/query/adopt", "adopt-not-found", "is copied there first")
+    refused(run, "/query/adopt", "adopt-not-found", "there first, with its whole directory")
     refused(project, "/query/adopt", "adopt-no-run", "ratchet-run.json")
     assert _train(project, kill="0 3").returncode != 0
     refused(run, "/query/adopt", "adopt-no-checkpoint", "no checkpoint yet")
@@ -169,7 +190,7 @@ def test_what_is_not_the_runs_is_named_or_refused(server: Server, tmp_path: Path
         assert "stop it" in _submitted(cli, _spec(project, 1, POWER), run, expect=4).errors
 
 
-def test_of_a_run_that_has_ended_nothing_is_left_but_with_more_steps(server: Server, tmp_path: Path) -> None:
+def test_adopt_of_an_ended_run_is_refused_unless_more_steps_may_follow(server: Server, tmp_path: Path) -> None:
     """What the run imported beside the script is not known before the job starts: then a warning, and advice that works."""
     cli, alone, project = Cli(server.home, tmp_path), tmp_path / "alone", _project(tmp_path / "project", POWER)
     alone.mkdir()
@@ -186,7 +207,7 @@ def test_of_a_run_that_has_ended_nothing_is_left_but_with_more_steps(server: Ser
     assert "adopt-finished" in _submitted(cli, more, run, "--wait").errors
 
     told = _submitted(cli, _spec(project, 1, POWER), project / "ratchet-checkpoints", "--wait", expect=1)
-    assert "adopt-finished" in told.errors and "go on with the same code" not in told.errors
+    assert "adopt-finished" in told.errors and "continue with the same code" not in told.errors
     job = told.text.strip()
     assert f"`ratchet resume {job} --code DIR`" in told.errors
     script = project / "train.py"
@@ -196,7 +217,7 @@ def test_of_a_run_that_has_ended_nothing_is_left_but_with_more_steps(server: Ser
     assert [attempt["base"]["step"] for attempt in server.attempts(job)] == [STEPS, STEPS]
 
 
-def test_other_code_is_named_and_another_seed_and_damage_are_refused(server: Server, tmp_path: Path) -> None:
+def test_adopt_with_other_code_is_named_and_other_seed_or_damage_refused(server: Server, tmp_path: Path) -> None:
     cli, project = Cli(server.home, tmp_path), _project(tmp_path / "project", POWER)
     run = project / "ratchet-checkpoints"
     assert _train(project, kill="0 17").returncode != 0
@@ -215,4 +236,4 @@ def test_other_code_is_named_and_another_seed_and_damage_are_refused(server: Ser
     whole = rank_file.read_bytes()
     rank_file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     damaged = _submitted(cli, _spec(project, 1, POWER), run, expect=5).errors
-    assert f"{rank_file}" in damaged and "move it away" in damaged, damaged
+    assert f"{rank_file}" in damaged and "move the damaged one away" in damaged, damaged

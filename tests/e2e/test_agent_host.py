@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from ratchet_service.launchers.agent_host_client import SOCKET
-from ratchet_store.compare import compare, render
+from ratchet_service.launchers.local.agent_host_client import SOCKET
+from ratchet_store.read.compare import compare, render
 from tests.e2e.exactness import final_checkpoint
 from tests.support.agent_host import APART, COMMAND, AgentHost, launchers_file
 from tests.support.launch import wait_freeze
-from tests.support.projects import make_project
 from tests.support.server import Server, wait_for
+from tests.support.user_projects import make_project
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ def end_orderly(server: Server) -> None:
     assert server.process.wait(30) == 0
 
 
-def test_training_outlives_the_service_is_preempted_with_its_host_and_ends_in_the_bits_of_an_undisturbed_run(
+def test_training_survives_service_restart_and_agent_host_preemption_exactly(
     host: AgentHost, service: Server, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
@@ -126,7 +126,7 @@ def test_training_outlives_the_service_is_preempted_with_its_host_and_ends_in_th
 
 
 @pytest.mark.skipif(not APART, reason="needs root for processes of its own")
-def test_a_jobs_code_finds_nothing_of_the_services_environment_neither_its_own_nor_in_proc_nor_at_submission(
+def test_job_code_cannot_read_the_environment_of_the_service(
     host: AgentHost, service: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, out, left = tmp_path / "code", tmp_path / "out", tmp_path / "left"
@@ -145,12 +145,12 @@ def test_a_jobs_code_finds_nothing_of_the_services_environment_neither_its_own_n
     assert out.read_text() == "True []"
 
 
-def test_one_host_of_a_run_directory_whom_its_own_user_alone_may_ask(host: AgentHost, service: Server) -> None:
+def test_agent_host_is_unique_per_run_directory_and_private_to_the_user(host: AgentHost, service: Server) -> None:
     with pytest.raises(AssertionError, match="no agent host has run in"):
         service.start()
     host.start()
     second = subprocess.run([*COMMAND, str(host.home)], timeout=60, capture_output=True, text=True)
-    assert second.returncode == 2 and "an agent host runs in" in second.stderr
+    assert second.returncode == 2 and "an agent host already runs in" in second.stderr
     assert (host.home / SOCKET).stat().st_mode & 0o777 == 0o600
     host.terminate()
     assert host.wait() == 0 and not (host.home / SOCKET).exists()

@@ -33,7 +33,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         assert not living(service.home)
 
 
-def test_an_estimate_brackets_its_median_and_is_the_same_for_the_same_values() -> None:
+def test_estimate_interval_contains_the_median_and_is_deterministic() -> None:
     values = [1.0, 1.1, 0.9, 1.2, 0.8, 5.0]
     found = estimate(values)
     assert found.low <= found.median <= found.high < 5.0
@@ -43,7 +43,7 @@ def test_an_estimate_brackets_its_median_and_is_the_same_for_the_same_values() -
 
 
 @pytest.mark.slow
-def test_step_prints_a_ratio_with_its_interval(
+def test_step_benchmark_prints_ratio_with_interval(
     service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = step.Size(width=16, depth=2, batch=4, block=2, pairs=4)
@@ -60,13 +60,13 @@ def test_step_prints_a_ratio_with_its_interval(
 
 @full
 @pytest.mark.slow
-def test_startup_prints_what_the_control_plane_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_startup_benchmark_prints_control_plane_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     startup.control_plane(tmp_path, 1)
     assert "libtorch in its maps: no" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_benchmark_that_is_interrupted_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
+def test_interrupted_benchmark_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
     """With its service up, and a rank that is about to train: torch's compiler makes a directory when it is imported."""
     environ = {**os.environ, "TMPDIR": str(tmp_path), "RATCHET_BENCH_SIZES": "small"}
     command = [sys.executable, "-m", "benchmarks", "--only", "step"]

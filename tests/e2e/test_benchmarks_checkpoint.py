@@ -40,7 +40,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @full
 @pytest.mark.slow
-def test_each_way_to_save_is_printed_beside_the_plain_copy_and_write_and_each_aim_with_its_verdict(
+def test_stall_table_has_every_way_to_save_and_a_verdict_per_aim(
     running: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ways = ("torch.save", checkpoint_tables.LIMIT)
@@ -69,10 +69,9 @@ def test_each_way_to_save_is_printed_beside_the_plain_copy_and_write_and_each_ai
     assert len(beside.busy_cores) == 4 and min(beside.busy_cores) > 0
 
 
+@full
 @pytest.mark.slow
-def test_what_the_loop_waits_for_is_seen_from_outside_and_not_less_than_ratchet_says(
-    running: Service, tmp_path: Path
-) -> None:
+def test_measured_stall_is_at_least_the_stall_reported_by_ratchet(running: Service, tmp_path: Path) -> None:
     """The boundary, the hooks of the buckets and ``optimizer.step()``: a wait that is left out would flatter."""
     found = measure(running, Setup(10, 2, rounds=2, cycle=FEW), tmp_path)
     for way in (checkpoint_tables.BESIDE, checkpoint_tables.BARE):
@@ -83,7 +82,7 @@ def test_what_the_loop_waits_for_is_seen_from_outside_and_not_less_than_ratchet_
 
 
 @pytest.mark.slow
-def test_a_checkpoint_at_every_step_is_compared_with_none_in_blocks_by_turns(
+def test_step_table_compares_checkpoint_every_step_with_none(
     running: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = {"width": 16, "layers": 1, "train_bytes": 20_000}
@@ -93,7 +92,7 @@ def test_a_checkpoint_at_every_step_is_compared_with_none_in_blocks_by_turns(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_without_room_is_refused_by_name_before_anything_begins(tmp_path: Path) -> None:
+def test_benchmark_without_enough_memory_or_disk_is_refused_before_start(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 4000000 kB\nMemAvailable: 2000000 kB\n")
     assert available(meminfo) == 2_048_000_000
@@ -112,7 +111,7 @@ def test_a_job_without_room_is_refused_by_name_before_anything_begins(tmp_path: 
 
 @full
 @pytest.mark.slow
-def test_an_interrupted_run_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
+def test_interrupted_checkpoint_benchmark_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
     """Two ranks, with DCP's processes. By SIGTERM, for which it has a handler; Ctrl-C raises by itself."""
     sizes = {"PARTS": "stalls", "MB": "5", "ROUNDS": "50", "RANKS": "2", "BATCH": "1", "DIR": str(tmp_path)}
     variables = {**os.environ, **{f"RATCHET_BENCH_{name}": value for name, value in sizes.items()}}

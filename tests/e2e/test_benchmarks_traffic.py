@@ -27,7 +27,7 @@ def namespaces() -> None:
         pytest.skip(str(error))
 
 
-def test_the_paper_counts_what_the_hook_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_paper_table_counts_the_same_bytes_as_the_hook(capsys: pytest.CaptureFixture[str]) -> None:
     paper.table("resnet18", [1], ranks=1)
     out = capsys.readouterr().out
     assert "11173962 parameters" in out
@@ -38,7 +38,7 @@ def test_the_paper_counts_what_the_hook_counts(capsys: pytest.CaptureFixture[str
 
 
 @full
-def test_real_ranks_and_torchs_own_train_over_the_slow_link(
+def test_network_benchmark_trains_ratchet_and_torch_over_a_slow_link(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     namespaces()
@@ -64,7 +64,7 @@ def test_real_ranks_and_torchs_own_train_over_the_slow_link(
     assert sent == pytest.approx(4 * 4 * (256 + 256 + 256) / 1e6, abs=0.001)
 
 
-def test_namespaces_go_with_the_process_that_made_them() -> None:
+def test_network_namespaces_end_with_their_creating_process() -> None:
     namespaces()
     with subprocess.Popen(
         [sys.executable, "-c", HELD], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[2]
@@ -78,7 +78,9 @@ def test_namespaces_go_with_the_process_that_made_them() -> None:
     wait_for(lambda: not place.exists(), "the namespace to go", 10)
 
 
-def test_without_the_programs_the_bench_says_which_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_network_benchmark_without_programs_names_packages_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         SystemExit, match=r"not measured\. ip, tc, nsenter, unshare not found: install iproute2, util-linux"

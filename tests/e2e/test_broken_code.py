@@ -8,16 +8,14 @@ import pytest
 import yaml
 
 from tests.support.cli import Cli
-from tests.support.interpreters import LIBRARIES
+from tests.support.fork_server import LIBRARIES
 from tests.support.server import Server
 
 AGENTS = LIBRARIES
 
 
 @pytest.mark.parametrize("watching", ["--wait", "--follow"])
-def test_the_same_error_is_tried_twice_and_its_text_is_shown_once(
-    server: Server, tmp_path: Path, watching: str
-) -> None:
+def test_same_error_is_tried_twice_and_printed_once(server: Server, tmp_path: Path, watching: str) -> None:
     cli = Cli(server.home, tmp_path)
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "plain.py").write_text('rate = None\nrate += 1  # "unsupported operand"\n')
@@ -36,9 +34,7 @@ def test_the_same_error_is_tried_twice_and_its_text_is_shown_once(
     assert "plain.py" in after, "the first frame is the script's own"
 
 
-def test_an_error_behind_the_first_backward_is_one_before_the_first_step_is_done(
-    server: Server, tmp_path: Path
-) -> None:
+def test_error_after_first_backward_counts_as_before_first_step(server: Server, tmp_path: Path) -> None:
     """Of rank 0 alone, as in what only it logs: the other one may have finished that step."""
     cli = Cli(server.home, tmp_path)
     (tmp_path / "code").mkdir()

@@ -14,11 +14,11 @@ import pytest
 from tests.e2e.chaos import chaos
 from tests.support.chaos import faults
 from tests.support.chaos.jobs import HOOKS, plans
-from tests.support.chaos.planted import PLANTED
+from tests.support.chaos.planted_faults import PLANTED
 from tests.support.chaos.run import Wanted
-from tests.support.chaos.schedule import Log, Struck, draws, read_log
+from tests.support.chaos.schedule import Log, Struck, draw_faults, read_log
 from tests.support.chaos.world import Engine
-from tests.support.interpreters import ROOT
+from tests.support.fork_server import ROOT
 from tests.support.server import processes_below, wait_for
 
 FAULTS: dict[Engine, int] = {"sqlite": 12}
@@ -35,7 +35,7 @@ def wanted(count: int) -> Wanted:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("engine", FAULTS)
-def test_no_job_is_lost_none_runs_twice_and_all_end_as_undisturbed(tmp_path: Path, engine: Engine) -> None:
+def test_chaos_loses_no_job_runs_none_twice_and_all_end_exactly(tmp_path: Path, engine: Engine) -> None:
     """The disk is not filled here: that needs a mount of the run's own."""
     run, verdict, lines = chaos(tmp_path, engine, wanted(FAULTS[engine]))
     assert not verdict.breaches, "\n".join([*map(str, run.log.struck), *lines])
@@ -47,7 +47,7 @@ def test_no_job_is_lost_none_runs_twice_and_all_end_as_undisturbed(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_ended_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+def test_signalled_chaos_run_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     """While clients try again and again: the service that they ask is stopped. Nor a directory, but for SIGKILL."""
     log = tmp_path / "log"
     words = f"--engine sqlite --n 90 --jobs 30 --real 0 --pace 0.3 --only stop-rank --log {log}"
@@ -87,15 +87,15 @@ def _services(place: Path) -> list[int]:
 @pytest.mark.skipif(not PLANT, reason="RATCHET_TEST_PLANTED names none")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", PLANT)
-def test_a_planted_fault_is_found(tmp_path: Path, name: str) -> None:
+def test_chaos_detects_planted_fault(tmp_path: Path, name: str) -> None:
     assert name in PLANTED
     _, verdict, _ = chaos(tmp_path, "postgresql", Wanted(SEED, 100, jobs=20), planted=name)
     assert verdict.breaches
 
 
-def test_the_sequence_is_the_seeds(tmp_path: Path) -> None:
+def test_same_chaos_seed_gives_same_faults_and_plans(tmp_path: Path) -> None:
     weights = {name: weight for name, (_, weight) in faults.table("postgresql", disk=True).items()}
-    first, again, other = (list(itertools.islice(draws(seed, weights, 1.0), 400)) for seed in (1, 1, 2))
+    first, again, other = (list(itertools.islice(draw_faults(seed, weights, 1.0), 400)) for seed in (1, 1, 2))
     assert first == again != other
     assert {draw.kind for draw in first} == set(weights)
     made = plans(1, 20, 5, tmp_path, 0.1)
@@ -103,7 +103,7 @@ def test_the_sequence_is_the_seeds(tmp_path: Path) -> None:
     assert [plan.kind for plan in made if plan.real] == list(HOOKS)
 
 
-def test_a_log_tells_a_replay_what_met_whom_and_when(tmp_path: Path) -> None:
+def test_chaos_log_is_read_back_for_replay(tmp_path: Path) -> None:
     log = Log({"seed": 3}, tmp_path / "log")
     struck = [Struck(0.5, 1, "kill-rank", "job 0 attempt 1 rank 0"), Struck(0.7, 0, "then", "the disk has room"),
               Struck(0.9, 4, "outage", "the relay", "closed for 1.0 s")]  # fmt: skip
@@ -113,8 +113,8 @@ def test_a_log_tells_a_replay_what_met_whom_and_when(tmp_path: Path) -> None:
     assert read_log(tmp_path / "log") == ({"seed": 3}, {1: struck[0], 4: struck[2]})
 
 
-def test_a_replay_meets_whom_it_met() -> None:
+def test_replay_chooses_the_recorded_victim() -> None:
     among = ["job 1 attempt 1", "job 1 attempt 12", "job 2 attempt 1"]
-    assert faults.choose(among, 0.0, "job 1 attempt 12 rank 1") == among[1]
-    assert faults.choose(among, 0.0, "job 3 attempt 1 agent") is None
-    assert [faults.choose(among, pick, None) for pick in (0.0, 0.5, 0.99)] == among
+    assert faults.choose_victim(among, 0.0, "job 1 attempt 12 rank 1") == among[1]
+    assert faults.choose_victim(among, 0.0, "job 3 attempt 1 agent") is None
+    assert [faults.choose_victim(among, pick, None) for pick in (0.0, 0.5, 0.99)] == among

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ratchet_store.compare import compare, render
+from ratchet_store.read.compare import compare, render
 from tests.support.cli import Cli
 from tests.support.docs import ROOT
 from tests.support.server import Server
@@ -33,7 +33,7 @@ SMALL = (*SHORT, "--set", "resources.cpus_per_rank=1", "--set", "ddp.bucket_cap_
 
 
 @pytest.mark.slow
-def test_the_example_comes_back_with_every_ranks_residual(server: Server, tmp_path: Path) -> None:
+def test_custom_hook_example_resumes_exactly_with_residuals(server: Server, tmp_path: Path) -> None:
     cli, spec = Cli(server.home, tmp_path), str(EXAMPLE / "job.yaml")
     wrong = cli("submit", spec, "--set", "hook.state=my_hooks:TopK", "--dry-run", expect=5).errors
     assert "/hook/state: my_hooks has no 'TopK'; did you mean 'TopKState'?" in wrong

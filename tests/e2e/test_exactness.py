@@ -31,7 +31,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("hook", "kinds"), CASES, ids=[hook for hook, _ in CASES])
-def test_interrupted_job_ends_with_the_same_bits(server: Server, hook: str, kinds: tuple[Kill, ...]) -> None:
+def test_interrupted_job_resumes_exactly(server: Server, hook: str, kinds: tuple[Kill, ...]) -> None:
     cell = Cell(hook, "many", 2, "digits")
     outcome, _ = run_case(server, cell, seed=11, reference=None, kinds=kinds)
     print(line(cell, outcome))

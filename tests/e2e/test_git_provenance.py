@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from tests.support.cli import Cli
-from tests.support.interpreters import LIBRARIES
+from tests.support.fork_server import LIBRARIES
 from tests.support.server import Server
 
 AGENTS = LIBRARIES
@@ -44,7 +44,7 @@ def recorded(server: Server, job: str) -> list[dict[str, Any]]:
     return out
 
 
-def test_the_commit_of_the_code_and_of_the_code_that_a_resume_brings(server: Server, tmp_path: Path) -> None:
+def test_git_commit_is_recorded_at_submit_and_at_resume_with_code(server: Server, tmp_path: Path) -> None:
     cli, project = Cli(server.home, tmp_path), tmp_path / "repository" / "code"
     project.mkdir(parents=True)
     git(project, "init", "-q")

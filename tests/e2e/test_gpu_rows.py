@@ -25,14 +25,14 @@ from tests.gpu.runner import ROOT, Result, run_rows
 from tests.gpu.search_path import PACKAGES, variables
 from tests.gpu.wheels import RECORD, wheel_name
 from tests.gpu.work import Work, read_parts
+from tests.support.fork_server import LIBRARIES, RANKS, Program
 from tests.support.full_matrix import full
-from tests.support.interpreters import LIBRARIES, RANKS, Program
 from tests.support.server import processes_below, wait_for
 
 FORKS_AGENTS = """
 import json, os, sys
 if "ratchet_service" in sys.orig_argv:
-    from tests.support.interpreters import fork_agents
+    from tests.support.fork_server import fork_agents
     fork_agents(os.environ["TEST_RANKS"])
     del os.environ["PYTHONPATH"]  # what this file is found by is nothing to its agents
     os.environ |= json.loads(os.environ["TEST_BEFORE"])
@@ -75,7 +75,7 @@ ELSEWHERE = ("jobs", "hooks-gloo", "hooks-mixed", "hook-steps", "throughput", "d
         if name not in ("doctor", "hook-memory")
     ],
 )
-def test_every_row_is_green_on_the_cpu(name: str, environ: dict[str, str]) -> None:
+def test_gpu_row_is_green_on_cpu(name: str, environ: dict[str, str]) -> None:
     """The two others have tests of their own."""
     result = run(name, environ)
     assert result.verdict == "green", f"{result.seen}\n{result.log}"
@@ -84,13 +84,13 @@ def test_every_row_is_green_on_the_cpu(name: str, environ: dict[str, str]) -> No
 
 @full
 @pytest.mark.slow
-def test_doctor_is_green_on_the_cpu(environ: dict[str, str], tmp_path: Path) -> None:
+def test_doctor_row_is_green_on_cpu(environ: dict[str, str], tmp_path: Path) -> None:
     """Its ranks are forked."""
     (tmp_path / "sitecustomize.py").write_text(FORKS_AGENTS)
     environ["TEST_BEFORE"] = json.dumps({name: value for name, value in environ.items() if name == "PYTHONPATH"})
     environ["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(ROOT)])
     environ["TEST_RANKS"] = RANKS.address
-    RANKS.ready()
+    RANKS.wait_ready()
     result = run("doctor", environ)
     assert result.verdict == "green", f"{result.seen}\n{result.log}"
     assert [part.name for part in result.parts] == ["exactness powerSGD cpu"]
@@ -99,9 +99,7 @@ def test_doctor_is_green_on_the_cpu(environ: dict[str, str], tmp_path: Path) -> 
 REFUSAL = "nll_loss2d_forward_out_cuda_template does not have a deterministic implementation, but you set more words"
 
 
-def test_an_operation_that_strict_refuses_is_named_and_the_rest_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_throughput_row_names_operation_refused_by_strict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA refuses the loss of images: in the measurement, and in the row."""
     import torch
 
@@ -131,7 +129,7 @@ def rows(*names: str, share: float = 1.0) -> list[Row]:
     return [Row(name, f"tests.gpu.faulty:{name}", {"cpu": share}, "") for name in names]
 
 
-def test_rows_that_fail_are_red_with_their_reason_and_the_others_run(environ: dict[str, str]) -> None:
+def test_failing_rows_are_red_with_reason_and_other_rows_run(environ: dict[str, str]) -> None:
     told: list[str] = []
     found = run_rows(
         rows("raises", "is_partly_red", "dies", "works"), "cpu", "cheap", 120, environ, lambda r: told.append(r.row)
@@ -146,14 +144,14 @@ def test_rows_that_fail_are_red_with_their_reason_and_the_others_run(environ: di
     assert "in raises" in found[0].log and found[0].parts[0].name == "before"
 
 
-def test_a_row_that_hangs_is_killed_within_its_share_and_leaves_no_process(environ: dict[str, str]) -> None:
+def test_hung_row_is_killed_within_its_time_share(environ: dict[str, str]) -> None:
     first, second = run_rows(rows("hangs") + rows("works", share=14.0), "cpu", "cheap", 120, environ)
     assert (first.verdict, first.seen) == ("red", "killed: it ran past its 8 s")
     assert [part.name for part in first.parts] == ["first"], "what it had seen is kept"
     assert second.verdict == "green"
 
 
-def test_no_time_left_is_red_and_what_the_device_excludes_is_not_applicable(
+def test_row_without_time_is_red_and_excluded_row_not_applicable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "_inventory", lambda device, _: {"device": device})
@@ -169,7 +167,7 @@ def test_no_time_left_is_red_and_what_the_device_excludes_is_not_applicable(
     assert "| doctor | red | 0 | no time left |" in capsys.readouterr().out
 
 
-def test_the_command_prints_the_inventory_and_the_table_and_ends_with_0(tmp_path: Path) -> None:
+def test_make_gpu_prints_inventory_and_table_and_exits_0(tmp_path: Path) -> None:
     command = [
         "make",
         "gpu",
@@ -192,7 +190,7 @@ def test_the_command_prints_the_inventory_and_the_table_and_ends_with_0(tmp_path
 HERE = f"--python {sys.version_info[0]}.{sys.version_info[1]}"
 
 
-def test_wheels_that_are_not_there_or_of_another_python_are_refused_with_the_cure(
+def test_missing_or_incompatible_wheels_are_refused_with_advice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for reason in ("no wheels", "pydantic_core-2.0-cp27-none-any.whl is not a supported wheel on this platform"):
@@ -202,7 +200,7 @@ def test_wheels_that_are_not_there_or_of_another_python_are_refused_with_the_cur
         (tmp_path / "pydantic_core-2.0-cp27-none-any.whl").touch()
 
 
-def test_without_a_gpu_the_command_says_so_and_runs_no_row(tmp_path: Path) -> None:
+def test_make_gpu_without_a_gpu_runs_no_row_and_explains(tmp_path: Path) -> None:
     given = [sys.executable, "-m", "tests.gpu", "--device", "cuda", "--out", str(tmp_path)]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(given, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
@@ -211,7 +209,7 @@ def test_without_a_gpu_the_command_says_so_and_runs_no_row(tmp_path: Path) -> No
     assert told.startswith("make gpu: no row can run: the GPU cannot be used: ") and "DEVICE=cpu" in told, told
 
 
-def test_what_no_row_can_do_without_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_prerequisite_is_named_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(inventory, "_version", lambda name: "" if name == "pydantic" else "1.0")
@@ -224,7 +222,7 @@ def test_what_no_row_can_do_without_is_named_with_its_cure(monkeypatch: pytest.M
     assert told.startswith("torch cannot be imported: ") and "PYTHON=" in told
 
 
-def test_the_reason_of_a_red_part_is_printed_at_once_and_stands_in_the_table(
+def test_reason_of_a_red_part_is_printed_and_in_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "_inventory", lambda device, _: {"device": device})
@@ -251,7 +249,7 @@ sys.exit(command.main(["--device", "cpu", "--out", sys.argv[1]]))
 
 
 @pytest.mark.parametrize("under", ["", "nohup"])
-def test_an_interrupt_ends_the_row_and_keeps_what_was_seen(tmp_path: Path, under: str) -> None:
+def test_interrupt_ends_the_running_row_and_keeps_results(tmp_path: Path, under: str) -> None:
     out, temporary = tmp_path / "out", tmp_path / "tmp"
     temporary.mkdir()
     process = subprocess.Popen(
@@ -282,7 +280,7 @@ ENGINES = {"kubernetes", "obstore"}
 """Imported for engines and stores that no row uses."""
 
 
-def test_the_wheels_are_what_the_machine_lacks_and_few_enough() -> None:
+def test_wheels_are_exactly_the_missing_packages_within_size_limit() -> None:
     sizes = {wheel_name(Path(file)): int(size) for size, file in map(str.split, RECORD.read_text().splitlines())}
     assert sizes.keys() == CARRIED and sum(sizes.values()) < LIMIT
     assert not CARRIED & PRESENT
@@ -297,7 +295,7 @@ def test_the_wheels_are_what_the_machine_lacks_and_few_enough() -> None:
     assert found == CARRIED
 
 
-def test_rows_import_nothing_that_is_neither_on_the_machine_nor_among_the_wheels() -> None:
+def test_rows_import_only_packages_of_the_machine_or_the_wheels() -> None:
     """Looked for in the source of all that they may run: Ratchet, the rows, and what they import of this repository."""
     distributions = metadata.packages_distributions()
     waiting = {

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ratchet_client.cli import hints
-from ratchet_contract.access import Role
-from ratchet_service.database import Database, sqlite_url
+from ratchet_client.cli import error_hints
+from ratchet_contract.api.roles import Role
+from ratchet_service.db.engine import Database, sqlite_url
 from tests.support.cli import Cli, Result
-from tests.support.interpreters import LIBRARIES
+from tests.support.fork_server import LIBRARIES
 from tests.support.server import Server, wait_for
 from tests.support.tokens import make_token
 
@@ -48,8 +48,8 @@ class Advised:
 
     def refused(self, code: str, *arguments: str) -> str:
         """What is said to a command that is refused with ``code``."""
-        done = self.cli.ended(*arguments)
-        text = (hints._STRICT if "determinism is strict" in done.errors else hints._NEXT)[code]
+        done = self.cli.run_without_check(*arguments)
+        text = (error_hints._STRICT if "determinism is strict" in done.errors else error_hints._NEXT)[code]
         assert done.code != 0 and text.split("`")[0] in done.errors, (arguments, done)
         return done.errors
 
@@ -61,7 +61,7 @@ class Advised:
         for command in commands:
             for name, value in values.items():
                 command = re.sub(rf"\b{name}\b", value, command)
-            done.append(self.cli.ended(*shlex.split(command)[1:], deadline=120))
+            done.append(self.cli.run_without_check(*shlex.split(command)[1:], deadline=120))
             waited = command.startswith("ratchet wait") and "CANCELLED" in done[-1].errors  # by its code, too
             assert done[-1].code == 0 or waited, f"{command}: {done[-1]}"
         return done
@@ -81,7 +81,7 @@ def told(server: Server, tmp_path: Path) -> Advised:
     return Advised(Cli(server.home, tmp_path))
 
 
-def test_hints_of_a_job_that_is_changed(server: Server, told: Advised, tmp_path: Path) -> None:
+def test_hints_for_changing_a_job_work_as_printed(server: Server, told: Advised, tmp_path: Path) -> None:
     """Asked for all that it cannot do as it is: a strict job, then the fork that its hint makes."""
     cli = told.cli
     job = cli("submit", "job.yaml", "--set", "determinism=strict").text.strip()
@@ -131,7 +131,7 @@ def test_hints_of_a_job_that_is_changed(server: Server, told: Advised, tmp_path:
     cli("cancel", fork)
 
 
-def test_hints_of_what_is_not_there(server: Server, told: Advised, tmp_path: Path) -> None:
+def test_hints_for_missing_objects_work_as_printed(server: Server, told: Advised, tmp_path: Path) -> None:
     cli = told.cli
     job = cli("submit", "job.yaml", "--idempotency-key", "one").text.strip()
     shows = {
@@ -155,9 +155,9 @@ def test_hints_of_what_is_not_there(server: Server, told: Advised, tmp_path: Pat
     cli("cancel", cli("submit", "job.yaml", "--name", "more", "--idempotency-key", "two").text.strip())
 
 
-def test_hints_of_tokens(strict: Server, tmp_path: Path) -> None:
-    admin, ann = Advised(Cli(strict.home, tmp_path)), Advised(Cli(strict.home, tmp_path))
-    database = Database(sqlite_url(strict.paths.database))
+def test_hints_for_tokens_work_as_printed(token_required_server: Server, tmp_path: Path) -> None:
+    admin, ann = Advised(Cli(token_required_server.home, tmp_path)), Advised(Cli(token_required_server.home, tmp_path))
+    database = Database(sqlite_url(token_required_server.paths.database))
     admin.cli.environment["RATCHET_TOKEN"] = make_token(database, "root", Role.ADMIN)
     database.dispose()
 
@@ -168,8 +168,8 @@ def test_hints_of_tokens(strict: Server, tmp_path: Path) -> None:
     token, number = lent()
     said = ann.cli("list", expect=5).errors
     assert "`ratchet config set token`" in said
-    assert strict.url in ann.cli("config", "set", "token", stdin=f"{token}\n").errors
-    ann.cli("config", "set", "server", strict.url)
+    assert token_required_server.url in ann.cli("config", "set", "token", stdin=f"{token}\n").errors
+    ann.cli("config", "set", "server", token_required_server.url)
     ann.follow(ann.refused("not-allowed", "token", "create", "--owner", "root"))
     admin.cli("token", "revoke", number)
     said = ann.refused("token-revoked", "list")
@@ -181,7 +181,7 @@ def test_hints_of_tokens(strict: Server, tmp_path: Path) -> None:
     assert "RATCHET_TOKEN" in ann.follow(ann.refused("token-unknown", "list"))[0].text
 
 
-def test_a_service_that_does_not_run_is_started_as_it_says(tmp_path: Path) -> None:
+def test_hint_for_missing_service_starts_one_as_printed(tmp_path: Path) -> None:
     cli = Cli(tmp_path, tmp_path)
     del cli.environment["RATCHET_HOME"]
     cli.environment["HOME"] = str(tmp_path)
@@ -190,14 +190,14 @@ def test_a_service_that_does_not_run_is_started_as_it_says(tmp_path: Path) -> No
     with subprocess.Popen(cli.command(*shlex.split(command)[1:]), cwd=tmp_path, env=cli.environment) as service:
         try:
             wait_for((tmp_path / "my runs" / "service.json").exists, "the service to listen")
-            wait_for(lambda: cli.ended("--home", "my runs", "list").code == 0, "the service to answer")
+            wait_for(lambda: cli.run_without_check("--home", "my runs", "list").code == 0, "the service to answer")
         finally:
             service.terminate()
 
 
-def test_every_hint_is_followed_by_a_test() -> None:
+def test_every_error_hint_is_covered() -> None:
     here = Path(__file__).read_text()
     assert {
-        code for code, text in hints._NEXT.items() if "`ratchet" not in text and "--" not in text
+        code for code, text in error_hints._NEXT.items() if "`ratchet" not in text and "--" not in text
     } == WITHOUT_COMMAND
-    assert [code for code in {*hints._NEXT, *hints._STRICT} if f'"{code}"' not in here] == []
+    assert [code for code in {*error_hints._NEXT, *error_hints._STRICT} if f'"{code}"' not in here] == []

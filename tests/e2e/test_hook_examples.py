@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ratchet_store.compare import compare, render
+from ratchet_store.read.compare import compare, render
 from tests.support.cli import Cli
 from tests.support.docs import ROOT
 from tests.support.server import Server
@@ -57,7 +57,7 @@ def newest(server: Server, job_id: str) -> Path:
 
 
 @pytest.mark.slow
-def test_what_is_saved_and_reloaded_goes_on_bit_for_bit(server: Server, submit: Callable[..., str]) -> None:
+def test_killed_save_reload_example_resumes_exactly(server: Server, submit: Callable[..., str]) -> None:
     changes = {"script": '["train.py", "--steps", "160"]', "checkpoint.every_steps": "40"}
     kill = {"trial.end_at": "160", "trial.faults": '[{"attempt": 1, "rank": 1, "step": 85, "kind": "kill-rank"}]'}
     whole, cut = submit("save-reload", changes), submit("save-reload", changes | kill)
@@ -73,7 +73,7 @@ def test_what_is_saved_and_reloaded_goes_on_bit_for_bit(server: Server, submit: 
 
 
 @pytest.mark.slow
-def test_each_example_runs_past_the_start_of_its_hook(server: Server, submit: Callable[..., str]) -> None:
+def test_each_hook_example_runs_past_the_start_of_compression(server: Server, submit: Callable[..., str]) -> None:
     jobs = {name: submit(name, changes) for name, (changes, _) in RUNS.items()}
     for name, job_id in jobs.items():
         server.wait_phase(job_id, "SUCCEEDED")

@@ -16,9 +16,9 @@ import pytest
 
 from ratchet_contract.version import RATCHET_VERSION
 from tests.support.docs import ROOT, blocks
-from tests.support.installed import sharing
 from tests.support.server import wait_for
 from tests.support.torchrun import Torchrun
+from tests.support.virtual_environments import environment_with_requirements
 
 pytestmark = pytest.mark.slow
 PIP = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
@@ -57,7 +57,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with torch, numpy, what these need, and ratchet-hooks."""
-    python = sharing(tmp_path_factory.mktemp("alone"), ["torch", "numpy", "pip"])
+    python = environment_with_requirements(tmp_path_factory.mktemp("alone"), ["torch", "numpy", "pip"])
     pip(python, "install", "--find-links", str(wheels), "ratchet-hooks[torch]")
     return python
 
@@ -70,7 +70,7 @@ def wheel(folder: Path, name: str) -> tuple[Distribution, set[str]]:
     return PathDistribution(info), {entry for entry in archive.namelist() if not entry.endswith("/")}  # type: ignore[arg-type]
 
 
-def test_both_wheels_are_of_one_version_and_no_file_is_in_both(wheels: Path) -> None:
+def test_wheels_have_one_version_and_no_common_file(wheels: Path) -> None:
     hooks, theirs = wheel(wheels, "ratchet_hooks")
     train, ours = wheel(wheels, "ratchet_train")
     assert hooks.version == train.version == RATCHET_VERSION and not theirs & ours
@@ -86,7 +86,7 @@ def test_both_wheels_are_of_one_version_and_no_file_is_in_both(wheels: Path) -> 
     }
 
 
-def test_every_module_is_imported_where_there_are_torch_and_numpy_alone(alone: Path) -> None:
+def test_hooks_modules_import_with_torch_and_numpy_only(alone: Path) -> None:
     program = """
 import importlib, json, pkgutil, ratchet_hooks
 from importlib.util import find_spec
@@ -115,7 +115,7 @@ def runs(alone: Path, tmp_path: Path) -> Iterator[list[Torchrun]]:
         one.close()
 
 
-def test_the_example_of_the_readme_is_killed_and_ends_in_the_same_bits(runs: list[Torchrun]) -> None:
+def test_readme_example_killed_under_torchrun_resumes_exactly(runs: list[Torchrun]) -> None:
     whole, killed = runs
     folder = killed.output.parent
     saved = [folder / f"rank-{rank}" / f"{EVERY}.safetensors" for rank in range(2)]
@@ -131,8 +131,8 @@ def test_the_example_of_the_readme_is_killed_and_ends_in_the_same_bits(runs: lis
 CLIENT = ["pydantic", "httpx", "typer", "rich", "PyYAML", "pathspec", "pip"]
 
 
-def test_an_editable_checkout_is_both_and_no_index_needs_to_have_either(tmp_path: Path) -> None:
-    python = sharing(tmp_path / "clone", [*CLIENT, "hatchling"])
+def test_editable_install_provides_hooks_and_train_without_index(tmp_path: Path) -> None:
+    python = environment_with_requirements(tmp_path / "clone", [*CLIENT, "hatchling"])
     pip(python, "install", "-e", ".")
     program = """
 import ratchet_client.cli.app, ratchet_hooks.specs
@@ -143,11 +143,11 @@ print(ratchet_hooks.__file__, version("ratchet-train"), any("hooks" in line for 
     assert Path(place).is_relative_to(ROOT / "hooks") and told == [RATCHET_VERSION, "False"]
 
 
-def test_a_client_is_installed_with_ratchet_hooks_and_without_torch(wheels: Path, tmp_path: Path) -> None:
-    python = sharing(tmp_path / "client", CLIENT)
+def test_client_install_requires_hooks_but_not_torch(wheels: Path, tmp_path: Path) -> None:
+    python = environment_with_requirements(tmp_path / "client", CLIENT)
     pip(python, "install", "--find-links", str(wheels), "ratchet-train")
     program = """
-import ratchet_client.cli.app, ratchet_contract.spec_parse, ratchet_hooks
+import ratchet_client.cli.app, ratchet_contract.spec.parse, ratchet_hooks
 from importlib.metadata import version
 from importlib.util import find_spec
 print(ratchet_hooks.__file__, version("ratchet-hooks"), version("ratchet-train"), find_spec("torch"))

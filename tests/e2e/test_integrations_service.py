@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ratchet_client.spec_file import read_spec
+from ratchet_client.resources.spec_file import read_spec
 from ratchet_contract.paths import MANIFEST_NAME
-from ratchet_store.compare import compare
+from ratchet_store.read.compare import compare
 from tests.e2e.exactness import final_checkpoint
+from tests.support.fork_server import LIBRARIES
 from tests.support.full_matrix import full
-from tests.support.interpreters import LIBRARIES
-from tests.support.packages import needs
+from tests.support.optional_packages import skip_if_missing
 from tests.support.server import Server, rank_pid, wait_for
 
 pytestmark = [  # found, not imported: every worker reads this file, and the jobs are processes of their own
     pytest.mark.slow,
-    needs("lightning"),
-    needs("accelerate"),
-    needs("transformers"),
+    skip_if_missing("lightning"),
+    skip_if_missing("accelerate"),
+    skip_if_missing("transformers"),
 ]
 
 AGENTS = LIBRARIES
@@ -101,7 +101,7 @@ import torch
 from lightning import LightningModule, Trainer
 from ratchet_contract.errors import UserError
 from ratchet_worker.data.loader import TrainLoader
-from ratchet_worker.data.own_generators import OwnGenerators
+from ratchet_worker.data.data_generators import OwnGenerators
 from ratchet.lightning import SessionStrategy
 from ratchet_worker.integrations.training_arguments import make_generator
 from ratchet_worker.integrations.transformers import Trainer as Trainer_
@@ -191,8 +191,9 @@ def refused(server: Server, directory: Path) -> str:
     return server.paths.job(job_id).attempt(1).log(0).read_text()
 
 
-@pytest.mark.parametrize("package", [pytest.param(p, marks=[] if p == "trainer" else full) for p in PACKAGES])
-def test_a_disturbed_script_is_exact(server: Server, tmp_path: Path, package: str) -> None:
+@full
+@pytest.mark.parametrize("package", PACKAGES)
+def test_killed_and_suspended_integration_script_resumes_exactly(server: Server, tmp_path: Path, package: str) -> None:
     start = weights(tmp_path / "model.safetensors", package)
     with ThreadPoolExecutor(2) as threads:  # at once: most of their time is the import of the packages
         whole, cut = threads.map(lambda disturbed: live(server, package, disturbed, start), (False, True))
@@ -214,7 +215,7 @@ def losses(server: Server, job_id: str) -> list[tuple[int, float]]:
     return [(p["step"], p["value"]) for s in series if s["name"] == "loss" for p in s["points"]]
 
 
-def test_what_no_session_can_honour_is_refused_by_name(server: Server, tmp_path: Path) -> None:
+def test_unsupported_integration_options_are_refused_by_name(server: Server, tmp_path: Path) -> None:
     said = [line for line in refused(server, tmp_path).splitlines() if line.startswith("refused:")]
     expected = [
         "auto_find_batch_size",
@@ -229,6 +230,6 @@ def test_what_no_session_can_honour_is_refused_by_name(server: Server, tmp_path:
         "several training loaders",
         "have no length",
         "should_epoch_stop",
-        "trainer.train() comes once per job",
+        "call trainer.train() only once per job",
     ]
     assert [(e, s) for e, s in zip(expected, said, strict=True) if e not in s] == []

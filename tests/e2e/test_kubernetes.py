@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ratchet_store.compare import Comparison, compare, render
+from ratchet_store.read.compare import Comparison, compare, render
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
-from tests.support import noted
+from tests.support import file_writing_task
 from tests.support.engine_services import on_kubernetes
 from tests.support.exact_cells import ON_ENGINES, Cell
 from tests.support.kube.cluster import Cluster
@@ -43,8 +43,8 @@ class Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("kubernetes")
     (folder / "code").mkdir()
-    noted.write(folder / "code")
-    task = {**SPEC["task"], "entrypoint": noted.ENTRYPOINT}
+    file_writing_task.write_task(folder / "code")
+    task = {**SPEC["task"], "entrypoint": file_writing_task.ENTRYPOINT}
     spec = {**SPEC, "task": task, "code": {"path": str(folder / "code")}}
     with on_kubernetes(folder) as (server, cluster):
         yield disturbed(server, cluster, spec, run_undisturbed(server, spec))
@@ -62,15 +62,22 @@ def disturbed(server: Server, cluster: Cluster, spec: dict[str, Any], reference:
     running = [pod for pod in cluster.pods() if pod["status"]["phase"] == "Running"]
     api = cluster.api
     asked = api.count("list"), api.count("watch")
-    return Run(server.attempts(job_id), comparison, plan, *asked, len(running), noted.notes(server, job_id))
+    return Run(
+        server.attempts(job_id),
+        comparison,
+        plan,
+        *asked,
+        len(running),
+        file_writing_task.fetch_note_files(server, job_id),
+    )
 
 
-def test_the_bits_are_those_of_a_local_run(run: Run) -> None:
+def test_kubernetes_run_has_same_bits_as_local_run(run: Run) -> None:
     assert run.comparison.tensors and not run.comparison.different, render(run.comparison)
     assert {state.pointer for state in run.comparison.states} == TOPOLOGY  # nothing else of what a rank remembers
 
 
-def test_an_eviction_is_the_cause_and_costs_no_step(run: Run) -> None:
+def test_evicted_pod_is_the_cause_and_loses_no_step(run: Run) -> None:
     evicted, last = run.attempts
     assert (evicted["cause"], evicted["outcome"], evicted["steps_lost"]) == ("evicted", "preempted", 0), run.attempts
     assert "node 1" in evicted["message"] or "-1-" in evicted["message"], evicted["message"]
@@ -78,16 +85,16 @@ def test_an_eviction_is_the_cause_and_costs_no_step(run: Run) -> None:
     assert run.pods_left == 0
 
 
-def test_files_of_all_pods_are_there(run: Run) -> None:
+def test_files_of_all_pods_are_collected(run: Run) -> None:
     assert run.notes == {"rank-0.txt": "0", "rank-1.txt": "1"}
 
 
-def test_the_plan_shows_the_manifests(run: Run) -> None:
+def test_dry_run_plan_has_kubernetes_manifests(run: Run) -> None:
     kinds = [manifest["kind"] for manifest in run.plan["launch"]["request"]["manifests"]]
     assert "Job" in kinds and "Service" in kinds
 
 
-def test_the_api_server_is_watched_and_not_polled(run: Run) -> None:
+def test_api_server_is_watched_and_not_polled(run: Run) -> None:
     """A list and a watch of each of three kinds; two more lists to prove that each attempt is dead, twice at most."""
     assert run.lists <= 3 + 2 * 2 * len(run.attempts), run.lists
     assert run.watches <= 3, run.watches

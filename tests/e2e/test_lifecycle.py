@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from ratchet_contract.paths import AttemptPaths
-from ratchet_store.compare import compare, render
+from ratchet_store.read.compare import compare, render
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
 from tests.support.launch import wait_freeze
-from tests.support.projects import make_project
 from tests.support.server import Server, processes_below, rank_pid, wait_for
+from tests.support.user_projects import make_project
 
 STEPS, EVALUATE_EVERY = 30, 6
 TURNING = """
@@ -204,7 +204,7 @@ def flip_a_bit(file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stopped_saved_damaged_and_rewound_it_ends_like_the_untouched_run(world: World, tmp_path: Path) -> None:
+def test_stopped_damaged_and_rewound_job_ends_like_the_undisturbed_run(world: World, tmp_path: Path) -> None:
     server, gate = world.server, Gate(tmp_path / "gate")
     gate.hold("build", "step9", "step11")
     job = server.submit(world.spec("life", gate))
@@ -263,7 +263,7 @@ def test_stopped_saved_damaged_and_rewound_it_ends_like_the_untouched_run(world:
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_and_a_service_that_dies_three_times(world: World, tmp_path: Path) -> None:
+def test_hung_rank_and_three_service_kills_lose_no_job(world: World, tmp_path: Path) -> None:
     server, gate = world.server, Gate(tmp_path / "gate")
     gate.hold("step8")
     job = server.submit(world.spec("outages", gate, policy={"step_deadline": 15, "backoff": 2}))
@@ -306,7 +306,7 @@ def test_a_stopped_rank_and_a_service_that_dies_three_times(world: World, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_signal_to_every_process_at_once_is_one_agreed_stop(world: World, tmp_path: Path) -> None:
+def test_signal_to_every_process_at_once_is_one_agreed_stop(world: World, tmp_path: Path) -> None:
     """Agent, ranks and the workers that load their data, in all their process groups. Who loads the data makes no difference."""
     server, gate = world.server, Gate(tmp_path / "gate")
     gate.hold("step12")
@@ -333,7 +333,7 @@ def test_a_signal_to_every_process_at_once_is_one_agreed_stop(world: World, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "base"), [("auto", 1), ("off", 0)])
-def test_four_kills_in_the_first_interval_end_no_job_that_may_fail_more_often(
+def test_kills_in_first_interval_do_not_end_a_job_below_max_failures(
     world: World, tmp_path: Path, first: str, base: int
 ) -> None:
     server, gate = world.server, Gate(tmp_path / "gate")
@@ -360,8 +360,8 @@ def test_four_kills_in_the_first_interval_end_no_job_that_may_fail_more_often(
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_is_shown_saved_and_resumed_like_any_other(world: World, tmp_path: Path) -> None:
-    """Loss and residuals are NaN, which JSON does not know."""
+def test_run_with_nan_loss_is_displayed_saved_and_resumed(world: World, tmp_path: Path) -> None:
+    """Loss and residuals are NaN, which JSON cannot represent."""
     server, gate = world.server, Gate(tmp_path / "gate")
     gate.hold("step12")
     spec = world.spec("diverging", gate)
@@ -383,7 +383,7 @@ def test_a_run_that_diverges_is_shown_saved_and_resumed_like_any_other(world: Wo
 
 
 @pytest.mark.slow
-def test_forks_leave_their_parent_alone_and_a_script_that_exits_in_its_loop_has_not_succeeded(world: World) -> None:
+def test_forks_keep_parent_unchanged_and_exit_in_the_loop_is_a_failure(world: World) -> None:
     server, parent = world.server, world.reference_id
     before = world.checkpoints(parent)
     source = {"checkpoint_id": "step-000000000020.a0001"}

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from ratchet_contract.paths import AttemptPaths
-from ratchet_store.compare import Comparison, compare, render
-from ratchet_worker import procs
-from ratchet_worker.counter import CounterReader
+from ratchet_store.read.compare import Comparison, compare, render
+from ratchet_worker.ipc import procfs
+from ratchet_worker.ipc.progress_counter import CounterReader
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
-from tests.support import twin
+from tests.support import two_node_launcher
 from tests.support.exact_cells import ON_ENGINES, Cell
-from tests.support.interpreters import Interpreter
+from tests.support.fork_server import Interpreter
 from tests.support.server import Server, agent_pid, rank_pid, wait_for
 
 CODE = Path(__file__).parents[1] / "support" / "exact_job"
@@ -40,7 +40,7 @@ class Run:
     comparison: Comparison
     agent_logs: list[str]
     stacks: list[str]
-    hosts: twin.Hosts | None
+    hosts: two_node_launcher.Hosts | None
     no_hosts: str = ""
 
 
@@ -49,15 +49,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("nodes")
     hosts, why = None, ""
     try:
-        hosts = twin.Hosts()
-    except twin.NoNamespaces as error:
+        hosts = two_node_launcher.Hosts()
+    except two_node_launcher.NoNamespaces as error:
         why = str(error)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", twin.installed()["PYTHONPATH"])
+        patch.setenv("PYTHONPATH", two_node_launcher.environment_with_plugin()["PYTHONPATH"])
         services, agents = (
             Interpreter(kind, own=True) for kind in ("service", "ranks")
         )  # they see the launcher's package
-        launchers = ("--launchers", str(twin.launchers_file(folder / "side-by-side.yaml")))
+        launchers = ("--launchers", str(two_node_launcher.launchers_file(folder / "side-by-side.yaml")))
         server = Server(folder / "home", *launchers, agents=agents, services=services)
         try:
             reference = run_undisturbed(server.start(), SPEC)
@@ -70,16 +70,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 hosts.close()
 
 
-def disturbed(server: Server, folder: Path, reference: Path, hosts: twin.Hosts | None, why: str) -> Run:
-    job_id = server.submit(twin.spec({**SPEC, "policy": {**SPEC["policy"], "step_deadline": 5.0}}))
+def disturbed(server: Server, folder: Path, reference: Path, hosts: two_node_launcher.Hosts | None, why: str) -> Run:
+    job_id = server.submit(two_node_launcher.spec({**SPEC, "policy": {**SPEC["policy"], "step_deadline": 5.0}}))
     number, paths = server.wait_step(job_id, 12, saved=True)
     server.kill()  # it comes back elsewhere
     os.kill(agent_pid(paths), signal.SIGKILL)  # of node 0: rank 0 goes with it, and the store that all ranks meet in
     if hosts is not None:
         behind = [hosts.command(node) for node in (0, 1)]
-        file = twin.launchers_file(folder / "hosts.yaml", behind, code=str(folder / "own"))
-        server.options = ("--cpu-slots", "8", "--launchers", str(file), "--host", hosts.here, "--insecure-http")
-        server.show_token()
+        file = two_node_launcher.launchers_file(folder / "hosts.yaml", behind, code=str(folder / "own"))
+        server.options = (
+            "--cpu-slots",
+            "8",
+            "--launchers",
+            str(file),
+            "--host",
+            hosts.local_address,
+            "--insecure-http",
+        )
+        server.use_admin_token()
     server.start()
     number, paths = server.wait_step(job_id, 30, after_attempt=number, saved=True)
     os.kill(agent_pid(paths.node(1)), signal.SIGTERM)
@@ -99,7 +107,7 @@ def stop_within_a_step(paths: AttemptPaths, rank: int) -> None:
 
     def stopped() -> bool:
         os.kill(pid, signal.SIGSTOP)
-        wait_for(lambda: procs.state(pid) == "T", f"rank {rank} to stop", 10)
+        wait_for(lambda: procfs.state(pid) == "T", f"rank {rank} to stop", 10)
         reading = counter.read()
         if reading is not None and reading.started > reading.finished:
             return True
@@ -109,12 +117,12 @@ def stop_within_a_step(paths: AttemptPaths, rank: int) -> None:
     wait_for(stopped, f"rank {rank} to be stopped within a step", 20)
 
 
-def test_the_bits_are_those_of_one_node(run: Run) -> None:
+def test_two_node_run_has_same_bits_as_one_node(run: Run) -> None:
     assert run.comparison.tensors and not run.comparison.different, render(run.comparison)
     assert {state.pointer for state in run.comparison.states} == TOPOLOGY  # nothing else of what a rank remembers
 
 
-def test_each_end_has_the_cause_of_the_node_that_made_it(run: Run) -> None:
+def test_attempts_have_the_cause_from_the_originating_node(run: Run) -> None:
     assert [a["cause"] for a in run.attempts] == ["unknown", "sigterm", "hang", "completed"], run.attempts
     assert "node 0" in run.attempts[0]["message"], run.attempts[0]
     hang = run.attempts[2]["message"]
@@ -127,7 +135,7 @@ def test_each_end_has_the_cause_of_the_node_that_made_it(run: Run) -> None:
     assert [a["resume_report"]["verdict"] for a in run.attempts[1:]] == ["exact"] * 3
 
 
-def test_hosts_fetch_the_code_that_they_lack_and_find_each_other_over_their_own_network(run: Run) -> None:
+def test_hosts_fetch_missing_code_and_connect_over_their_interface(run: Run) -> None:
     if run.hosts is None:
         pytest.skip(f"needs network namespaces: {run.no_hosts}")
     assert "fetched" in "".join(run.agent_logs)  # by one of them or by both: here they share the place

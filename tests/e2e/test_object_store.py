@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ratchet_service.database import Database, sqlite_url
-from ratchet_service.usecases.deletion import sweep_deleted
-from ratchet_store.compare import compare, render
-from ratchet_store.objects import open_store
+from ratchet_service.db.engine import Database, sqlite_url
+from ratchet_service.job_files.delete_job import sweep_deleted
+from ratchet_store.object_store.client import open_store
+from ratchet_store.read.compare import compare, render
 from tests.support.object_stores import BUCKET, S3Server, s3_server  # noqa: F401
 from tests.support.server import Server
 
@@ -62,7 +62,7 @@ def events(server: Server, job_id: str, kind: str) -> list[dict[str, Any]]:
     return [event for event in server.events(job_id) if event["type"] == kind]
 
 
-def test_a_job_that_loses_its_disk_goes_on_from_the_store_bit_for_bit(served: Server, s3_server: S3Server) -> None:
+def test_job_with_lost_disk_resumes_exactly_from_object_store(served: Server, s3_server: S3Server) -> None:
     server = served
     alone = server.submit(spec())
     job_id = server.submit(spec(URI))
@@ -120,7 +120,7 @@ def names(s3_server: S3Server) -> list[str]:
         return list(open_store(URI).list())
 
 
-def test_a_store_that_cannot_be_used_is_refused_at_submission(served: Server, s3_server: S3Server) -> None:
+def test_unusable_object_store_is_refused_at_submission(served: Server, s3_server: S3Server) -> None:
     server = served
 
     def refused(uri: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.support.cli import Cli
 from tests.support.docs import ROOT
 from tests.support.engine_services import on_kubernetes, on_slurm
 from tests.support.server import Server
-from tests.support.slurm import missing
+from tests.support.slurm import missing_reason
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,8 +38,8 @@ ENGINES: dict[str, Service] = {
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_a_job_of_two_nodes_is_proved(tmp_path: Path, kind: str) -> None:
-    if kind == "slurm" and (reason := missing()) is not None:
+def test_prove_of_two_node_job_succeeds_on_engine(tmp_path: Path, kind: str) -> None:
+    if kind == "slurm" and (reason := missing_reason()) is not None:
         pytest.skip(reason)
     (tmp_path / "spec.json").write_text(json.dumps(spec(kind)))
     with ENGINES[kind](tmp_path) as (server, _):

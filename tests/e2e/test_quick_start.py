@@ -25,7 +25,7 @@ PAUSE = 30.0
 _LONG = {"ratchet prove"}
 """Only with SLOW: tests/e2e/test_prove.py has it."""
 _VENV = """#!/bin/sh
-if [ "$1 $2" = "-m venv" ]; then cd "{root}" && exec "{python}" -m tests.support.installed "$3" service,worker; fi
+if [ "$1 $2" = "-m venv" ]; then cd "{root}" && exec "{python}" -m tests.support.virtual_environments "$3" service,worker; fi
 exec "{python}" "$@"
 """
 _UNHURRIED = after_import(
@@ -63,7 +63,7 @@ class Reader:
     def install(self, block: Block) -> None:
         shell = self.terminal(ROOT)
         for command in commands(block.text):
-            assert shell.run(command).code == 0, f"{command}: {shell.text()}"
+            assert shell.run(command).code == 0, f"{command}: {shell.output()}"
         if not SLOW:
             (packages,) = self.home.glob("ratchet/lib/python3*/site-packages")
             (packages / "unhurried.py").write_text(_UNHURRIED)
@@ -79,7 +79,7 @@ class Reader:
         ended = shell.start(serve)
         server = Server(directory / ".ratchet")
         wait_for(lambda: ended() or server.paths.service_file.exists(), "the service to start")
-        assert ended() is None, shell.text()
+        assert ended() is None, shell.output()
         return server
 
     def activated(self, directory: Path) -> Shell:
@@ -109,7 +109,7 @@ class Reader:
         def enough(said: str) -> bool:
             if "--follow" in words:
                 return "RUNNING" in said and settled(server)
-            return shell.connected() and ("RUNNING" in said or "top" not in words)
+            return shell.has_socket() and ("RUNNING" in said or "top" not in words)
 
         ended = shell.run(command, enough)
         assert ended.code == 130 and "Traceback" not in ended.text, f"{command}: {ended}"
@@ -161,7 +161,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     reader.close()
 
 
-def test_the_quick_start_works_as_it_stands_there_in_an_empty_directory(reader: Reader) -> None:
+def test_quick_start_commands_work_in_an_empty_directory(reader: Reader) -> None:
     directory = reader.home / "digits"
     start, submit, look = page("docs/quick-start.md", "Run a job")
     server = reader.serve(start, directory)
@@ -182,7 +182,7 @@ def test_the_quick_start_works_as_it_stands_there_in_an_empty_directory(reader: 
         server.stop()
 
 
-def test_the_commands_of_the_readme_work_as_they_stand_there_in_the_clone(reader: Reader) -> None:
+def test_readme_commands_work_in_a_clone(reader: Reader) -> None:
     clone = reader.home / "clone"
     clone.mkdir()
     (clone / "examples").symlink_to(ROOT / "examples")
@@ -198,7 +198,7 @@ def test_the_commands_of_the_readme_work_as_they_stand_there_in_the_clone(reader
         server.stop()
 
 
-def test_the_example_is_one_on_every_page_and_trains_for_minutes() -> None:
+def test_digits_example_is_equal_on_every_page_and_trains_for_minutes() -> None:
     """At 300 steps per second, more than any machine does that it was seen on, five minutes are 90,000 steps."""
     example = yaml.safe_load((ROOT / "examples" / "digits-powersgd.yaml").read_text())
     labels = example.pop("labels")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from ratchet_contract import code_tree
+from ratchet_contract.code import tree
 from tests.support.cli import Cli
-from tests.support.interpreters import LIBRARIES
+from tests.support.fork_server import LIBRARIES
 from tests.support.server import Server
 
 AGENTS = LIBRARIES
@@ -56,10 +56,10 @@ def followed(cli: Cli, said: str, pattern: str, **values: str) -> None:
 
 
 def digest(project: Path) -> str:
-    return code_tree.digest(code_tree.entries(project))
+    return tree.tree_digest(tree.list_entries(project))
 
 
-def test_a_script_that_is_fixed_after_it_failed(server: Server, tmp_path: Path) -> None:
+def test_resume_hints_after_script_failure_lead_to_success(server: Server, tmp_path: Path) -> None:
     """What is read from the working directory is the fixed code's, too; what the job wrote there stays."""
     cli, project = Cli(server.home, tmp_path), tmp_path / "code"
     project.mkdir()
@@ -73,11 +73,11 @@ def test_a_script_that_is_fixed_after_it_failed(server: Server, tmp_path: Path) 
     assert "TypeError" in cli("wait", job, expect=1).errors
     cli("resume", job, "--code", str(project))
     assert "SUCCEEDED" in cli("wait", job).errors
-    work = server.paths.job(job).work
+    work = server.paths.job(job).work_dir
     assert (work / "rank-0").read_text() == "b" and (work / "rank-1").read_text() == "b"
 
 
-def test_the_report_of_a_resume_with_other_code_names_both(server: Server, tmp_path: Path) -> None:
+def test_resume_report_names_old_and_new_code_digest(server: Server, tmp_path: Path) -> None:
     cli, project = Cli(server.home, tmp_path), tmp_path / "code"
     job, _ = failed(cli, "train.py", SCRIPT.format(fault="assert step < 7"))
     old = digest(project)
@@ -95,7 +95,7 @@ def test_the_report_of_a_resume_with_other_code_names_both(server: Server, tmp_p
     assert f"code_digest was '{old[:12]}…', is '{digest(project)[:12]}…'" in shown.errors
 
 
-def test_a_fork_of_what_has_no_checkpoint_says_what_does_work(server: Server, tmp_path: Path) -> None:
+def test_fork_of_job_without_checkpoint_is_refused_with_working_advice(server: Server, tmp_path: Path) -> None:
     cli, project = Cli(server.home, tmp_path), tmp_path / "code"
     job, _ = failed(cli, "train.py", SCRIPT.format(fault="assert False"))
     (project / "train.py").write_text(SCRIPT.format(fault="pass"))
@@ -107,4 +107,4 @@ def test_a_fork_of_what_has_no_checkpoint_says_what_does_work(server: Server, tm
     (project / ".gitignore").write_text("runs/\n")
     (project / "runs").mkdir()
     forked = cli("fork", job, "--set", f"code.path={project}")
-    assert forked.text.startswith("job-") and "leaves out what .gitignore" in forked.errors
+    assert forked.text.startswith("job-") and "excludes files named in .gitignore" in forked.errors

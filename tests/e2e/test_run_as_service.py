@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from ratchet_client import RatchetClient
-from ratchet_service.launchers import processes
-from ratchet_store.compare import compare, render
+from ratchet_service.isolation import proc
+from ratchet_store.read.compare import compare, render
 from tests.e2e.exactness import final_checkpoint
 from tests.support.launch import wait_freeze
-from tests.support.projects import make_project
-from tests.support.run_as import AS_ROOT, UID, open_directory, through
+from tests.support.run_as import AS_ROOT, UID, command_prefix, open_directory
 from tests.support.server import Server, rank_pid, wait_for
+from tests.support.user_projects import make_project
 
 pytestmark = [AS_ROOT, pytest.mark.slow]
 
@@ -90,12 +90,12 @@ def confined(place: Path) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RATCHET_TOKEN_OF_SOMETHING", "top-secret")
         patch.setenv("PGPASSWORD", "top-secret")
-        prefix = through(place)
+        prefix = command_prefix(place)
         options = ("--run-as", f"{UID}:{UID}", "--auth", "token", "--code-root", str(place / "projects"))
         options += ("--run-as-limits", "processes=3000,file_size=2Gi")
         server = Server(place / "home", *options, afresh=True, prefix=prefix)
         try:
-            server.start().show_token()
+            server.start().use_admin_token()
             yield server
         finally:
             server.stop()
@@ -124,7 +124,7 @@ def assert_harmless(found: dict[str, Any]) -> None:
     assert found["variables"] == [] and found["HOME"] == "/" and found["limits"] == [3000, 2 << 30]
 
 
-def test_what_a_rank_may_do(confined: Server, place: Path) -> None:
+def test_rank_under_run_as_is_confined(confined: Server, place: Path) -> None:
     assert confined.process is not None
     code, out = project(place, "elsewhere", train=SCRIPT), place / "out" / "rank"
     script = ["train.py", str(out), str(confined.home), str(confined.process.pid)]
@@ -142,7 +142,7 @@ def test_what_a_rank_may_do(confined: Server, place: Path) -> None:
     assert not confined.paths.job(job_id).root.exists()
 
 
-def test_what_a_look_at_a_hook_may_do(confined: Server, place: Path) -> None:
+def test_hook_inspection_under_run_as_is_confined(confined: Server, place: Path) -> None:
     assert confined.process is not None
     code, out = project(place, mine=HOOK), place / "out" / "look"
     more = {"OUT": str(out), "AT": str(confined.home), "SERVICE": str(confined.process.pid)}
@@ -152,9 +152,7 @@ def test_what_a_look_at_a_hook_may_do(confined: Server, place: Path) -> None:
     assert_harmless(json.loads(out.read_text()))
 
 
-def test_two_ranks_go_through_a_restart_and_a_preemption_into_the_bits_of_an_undisturbed_run(
-    confined: Server, place: Path
-) -> None:
+def test_run_as_job_resumes_exactly_after_restart_and_preemption(confined: Server, place: Path) -> None:
     gate = place / "out" / "gate"
     gate.mkdir()
     gate.chmod(0o777)
@@ -170,7 +168,7 @@ def test_two_ranks_go_through_a_restart_and_a_preemption_into_the_bits_of_an_und
     wait_for(lambda: (gate / "step13.reached.1").exists(), "the ranks to wait", 90)
     _, paths = confined.wait_step(gated, 12, saved=True)
     pids = [rank_pid(paths, rank) for rank in (0, 1)]
-    assert all(processes.is_of(pid, UID) for pid in pids)
+    assert all(proc.runs_as(pid, UID) for pid in pids)
     confined.kill()
     confined.start()
     shutil.rmtree(code)  # what was submitted is what goes on
@@ -200,7 +198,7 @@ def test_two_ranks_go_through_a_restart_and_a_preemption_into_the_bits_of_an_und
     assert not root.exists() and not list(confined.home.glob("made"))
 
 
-def test_a_rank_that_hangs_shows_its_stacks_and_the_next_attempt_goes_on(confined: Server, place: Path) -> None:
+def test_hang_under_run_as_writes_stacks_and_next_attempt_resumes(confined: Server, place: Path) -> None:
     gate = place / "out" / "hang"
     gate.mkdir()
     gate.chmod(0o777)

@@ -16,14 +16,14 @@ import pytest
 import yaml
 
 from ratchet_client.cli.run.private_service import RunService
-from ratchet_client.client import RatchetClient
-from ratchet_contract import service_pointers
-from ratchet_contract.messages import ServiceFile
+from ratchet_client.resources.client import RatchetClient
 from ratchet_contract.paths import HomePaths, JobPaths
+from ratchet_contract.processes import service_pointers
+from ratchet_contract.protocol.messages import ServiceFile
 from tests.support.agent_host import APART
 from tests.support.cli import EXECUTABLE, FORKS, Cli
-from tests.support.cli_forks import Command
-from tests.support.interpreters import RANKS, SERVICES
+from tests.support.fork_server import RANKS, SERVICES
+from tests.support.forked_cli import Command
 from tests.support.server import Server, processes_below, rank_pid, wait_for
 
 # Slow until the file `hurry` is beside the script, so that what interrupts it comes in time on any machine.
@@ -113,8 +113,8 @@ def run(folder: Path, *arguments: str, streams: tuple[Path, Path] | None = None,
     out, err = streams or (folder / f"out-{number}", folder / f"err-{number}")
     process: subprocess.Popen[bytes] | Command
     with out.open("ab") as one, err.open("ab") as two, Path(os.devnull).open("rb") as none:
-        if FORKS.fits(env):
-            RANKS.ready()
+        if FORKS.can_fork(env):
+            RANKS.wait_ready()
             streams = [none.fileno(), one.fileno(), two.fileno()]
             addresses = SERVICES.address, RANKS.address
             process = FORKS.start(["run", *arguments], streams, cwd=folder, env=env, services=addresses)
@@ -172,13 +172,13 @@ def project(folder: Path) -> tuple[str, ...]:
     return ("torchrun", "--nproc-per-node=2", "code/train.py", str(folder / "hurry"))
 
 
-def test_a_rank_is_killed_then_the_command_told_to_stop_and_started_again(undisturbed: str, tmp_path: Path) -> None:
+def test_run_resumes_exactly_after_rank_kill_service_kill_and_interrupt(undisturbed: str, tmp_path: Path) -> None:
     command = project(tmp_path)
     streams = tmp_path / "code" / "o", tmp_path / "code" / "e"  # beside the script, and no code
     with run(tmp_path, *EVERY, *command, streams=streams, HOME="/proc") as running:  # a HOME that nobody can write to
         running.wait_step(3)
         os.kill(service_pid(running), signal.SIGKILL)
-        running.wait_said("the service of this command ended: it is started again")
+        running.wait_said("the service of this command ended: restarting it")
         running.wait_step(12)
         killed = rank_pid(job_paths(running).attempt(1), 1)
         os.kill(killed, signal.SIGKILL)
@@ -187,7 +187,7 @@ def test_a_rank_is_killed_then_the_command_told_to_stop_and_started_again(undist
         running.wait_for(lambda: len(running.steps()) > first + 3, "steps of attempt 2")
         running.process.send_signal(signal.SIGTERM)
         assert running.ended() == 130, running.err.read_text()
-        assert "SUSPENDED" in running.err.read_text() and "the same command goes on" in running.err.read_text()
+        assert "SUSPENDED" in running.err.read_text() and "the same command continues" in running.err.read_text()
         before, printed = running.steps(), len(running.out.read_text())
     (tmp_path / "hurry").touch()
     for name, text in (
@@ -200,7 +200,7 @@ def test_a_rank_is_killed_then_the_command_told_to_stop_and_started_again(undist
     with run(tmp_path, *EVERY, *command, streams=streams) as again:
         assert again.ended() == 0, again.err.read_text()
         after, text = again.steps()[len(before) :], again.out.read_text()[printed:]
-        said = re.search(r"goes on with job-\w+ from step (\d+); --new starts another", again.err.read_text())
+        said = re.search(r"continuing job-\w+ from step (\d+); --new starts another", again.err.read_text())
         assert re.search(
             r"^resumes: attempt 2 exact, proved \(\d+ of \d+ redone steps?\), ", again.err.read_text(), re.M
         )
@@ -209,7 +209,7 @@ def test_a_rank_is_killed_then_the_command_told_to_stop_and_started_again(undist
     assert WEIGHTS.findall(text) == [undisturbed]
 
 
-def test_a_terminal_that_is_held_does_not_hold_up_the_stop(tmp_path: Path) -> None:
+def test_blocked_terminal_does_not_delay_the_stop(tmp_path: Path) -> None:
     """As by Ctrl-S, or a pager that stands. Two attempts end meanwhile: the command cannot tell of either."""
     (tmp_path / "train.py").write_text(TRAIN.replace('print("step", step', 'print("step", step, "x" * 100_000'))
     command = [str(EXECUTABLE), "run", *EVERY, "train.py", str(tmp_path / "hurry")]
@@ -237,7 +237,7 @@ def test_a_terminal_that_is_held_does_not_hold_up_the_stop(tmp_path: Path) -> No
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_the_command_is_killed_and_leaves_no_process(undisturbed: str, tmp_path: Path) -> None:
+def test_killed_run_command_leaves_no_process_and_resumes(undisturbed: str, tmp_path: Path) -> None:
     command = project(tmp_path)
     with run(tmp_path, *EVERY, *command) as running:
         running.wait_step(12)
@@ -250,9 +250,9 @@ def test_the_command_is_killed_and_leaves_no_process(undisturbed: str, tmp_path:
             stopped.process.send_signal(signal.SIGTERM)
             assert stopped.ended() == 130, stopped.err.read_text()
             said = stopped.err.read_text()
-            assert re.search(r"goes on with job-\w+ from step \d+, with the code as it is now", said), said
+            assert re.search(r"continuing job-\w+ from step \d+, with the code as it is now", said), said
             assert "(notes.txt, train.py changed): not exact" in said
-            assert "what is no code (notes.txt) may be named in .ratchetignore" in said
+            assert "files that are not code (notes.txt) can be listed in .ratchetignore" in said
             assert (
                 'keeps its spec, and a new job of this command would have another: world.device ("auto", now "cpu")'
                 in said
@@ -280,7 +280,7 @@ while True:
 """
 
 
-def test_the_second_signal_ends_a_script_that_does_not_stop_and_a_failing_one_gives_its_exit_code(
+def test_second_signal_kills_the_script_and_a_failure_gives_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = tmp_path / "runtime"
@@ -291,11 +291,11 @@ def test_the_second_signal_ends_a_script_that_does_not_stop_and_a_failing_one_gi
         running.wait_for(
             lambda: sorted(running.out.read_text().splitlines()) == ["1.0 | begun 0", "1.1 | begun 1"], "output"
         )
-        assert service_pointers.running() == [], "no other command finds it"
+        assert service_pointers.running_services() == [], "no other command finds it"
         again = [str(EXECUTABLE), "run", "--ranks", "all", "--nproc", "2", "plain.py"]
         twin = subprocess.run(again, cwd=tmp_path, env=variables(), capture_output=True, text=True, timeout=60)
-        assert twin.returncode == 5 and "the same command runs already" in twin.stderr
-        assert "is started again" not in running.err.read_text(), "its service goes on"
+        assert twin.returncode == 5 and "the same command is already running" in twin.stderr
+        assert "restarting it" not in running.err.read_text(), "its service goes on"
         running.process.send_signal(signal.SIGINT)
         running.wait_said("a second Ctrl-C ends it at once")
         running.process.send_signal(signal.SIGINT)
@@ -315,7 +315,7 @@ def test_the_second_signal_ends_a_script_that_does_not_stop_and_a_failing_one_gi
         assert "attempt 2" not in said and "options of `ratchet run` come before it" in said
 
 
-def test_a_killed_service_is_started_again_though_its_process_cannot_be_waited_for_yet(tmp_path: Path) -> None:
+def test_killed_service_is_restarted_before_its_process_is_reaped(tmp_path: Path) -> None:
     """Its port is closed some time before, on a busy machine for seconds: ``sleep`` stands for it meanwhile."""
     service = RunService(HomePaths(tmp_path / "home"), private=True)
     service.paths.home.mkdir(mode=0o700)
@@ -325,25 +325,25 @@ def test_a_killed_service_is_started_again_though_its_process_cannot_be_waited_f
         service._process.kill()
         service._process.wait()
         service._process = subprocess.Popen(["sleep", "1"])
-        assert service.revive()
+        assert service.restart_if_ended()
         with RatchetClient(home=service.paths.home) as client:
             assert client.ready()
     finally:
-        service.end()
+        service.stop()
 
 
-def test_of_two_equal_commands_started_at_once_one_trains_and_the_other_says_so(tmp_path: Path) -> None:
+def test_second_concurrent_equal_run_command_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(PLAIN)
     with run(tmp_path, "plain.py") as one, run(tmp_path, "plain.py") as other:
         wait_for(lambda: {one.process.poll(), other.process.poll()} != {None}, "the end of one of them", 60)
         refused, trains = (one, other) if one.process.poll() is not None else (other, one)
         assert refused.process.returncode == 5, refused.err.read_text()
-        assert "the same command runs already" in refused.err.read_text()
+        assert "the same command is already running" in refused.err.read_text()
         trains.wait_for(lambda: "begun 0" in trains.out.read_text(), "its output")
         trains.process.kill()
 
 
-def test_a_service_that_runs_for_the_run_directory_is_used(server: Server, tmp_path: Path) -> None:
+def test_run_uses_a_service_that_serves_the_run_directory(server: Server, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("print('all is well')\n")
     with run(tmp_path, "plain.py", RATCHET_HOME=str(server.home)) as running:
         assert running.process.wait(120) == 0, running.err.read_text()
@@ -351,14 +351,14 @@ def test_a_service_that_runs_for_the_run_directory_is_used(server: Server, tmp_p
     assert f"using the service of {server.home}" in running.err.read_text() and not running.home.exists()
 
 
-def test_arguments_with_dashes_are_the_scripts_also_in_a_batch_job_and_in_a_container(tmp_path: Path) -> None:
+def test_dashed_arguments_after_the_script_are_passed_to_the_script(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("import sys\nprint(sys.argv[1:])\n")
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
     dashed = ["--nproc", "3", "--new", "--", "--lr=-0.1", "-v"]
     with run(tmp_path, "plain.py", *dashed, **slurm) as running:
         assert running.ended() == 0, running.err.read_text()
     assert running.out.read_text() == f"{dashed}\n"
-    assert re.search(r"^more of it: .* logs job-\w+$", running.err.read_text(), re.MULTILINE), "it has no checkpoint"
+    assert re.search(r"^details: .* logs job-\w+$", running.err.read_text(), re.MULTILINE), "it has no checkpoint"
     assert "this allocation has 2 nodes, and `ratchet run` trains on this one alone" in running.err.read_text()
     if APART:
         first = [
@@ -377,12 +377,12 @@ def test_arguments_with_dashes_are_the_scripts_also_in_a_batch_job_and_in_a_cont
         assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-def test_what_is_no_job_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+def test_invalid_run_arguments_are_refused_before_anything_is_started(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text("name: ../elsewhere\nscript: [train.py]\nworld: {ranks_per_node: none}\n")
     cli = Cli(tmp_path / "home", tmp_path)
     refused = cli("run", "spec.yaml", expect=5).errors
     assert "/name" in refused and "/world/ranks_per_node" in refused
-    assert "a spec has its arguments in it: leave out --lr 1" in " ".join(
+    assert "a spec contains the script's arguments: leave out --lr 1" in " ".join(
         cli("run", "spec.yaml", "--lr", "1", expect=2).errors.split()
     )
     (tmp_path / "plain.py").write_text("")

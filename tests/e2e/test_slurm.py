@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 
 from ratchet_contract.paths import AttemptPaths
-from ratchet_store.compare import Comparison, compare, render
+from ratchet_store.read.compare import Comparison, compare, render
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
-from tests.support import gated, noted
+from tests.support import file_writing_task, gated_task
 from tests.support.engine_services import on_slurm
 from tests.support.exact_cells import ON_ENGINES, Cell
+from tests.support.file_writing_task import fetch_note_files
 from tests.support.launch import wait_freeze
-from tests.support.noted import notes
 from tests.support.server import Server, wait_for
-from tests.support.slurm import Slurm, missing
+from tests.support.slurm import Slurm, missing_reason
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),  # its fixture waits for a limit of a minute and for a lost node
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason())),
 ]
 
 STRIKES = {"requeue": "sigterm", "time-limit": "time-limit", "cancel": "sigterm", "node-lost": "node-lost"}
@@ -82,11 +82,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     gates, code = folder / "gates", folder / "code"
     gates.mkdir()
     code.mkdir()
-    gated.write(code)
-    noted.write(code, "gated", "Gated")
+    gated_task.write_task(code)
+    file_writing_task.write_task(code, "gated", "Gated")
     spec = Cell(ON_ENGINES, "many", 2, "digits").spec("batch")
     arguments = {**spec["task"]["args"], "gates": str(gates)}
-    spec |= {"task": {"entrypoint": noted.ENTRYPOINT, "args": arguments}, "code": {"path": str(code)}}
+    spec |= {"task": {"entrypoint": file_writing_task.ENTRYPOINT, "args": arguments}, "code": {"path": str(code)}}
     with on_slurm(folder, node_timeout=10) as (server, cluster):
         yield disturbed(server, cluster, gates, spec, run_undisturbed(server, spec))
 
@@ -127,16 +127,21 @@ def disturbed(server: Server, cluster: Slurm, gates: Path, spec: dict[str, Any],
     comparison = compare(reference, final_checkpoint(server, job_id))
     attempts = server.attempts(job_id)
     return Run(
-        attempts, comparison, plan, [disturber.batch_job(a["number"]) for a in attempts], reasons, notes(server, job_id)
+        attempts,
+        comparison,
+        plan,
+        [disturber.batch_job(a["number"]) for a in attempts],
+        reasons,
+        fetch_note_files(server, job_id),
     )
 
 
-def test_the_bits_are_those_of_a_local_run(run: Run) -> None:
+def test_slurm_run_has_same_bits_as_local_run(run: Run) -> None:
     assert run.comparison.tensors and not run.comparison.different, render(run.comparison)
     assert {state.pointer for state in run.comparison.states} == TOPOLOGY  # nothing else of what a rank remembers
 
 
-def test_each_attempt_has_slurms_cause_and_loses_no_step(run: Run) -> None:
+def test_slurm_attempts_have_cause_and_lose_no_step(run: Run) -> None:
     causes = [attempt["cause"] for attempt in run.attempts]
     assert causes == [*(STRIKES[name] for name in CHOSEN), "completed"], run.attempts
     said = dict(zip(CHOSEN, (attempt["message"] for attempt in run.attempts), strict=False))
@@ -147,18 +152,18 @@ def test_each_attempt_has_slurms_cause_and_loses_no_step(run: Run) -> None:
     assert [a["base"]["step"] for a in run.attempts[1:]] == list(GATES)
 
 
-def test_an_attempt_is_one_batch_job(run: Run) -> None:
+def test_each_attempt_is_one_slurm_batch_job(run: Run) -> None:
     assert all(number.isdigit() for number in run.jobs) and len(set(run.jobs)) == len(CHOSEN) + 1
 
 
-def test_files_of_all_nodes_are_there(run: Run) -> None:
+def test_files_of_all_nodes_are_collected(run: Run) -> None:
     assert run.notes == {"rank-0.txt": "0", "rank-1.txt": "1"}
 
 
-def test_the_wait_for_a_node_is_told(run: Run) -> None:
+def test_pending_slurm_job_is_named_as_reason_to_wait(run: Run) -> None:
     assert all("Slurm job" in reason for reason in run.reasons)
 
 
-def test_the_plan_shows_the_batch_script(run: Run) -> None:
+def test_dry_run_plan_has_the_slurm_batch_script(run: Run) -> None:
     script = run.plan["launch"]["request"]["script"]
     assert "#SBATCH --nodes=2" in script and "--no-requeue" in script and "ratchet_worker.agent" in script

@@ -30,9 +30,7 @@ with Session() as session:
 
 
 @pytest.mark.slow
-def test_the_rest_of_a_script_that_was_stopped_behind_its_last_step_is_done_by_the_next_attempt(
-    server: Server, tmp_path: Path
-) -> None:
+def test_script_stopped_after_last_step_is_completed_by_next_attempt(server: Server, tmp_path: Path) -> None:
     project, here = tmp_path / "project", tmp_path / "here"
     project.mkdir()
     here.mkdir()

@@ -18,7 +18,7 @@ print("control:", teardown.main(["--n", "1"]), flush=True)
 """
 
 
-def test_ten_groups_are_started_and_stopped_without_an_abort() -> None:
+def test_ten_process_groups_end_without_abort() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM], cwd=_ROOT, capture_output=True, text=True, timeout=300, check=True
     )

@@ -123,7 +123,7 @@ def submit(server: Server, project: Path, *arguments: str, **more: Any) -> str:
 
 def held(server: Server, job_id: str, attempt: int) -> AttemptPaths:
     """Both ranks of that attempt stay at the step they were asked to."""
-    work, paths = server.paths.job(job_id).work, server.paths.job(job_id).attempt(attempt)
+    work, paths = server.paths.job(job_id).work_dir, server.paths.job(job_id).attempt(attempt)
     files = [work / f"held.{attempt - 1}.{rank}" for rank in range(2)]
     try:
         wait_for(lambda: all(f.exists() for f in files), "both ranks to be held", 60)
@@ -132,11 +132,11 @@ def held(server: Server, job_id: str, attempt: int) -> AttemptPaths:
     return paths
 
 
-def test_an_unchanged_script_is_started_again_after_every_end_and_goes_on_from_its_own_checkpoint(
+def test_unmanaged_script_is_restarted_and_resumes_from_own_checkpoint(
     server: Server, project: Path, tmp_path: Path
 ) -> None:
     job_id = submit(server, project, "--steps", "8", "--hold", "3")
-    work = server.paths.job(job_id).work
+    work = server.paths.job(job_id).work_dir
     held(server, job_id, 1)
     job = server.wait_phase(job_id, "RUNNING")
     assert "unmanaged-script" in [w["code"] for w in job["warnings"]] and job["work_dir"] == str(work)
@@ -180,15 +180,13 @@ def test_an_unchanged_script_is_started_again_after_every_end_and_goes_on_from_i
     assert not server.paths.job(job_id).root.exists()
 
 
-def test_a_stop_is_given_to_the_scripts_own_handler_and_its_end_is_that_stop(
-    server: Server, project: Path, tmp_path: Path
-) -> None:
+def test_stop_of_unmanaged_script_calls_its_sigterm_handler(server: Server, project: Path, tmp_path: Path) -> None:
     job_id = submit(server, project, "--hold", "2", "--handler", checkpoint={"every_steps": 10})
-    work = server.paths.job(job_id).work
+    work = server.paths.job(job_id).work_dir
     held(server, job_id, 1)
     cli = Cli(server.home, tmp_path)
     refused = cli("checkpoint", job_id, expect=4)
-    assert "train.py has made no Session of Ratchet: it saves by itself" in refused.errors
+    assert "train.py has made no Session of Ratchet: Ratchet cannot save" in refused.errors
     answer = server.call("POST", f"/v1/jobs/{job_id}/checkpoint", expect=409)
     assert answer.json()["code"] == "checkpoint-needs-session"
     for command in (("checkpoints", "ls"), ("hook",), ("metrics",)):

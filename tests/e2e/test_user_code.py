@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.exactness import Kill, Outcome, judge, run_interrupted, run_undisturbed
+from tests.support.fork_server import LIBRARIES
 from tests.support.full_matrix import full
-from tests.support.interpreters import LIBRARIES
 from tests.support.server import Server
 
 AGENTS = LIBRARIES
@@ -47,7 +47,7 @@ def spec(way: str, project: Path) -> dict[str, Any]:
         ("script", [("sigterm", 180)]),
     ],
 )
-def test_user_code_is_exact_although_it_is_edited_meanwhile(
+def test_user_code_edited_after_submission_does_not_affect_the_job(
     server: Server, tmp_path: Path, way: str, kills: list[tuple[Kill, int]]
 ) -> None:
     project = tmp_path / "project"

@@ -15,7 +15,7 @@ from tests.gpu.runner import processes_of
 from tests.gpu.work import Work
 from tests.support.server import Server, rank_pid, wait_for
 
-_ABORTED: Final = re.compile(r"aborted ([1-9]\d*) process groups before the end")  # ratchet_worker.group_abort
+_ABORTED: Final = re.compile(r"aborted ([1-9]\d*) process groups before the end")  # ratchet_worker.ipc.group_abort
 _PATIENCE: Final = 20.0
 """Seconds for the agent to end after its last report, and for the driver to free what a killed process had."""
 _KEPT: Final = 64 << 20

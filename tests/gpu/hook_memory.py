@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import isqrt, prod
 from typing import Any, Final
 
-from ratchet_hooks.memory import hook_memory, needs_shapes
+from ratchet_hooks.specs.memory_estimate import hook_memory, needs_shapes
 from tests.gpu.work import Work
 from tests.support.exact_matrix import hook_labels, hook_spec
-from tests.support.groups import Named, Ranks
+from tests.support.gloo_ranks import Named, Ranks
 
 _USES: Final[Any] = Named("tests.gpu.hook_memory_runs")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ratchet_hooks.build import managed_ddp
+from ratchet_hooks.manage.managed_ddp import managed_ddp
 from tests.support.exact_matrix import START, hook_spec
 from tests.support.server import wait_for
 

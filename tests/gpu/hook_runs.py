@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ratchet_worker import determinism
+from ratchet_worker.host import determinism
 from tests.support.exact_matrix import TOTAL, Row
 from tests.support.exact_runs import Run, Saved, differences
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from benchmarks.stats import estimate
 from tests.gpu.work import Work
-from tests.support.groups import Named, RankFailure, Ranks
+from tests.support.gloo_ranks import Named, RankFailure, Ranks
 
 _RUNS: Final[Any] = Named("tests.gpu.hook_steps_runs")
 HOOKS: Final = (

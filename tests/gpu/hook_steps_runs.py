@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.scripts.hooks import SPECS, cap, loop, measure
 from benchmarks.scripts.loops import net
 from benchmarks.scripts.stock import mend_batched_powersgd, register
-from ratchet_hooks.build import managed_ddp
-from ratchet_hooks.registry import HOOKS
+from ratchet_hooks.manage.managed_ddp import managed_ddp
+from ratchet_hooks.specs.registry import HOOKS
 
 
 def blocks(rank: int, hook: str, device: str, width: int, depth: int, block: int, pairs: int) -> dict[str, list[float]]:

@@ -16,7 +16,7 @@ from tests.gpu.ranks import KilledRanks
 from tests.gpu.work import Work
 from tests.support import exact_matrix
 from tests.support.exact_matrix import START, TOTAL, Row
-from tests.support.groups import Named, RankFailure
+from tests.support.gloo_ranks import Named, RankFailure
 
 _RUNS: Final[Any] = Named("tests.gpu.hook_runs")
 _TURN: Final = "dynamic-turn"
@@ -46,7 +46,7 @@ def nccl(work: Work) -> str:
 def mixed(work: Work) -> str:
     """Every level of every other factor of the matrix, with one or two ranks."""
     usual = {factor: levels[0] for factor, levels in exact_matrix.factors().items()}
-    rows = [row | {"world": min(row["world"], "2")} for row in exact_matrix.reduced()]
+    rows = [row | {"world": min(row["world"], "2")} for row in exact_matrix.reduced_matrix()]
     rows = [
         row for row in rows if any(row[factor] != usual[factor] for factor in row if factor not in ("hook", "world"))
     ]

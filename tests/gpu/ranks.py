@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.groups import RankFailure, Ranks
+from tests.support.gloo_ranks import RankFailure, Ranks
 
 
 class KilledRanks(Ranks):

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ratchet_worker.step_fingerprint import StepFingerprints
+from ratchet_worker.state.step_fingerprint import StepFingerprints
 from tests.gpu import service
 from tests.gpu.work import Work
 from tests.support.server import Server
@@ -67,7 +67,7 @@ def _cost(work: Work) -> str:
                 model.zero_grad()
                 if made:
                     before = time.perf_counter()
-                    fingerprints.take(10 * number + step, (0, step))
+                    fingerprints.record_step(10 * number + step, (0, step))
                     host.append(time.perf_counter() - before)
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -86,8 +86,8 @@ def _blind(device: torch.device) -> list[str]:
     for on_device in (True,) if device.type == "cuda" else (False, True):
         weight = torch.randn(64, 64, device=device)
         fingerprints = StepFingerprints([weight], device, on_device=on_device)
-        before = [*fingerprints.take(1, (0, 1)), *fingerprints.rest()]
+        before = [*fingerprints.record_step(1, (0, 1)), *fingerprints.drain()]
         weight.view(torch.int32)[5, 7] ^= 1
-        if [*fingerprints.take(1, (0, 1)), *fingerprints.rest()] == before:
+        if [*fingerprints.record_step(1, (0, 1)), *fingerprints.drain()] == before:
             problems.append(f"a flipped bit was not seen ({'on the device' if on_device else 'on the host'})")
     return problems

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ratchet_store.compare import compare
+from ratchet_store.read.compare import compare
 from tests.gpu.work import Work
-from tests.support.interpreters import LIBRARIES, RANKS
+from tests.support.fork_server import LIBRARIES, RANKS
 from tests.support.server import Server, rank_pid
 
 ROOT: Final = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from tests.gpu.runner import ROOT
 from tests.gpu.work import Work
-from tests.support.interpreters import LIBRARIES
+from tests.support.fork_server import LIBRARIES
 
 MODES: Final = ("off", "warn", "strict")
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"

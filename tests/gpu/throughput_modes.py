@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from ratchet_worker import determinism
+from ratchet_worker.host import determinism
 from tests.gpu.models import Subject, loss_of, subjects
 
 _WARM_UP: Final = 3

@@ -1,4 +1,4 @@
-"""Trainings by Accelerate and by Hugging Face's Trainer, to be run inside ranks of ``tests.support.groups``."""
+"""Trainings by Accelerate and by Hugging Face's Trainer, to be run inside ranks of ``tests.support.gloo_ranks``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ratchet_hooks import capture, register
-from ratchet_hooks.files import load_state, save_state
 from ratchet_hooks.integrations import accelerate as ours
 from ratchet_hooks.integrations.rank_state import RankFile
+from ratchet_hooks.state.files import load_state, save_state
 
 BATCHES = 6  # per epoch and rank
 
 
-def environment(rank: int) -> None:
+def set_torchrun_environment(rank: int) -> None:
     """As torchrun sets it; the group is there already."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
@@ -44,7 +44,7 @@ class AccelerateRun:
     there, ``post_localSGD``."""
 
     def __init__(self, rank: int, kind: str, noise: bool, begin: int) -> None:
-        environment(rank)
+        set_torchrun_environment(rank)
         seed(begin + rank)
         handler = DistributedDataParallelKwargs(bucket_cap_mb=25)
         if kind in ("plain", "taken over"):
@@ -87,7 +87,7 @@ class AccelerateRun:
         return {name: tensor.clone() for name, tensor in self.accelerator.unwrap_model(self.model).state_dict().items()}
 
 
-def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
@@ -101,7 +101,7 @@ def accelerate_difference(rank: int, directory: str, kind: str, noise: bool) -> 
     resumed = AccelerateRun(rank, kind, noise, 77)
     resumed.accelerator.load_state(directory)
     resumed.train(2)
-    return largest(whole.state(), resumed.state())
+    return largest_difference(whole.state(), resumed.state())
 
 
 def accelerate_refusal(rank: int, directory: str, what: str) -> str:
@@ -130,7 +130,7 @@ def accelerate_refusal(rank: int, directory: str, what: str) -> str:
     return "nothing was refused"
 
 
-def other_ranks(rank: int, directory: str, redistribute: bool, hook: str = "powerSGD") -> dict[str, Any]:
+def load_on_one_rank(rank: int, directory: str, redistribute: bool, hook: str = "powerSGD") -> dict[str, Any]:
     """What two ranks saved, loaded by this rank as the only one of a group of its own; or the error's message."""
     whole = _Bare(None, rank, False, hook)
     for _ in range(4):
@@ -179,7 +179,7 @@ def trainer_difference(rank: int, directory: str, kind: str, step: int) -> float
     whole = _train(rank, f"{directory}/whole", kind, None, 1)
     dist.barrier()
     resumed = _train(rank, f"{directory}/resumed", kind, f"{directory}/whole/checkpoint-{step}", 77)
-    return largest(whole, resumed)
+    return largest_difference(whole, resumed)
 
 
 def trainer_refusal(rank: int, directory: str) -> str:
@@ -193,7 +193,9 @@ def trainer_refusal(rank: int, directory: str) -> str:
     return "nothing was refused"
 
 
-def trainer_in_a_session(rank: int, directory: str, recorded_by: str, ended: bool) -> tuple[bool, int, list[float]]:
+def resume_trainer_in_session(
+    rank: int, directory: str, recorded_by: str, ended: bool
+) -> tuple[bool, int, list[float]]:
     """A Trainer of job ``mine`` begins with what a Trainer of ``recorded_by`` saved, whose training had ``ended`` or not. Before
     its first step ``eval_on_start`` finds what the last evaluation had found, which patience 1 takes for the end. Is it the end,
     how often has the patience been tried, and what has a callback of its own collected?"""
@@ -218,7 +220,7 @@ def trainer_in_a_session(rank: int, directory: str, recorded_by: str, ended: boo
     )
     trainer: Any = Trainer(nn.Linear(1, 1), args, callbacks=[patience, collects])
     chosen = SimpleNamespace(manifest=SimpleNamespace(job_id=recorded_by))
-    runtime = SimpleNamespace(chosen=chosen, launch=SimpleNamespace(job_id="mine"), goes_further=False)
+    runtime = SimpleNamespace(chosen=chosen, launch=SimpleNamespace(job_id="mine"), is_extended=False)
     trainer.session, trainer._runtime = SimpleNamespace(_runtime=runtime), runtime
     trainer._tr_loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = torch.tensor(0.0), 0.0, 0
     trainer.state.best_metric, trainer.control.should_training_stop = 5.0, ended
@@ -227,13 +229,13 @@ def trainer_in_a_session(rank: int, directory: str, recorded_by: str, ended: boo
     trainer.control.should_training_stop = False  # as train() begins
     trainer.callback_handler.on_evaluate(args, trainer.state, trainer.control, {"eval_score": 5.0})
     assert trainer.control.should_training_stop
-    progress.settle()
+    progress.undo_trainer_changes()
     assert progress.ended == trainer.control.should_training_stop
     return progress.ended, patience.early_stopping_patience_counter, collects.scores
 
 
 def _train(rank: int, directory: str, kind: str, resume: str | None, begin: int) -> dict[str, torch.Tensor]:
-    environment(rank)
+    set_torchrun_environment(rank)
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
     from ratchet_hooks.integrations.transformers import manage
@@ -261,12 +263,12 @@ def _train(rank: int, directory: str, kind: str, resume: str | None, begin: int)
         elif kind == "post_localSGD":
             manage(trainer, "post_localSGD", subgroup_size=1, start_localSGD_iter=3, model_averaging_period=4)
         elif kind == "plain":
-            trainer.add_callback(_stock(trainer))
+            trainer.add_callback(_stock_hook_callback(trainer))
         trainer.train(resume_from_checkpoint=resume)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def _stock(trainer: Any) -> Any:
+def _stock_hook_callback(trainer: Any) -> Any:
     """What a user would write to have a hook in the Trainer: torch's, registered when training begins."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
     from transformers import TrainerCallback

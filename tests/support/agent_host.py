@@ -11,9 +11,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from ratchet_service.launchers.agent_host_client import Question, ask
 from ratchet_service.launchers.base import EngineUnreachable
-from tests.support.interpreters import ROOT
+from ratchet_service.launchers.local.agent_host_client import Question, send_request
+from tests.support.fork_server import ROOT
 from tests.support.server import wait_for
 
 APART = os.geteuid() == 0 and shutil.which("unshare") is not None
@@ -47,7 +47,7 @@ class AgentHost:
     def _answers(self) -> bool:
         assert self.process is not None and self.process.poll() is None, self.log.read_text()
         with suppress(EngineUnreachable):
-            return bool(ask(self.home, Question(what="ping")))
+            return bool(send_request(self.home, Question(what="ping")))
         return False
 
     @property

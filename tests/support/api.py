@@ -15,21 +15,21 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from ratchet_contract.api import Warning_
+from ratchet_contract.api.views import Warning_
 from ratchet_contract.errors import FieldProblem
-from ratchet_contract.git_facts import GitFacts
-from ratchet_contract.messages import AgentReport
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import AttemptPhase, Desired, JobPhase
-from ratchet_contract.spec import JobSpec, Resolved
+from ratchet_contract.protocol.messages import AgentReport
+from ratchet_contract.spec.git_commit import GitFacts
+from ratchet_contract.spec.job import JobSpec, Resolved
 from ratchet_service.app import create_app
-from ratchet_service.database import Database, utc_now
-from ratchet_service.ingest import hash_token
-from ratchet_service.launchers.table import load
-from ratchet_service.machine import Machine
-from ratchet_service.models import Attempt, AttemptNode, Job
-from ratchet_service.preflight import resize
-from ratchet_service.settings import Settings
+from ratchet_service.config.settings import Settings
+from ratchet_service.db.api_tokens import hash_token
+from ratchet_service.db.engine import Database, utc_now
+from ratchet_service.db.models import Attempt, AttemptNode, Job
+from ratchet_service.launchers.registry import load
+from ratchet_service.preflight.resolve import resize
+from ratchet_service.scheduling.machine import Machine
 
 TOKEN = "the-token-of-the-attempt"
 SPEC: dict[str, Any] = {
@@ -54,7 +54,7 @@ class FakePorts:
     home: HomePaths = field(default_factory=lambda: HomePaths(Path("/nowhere")))
 
     def resolve(
-        self, spec: JobSpec, code_digest: str | None = None, unsure: frozenset[str] = frozenset()
+        self, spec: JobSpec, code_digest: str | None = None, faulty_keys: frozenset[str] = frozenset()
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         problems = []
         if spec.world.device == "cuda":
@@ -67,7 +67,7 @@ class FakePorts:
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         return resize(spec, resolved, warnings, self.machine, load(self.home, None))
 
-    def rehook(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
+    def check_hook_change(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
         return [], []
 
     def trains_here(self, kind: str) -> bool:
@@ -80,13 +80,13 @@ class FakePorts:
     def git_facts(self, path: Path, digest: str) -> GitFacts | None:
         return None
 
-    def uploaded(self, digest: str) -> str:
+    def keep_uploaded(self, digest: str) -> str:
         return digest
 
     def snapshot_file(self, path: Path) -> str:
         return self.snapshot(path)
 
-    def allows(self, real: Path) -> bool:
+    def allows_path(self, real: Path) -> bool:
         return True
 
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Api:
         found: dict[str, Any] = answer.json()
         return found | {"goodput": None, "position": None}
 
-    def put(self, job_id: str, phase: JobPhase, desired: Desired = Desired.RUN, **columns: Any) -> None:
+    def set_phase(self, job_id: str, phase: JobPhase, desired: Desired = Desired.RUN, **columns: Any) -> None:
         """Set a phase as the past might have left it."""
         with self.database.write() as session:
             job = session.get_one(Job, job_id)
@@ -133,7 +133,7 @@ class Api:
         """An attempt with one node, and the job running it."""
         with self.database.write() as session:
             job = session.get_one(Job, job_id)
-            job.epoch, job.phase = number, JobPhase.STARTING
+            job.attempt, job.phase = number, JobPhase.STARTING
             row = Attempt(job_id=job_id, number=number, phase=phase, report_token_hash=hash_token(TOKEN))
             row.created_at = utc_now()
             for key, value in columns.items():
@@ -146,7 +146,7 @@ class Api:
         """``batches`` are ``(rank, from_seq, [messages as dicts])``."""
         body = {
             "job_id": job_id,
-            "epoch": number,
+            "attempt": number,
             "phase": "RUNNING",
             "batches": [{"rank": r, "from_seq": s, "messages": m} for r, s, m in batches],
         } | fields
@@ -159,14 +159,16 @@ def message(kind: str, rank: int = 0, **fields: Any) -> dict[str, Any]:
     return {"kind": kind, "rank": rank, "at": "2030-01-01T00:00:00Z"} | fields
 
 
-def checkpoint_message(step: int, epoch: int = 1, parent: int = 0, **fields: Any) -> dict[str, Any]:
-    base = {"step": parent, "epoch": epoch if parent else None, "digest": f"d{parent}" if parent else None}
-    facts = {"step": step, "epoch": epoch, "digest": f"d{step}", "size": 1000, "files": 2, "seconds": 0.1}
+def checkpoint_message(step: int, attempt: int = 1, parent: int = 0, **fields: Any) -> dict[str, Any]:
+    base = {"step": parent, "attempt": attempt if parent else None, "digest": f"d{parent}" if parent else None}
+    facts = {"step": step, "attempt": attempt, "digest": f"d{step}", "size": 1000, "files": 2, "seconds": 0.1}
     return message("checkpoint", reason="schedule", parent=base, **(facts | fields))
 
 
-def training_message(base: int = 0, epoch: int | None = None, **fields: Any) -> dict[str, Any]:
-    return message("training", base={"step": base, "epoch": epoch, "digest": f"d{base}" if base else None}, **fields)
+def training_message(base: int = 0, attempt: int | None = None, **fields: Any) -> dict[str, Any]:
+    return message(
+        "training", base={"step": base, "attempt": attempt, "digest": f"d{base}" if base else None}, **fields
+    )
 
 
 class Server:
@@ -194,7 +196,7 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def served(migrated: Database, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+def api_server(migrated_database: Database, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """One server per database for all tests; jobs' ids, and so their files, never repeat."""
     settings = Settings(
         home=tmp_path_factory.mktemp("home"),
@@ -206,14 +208,14 @@ def served(migrated: Database, tmp_path_factory: pytest.TempPathFactory) -> Iter
     )
     ports = FakePorts()
     with (
-        Server(create_app(settings, ports, migrated)) as url,
+        Server(create_app(settings, ports, migrated_database)) as url,
         httpx.Client(base_url=url, timeout=30, verify=False) as client,
     ):
-        yield Api(client, migrated, settings, ports)
+        yield Api(client, migrated_database, settings, ports)
 
 
 @pytest.fixture
-def api(database: Database, served: Api) -> Api:
+def api(database: Database, api_server: Api) -> Api:
     """The server over an empty database."""
-    served.ports.snapshots.clear()
-    return served
+    api_server.ports.snapshots.clear()
+    return api_server

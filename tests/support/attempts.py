@@ -11,20 +11,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ratchet_contract.messages import AttemptResult, LaunchFile
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.spec import Resolved
-from ratchet_contract.spec_parse import parse_spec
-from ratchet_worker.counter import CounterReader
-from tests.support.interpreters import SERVICES, Program
-from tests.support.report_service import TOKEN, ReportService
+from ratchet_contract.protocol.messages import AttemptResult, LaunchFile
+from ratchet_contract.spec.job import Resolved
+from ratchet_contract.spec.parse import parse_spec
+from ratchet_worker.ipc.progress_counter import CounterReader
+from tests.support.fake_report_service import TOKEN, ReportService
+from tests.support.fork_server import SERVICES, Program
 from tests.support.server import processes_below, wait_for
 
 RESOLVED = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable)
-AGENT = Path(__file__).with_name("agent_main.py")
+AGENT = Path(__file__).with_name("agent_with_fake_ranks.py")
 
 
-def environment(pid: int) -> dict[str, str]:
+def process_environment(pid: int) -> dict[str, str]:
     """What a process was started with."""
     pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
@@ -55,7 +55,7 @@ class Attempt:
         data["env"] = {**env, **data.get("env", {})}
         self.launch = LaunchFile(
             job_id="job-1",
-            epoch=1,
+            attempt=1,
             world_size=len(plans),
             ranks=list(range(len(plans) // nodes)),
             spec=parse_spec(data),

@@ -1,4 +1,4 @@
-"""Backward passes that a hook does not survive, or must not: to be run inside ranks of ``tests.support.groups``."""
+"""Backward passes that a hook does not survive, or must not: to be run inside ranks of ``tests.support.gloo_ranks``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ratchet_hooks.build import managed_ddp
 from ratchet_hooks.errors import HookStateError, LayoutMismatch
-from tests.support.hook_cases import MANY_BUCKETS, Case, Run, same
+from ratchet_hooks.manage.managed_ddp import managed_ddp
+from tests.support.hook_cases import MANY_BUCKETS, Case, Run, bitwise_equal
 
 
 class OtherBucket:
@@ -33,7 +33,7 @@ class OtherBucket:
         return torch.zeros(sum(p.numel() for p in self._parameters))
 
 
-def foreign_bucket(rank: int) -> tuple[str, bool]:
+def run_hook_on_foreign_bucket(rank: int) -> tuple[str, bool]:
     """A bucket of another layout reaches the hook: (the error, whether the hook's state was left alone)."""
     run = Run(rank, Case(hook="powerSGD", cap=MANY_BUCKETS))
     run.train(5)
@@ -41,11 +41,11 @@ def foreign_bucket(rank: int) -> tuple[str, bool]:
     try:
         run.hook._on_bucket(OtherBucket(run))
     except LayoutMismatch as exc:
-        return str(exc), all(same(t, before[name]) for name, t in run.hook.capture()[0].items())
+        return str(exc), all(bitwise_equal(t, before[name]) for name, t in run.hook.capture()[0].items())
     return "", False
 
 
-def capture_mid_backward(rank: int) -> str:
+def capture_during_backward(rank: int) -> str:
     run = Run(rank, Case(cap=MANY_BUCKETS))
     run.train(2)
     said: list[str] = []
@@ -61,7 +61,7 @@ def capture_mid_backward(rank: int) -> str:
     return said[0] if said else ""
 
 
-def caught_in_backward(rank: int, ddp: dict[str, Any], train: int, where: str) -> dict[str, str]:
+def capture_after_failed_backward(rank: int, ddp: dict[str, Any], train: int, where: str) -> dict[str, str]:
     """What capturing, and another step, are answered with behind a backward whose exception the script caught; ``train``: steps
     before, ``where``: the parameter whose gradient raised it."""
     run = Run(rank, Case(hook="powerSGD", cap=MANY_BUCKETS, ddp=ddp))
@@ -82,12 +82,12 @@ def caught_in_backward(rank: int, ddp: dict[str, Any], train: int, where: str) -
     return said
 
 
-def recomputed_in_first_backward(rank: int) -> list[float]:
+def gradients_with_recomputed_forward(rank: int) -> list[float]:
     """What is left of the first parameter's gradient in three steps of a static graph whose forward is computed again in its
     backward, as checkpointed activations are, when the mean of both ranks' is taken away."""
     torch.manual_seed(0)
     module = nn.Linear(3, 2)
-    ddp, _ = managed_ddp(module, Case().the_spec, ddp={"static_graph": True}, device=torch.device("cpu"))
+    ddp, _ = managed_ddp(module, Case().hook_spec, ddp={"static_graph": True}, device=torch.device("cpu"))
     left = []
     for _ in range(3):
         ddp.zero_grad()
@@ -97,7 +97,7 @@ def recomputed_in_first_backward(rank: int) -> list[float]:
     return left
 
 
-def half_a_state(rank: int) -> str:
+def capture_incomplete_state(rank: int) -> str:
     """A state in which one bucket lacks what the others have."""
     run = Run(rank, Case(hook="powerSGD", cap=MANY_BUCKETS))
     run.train(4)
@@ -109,7 +109,7 @@ def half_a_state(rank: int) -> str:
     return "accepted"
 
 
-def compiled_static_graph(rank: int, steps: int) -> None:
+def train_compiled_static_graph(rank: int, steps: int) -> None:
     """Trains a compiled DDP. Raises where its code is compiled anew again and again, until the compiler gives up."""
     from torch._dynamo import config
 

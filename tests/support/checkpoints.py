@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ratchet_contract.manifest import HOOK_SUMMARY, FileEntry, HookRecord, Manifest, TensorEntry
+from ratchet_contract.checkpoint.manifest import HOOK_SUMMARY, FileEntry, HookRecord, Manifest, TensorEntry
+from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.paths import checkpoint_dir_name
-from ratchet_contract.resume import Base
-from ratchet_store.slices import plan_slices
-from tests.support.one_shot import Given, commit, write_rank_file
+from ratchet_store.format.shard_slices import plan_slices
+from tests.support.one_shot_writers import Given, commit, write_rank_file
 
 JOB = "job-1"
 SHAPES: dict[str, tuple[str, tuple[int, ...], int]] = {
@@ -65,7 +65,7 @@ def write_ranks(
 
 def manifest_of(
     step: int,
-    epoch: int,
+    attempt: int,
     files: Sequence[FileEntry],
     tensors: Sequence[TensorEntry],
     *,
@@ -76,7 +76,7 @@ def manifest_of(
     """``hook``: its spec, as a job's spec has it."""
     hook = hook or {"name": "allreduce"}
     return Manifest(
-        job_id=job_id, step=step, epoch=epoch, parent=parent or Base(), world_size=len(files), created="2026-01-01T00:00:00Z",
+        job_id=job_id, step=step, attempt=attempt, parent=parent or Base(), world_size=len(files), created="2026-01-01T00:00:00Z",
         reason="schedule", spec_digest="0" * 64, replicas="equal",
         hook=HookRecord(name=hook["name"], parameters=hook, state_version=1), files=list(files), tensors=list(tensors),
     )  # fmt: skip
@@ -85,7 +85,7 @@ def manifest_of(
 def make_checkpoint(
     checkpoints: Path,
     step: int,
-    epoch: int = 1,
+    attempt: int = 1,
     *,
     parent: Base | None = None,
     world_size: int = 2,
@@ -99,22 +99,22 @@ def make_checkpoint(
     reason: str = "schedule",
     code_digest: str | None = None,
 ) -> Manifest:
-    """A committed checkpoint; its bytes are a function of the seed (default: step and epoch)."""
-    directory = checkpoints / checkpoint_dir_name(step, epoch)
-    seed = step * 1000 + epoch if seed is None else seed
+    """A committed checkpoint; its bytes are a function of the seed (default: step and attempt)."""
+    directory = checkpoints / checkpoint_dir_name(step, attempt)
+    seed = step * 1000 + attempt if seed is None else seed
     files, tensors = write_ranks(directory, world_size=world_size, seed=seed, scale=scale, state=state, private=private)
-    manifest = manifest_of(step, epoch, files, tensors, parent=parent, job_id=job_id, hook=hook)
+    manifest = manifest_of(step, attempt, files, tensors, parent=parent, job_id=job_id, hook=hook)
     told = [HOOK_SUMMARY.validate_python(summary) for summary in summaries]
     return commit(
         directory, manifest.model_copy(update={"hook_summaries": told, "reason": reason, "code_digest": code_digest})
     )
 
 
-def make_chain(checkpoints: Path, *steps: int, epoch: int = 1, parent: Base | None = None) -> list[Manifest]:
+def make_chain(checkpoints: Path, *steps: int, attempt: int = 1, parent: Base | None = None) -> list[Manifest]:
     """Checkpoints of one attempt, each the parent of the next."""
     chain: list[Manifest] = []
     for step in steps:
-        chain.append(make_checkpoint(checkpoints, step, epoch, parent=chain[-1].base if chain else parent))
+        chain.append(make_checkpoint(checkpoints, step, attempt, parent=chain[-1].base if chain else parent))
     return chain
 
 
@@ -125,6 +125,6 @@ def copy_checkpoint(source: Path, target: Path) -> Path:
     return target
 
 
-def names(directory: Path) -> list[str]:
+def list_names(directory: Path) -> list[str]:
     """What a directory holds, sorted."""
     return sorted(path.name for path in directory.iterdir())

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cli_forks import Command, Forks
+from tests.support.forked_cli import Command, Forks
 from tests.support.server import Server
 
 EXECUTABLE = Path(sys.executable).with_name("ratchet")
@@ -60,13 +60,13 @@ class Cli:
         return [str(EXECUTABLE), *arguments]
 
     def __call__(self, *arguments: str, expect: int = 0, stdin: str = "", deadline: float = 60.0) -> Result:
-        result = self.ended(*arguments, stdin=stdin, deadline=deadline)
+        result = self.run_without_check(*arguments, stdin=stdin, deadline=deadline)
         assert result.code == expect, f"{arguments}: {result}"
         return result
 
-    def ended(self, *arguments: str, stdin: str = "", deadline: float = 60.0) -> Result:
+    def run_without_check(self, *arguments: str, stdin: str = "", deadline: float = 60.0) -> Result:
         """Whatever its exit code is."""
-        if FORKS.fits(self.environment):
+        if FORKS.can_fork(self.environment):
             ended = FORKS.run(arguments, cwd=self.cwd, env=self.environment, stdin=stdin, deadline=deadline)
         else:
             done = subprocess.run(
@@ -84,7 +84,7 @@ class Cli:
         master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         process: subprocess.Popen[bytes] | Command
-        if FORKS.fits(environment):
+        if FORKS.can_fork(environment):
             process = FORKS.start(arguments, [slave] * 3, cwd=self.cwd, env=environment, terminal=True)
         else:
             process = subprocess.Popen(
@@ -99,7 +99,7 @@ class Cli:
             process.wait(10)
             os.close(master)
 
-    def on_terminal(self, *arguments: str, columns: int = 80, **variables: str) -> Terminal:
+    def run_on_terminal(self, *arguments: str, columns: int = 80, **variables: str) -> Terminal:
         """The same, run to its end."""
         with self.terminal(*arguments, columns=columns, **variables) as terminal:
             terminal.code = terminal.end()
@@ -135,7 +135,7 @@ class Terminal:
         return _CONTROL.sub("", self.raw).replace("\r\n", "\n")
 
     @property
-    def widest(self) -> int:
+    def longest_line_length(self) -> int:
         """Characters of the longest line that was written."""
         return max(len(line) for part in self.text.split("\n") for line in part.split("\r"))
 
@@ -145,7 +145,7 @@ class Terminal:
             assert time.monotonic() < end, f"waited for {wanted!r}; the terminal shows {self.text[-2000:]!r}"
             assert self._read(), f"ended without {wanted!r}: {self.text[-2000:]!r}"
 
-    def forget(self) -> None:
+    def discard_output(self) -> None:
         """What was written up to now is not looked at any more."""
         self.raw, self._bytes = "", b""
 

@@ -21,7 +21,7 @@ PLACEHOLDER: Final = re.compile(r"\b[A-Z]{2,}\b|\bN\b")
 _QUOTED: Final = re.compile(r"(?<!`)`(ratchet(?: [^`]*)?)`(?!`)")
 
 
-def messages(path: Path) -> Iterator[tuple[int, str]]:
+def string_literals(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of every string in a module, docstrings left out; ``1`` for each value that an f-string has."""
     tree = ast.parse(path.read_text())
     apart = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -33,7 +33,7 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def sources() -> list[Path]:
+def source_files() -> list[Path]:
     return sorted(path for package in PACKAGES for path in (ROOT / package).glob("ratchet*/**/*.py"))
 
 
@@ -44,7 +44,7 @@ def commands(text: str) -> list[str]:
 
 
 @cache
-def tree() -> Any:
+def command_tree() -> Any:
     """The whole command line, its options disarmed."""
     command = typer.main.get_command(app)
     _disarm(command)
@@ -53,13 +53,13 @@ def tree() -> Any:
 
 @cache
 def _names() -> tuple[str, ...]:
-    return tuple(tree().commands)
+    return tuple(command_tree().commands)
 
 
 @cache
 def options() -> frozenset[str]:
     """Of all commands."""
-    return frozenset(_options(tree()))
+    return frozenset(_options(command_tree()))
 
 
 def _options(command: Any) -> Iterator[str]:
@@ -71,7 +71,7 @@ def _options(command: Any) -> Iterator[str]:
 
 def parse(text: str) -> None:
     """Let the real command line take the arguments apart. Raises ``AssertionError``."""
-    command, name, outer = tree(), "ratchet", None
+    command, name, outer = command_tree(), "ratchet", None
     rest = shlex.split(PLACEHOLDER.sub("1", text))[1:]
     if _is_command(rest):
         return  # by its name alone, in a sentence
@@ -93,7 +93,7 @@ def parse(text: str) -> None:
 
 def _is_command(words: list[str]) -> bool:
     """Do these words name a command, or a group of them?"""
-    command = tree()
+    command = command_tree()
     for word in words:
         command = getattr(command, "commands", {}).get(word)
         if command is None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import sqlalchemy as sa
 
-from ratchet_service.database import Database, sqlite_url
-from ratchet_service.migrate import upgrade
-from ratchet_service.models import Base, Job
+from ratchet_service.db.engine import Database, sqlite_url
+from ratchet_service.db.migrate import upgrade
+from ratchet_service.db.models import Base, Job
 from tests.support.postgres import postgres_server
 
 ENGINES = ("sqlite", "postgresql")
@@ -23,7 +23,7 @@ def postgres_url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session", params=ENGINES)
-def migrated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
+def migrated_database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
     """A database with the newest schema."""
     if request.param == "sqlite":
         url = sqlite_url(tmp_path_factory.mktemp("sqlite") / "ratchet.db")
@@ -36,10 +36,10 @@ def migrated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def database(migrated: Database) -> Database:
+def database(migrated_database: Database) -> Database:
     """The same, with no rows in it."""
-    with migrated.write() as session:
+    with migrated_database.write() as session:
         session.execute(sa.delete(Job))  # first: events go with their job or not at all
         for table in reversed(Base.metadata.sorted_tables):
             session.execute(sa.delete(table))
-    return migrated
+    return migrated_database

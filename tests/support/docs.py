@@ -54,7 +54,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h).replace(" ", "-") for h in plain}
 
 
-def maker(page: str) -> Any:
+def load_page_generator(page: str) -> Any:
     """The module ``docs/make_<page>.py``."""
     found = spec_from_file_location(f"make_{page}", ROOT / "docs" / f"make_{page}.py")
     assert found is not None and found.loader is not None
@@ -63,7 +63,7 @@ def maker(page: str) -> Any:
     return module
 
 
-def run_all(pages: dict[str, list[tuple[int, str]]], job_id: str) -> None:
+def run_blocks(pages: dict[str, list[tuple[int, str]]], job_id: str) -> None:
     for page, found in pages.items():
         scope: dict[str, Any] = {"__name__": "__main__", "job_id": job_id}
         for line, source in found:
@@ -75,12 +75,12 @@ def _docstrings(job_id: str) -> None:
     import doctest
 
     import ratchet
-    from ratchet_client import access, client, following, job
+    from ratchet_client.resources import client, follow, job, tokens
 
     tried = 0
     with ratchet.Client() as connected, tempfile.TemporaryDirectory() as directory:
         scope = {"client": connected, "ratchet": ratchet, "job_id": job_id, "directory": Path(directory)}
-        for module in (access, client, following, job):
+        for module in (tokens, client, follow, job):
             result = doctest.testmod(module, extraglobs=scope | {"key": str(uuid.uuid4())}, raise_on_error=False)
             tried += result.attempted
             if result.failed:
@@ -89,4 +89,4 @@ def _docstrings(job_id: str) -> None:
 
 
 if __name__ == "__main__":
-    run_all(*json.load(sys.stdin))
+    run_blocks(*json.load(sys.stdin))

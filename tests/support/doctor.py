@@ -24,7 +24,7 @@ NOTHING_TESTED = "from ratchet_hooks import torch_versions\ntorch_versions.TESTE
 BROKEN_TORCH = 'raise OSError("libtorch_cpu.so: cannot open shared object file")\n'
 
 FORGETS_RESIDUALS = after_import(
-    "ratchet_hooks.powersgd",
+    "ratchet_hooks.algorithms.powersgd.state_by_name",
     """
 restore = module.restore
 def forgetful(state, tensors, *rest):
@@ -64,7 +64,7 @@ def by_name(result: Result) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in result.data}
 
 
-def contents(folder: Path) -> dict[str, str]:
+def file_digests(folder: Path) -> dict[str, str]:
     """Every file below ``folder`` with its digest, every directory with none."""
     return {
         str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else ""
@@ -73,7 +73,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def stand_in_service(*, ahead: float = 0.0, version: str = "0.1.0", ready: int = 200) -> Iterator[str]:
+def fake_service(*, ahead: float = 0.0, version: str = "0.1.0", ready: int = 200) -> Iterator[str]:
     """The URL of something that answers as a service would whose clock is ``ahead`` seconds fast."""
     import time
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from ratchet_worker import agent
-from tests.support.agent_main import StandInStarter
+from ratchet_worker.agent import main
+from tests.support.agent_with_fake_ranks import StandInStarter
 
-agent._starter = lambda launch: StandInStarter()  # type: ignore[assignment]
+main._starter = lambda launch: StandInStarter()  # type: ignore[assignment]
 
 if __name__ == "__main__":
-    sys.exit(agent.main())
+    sys.exit(main.main())

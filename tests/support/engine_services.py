@@ -12,13 +12,13 @@ import pytest
 
 from tests.support.engines import STRANGER
 from tests.support.kube.cluster import Cluster
-from tests.support.relay import Relay
 from tests.support.server import Server
 from tests.support.slurm import Slurm, slurm_cluster
+from tests.support.tcp_proxy import TcpProxy
 
 
 @contextmanager
-def on_slurm(folder: Path, node_timeout: int = 30) -> Iterator[tuple[Server, Slurm]]:
+def on_slurm(folder: Path, node_timeout: int = 60) -> Iterator[tuple[Server, Slurm]]:
     """``node_timeout``: seconds after which Slurm gives up a node that does not answer."""
     launchers = folder / "launchers.json"
     launchers.write_text(json.dumps({"local": {}, "slurm": {"poll_seconds": 0.3, "file_seconds": 2}}))
@@ -37,7 +37,7 @@ def on_kubernetes(folder: Path) -> Iterator[tuple[Server, Cluster]]:
     """Its pods run as the user ``STRANGER`` where the tests run as root."""
     home, launchers = folder / "home", folder / "launchers.json"
     server = Server(home, "--launchers", str(launchers))
-    with Relay(lambda: server.url) as relay, Cluster(folder / "cluster", claims={"home": home}) as cluster:
+    with TcpProxy(lambda: server.url) as relay, Cluster(folder / "cluster", claims={"home": home}) as cluster:
         settings = {"claim": "home", "url": relay.url, "kubeconfig": str(cluster.kubeconfig), "image": "worker:1"}
         if os.getuid() == 0:
             settings |= {"run_as_user": STRANGER, "run_as_group": STRANGER}

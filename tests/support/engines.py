@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Desired
-from ratchet_contract.spec import Resolved
-from ratchet_contract.spec_parse import parse_spec
-from ratchet_service.launchers import apart
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.job import Resolved
+from ratchet_contract.spec.parse import parse_spec
+from ratchet_service.launchers import engine_thread
 from ratchet_service.launchers.base import AttemptRef, Launcher, LaunchPlan
-from ratchet_service.launchers.local import LocalLauncher
-from ratchet_service.launchers.table import load
-from ratchet_service.launching import launch_file
-from tests.support import slurm, twin
+from ratchet_service.launchers.local.launcher import LocalLauncher
+from ratchet_service.launchers.registry import load
+from ratchet_service.reconciler.launch import build_launch_file
+from tests.support import slurm, two_node_launcher
+from tests.support.fake_report_service import TOKEN, ReportService
 from tests.support.kube.cluster import Cluster
 from tests.support.kube.store import JOBS
-from tests.support.report_service import TOKEN, ReportService
 from tests.support.server import processes_below
 
 AGENT = Path(__file__).with_name("engine_agent.py")
@@ -61,7 +61,7 @@ class Engine:
     def _launcher(self, home: HomePaths) -> Launcher: ...
 
     @abstractmethod
-    def groups(self, ref: AttemptRef) -> int:
+    def group_count(self, ref: AttemptRef) -> int:
         """How many groups of that name the engine has now."""
 
     def launch(self, stand_in: dict[str, Any] | None = None, home: HomePaths | None = None, **spec: Any) -> LaunchFile:
@@ -75,7 +75,7 @@ class Engine:
         parsed = parse_spec({**data, **self.spec(), **spec})
         resolved = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=self.python)
         where.job(job_id).root.mkdir(parents=True)
-        return launch_file(where, job_id, 1, parsed, resolved, (), TOKEN, Desired.RUN)
+        return build_launch_file(where, job_id, 1, parsed, resolved, (), TOKEN, Desired.RUN)
 
     def spec(self) -> dict[str, Any]:
         """What jobs of this engine give besides."""
@@ -100,13 +100,13 @@ class Engine:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def meet(self) -> None:
+    def start_rendezvous_service(self) -> None:
         """A service by which the nodes of one group find one another. Launchers that know its address are made afterwards."""
         self.service.stop()
         self.service = ReportService(self.home.service_file, nodes=self.nodes)
         self.service.start()
 
-    def shim(self) -> Path:
+    def fake_python(self) -> Path:
         """A ``python`` whose ``-P -m ratchet_worker.agent`` is the agent with stand-in ranks."""
         path = self.directory / "bin" / "python"
         path.parent.mkdir(exist_ok=True)
@@ -123,7 +123,7 @@ class Local(Engine):
     def _launcher(self, home: HomePaths) -> Launcher:
         return LocalLauncher(home, agent=(sys.executable, "-P", str(AGENT)))
 
-    def groups(self, ref: AttemptRef) -> int:
+    def group_count(self, ref: AttemptRef) -> int:
         plan = LaunchPlan(ref, None, ())  # type: ignore[arg-type]
         return len(self.agents(plan)) // ref.nodes
 
@@ -137,11 +137,11 @@ class Twin(Local):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         patch = self.stack.enter_context(pytest.MonkeyPatch.context())
-        patch.syspath_prepend(str(twin.PLUGIN))
+        patch.syspath_prepend(str(two_node_launcher.PLUGIN))
         before = directory / "before"
-        before.write_text(f'#!/bin/sh\nshift\nexec "{self.shim()}" "$@"\n')  # in the place of the interpreter
+        before.write_text(f'#!/bin/sh\nshift\nexec "{self.fake_python()}" "$@"\n')  # in the place of the interpreter
         before.chmod(0o755)
-        self._file = twin.launchers_file(directory / "launchers.yaml", [[str(before)], [str(before)]])
+        self._file = two_node_launcher.launchers_file(directory / "launchers.yaml", [[str(before)], [str(before)]])
 
     def _launcher(self, home: HomePaths) -> Launcher:
         return load(home, self._file)[self.kind]
@@ -158,7 +158,7 @@ class Kubernetes(Engine):
         claims = {"run-directory": self.home.home, "another": directory / "other"}
         self.cluster = Cluster(directory / "cluster", claims=claims)
         self.stack.callback(self.cluster.close)
-        self.cluster.kubelet.images.first[IMAGE] = self.shim().parent
+        self.cluster.kubelet.images.first[IMAGE] = self.fake_python().parent
         self.service.start()
 
     def _launcher(self, home: HomePaths) -> Launcher:
@@ -174,7 +174,7 @@ class Kubernetes(Engine):
         file.write_text(json.dumps({self.kind: settings}))
         return load(home, file)[self.kind]
 
-    def groups(self, ref: AttemptRef) -> int:
+    def group_count(self, ref: AttemptRef) -> int:
         return sum(job["metadata"]["name"] == ref.name for job in self.cluster.store.select(JOBS))
 
 
@@ -184,7 +184,7 @@ class Slurm(Engine):
     kind = "slurm"
 
     def __init__(self, directory: Path) -> None:
-        absent = slurm.missing()
+        absent = slurm.missing_reason()
         if absent:
             pytest.skip(absent)
         super().__init__(directory)
@@ -194,12 +194,12 @@ class Slurm(Engine):
             patch.setenv(name, value)
 
     def _launcher(self, home: HomePaths) -> Launcher:
-        settings = {"python": str(self.shim()), "poll_seconds": 0.2, "commands": "/usr/bin"}
+        settings = {"python": str(self.fake_python()), "poll_seconds": 0.2, "commands": "/usr/bin"}
         file = self.directory / "launchers.yaml"
         file.write_text(json.dumps({self.kind: settings}))
         return load(home, file)[self.kind]
 
-    def groups(self, ref: AttemptRef) -> int:
+    def group_count(self, ref: AttemptRef) -> int:
         listed = self.cluster.run("squeue", "-h", "-o", "%j", "-t", "PENDING,RUNNING,CONFIGURING,COMPLETING")
         return listed.split().count(ref.name)
 
@@ -208,11 +208,11 @@ ENGINES: dict[str, type[Engine]] = {"local": Local, "kubernetes": Kubernetes, "s
 
 
 @contextmanager
-def engine_of(kind: str, directory: Path) -> Iterator[Engine]:
+def running_engine(kind: str, directory: Path) -> Iterator[Engine]:
     """The engine, and nothing of it left afterwards. On a machine that is busy its answers are waited for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(apart, "BRIEF", 60.0)
-        patch.setattr(apart, "BRIEFER", 60.0)
+        patch.setattr(engine_thread, "WAIT_SECONDS", 60.0)
+        patch.setattr(engine_thread, "SLOW_WAIT_SECONDS", 60.0)
         made = ENGINES[kind](directory)
         try:
             yield made

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet_hooks import registry
-from tests.support.pairwise import Item, pairwise, single
+from ratchet_hooks.specs import registry
+from tests.support.pairwise import Item, cover_single_levels, pairwise
 
 STEPS = 120
 EVERY = 7
@@ -104,7 +104,7 @@ def matrix() -> list[Cell]:
     """Cells in which every pair of hook, buckets, ranks and job occurs; first some in which each of these occurs."""
     factors = {"hook": hooks(), "buckets": [*BUCKETS], "ranks": ["2", "3"], "job": [*JOBS]}
     rows = pairwise(factors, _clash)
-    first = single(rows)
+    first = cover_single_levels(rows)
     return [
         Cell(row["hook"], row["buckets"], int(row["ranks"]), row["job"])
         for row in first + [row for row in rows if row not in first]

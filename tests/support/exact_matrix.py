@@ -11,11 +11,11 @@ from functools import cache
 from typing import Any, Final
 
 from ratchet_contract.errors import SpecError
-from ratchet_contract.spec_parse import parse_spec
-from ratchet_hooks import specs
-from ratchet_hooks.registry import HOOKS
-from ratchet_hooks.specs import HookSpec
-from tests.support.pairwise import Item, pairwise, single
+from ratchet_contract.spec.parse import parse_spec
+from ratchet_hooks.specs import hook_specs as specs
+from ratchet_hooks.specs.hook_specs import HookSpec
+from ratchet_hooks.specs.registry import HOOKS
+from tests.support.pairwise import Item, cover_single_levels, pairwise
 
 Row = dict[str, str]
 TOTAL: Final = 7
@@ -133,7 +133,7 @@ def matrix() -> list[Row]:
     return pairwise(factors(), clash)
 
 
-def reduced() -> list[Row]:
+def reduced_matrix() -> list[Row]:
     """The rows of the test suite: every level occurs. A compiled model costs seconds, so each way to compile comes once, where
     it is cheapest."""
     rows, usual = matrix(), {factor: levels[0] for factor, levels in factors().items()}
@@ -142,7 +142,7 @@ def reduced() -> list[Row]:
         min((row for row in rows if row["compile"] == level), key=lambda row: cost[describe(row)])
         for level in factors()["compile"][1:]
     ]
-    return single([row for row in rows if row["compile"] == "no" or row in compiled])
+    return cover_single_levels([row for row in rows if row["compile"] == "no" or row in compiled])
 
 
 def kills_of(row: Row, seed: int) -> tuple[list[int], list[int]]:

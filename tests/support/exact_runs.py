@@ -1,4 +1,4 @@
-"""One row of the exactness matrix, run inside the ranks of ``tests.support.groups``: undisturbed, and killed again and again.
+"""One row of the exactness matrix, run inside the ranks of ``tests.support.gloo_ranks``: undisturbed, and killed again and again.
 
 The state goes through the worker's own ``JobState`` and through JSON, as it does on its way to a checkpoint and back.
 """
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from ratchet_hooks.build import managed_ddp
-from ratchet_hooks.layout import Layout
-from ratchet_worker.job_state import JobState
-from ratchet_worker.passage import Passage
-from ratchet_worker.snapshot import Snapshot, digest
+from ratchet_hooks.ddp.bucket_layout import Layout
+from ratchet_hooks.manage.managed_ddp import managed_ddp
+from ratchet_worker.checkpoint.rank_state import JobState
+from ratchet_worker.state.hook_transfer import StateTransfer
+from ratchet_worker.state.snapshot import Snapshot, digest
 from tests.support.exact_matrix import Row, hook_spec
 from tests.support.exact_models import FEATURES, MODELS, make_optimizers
-from tests.support.hook_cases import same
+from tests.support.hook_cases import bitwise_equal
 
 CPU = torch.device("cpu")
 BUCKETS = {"one": 25.0, "several": 0.004, "each": 1e-6}  # MiB
@@ -66,20 +66,26 @@ class Run:
         if row["precision"] == "fp16-scaler":
             self.scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=3)  # type: ignore[attr-defined]
         self.state = JobState(rank, device)
-        self.state.wrapped(self.ddp, self.hook)
+        self.state.set_model(self.ddp, self.hook)
         for number, optimizer in enumerate(self.optimizers):
             self.state.register(f"user:{number}", optimizer)
         if self.scaler is not None:
             self.state.register("scaler", self.scaler)
         if saved is not None:
-            reports = self.state.restore(saved.snapshot(), Passage())
+            reports = self.state.restore(saved.snapshot(), StateTransfer())
             assert all(report.status == "exact" for report in reports), reports
             self.step = saved.step
 
     def save(self) -> Saved:
         layout = self.hook.layout()
         captured = self.state.capture()
-        return Saved(self.step, copies(captured.shared), copies(captured.private), json.dumps(captured.state), layout)
+        return Saved(
+            self.step,
+            row_major_copies(captured.shared),
+            row_major_copies(captured.private),
+            json.dumps(captured.state),
+            layout,
+        )
 
     def train(self, until: int) -> None:
         while self.step < until:
@@ -151,7 +157,7 @@ def _ddp(row: Row) -> dict[str, Any]:
     }
 
 
-def copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def row_major_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Row-major, as a file holds them."""
     return {name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
 
@@ -161,7 +167,7 @@ def differences(a: Saved, b: Saved) -> list[str]:
     out = [] if a.layout == b.layout else ["layout"]
     for ours, theirs in ((a.shared, b.shared), (a.private, b.private)):
         out += sorted(set(ours) ^ set(theirs))
-        out += [name for name in ours if name in theirs and not same(ours[name], theirs[name])]
+        out += [name for name in ours if name in theirs and not bitwise_equal(ours[name], theirs[name])]
     ours, theirs = json.loads(a.state), json.loads(b.state)
     return out + [f"state of {key}" for key in sorted(set(ours) | set(theirs)) if ours.get(key) != theirs.get(key)]
 

@@ -8,16 +8,16 @@ from typing import cast
 
 from benchmarks.network_groups import _start
 from examples.demo.processes import Service
-from ratchet_contract import environment as names
-from ratchet_worker.starter import RankPlan
-from tests.support.interpreters import RANKS, SERVICES
+from ratchet_contract import env_vars as names
+from ratchet_worker.agent.rank_starter import RankPlan
+from tests.support.fork_server import RANKS, SERVICES
 
 
 class ForkedService(Service):
     """With its agents and ranks."""
 
     def _begin(self, command: list[str], log: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
-        RANKS.ready()  # a launcher is not to wait for it
+        RANKS.wait_ready()  # a launcher is not to wait for it
         return cast("subprocess.Popen[bytes]", SERVICES.start(command, log, env=env, agents=RANKS.address))
 
 

@@ -10,21 +10,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ratchet_contract.resume import Segment
-from ratchet_store.filesystem import examine
-from ratchet_store.lineage import find_base
-from ratchet_store.read import verify
-from ratchet_store.retain import sweep
-from tests.support.checkpoints import make_chain, make_checkpoint, names
-from tests.support.retention import retain
+from ratchet_contract.checkpoint.resume_report import Segment
+from ratchet_store.filesystem.mount_policy import check_directory
+from ratchet_store.read.checkpoint_reader import verify
+from ratchet_store.read.find_base import find_base
+from ratchet_store.retention.delete import sweep
+from tests.support.checkpoints import list_names, make_chain, make_checkpoint
+from tests.support.retention import run_retention
 from tests.support.server import wait_for
 
 SFTP = Path("/usr/lib/openssh/sftp-server")
-LINEAGE = [Segment(epoch=1, after_step=0)]
+LINEAGE = [Segment(attempt=1, after_step=0)]
 _WITH_US = ["setpriv", "--pdeathsig", "KILL"]
 
 
-def needs(kind: str) -> str | None:
+def missing_package(kind: str) -> str | None:
     """The package that is missing."""
     if kind == "sshfs" and not SFTP.exists():
         return "openssh-sftp-server"
@@ -42,7 +42,7 @@ def serve(kind: str, behind: Path, at: Path) -> list[subprocess.Popen[bytes]]:
         return [subprocess.Popen(command, stdin=ours, stdout=ours), server]
 
 
-def life(root: Path) -> dict[str, object]:
+def exercise_checkpoints(root: Path) -> dict[str, object]:
     """Checkpoints are made, one of them is damaged and set aside, retention deletes what is too many."""
     checkpoints, quarantine = root / "checkpoints", root / "quarantine"
     chain = make_chain(checkpoints, 10, 20, 30)
@@ -51,10 +51,10 @@ def life(root: Path) -> dict[str, object]:
     base, moved = find_base(checkpoints, quarantine, LINEAGE)
     assert base == chain[1] and [one.step for one in moved] == [30]
     make_checkpoint(checkpoints, 40, parent=base.base)
-    deleted = [step for step, _ in retain(checkpoints, keep_last=2, lineage=LINEAGE)]
-    assert sweep(checkpoints, dead_epochs={1}) == []
-    left = {name: verify(checkpoints / name).ok for name in names(checkpoints)}
-    return {"deleted": deleted, "left": left, "aside": names(quarantine)}
+    deleted = [step for step, _ in run_retention(checkpoints, keep_last=2, lineage=LINEAGE)]
+    assert sweep(checkpoints, dead_attempts={1}) == []
+    left = {name: verify(checkpoints / name).ok for name in list_names(checkpoints)}
+    return {"deleted": deleted, "left": left, "aside": list_names(quarantine)}
 
 
 def main() -> None:
@@ -66,8 +66,12 @@ def main() -> None:
     wait_for(lambda: at.is_mount() or serving[0].poll() is not None, f"{kind} to be mounted", 20)
     assert at.is_mount(), f"{kind} ended with {serving[0].returncode}"
     try:
-        verdict = examine(at)
-        print(json.dumps({"status": verdict.status, "type": verdict.mount.type, "says": str(verdict), **life(at)}))
+        verdict = check_directory(at)
+        print(
+            json.dumps(
+                {"status": verdict.status, "type": verdict.mount.type, "says": str(verdict), **exercise_checkpoints(at)}
+            )
+        )
     finally:
         subprocess.run(["umount", "-l", str(at)], check=True)
         for process in serving:

@@ -1,4 +1,4 @@
-"""What the hooks make of given gradients, as functions for the ranks of ``tests.support.groups``.
+"""What the hooks make of given gradients, as functions for the ranks of ``tests.support.gloo_ranks``.
 
 The module under DDP is one vector per parameter, and its loss a dot product: the gradients are the numbers of the case.
 """
@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as stock
 
-from ratchet_hooks.build import ManagedHook, UnsupportedModel, managed_ddp
-from ratchet_hooks.specs import HookSpec, QuantizationPerchannelSpec
-from tests.support.hook_cases import ONE_BUCKET, same
+from ratchet_hooks.manage.managed_ddp import ManagedHook, UnsupportedModel, managed_ddp
+from ratchet_hooks.specs.hook_specs import HookSpec, QuantizationPerchannelSpec
+from tests.support.hook_cases import ONE_BUCKET, bitwise_equal
 
 CPU = torch.device("cpu")
 Gradients = dict[str, torch.Tensor]
@@ -39,7 +39,7 @@ class Vectors(nn.Module):
         return total
 
 
-def averaged(
+def gradients_after_steps(
     spec: HookSpec, steps: list[Gradients], group: dist.ProcessGroup | None = None
 ) -> tuple[list[Gradients], ManagedHook]:
     """What DDP leaves in the gradients of this rank after each step."""
@@ -70,15 +70,15 @@ KINDS: dict[str, Callable[[int, int], torch.Tensor]] = {
 }
 
 
-def quantized(rank: int, spec: HookSpec, kind: str, n: int) -> dict[str, Any]:
+def quantize_one_step(rank: int, spec: HookSpec, kind: str, n: int) -> dict[str, Any]:
     """One step on ``n`` numbers: whether the average has the bits of torch's arithmetic, and by how much of a step it is off."""
     given = [KINDS[kind](r, n) for r in range(dist.get_world_size())]
-    (got,), hook = averaged(spec, [{"weight": given[rank]}])
+    (got,), hook = gradients_after_steps(spec, [{"weight": given[rank]}])
     average, exact = got["weight"], torch.stack(given).double().mean(0)
     steps = [_steps(spec, g) for g in given]
     allowed = torch.stack(steps).mean(0) / 2
     return {
-        "torch's bits": same(average, _stock_average(spec, given)),
+        "torch's bits": bitwise_equal(average, _torch_average(spec, given)),
         "off": float(((average.double() - exact).abs() / allowed).max()),
         "sent": hook.summary(rank=rank, step=1).bytes_after,
         "bits": average.numpy().tobytes(),
@@ -86,13 +86,13 @@ def quantized(rank: int, spec: HookSpec, kind: str, n: int) -> dict[str, Any]:
     }
 
 
-def alone(rank: int, spec: HookSpec, n: int) -> tuple[bool, float]:
+def quantize_on_one_rank(rank: int, spec: HookSpec, n: int) -> tuple[bool, float]:
     """The same in a group of one rank."""
     mine = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
     given = KINDS["normal"](rank, n)
-    (got,), _ = averaged(spec, [{"weight": given}], mine)
+    (got,), _ = gradients_after_steps(spec, [{"weight": given}], mine)
     off = (got["weight"] - given).abs().double() / (_steps(spec, given) / 2)
-    return same(got["weight"], _stock_average(spec, [given])), float(off.max())
+    return bitwise_equal(got["weight"], _torch_average(spec, [given])), float(off.max())
 
 
 def _steps(spec: HookSpec, flat: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ def _steps(spec: HookSpec, flat: torch.Tensor) -> torch.Tensor:
     return torch.cat(out)
 
 
-def _stock_average(spec: HookSpec, given: list[torch.Tensor]) -> torch.Tensor:
+def _torch_average(spec: HookSpec, given: list[torch.Tensor]) -> torch.Tensor:
     """What torch's own hook makes of the gradients of all ranks. Its two all-gathers are answered here: it reads them in a form
     that gloo does not give."""
     name = "perchannel" if isinstance(spec, QuantizationPerchannelSpec) else "pertensor"
@@ -140,7 +140,7 @@ def _run_stock(hook: Any, given: list[torch.Tensor], rank: int, gather: Any) -> 
     return result
 
 
-def spoiled(
+def average_spoiled_gradients(
     rank: int, spec: HookSpec, what: list[float]
 ) -> tuple[list[dict[str, list[bool]]], list[tuple[str, str, int]]]:
     """Three steps over two parameters of 64 elements; in the second, rank 1's gradient of ``b`` begins with ``what``. Which
@@ -151,33 +151,33 @@ def spoiled(
         if step == 1 and rank == 1:
             gradients["b"][: len(what)] = torch.tensor(what)
         steps.append(gradients)
-    out, hook = averaged(spec, steps)
+    out, hook = gradients_after_steps(spec, steps)
     finite = [{name: g.isfinite().tolist() for name, g in got.items()} for got in out]
     return finite, [(w.code, w.parameter, w.iteration) for w in hook.warnings()]
 
 
-def whole_numbers(rank: int, spec: HookSpec) -> tuple[bool, bool]:
+def check_bfloat16_sums(rank: int, spec: HookSpec) -> tuple[bool, bool]:
     """(whether sums that bfloat16 can hold are exact, whether all others are within what the roundings may lose)."""
     size = dist.get_world_size()
     exact = [torch.arange(-20, 20).float() * size * (r + 1) for r in range(size)]
     some = [random_vector(r, 8, 1000) * 1e30 for r in range(size)]
-    (got,), _ = averaged(spec, [{"a": exact[rank], "b": some[rank]}])
+    (got,), _ = gradients_after_steps(spec, [{"a": exact[rank], "b": some[rank]}])
     lost = torch.stack(some).double().abs().sum(0) * 2.0**-8
     off = (got["b"].double() - torch.stack(some).double().mean(0)).abs()
     return torch.equal(got["a"], torch.stack(exact).sum(0) / size), bool((off <= lost).all())
 
 
-def refused(rank: int, spec: HookSpec) -> str:
+def refusal_message(rank: int, spec: HookSpec) -> str:
     gradients = {"first": torch.ones(3), "second": torch.ones(3, dtype=torch.float64)}
     try:
-        averaged(spec, [gradients])
+        gradients_after_steps(spec, [gradients])
     except UnsupportedModel as exc:
         return str(exc)
     return "accepted"
 
 
-def untouched(rank: int, spec: HookSpec) -> tuple[bool, str]:
+def check_gradient_unchanged(rank: int, spec: HookSpec) -> tuple[bool, str]:
     """(whether this rank's gradient comes back as it is, whose replicas are equal)."""
     given = {"weight": random_vector(rank, 9, 50)}
-    (got,), hook = averaged(spec, [given])
-    return same(got["weight"], given["weight"]), hook.replicas
+    (got,), hook = gradients_after_steps(spec, [given])
+    return bitwise_equal(got["weight"], given["weight"]), hook.replicas

@@ -1,4 +1,4 @@
-"""Small training runs under managed hooks, to be run inside ranks of ``tests.support.groups``."""
+"""Small training runs under managed hooks, to be run inside ranks of ``tests.support.gloo_ranks``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ratchet_hooks.build import managed_ddp
-from ratchet_hooks.specs import (
+from ratchet_hooks.manage.managed_ddp import managed_ddp
+from ratchet_hooks.specs.hook_specs import (
     AllreduceSpec,
     Bf16CompressSpec,
     Fp16CompressSpec,
@@ -92,7 +92,7 @@ class Case:
     spec: HookSpec | None = None
 
     @property
-    def the_spec(self) -> HookSpec:
+    def hook_spec(self) -> HookSpec:
         return self.spec or SPECS[self.hook]
 
 
@@ -118,7 +118,7 @@ class Run:
         layout = checkpoint.layout if checkpoint and pin else None
         self.ddp, self.hook = managed_ddp(
             self.module,
-            case.the_spec,
+            case.hook_spec,
             ddp={"bucket_cap_mb": case.cap, **case.ddp},
             device=torch.device("cpu"),
             recorded_layout=layout,
@@ -174,20 +174,20 @@ class Run:
 
 def differences(a: Checkpoint, b: Checkpoint) -> list[str]:
     """Names of everything that is not bit for bit equal in two checkpoints of one rank."""
-    out = [f"model.{k}" for k in a.model if not same(a.model[k], b.model[k])]
+    out = [f"model.{k}" for k in a.model if not bitwise_equal(a.model[k], b.model[k])]
     for key, state in a.optimizer["state"].items():
-        out += [f"optimizer.{key}.{n}" for n, v in state.items() if not same(v, b.optimizer["state"][key][n])]
+        out += [f"optimizer.{key}.{n}" for n, v in state.items() if not bitwise_equal(v, b.optimizer["state"][key][n])]
     out += [] if torch.equal(a.rng, b.rng) else ["rng"]
     tensors, data = a.hook
     others, other = b.hook
     out += [f"hook.{k}" for k in sorted(set(tensors) ^ set(others))]
-    out += [f"hook.{k}" for k in tensors if k in others and not same(tensors[k], others[k])]
+    out += [f"hook.{k}" for k in tensors if k in others and not bitwise_equal(tensors[k], others[k])]
     out += [] if data == other else ["hook.json"]
     out += [] if a.layout == b.layout else ["layout"]
     return out
 
 
-def same(a: object, b: object) -> bool:
+def bitwise_equal(a: object, b: object) -> bool:
     """Equal, tensors bit for bit (a NaN equals itself)."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
@@ -195,7 +195,7 @@ def same(a: object, b: object) -> bool:
     return a == b
 
 
-def exact_resumes(rank: int, case: Case, total: int, kills: list[int]) -> dict[int, list[str]]:
+def resume_differences(rank: int, case: Case, total: int, kills: list[int]) -> dict[int, list[str]]:
     """For every step of ``kills``: what differs at ``total`` between an undisturbed run and one resumed there.
 
     The undisturbed run takes no checkpoint on its way; the one that gives the checkpoints goes on and is compared too.
@@ -216,7 +216,7 @@ def exact_resumes(rank: int, case: Case, total: int, kills: list[int]) -> dict[i
     return {step: names for step, names in out.items() if names}
 
 
-def buckets(rank: int, case: Case) -> int:
+def bucket_count(rank: int, case: Case) -> int:
     """Number of buckets that the case has once it is rebuilt."""
     run = Run(rank, case)
     run.train(1)

@@ -1,4 +1,4 @@
-"""What goes wrong or must be refused, as functions for the ranks of ``tests.support.groups``."""
+"""What goes wrong or must be refused, as functions for the ranks of ``tests.support.gloo_ranks``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import ratchet_hooks
-from ratchet_hooks.build import HookStateError, UnsupportedModel, managed_ddp
 from ratchet_hooks.errors import advice_on
-from ratchet_hooks.specs import AllreduceSpec, BatchedPowerSGDSpec, Fp16CompressSpec, HookSpec, PowerSGDSpec
-from ratchet_worker.endings import cause_of
+from ratchet_hooks.manage.managed_ddp import HookStateError, UnsupportedModel, managed_ddp
+from ratchet_hooks.specs.hook_specs import AllreduceSpec, BatchedPowerSGDSpec, Fp16CompressSpec, HookSpec, PowerSGDSpec
+from ratchet_worker.host.exit import cause_of
 from tests.support.hook_cases import MANY_BUCKETS, ONE_BUCKET, SPECS, Case, Net, Run
-from tests.support.hook_laws import CPU
+from tests.support.hook_properties import CPU
 
 
 def overflow_warnings(rank: int) -> list[tuple[str, str, int]]:
@@ -67,7 +67,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], HookSpec, dict[str, object], 
         lambda: nn.Linear(2, 2),
         AllreduceSpec(),
         {"mixed_precision": 1},
-        "DDP option mixed_precision is not managed",
+        "DDP option mixed_precision is not supported",
     ),
     "sync batch norm": (
         lambda: nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
@@ -86,7 +86,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], HookSpec, dict[str, object], 
 }
 
 
-def refused(rank: int, name: str) -> str:
+def construction_refusal(rank: int, name: str) -> str:
     make, spec, ddp, _ = REFUSALS[name]
     try:
         managed_ddp(make(), spec, ddp=ddp, device=CPU)
@@ -108,7 +108,7 @@ def refused_after_construction(rank: int) -> list[str]:
     return said
 
 
-def sparse_by_function(rank: int) -> str:
+def sparse_gradient_error(rank: int) -> str:
     """A gradient that turns out to be sparse: the advice on torch's error."""
     module = nn.Linear(4, 10)
     ddp, _ = managed_ddp(_Looked(module), AllreduceSpec(), device=CPU)
@@ -128,7 +128,7 @@ class _Looked(nn.Module):
         return nn.functional.embedding(x, self.table.weight, sparse=True) + self.table.bias.sum()
 
 
-def static_graph_under_no_sync(rank: int) -> str:
+def static_graph_no_sync_error(rank: int) -> str:
     ddp, _ = managed_ddp(nn.Linear(2, 2), AllreduceSpec(), ddp={"static_graph": True}, device=CPU)
     with torch.no_grad(), ddp.no_sync():
         ddp(torch.ones(1, 2))  # an evaluation is allowed
@@ -140,7 +140,7 @@ def static_graph_under_no_sync(rank: int) -> str:
     return "accepted"
 
 
-def under_apex(rank: int, spec: HookSpec, late: bool) -> tuple[str, str]:
+def refusal_under_apex(rank: int, spec: HookSpec, late: bool) -> tuple[str, str]:
     """A stand-in for Apex, which is not installed here: the module in which ``apex.amp.initialize`` leaves its options."""
     options = SimpleNamespace(enabled=not late)
     stand_in = SimpleNamespace(_amp_state=SimpleNamespace(opt_properties=options))
@@ -155,7 +155,7 @@ def under_apex(rank: int, spec: HookSpec, late: bool) -> tuple[str, str]:
     return "", "accepted"
 
 
-def detached_view(rank: int) -> tuple[str, str]:
+def detached_view_error(rank: int) -> tuple[str, str]:
     """What old training loops do in place of ``zero_grad``, under ``gradient_as_bucket_view``: the cause and the words in which
     the worker tells it."""
     ddp, _ = managed_ddp(nn.Linear(2, 2), AllreduceSpec(), ddp={"gradient_as_bucket_view": True}, device=CPU)
@@ -172,7 +172,7 @@ def detached_view(rank: int) -> tuple[str, str]:
     return "", "accepted"
 
 
-def mismatches(rank: int) -> dict[str, tuple[str, str]]:
+def restore_mismatches(rank: int) -> dict[str, tuple[str, str]]:
     """(key, message) of every way to restore into the wrong place."""
     case = Case(hook="powerSGD", cap=MANY_BUCKETS)
     run = Run(rank, case)
@@ -192,7 +192,7 @@ def mismatches(rank: int) -> dict[str, tuple[str, str]]:
     ) -> Any:
         ddp = {"bucket_cap_mb": cap}
         recorded = layout if pin else None
-        return managed_ddp(module or Net(), spec or case.the_spec, ddp=ddp, device=CPU, recorded_layout=recorded)[1]
+        return managed_ddp(module or Net(), spec or case.hook_spec, ddp=ddp, device=CPU, recorded_layout=recorded)[1]
 
     wide = Net()
     wide.extra = nn.Linear(3, 3)
@@ -214,7 +214,7 @@ def mismatches(rank: int) -> dict[str, tuple[str, str]]:
     }
 
 
-def save_to_disk(rank: int, directory: str, steps: int) -> None:
+def run_docstring_script(rank: int, directory: str, steps: int) -> None:
     """The script of the package's docstring, up to ``steps``; goes on from what the directory holds."""
     text = ratchet_hooks.__doc__ or ""
     source = "\n".join(line[4:] for line in text[text.index("    from pathlib") :].splitlines())
@@ -223,11 +223,11 @@ def save_to_disk(rank: int, directory: str, steps: int) -> None:
     scope["train"](Path(directory), steps)
 
 
-def environment(rank: int) -> tuple[int, int, int]:
+def rank_environment(rank: int) -> tuple[int, int, int]:
     return rank, dist.get_world_size(), os.getppid()
 
 
-def die_or_wait(rank: int, how: str) -> None:
+def fail_or_wait(rank: int, how: str) -> None:
     """Rank 1 ends badly; rank 0 waits for it in a collective."""
     if rank == 1 and how == "raise":
         raise ValueError("said by rank one")

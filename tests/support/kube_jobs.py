@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ratchet_contract.messages import ForkSource, LaunchFile
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Desired
-from ratchet_contract.spec import JobSpec, Resolved
-from ratchet_contract.spec_parse import parse_spec
-from ratchet_service.launch_files import launch_file
+from ratchet_contract.protocol.messages import ForkSource, LaunchFile
+from ratchet_contract.spec.job import JobSpec, Resolved
+from ratchet_contract.spec.parse import parse_spec
 from ratchet_service.launchers.kubernetes.launcher import KubernetesLauncher
-from ratchet_service.launchers.kubernetes.settings import Site, parse
+from ratchet_service.launchers.kubernetes.settings import Site, parse_settings
+from ratchet_service.launchers.launch_file import build_launch_file
 
 HOME = HomePaths(Path("/var/lib/ratchet"))
 JOB_ID = "job-0123456789ab"
@@ -83,7 +83,7 @@ WHOLE: dict[str, Any] = {
 
 
 def site(**settings: Any) -> Site:
-    return parse(HOME, SETTINGS | settings)
+    return parse_settings(HOME, SETTINGS | settings)
 
 
 def launcher(environ: dict[str, str] | None = None, **settings: Any) -> KubernetesLauncher:
@@ -105,6 +105,6 @@ def launch_of(spec: JobSpec, *, fork: bool = False, save_seconds: float | None =
         code_digest="c0de" * 16 if spec.code is not None else None,
         start_digest="5a17" * 16 if spec.start_from is not None else None,
     )
-    made = launch_file(HOME, JOB_ID, 3, spec, resolved, (), token="not-shown", desired=Desired.RUN)
-    source = ForkSource(job_root=str(HOME.job("job-ba9876543210").root), step=40, epoch=2, digest="d1")
+    made = build_launch_file(HOME, JOB_ID, 3, spec, resolved, (), token="not-shown", desired=Desired.RUN)
+    source = ForkSource(job_root=str(HOME.job("job-ba9876543210").root), step=40, attempt=2, digest="d1")
     return made.model_copy(update={"save_seconds": save_seconds, "fork": source if fork else None})

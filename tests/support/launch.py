@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from ratchet_contract.messages import AttemptResult, Control, LaunchFile, RankMessage, Resumed
+from ratchet_contract.checkpoint.resume_report import Base, ResumeReport, Segment
 from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths
 from ratchet_contract.phases import Cause
-from ratchet_contract.resume import Base, ResumeReport, Segment
-from ratchet_contract.spec import Resolved
-from ratchet_contract.spec_parse import parse_spec
-from ratchet_worker.control import write_control
-from ratchet_worker.counter import CounterReader, Reading
-from tests.support.interpreters import RANKS, Interpreter, Program
-from tests.support.server import processes_below, rank_pid, wait_for, wait_saved
+from ratchet_contract.protocol.messages import AttemptResult, Control, LaunchFile, RankMessage, Resumed
+from ratchet_contract.spec.job import Resolved
+from ratchet_contract.spec.parse import parse_spec
+from ratchet_worker.ipc.control_file import write_control
+from ratchet_worker.ipc.progress_counter import CounterReader, Reading
+from tests.support.fork_server import RANKS, Interpreter, Program
+from tests.support.server import processes_below, rank_pid, wait_for, wait_for_checkpoint
 
 RESOLVED = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable)
 _MESSAGE: TypeAdapter[RankMessage] = TypeAdapter(RankMessage)
@@ -92,12 +92,12 @@ class Job:
         wanted: int | None = None
         for attempt in reversed(self.attempts):
             base = attempt.base()
-            if base is None or (wanted is not None and attempt.epoch != wanted):
+            if base is None or (wanted is not None and attempt.attempt != wanted):
                 continue
-            out.append(Segment(epoch=attempt.epoch, after_step=base.step, until_step=until))
-            if base.epoch is None:
+            out.append(Segment(attempt=attempt.attempt, after_step=base.step, until_step=until))
+            if base.attempt is None:
                 break
-            wanted, until = base.epoch, base.step
+            wanted, until = base.attempt, base.step
         return out
 
     def checkpoints(self) -> list[str]:
@@ -115,22 +115,22 @@ class Job:
 class Attempt:
     """One running (or ended) attempt."""
 
-    def __init__(self, job: Job, epoch: int, launch: dict[str, Any]) -> None:
-        self.job, self.epoch = job, epoch
-        self.paths: AttemptPaths = job.paths.attempt(epoch)
+    def __init__(self, job: Job, attempt: int, launch: dict[str, Any]) -> None:
+        self.job, self.attempt = job, attempt
+        self.paths: AttemptPaths = job.paths.attempt(attempt)
         spec = parse_spec(job.spec)
         self.world_size = spec.world.size
         lineage = job.lineage()
         self.launch = LaunchFile(
             job_id=job.job_id,
-            epoch=epoch,
+            attempt=attempt,
             world_size=self.world_size,
             ranks=list(range(self.world_size)),
             spec=spec,
             job_root=str(job.paths.root),
             attempt_dir=str(self.paths.root),
             code_dir=None if job.code is None else str(job.code),
-            workdir=str(job.paths.work),
+            workdir=str(job.paths.work_dir),
             report_token="none",
             service_file=str(job.home.service_file),
             **{"lineage": lineage, "resolved": RESOLVED, "save_seconds": 0.0, **launch},
@@ -143,7 +143,7 @@ class Attempt:
 
     def wait(self, deadline: float = 60) -> AttemptResult:
         """Its result, after the agent has exited."""
-        wait_for(lambda: self.agent.poll() is not None, f"attempt {self.epoch} to end\n{self.logs()}", deadline)
+        wait_for(lambda: self.agent.poll() is not None, f"attempt {self.attempt} to end\n{self.logs()}", deadline)
         return AttemptResult.model_validate_json(self.paths.result_file.read_bytes())
 
     def reading(self, rank: int = 0) -> Reading | None:
@@ -157,7 +157,7 @@ class Attempt:
 
         wait_for(reached, f"rank {rank} to finish step {step}", 60, 0.02)
         if isinstance(self.launch.spec.checkpoint.every_steps, int):
-            wait_saved(self.paths, step)  # what was due by then is written beside the training
+            wait_for_checkpoint(self.paths, step)  # what was due by then is written beside the training
 
     def wait_log(self, text: str, rank: int = 0) -> None:
         path = self.paths.log(rank)

@@ -12,8 +12,8 @@ import torch
 
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
-from ratchet_store.compare import compare
-from tests.support.interpreters import LIBRARIES, Program
+from ratchet_store.read.compare import compare
+from tests.support.fork_server import LIBRARIES, Program
 from tests.support.launch import Attempt, Job
 
 CODE = Path(__file__).with_name("lightning_job")
@@ -37,19 +37,19 @@ class LightningJob(Job):
         attempt.wait(120)
         return attempt
 
-    def saved(self) -> dict[int, Path]:
+    def checkpoints_by_step(self) -> dict[int, Path]:
         """Committed checkpoints, by step."""
         files = self.paths.checkpoints.glob("*/MANIFEST.json")
         return {json.loads(manifest.read_bytes())["step"]: manifest.parent for manifest in files}
 
-    def logged(self) -> dict[str, str]:
+    def logged_values(self) -> dict[str, str]:
         """The last value of each name and step."""
-        log = self.paths.work / "log.jsonl"  # of a short run there is none
+        log = self.paths.work_dir / "log.jsonl"  # of a short run there is none
         lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         return {f"{name} {step}": value for step, values in lines for name, value in values.items()}
 
-    def end(self) -> Any:
-        return json.loads((self.paths.work / "end.json").read_text())
+    def final_facts(self) -> Any:
+        return json.loads((self.paths.work_dir / "end.json").read_text())
 
 
 def checkpoint_files(root: Path, *, unlike: tuple[str, ...] = ("Timer",)) -> dict[str, str]:
@@ -89,7 +89,7 @@ def _of_step(step: int, whole: Path, cut: Path, unlike: tuple[str, ...]) -> list
     return [f"step {step}, {text}" for text in out if not any(name in text for name in ("Timer", *unlike))]
 
 
-def difference(
+def resume_differences(
     home: Path, case: dict[str, Any], kills: list[Kill], *, unlike: tuple[str, ...] = (), **spec: Any
 ) -> list[str]:
     """What is other where the job is killed at ``kills``: [] where nothing is. ``unlike``: beginnings of the names of logged
@@ -107,18 +107,22 @@ def difference(
         early = sum(kill[2] is None and "SIGTERM" not in kill for kill in kills)  # before anything was saved
         said = [attempt.report().sentence() for attempt in cut.attempts[1 + early :]]
         out = [sentence for sentence in said if sentence != "exact"]
-        saved = whole.saved(), cut.saved()
+        saved = whole.checkpoints_by_step(), cut.checkpoints_by_step()
         for step in sorted(saved[0].keys() & saved[1].keys()):
             out += _of_step(step, saved[0][step], saved[1][step], unlike)
-        out += [f"{k}: {v} {cut.end().get(k)}" for k, v in whole.end().items() if cut.end().get(k) != v]
-        ours, theirs = whole.logged(), cut.logged()
+        out += [
+            f"{k}: {v} {cut.final_facts().get(k)}"
+            for k, v in whole.final_facts().items()
+            if cut.final_facts().get(k) != v
+        ]
+        ours, theirs = whole.logged_values(), cut.logged_values()
         names = [k for k in ours.keys() | theirs.keys() if not k.startswith(unlike) or not unlike]
         out += _unequal("logged", *({k: one[k] for k in names if k in one} for one in (ours, theirs)))
-        out += _unequal("file", *(checkpoint_files(job.paths.work) for job in (whole, cut)))
+        out += _unequal("file", *(checkpoint_files(job.paths.work_dir) for job in (whole, cut)))
         return out + _unequal(
             "rows",
             *(
-                {str(f.relative_to(job.paths.work)): f.read_text() for f in job.paths.work.rglob("*.csv")}
+                {str(f.relative_to(job.paths.work_dir)): f.read_text() for f in job.paths.work_dir.rglob("*.csv")}
                 for job in (whole, cut)
             ),
         )

@@ -1,4 +1,4 @@
-"""Trainings by Lightning, to be run inside ranks of ``tests.support.groups``."""
+"""Trainings by Lightning, to be run inside ranks of ``tests.support.gloo_ranks``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as lo
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.utils.data import DataLoader, TensorDataset
 
-from ratchet_hooks.files import pack_state, unpack_state
 from ratchet_hooks.integrations.lightning import RatchetDDPStrategy
+from ratchet_hooks.state.files import pack_state, unpack_state
 
 BATCHES = 6  # per epoch and rank
 
@@ -139,7 +139,7 @@ def fit(
     return trainer, module
 
 
-def difference(rank: int, directory: str, kind: str, step: int, options: dict[str, Any]) -> float:
+def resume_difference(rank: int, directory: str, kind: str, step: int, options: dict[str, Any]) -> float:
     """Largest difference of a weight or buffer between a training and one resumed from its checkpoint of ``step``; the resumed
     one begins with other generators and initial weights."""
     trainer, whole = fit(rank, f"{directory}/whole", kind, **options)
@@ -151,7 +151,7 @@ def difference(rank: int, directory: str, kind: str, step: int, options: dict[st
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 
-def entry(rank: int, directory: str) -> dict[str, Any]:
+def hook_entry(rank: int, directory: str) -> dict[str, Any]:
     """What a checkpoint holds besides Lightning's own, read with ``weights_only=True``."""
     fit(rank, directory, "ratchet", epochs=1)
     dist.barrier()
@@ -183,7 +183,7 @@ def hooks_on_cpu(rank: int, directory: str, kind: str) -> tuple[list[str], str]:
     return look.hooks, "\n".join(said)
 
 
-def refusal(rank: int, directory: str, what: str) -> str:
+def refusal_message(rank: int, directory: str, what: str) -> str:
     """The message of the error, or of the warning, that ``what`` is answered with."""
     try:
         if what == "manual optimization":
@@ -206,7 +206,7 @@ def refusal(rank: int, directory: str, what: str) -> str:
     return "nothing was refused"
 
 
-def stopped_in_a_session(rank: int, directory: str, recorded_by: str, batches: int = 22) -> bool | str:
+def resume_stopped_trainer(rank: int, directory: str, recorded_by: str, batches: int = 22) -> bool | str:
     """Does a Trainer of job ``mine``, with ``batches`` in an epoch, stop that begins with what one of ``recorded_by``, with 22,
     saved when a callback had stopped it? Or the message of the error."""
     from ratchet_worker.integrations.lightning import _Progress

@@ -15,26 +15,26 @@ from torch.distributed.algorithms.model_averaging import averagers, hierarchical
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 
-from ratchet_hooks.averagers import average_in_place
-from ratchet_hooks.build import managed_ddp
-from ratchet_hooks.carry import carry
-from ratchet_hooks.changes import change_of
-from ratchet_hooks.groups import timeout_of
-from ratchet_hooks.specs import PostLocalSGDSpec
-from tests.support.hook_cases import MANY_BUCKETS, Case, Run, same
-from tests.support.hook_laws import weights
+from ratchet_hooks.ddp.parameter_averaging import average_in_place
+from ratchet_hooks.ddp.process_groups import timeout_of
+from ratchet_hooks.manage.convert_state import convert_state
+from ratchet_hooks.manage.managed_ddp import managed_ddp
+from ratchet_hooks.specs.compatibility import hook_change
+from ratchet_hooks.specs.hook_specs import PostLocalSGDSpec
+from tests.support.hook_cases import MANY_BUCKETS, Case, Run, bitwise_equal
+from tests.support.hook_properties import weights
 
 START = 3
 
 
-def local(**parameters: Any) -> PostLocalSGDSpec:
+def local_sgd_spec(**parameters: Any) -> PostLocalSGDSpec:
     return PostLocalSGDSpec(start_localSGD_iter=START, **{"subgroup_size": 2, **parameters})
 
 
 SPECS = {
-    "periodic": local(model_averaging_period=2),
-    "alone": local(model_averaging_period=3, post_local_gradient_allreduce=False),
-    "levels": local(period_group_size_dict={2: 2, 4: 4}, post_local_gradient_allreduce=False),
+    "periodic": local_sgd_spec(model_averaging_period=2),
+    "alone": local_sgd_spec(model_averaging_period=3, post_local_gradient_allreduce=False),
+    "levels": local_sgd_spec(period_group_size_dict={2: 2, 4: 4}, post_local_gradient_allreduce=False),
     "at once": PostLocalSGDSpec(start_localSGD_iter=0, subgroup_size=2),
 }
 TOTAL = 10
@@ -52,7 +52,7 @@ class HandWritten(Run):
         self.rank, self.case, self.step = rank, case, 0
         self.module = self.make_module()
         self.ddp = DistributedDataParallel(self.module, bucket_cap_mb=case.cap, **case.ddp)  # type: ignore[assignment,arg-type]
-        spec: Any = case.the_spec
+        spec: Any = case.hook_spec
         state = PostLocalSGDState(None, subgroup, spec.start_localSGD_iter, spec.post_local_gradient_allreduce)  # type: ignore[no-untyped-call]
         self.ddp.register_comm_hook(state, post_localSGD_hook)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.05, momentum=0.9)
@@ -74,7 +74,7 @@ def torch_averager(spec: PostLocalSGDSpec) -> Any:
     return averagers.PeriodicModelAverager(spec.period, warmup_steps=spec.start_localSGD_iter)  # type: ignore[no-untyped-call]
 
 
-def equals_hand_written(rank: int, name: str) -> dict[int, list[str]]:
+def differences_from_torch_parts(rank: int, name: str) -> dict[int, list[str]]:
     """By step: weights and buffers that differ from torch's own parts; at every step, since averaging hides what was before."""
     case = case_of(name)
     subgroup, _ = dist.new_subgroups(group_size=2)
@@ -86,7 +86,7 @@ def equals_hand_written(rank: int, name: str) -> dict[int, list[str]]:
             torch.manual_seed(100 * step + rank)
             run.train(step)
         mine, other = ours.module.state_dict(), theirs.module.state_dict()
-        out[step] = [key for key in mine if not same(mine[key], other[key])]
+        out[step] = [key for key in mine if not bitwise_equal(mine[key], other[key])]
     return {step: names for step, names in out.items() if names}
 
 
@@ -116,7 +116,7 @@ def watch_steps(rank: int, name: str, steps: int = TOTAL, passes: int = 1) -> li
     return out
 
 
-def in_pairs(rank: int) -> list[str]:
+def differences_in_pairs(rank: int) -> list[str]:
     """Differences between a group of two made of every two ranks, and torch's parts on that group."""
     pair, _ = dist.new_subgroups(group_size=2)
     spec = PostLocalSGDSpec(start_localSGD_iter=1, subgroup_size=1, model_averaging_period=2)
@@ -141,10 +141,10 @@ def in_pairs(rank: int) -> list[str]:
             average()
         modules.append(module)
     mine, theirs = (module.state_dict() for module in modules)
-    return [name for name in mine if not same(mine[name], theirs[name])]
+    return [name for name in mine if not bitwise_equal(mine[name], theirs[name])]
 
 
-def skipped_by_a_scaler(rank: int) -> tuple[int, int | None, bool]:
+def train_with_skipped_step(rank: int) -> tuple[int, int | None, bool]:
     """(optimizer steps done, averager step, equal to rank 0 at the end) where rank 1's gradients overflow once."""
     torch.manual_seed(0)
     module = nn.Linear(4, 3)
@@ -166,7 +166,7 @@ def skipped_by_a_scaler(rank: int) -> tuple[int, int | None, bool]:
     return done, hook.summary(rank=rank, step=6).averager_step, torch.equal(first, module.weight)
 
 
-def memory_is_kept(rank: int) -> dict[str, bool]:
+def check_memory_kept(rank: int) -> dict[str, bool]:
     """What averaging must not touch: where a parameter lies, and in which order; and what evaluating on the mean leaves."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(2))
@@ -192,12 +192,13 @@ def memory_is_kept(rank: int) -> dict[str, bool]:
     return {
         "in place": own == (conv.weight.data_ptr(), conv.weight.stride(), id(conv.weight)),
         "replicas differ": not torch.equal(apart[0], apart[1]),
-        "mean inside": torch.allclose(inside, torch.stack(apart).mean(0), atol=1e-6) and not same(inside, kept),
-        "own afterwards": same(conv.weight.detach(), kept),
+        "mean inside": torch.allclose(inside, torch.stack(apart).mean(0), atol=1e-6)
+        and not bitwise_equal(inside, kept),
+        "own afterwards": bitwise_equal(conv.weight.detach(), kept),
     }
 
 
-def mean_of_three(rank: int) -> bool:
+def mean_over_three_equals_torch(rank: int) -> bool:
     """Are the bits torch's where the number of ranks is no power of two, and dividing before or after the sum is not the same?"""
     three = dist.new_group([0, 1, 2])
     if rank == 3:
@@ -208,10 +209,10 @@ def mean_of_three(rank: int) -> bool:
     theirs = copy.deepcopy(ours)
     average_in_place(list(ours.parameters()), three)
     average_parameters(iter(list(theirs.parameters())), three)
-    return all(same(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    return all(bitwise_equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
-def refusals(rank: int) -> list[str]:
+def refusal_messages(rank: int) -> list[str]:
     """What is said to specs that do not fit four ranks, and to a state recorded under other parameters."""
     said = []
     for spec in (PostLocalSGDSpec(subgroup_size=3), PostLocalSGDSpec(period_group_size_dict={2: 2, 4: 8})):
@@ -222,7 +223,7 @@ def refusals(rank: int) -> list[str]:
     _, hook = managed_ddp(nn.Linear(2, 2), SPECS["periodic"])
     captured = hook.capture()
     asked = [(captured, SPECS[name], 4) for name in ("alone", "levels", "at once")]
-    by_node = local(subgroup_size=None)
+    by_node = local_sgd_spec(subgroup_size=None)
     asked.append((managed_ddp(nn.Linear(2, 2), by_node, node_ranks=2)[1].capture(), by_node, 4))
     for before, spec, node_ranks in asked:
         try:
@@ -232,30 +233,30 @@ def refusals(rank: int) -> list[str]:
     return said
 
 
-def timeouts(rank: int) -> list[timedelta]:
+def group_timeouts(rank: int) -> list[timedelta]:
     """Of the main group, of a subgroup, and of an averager's smaller level."""
     main = dist.group.WORLD
     assert main is not None
-    _, hook = managed_ddp(nn.Linear(2, 2), local(period_group_size_dict={2: 2, 4: 4}))
+    _, hook = managed_ddp(nn.Linear(2, 2), local_sgd_spec(period_group_size_dict={2: 2, 4: 4}))
     algorithm: Any = hook._algorithm
     groups = [main, algorithm.state.subgroup, algorithm.averager._groups[2]]
     assert groups[1] is groups[2]  # one group per size
     return [timeout_of(group, torch.device("cpu")) for group in groups]
 
 
-def carried(rank: int, starts: list[int]) -> list[tuple[str, int | None, bool]]:
+def resume_with_changed_start(rank: int, starts: list[int]) -> list[tuple[str, int | None, bool]]:
     """(phase, next averaging, were replicas to become their mean) of a hook that goes on with another start after step 6."""
     run, out, old = Run(rank, case_of("periodic")), [], SPECS["periodic"]
     run.train(6)
     tensors, data = run.hook.capture()
     for start in starts:
         new = replace(old, start_localSGD_iter=start)
-        change = change_of(old.name, old.values(), new)
+        change = hook_change(old.name, old.values(), new)
         assert change is not None
         ddp, hook = managed_ddp(
             run.make_module(), new, ddp={"bucket_cap_mb": MANY_BUCKETS}, recorded_layout=run.hook.layout()
         )
-        hook.restore(*carry(tensors, data, change, old, new, ddp.trained()))
+        hook.restore(*convert_state(tensors, data, change, old, new, ddp.trained_parameters()))
         said = hook.summary(rank=rank, step=6)
         out.append((said.phase, said.next_averaging, change.averages))
     return out

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from ratchet_hooks.build import managed_ddp
-from ratchet_hooks.specs import HookSpec
+from ratchet_hooks.manage.managed_ddp import managed_ddp
+from ratchet_hooks.specs.hook_specs import HookSpec
 
 
 def train_copies(rank: int, spec: HookSpec) -> list[str]:

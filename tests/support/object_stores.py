@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ratchet_store.objects import BRIEF, ObjectStore, Patience, open_store
+from ratchet_store.object_store.client import BRIEF, ObjectStore, Patience, open_store
 from tests.support.server import wait_for
 
 BUCKET = "bucket"
@@ -182,7 +182,7 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 
 
 @pytest.fixture(params=["memory", "disk", "s3"])
-def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], ObjectStore]:
+def make_object_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], ObjectStore]:
     """Makes the store below a prefix; all that one test makes are of the same place."""
     from obstore.store import LocalStore, MemoryStore
 
@@ -200,4 +200,4 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], O
     return make
 
 
-__all__ = ["BRIEF", "BUCKET", "PATIENT", "S3Server", "free_port", "objects", "s3", "s3_server"]
+__all__ = ["BRIEF", "BUCKET", "PATIENT", "S3Server", "free_port", "make_object_store", "s3", "s3_server"]

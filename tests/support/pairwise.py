@@ -52,7 +52,7 @@ def pairwise(factors: Factors, clash: Clash) -> list[Row]:
     return rows
 
 
-def single(rows: Sequence[Row]) -> list[Row]:
+def cover_single_levels(rows: Sequence[Row]) -> list[Row]:
     """A few of ``rows``, in their order, in which every level still occurs: greedily those with most levels that are new."""
     missing = {item for row in rows for item in row.items()}
     taken: list[int] = []

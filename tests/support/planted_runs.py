@@ -27,10 +27,10 @@ from typing_extensions import override
 
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
-from ratchet_store.compare import Comparison, compare
-from ratchet_store.read import CheckpointReader
+from ratchet_store.read.checkpoint_reader import CheckpointReader
+from ratchet_store.read.compare import Comparison, compare
 from tests.support.cli import Cli
-from tests.support.interpreters import LIBRARIES, Program
+from tests.support.fork_server import LIBRARIES, Program
 from tests.support.launch import Attempt, Job
 from tests.support.server import Server
 
@@ -65,7 +65,7 @@ def catalogue() -> list[str]:
     return [f"{file.stem}:{name}" for file in files for name in _classes(file)]
 
 
-def clean() -> list[str]:
+def public_model_cases() -> list[str]:
     """Public models, in which nothing is planted."""
     return [f"clean:{name}" for name in _classes(CODE / "clean.py")]
 
@@ -134,7 +134,7 @@ class Outcome:
 KINDS: Final = ("exact", "named", "refused", "proved other", "silent", "false alarm", "broken")
 
 
-def outcomes(home: Path, case: str, ways: Sequence[str] = (*WAYS,), how: How = How()) -> dict[str, Outcome]:
+def run_case(home: Path, case: str, ways: Sequence[str] = (*WAYS,), how: How = How()) -> dict[str, Outcome]:
     """By way. One undisturbed run serves all of them."""
     whole = _Run(home, case, "none", how)
     try:
@@ -170,11 +170,11 @@ def _interrupted(home: Path, case: str, way: str, whole: Job, how: How) -> Outco
         job.close()
 
 
-def proved(server: Server, home: Path, case: str, how: How = How()) -> Outcome:
+def prove_case(server: Server, home: Path, case: str, how: How = How()) -> Outcome:
     """What ``ratchet prove`` says of the case: ``differs`` is ``proved other``, ``not-repeatable`` is ``broken``."""
     file = home / "spec.json"
     file.write_text(json.dumps(_spec(case, "none", how) | {"resources": {"cpus_per_rank": 1}}))
-    done = Cli(server.home, home).ended("prove", str(file), "--json", deadline=600)
+    done = Cli(server.home, home).run_without_check("prove", str(file), "--json", deadline=600)
     if not done.text:
         return Outcome("refused" if "user-error" in done.errors else "broken", done.errors)
     proof = done.data
@@ -239,9 +239,9 @@ def main() -> int:
     def one(case: str) -> None:
         home = Path(tempfile.mkdtemp(prefix="planted-"))
         try:
-            found[case] = outcomes(home, case, ways, how) if ways else {}
+            found[case] = run_case(home, case, ways, how) if ways else {}
             if server is not None:
-                found[case]["prove"] = proved(server, home, case, how)
+                found[case]["prove"] = prove_case(server, home, case, how)
         finally:
             shutil.rmtree(home, ignore_errors=True)
         for way, outcome in found[case].items():

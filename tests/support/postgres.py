@@ -38,7 +38,7 @@ def postgres_server(*, durable: bool = False) -> Iterator[str]:
     if given:
         yield given
         return
-    with own_server(_OPTIONS if durable else _OPTIONS + _QUICK) as server:
+    with dedicated_postgres_server(_OPTIONS if durable else _OPTIONS + _QUICK) as server:
         yield server.url
 
 
@@ -58,7 +58,7 @@ class PostgresServer:
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def end(self, how: signal.Signals = signal.SIGQUIT) -> None:
+    def shut_down(self, how: signal.Signals = signal.SIGQUIT) -> None:
         """At once, as a crash would (SIGINT: it closes all connections and writes down what it has); what was acknowledged is
         found again at the next start."""
         self._process.send_signal(how)
@@ -66,7 +66,7 @@ class PostgresServer:
 
 
 @contextmanager
-def own_server(options: tuple[str, ...] = (*_OPTIONS, "fsync=off")) -> Iterator[PostgresServer]:
+def dedicated_postgres_server(options: tuple[str, ...] = (*_OPTIONS, "fsync=off")) -> Iterator[PostgresServer]:
     """Stopped and removed at the end. It keeps what it acknowledges while the machine lives. Raises ``RuntimeError``."""
     folder = Path(tempfile.mkdtemp(prefix="ratchet-pg-", dir="/tmp"))
     try:
@@ -79,7 +79,7 @@ def own_server(options: tuple[str, ...] = (*_OPTIONS, "fsync=off")) -> Iterator[
         try:
             yield server
         finally:
-            server.end()
+            server.shut_down()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from ratchet_contract.checkpoint.resume_report import Segment
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import JobPaths, checkpoint_dir_name
-from ratchet_contract.resume import Segment
-from ratchet_contract.spec_checkpoint import BestSpec
-from ratchet_service import removal, tidying
-from ratchet_service.database import Database
-from ratchet_service.models import Job
-from ratchet_store.keeping import Id, Rules
-from ratchet_store.retain import delete_unless_pinned, whole
+from ratchet_contract.spec.checkpoint import BestSpec
+from ratchet_service.checkpoints import cleanup, removal
+from ratchet_service.db.engine import Database
+from ratchet_service.db.models import Job
+from ratchet_store.retention.delete import complete_checkpoints, delete_unless_pinned
+from ratchet_store.retention.rules import Id, Rules
 
 
-def retain(
+def run_retention(
     checkpoints: Path,
     *,
     keep_last: int,
@@ -30,7 +30,7 @@ def retain(
 ) -> list[Id]:
     """As ``tidying`` and ``removal``, without a database. Returns the deleted ones, oldest first. Raises ``CheckpointError``
     where the system refuses one, after the others are gone."""
-    found = whole(checkpoints, lineage)
+    found = complete_checkpoints(checkpoints, lineage)
     marked = {one for one, has in found.items() if has or one in pinned}
     surplus = Rules(keep_last, keep_every, keep_best).surplus(list(found), values or {}, marked, first)
     deleted, refused = list[Id](), list[CheckpointError]()
@@ -45,9 +45,11 @@ def retain(
     return deleted
 
 
-def tidy(database: Database, job_id: str, paths: JobPaths, segments: list[Segment], epoch: int) -> None:
+def run_retention_for_attempt(
+    database: Database, job_id: str, paths: JobPaths, segments: list[Segment], attempt: int
+) -> None:
     """As ``ending.settle``, of an attempt whose row stays as it is."""
-    on_disk = tidying.look(paths, segments, epoch)
+    on_disk = cleanup.scan_disk(paths, segments, attempt)
     with database.write() as session:
-        tidying.mark(session, session.get_one(Job, job_id), paths, segments, on_disk, epoch)
-    removal.carry_out(database, paths, job_id)
+        cleanup.mark_surplus(session, session.get_one(Job, job_id), paths, segments, on_disk, attempt)
+    removal.delete_marked(database, paths, job_id)

@@ -21,8 +21,8 @@ from typing import Final
 import pytest
 
 from ratchet_contract.paths import HomePaths
-from ratchet_service.confined import Command, Confined, Limits, User
-from ratchet_service.launchers import processes
+from ratchet_service.isolation import proc
+from ratchet_service.isolation.sandbox import Command, Limits, Sandbox, User
 from tests.support.server import processes_below, wait_for
 
 UID: Final = 48213
@@ -32,7 +32,7 @@ AS_ROOT: Final = pytest.mark.skipif(
 )
 
 
-def closed_on_the_way(path: Path) -> Path | None:
+def first_inaccessible_parent(path: Path) -> Path | None:
     """The first directory above ``path`` that keeps others out."""
     for folder in reversed(path.parents):
         if not folder.stat().st_mode & stat.S_IXOTH:
@@ -40,10 +40,10 @@ def closed_on_the_way(path: Path) -> Path | None:
     return None
 
 
-def through(scratch: Path) -> tuple[str, ...]:
+def command_prefix(scratch: Path) -> tuple[str, ...]:
     """The beginning of a command that runs where the interpreter can be reached by everybody; skips where that cannot be had."""
     base = Path(sys.base_prefix)
-    closed = closed_on_the_way(base / "bin")
+    closed = first_inaccessible_parent(base / "bin")
     if closed is None:
         return ()
     unshare = shutil.which("unshare")
@@ -81,27 +81,27 @@ def open_home() -> Iterator[HomePaths]:
         paths.run_as_file.touch()
         yield paths
         for pid in processes_below(root):
-            processes.kill(pid)
+            proc.kill(pid)
         wait_for(lambda: not processes_below(root), "the test's processes to go", 10)
 
 
 TELL: Final = "cat /proc/self/status; env; pwd; ulimit -Hn; ulimit -Hd; ulimit -Ht"
 
 
-def said(confined: Confined, environ: dict[str, str], limits: Limits | None = None, script: str = TELL) -> str:
+def shell_output(confined: Sandbox, environ: dict[str, str], limits: Limits | None = None, script: str = TELL) -> str:
     """What a shell started so says of itself."""
     with confined.command(["/bin/sh", "-c", script], environ, limits, cwd="/") as started:
-        return run(started)
+        return run_command(started)
 
 
-def run(started: Command) -> str:
+def run_command(started: Command) -> str:
     done = subprocess.run(
         started.argv, env=started.env, pass_fds=started.fds, capture_output=True, text=True, check=True, timeout=60
     )
     return done.stdout
 
 
-def status(text: str) -> dict[str, list[str]]:
+def parse_proc_status(text: str) -> dict[str, list[str]]:
     """Of ``/proc/PID/status``, words by name."""
     rows = (line.partition(":") for line in text.splitlines())
     return {key: value.split() for key, _, value in rows}

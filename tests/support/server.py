@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from ratchet_contract.access import LOCAL_OWNER, Role
-from ratchet_contract.messages import LaunchFile
+from ratchet_contract.api.roles import LOCAL_OWNER, Role
+from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths, NodePaths, parse_checkpoint_dir_name
-from ratchet_contract.resume import Base
-from ratchet_service.database import Database, sqlite_url
-from ratchet_worker.counter import CounterReader, Reading
-from tests.support.interpreters import RANKS, SERVICES, Interpreter, Program
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_service.db.engine import Database, sqlite_url
+from ratchet_worker.ipc.progress_counter import CounterReader, Reading
+from tests.support.fork_server import RANKS, SERVICES, Interpreter, Program
 from tests.support.tokens import bearer, make_token
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def processes_below(home: Path) -> list[int]:
     return found
 
 
-def wait_saved(paths: AttemptPaths, step: int) -> None:
+def wait_for_checkpoint(paths: AttemptPaths, step: int) -> None:
     """Until the checkpoint that was due at ``step`` or before it is committed, or a later one."""
     launch = LaunchFile.model_validate_json(paths.launch_file.read_bytes())
     every = launch.spec.checkpoint.every_steps
@@ -68,7 +68,7 @@ def wait_saved(paths: AttemptPaths, step: int) -> None:
 
     def newest() -> int:
         ids = (parse_checkpoint_dir_name(path.parent.name) for path in job.checkpoints.glob("*/MANIFEST.json"))
-        return max((one[0] for one in ids if one is not None and one[1] == launch.epoch), default=0)
+        return max((one[0] for one in ids if one is not None and one[1] == launch.attempt), default=0)
 
     base = Base.model_validate_json(paths.base_file.read_bytes())
     wait_for(lambda: max(newest(), base.step) >= due, f"step {due} to be committed", 30, 0.002)
@@ -104,7 +104,7 @@ class Server:
             timeout=30, verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
         )
 
-    def show_token(self) -> None:
+    def use_admin_token(self) -> None:
         """From now on, an admin's: for a service that wants one. There is a database by then."""
         database = Database(sqlite_url(self.paths.database))
         self.token = make_token(database, LOCAL_OWNER, Role.ADMIN)
@@ -126,7 +126,7 @@ class Server:
                     command, log.fileno(), env=env, agents=self._agents.address if local else None
                 )
                 if local:
-                    self._agents.ready()  # a launcher is not to wait for it
+                    self._agents.wait_ready()  # a launcher is not to wait for it
         wait_for(self._ready, "the service to be ready", 60)
         return self
 
@@ -163,7 +163,7 @@ class Server:
         for pid in processes_below(self.home):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not processes_below(self.home), "killed processes to go", 10)
+        wait_for(lambda: not processes_below(self.home), "killed processes to end", 10)
 
     @property
     def url(self) -> str:
@@ -242,7 +242,7 @@ class Server:
             wait_for(lambda: seen(lambda reading: reading.started > 0), what, deadline)
             found = wait_for(lambda: seen(lambda reading: reading.finished >= step), what, deadline, 0.002)
             if saved:
-                wait_saved(found[1], step)
+                wait_for_checkpoint(found[1], step)
             return found
         except AssertionError as error:
             raise AssertionError(
@@ -278,7 +278,7 @@ def idle_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def strict(tmp_path: Path) -> Iterator[Server]:
+def token_required_server(tmp_path: Path) -> Iterator[Server]:
     """A service that wants tokens, without a reconciler, of the test's own."""
     yield from _running(Server(tmp_path / "home", "--no-reconciler", "--auth", "token"))
 

@@ -50,18 +50,18 @@ class Shell:
                 ["bash"], cwd=directory, env=variables, stdin=subprocess.PIPE, stdout=handle, stderr=handle
             )
 
-    def text(self) -> str:
+    def output(self) -> str:
         return self._log.read_text(errors="replace")
 
     def start(self, command: str) -> Callable[[], Ended | None]:
         """Type it; what is returned is None until it has ended."""
-        before = self.text()
+        before = self.output()
         assert self._bash.stdin is not None
         self._bash.stdin.write(f'{command}\necho "{_DONE}$?"\n'.encode())
         self._bash.stdin.flush()
 
         def ended() -> Ended | None:
-            said = self.text()[len(before) :]
+            said = self.output()[len(before) :]
             found = re.search(rf"^{_DONE}(\d+)$", said, re.MULTILINE)
             return Ended(int(found[1]), said[: found.start()]) if found else None
 
@@ -69,15 +69,15 @@ class Shell:
 
     def run(self, command: str, until: Callable[[str], object] | None = None) -> Ended:
         """To its end; with ``until`` Ctrl-C is pressed once that is true of what it has said."""
-        before = len(self.text())
+        before = len(self.output())
         ended = self.start(command)
         if until is not None:
-            wait_for(lambda: ended() or until(self.text()[before:]), f"Ctrl-C for {command}", _SECONDS)
+            wait_for(lambda: ended() or until(self.output()[before:]), f"Ctrl-C for {command}", _SECONDS)
             self.interrupt()
         try:
             return wait_for(ended, f"the end of {command}", _SECONDS)
         except AssertionError as error:
-            raise AssertionError(f"{error}: {self.text()[-3000:]}") from None
+            raise AssertionError(f"{error}: {self.output()[-3000:]}") from None
 
     def child(self) -> int | None:
         """The process that runs in the foreground."""
@@ -87,7 +87,7 @@ class Shell:
             return int(children[0]) if children else None
         return None
 
-    def connected(self) -> bool:
+    def has_socket(self) -> bool:
         """Whether that process has a socket."""
         child = self.child()
         with suppress(OSError):

@@ -3,7 +3,7 @@
 The daemons, the steps that they start and everything that these start belong to one guard process. It ends them all by their
 pids when the pipe from the process that made it closes, so nothing is left after SIGKILL of a test either: Slurm's step
 daemons leave their parent on purpose, and come back to the guard, which is a subreaper. Needs root and the packages
-``slurm-wlm`` and ``munge``; ``missing()`` says what is not there.
+``slurm-wlm`` and ``munge``; ``missing_reason()`` says what is not there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={root}/munge.sock,cred_expire=5
+AuthInfo=socket={root}/munge.sock,cred_expire=120
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
@@ -60,7 +60,7 @@ SlurmdLogFile={root}/slurmd-%n.log
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout={node_timeout}
-MessageTimeout=5
+MessageTimeout=60
 TCPTimeout=2
 KillWait=10
 MinJobAge={job_age}
@@ -78,7 +78,7 @@ _NODE = (
 )
 
 
-def missing() -> str | None:
+def missing_reason() -> str | None:
     """Why there can be no Slurm here, for a skip; None where there can."""
     if os.geteuid() != 0:
         return "a Slurm of our own needs root"
@@ -186,9 +186,13 @@ class Slurm:
 
 
 @contextmanager
-def slurm_cluster(nodes: int = 2, cpus: int = 4, node_timeout: int = 30, job_age: int = 300) -> Iterator[Slurm]:
+def slurm_cluster(nodes: int = 2, cpus: int = 4, node_timeout: int = 60, job_age: int = 300) -> Iterator[Slurm]:
     """A cluster of ``nodes`` with ``cpus`` each, all of them this machine. ``node_timeout``: seconds until a silent node is
-    down; ``job_age``: until Slurm forgets a job that has ended."""
+    down; ``job_age``: until Slurm forgets a job that has ended.
+
+    The timeouts are longer than a busy machine stands still. When slurmd takes a launch after slurmctld's MessageTimeout, Slurm
+    keeps the job in COMPLETING for many minutes, and no cancellation ends it.
+    """
     root = Path(tempfile.mkdtemp(prefix="ratchet-slurm-", dir="/tmp"))  # a socket's path must be short
     root.chmod(0o755)
     try:

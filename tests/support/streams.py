@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from ratchet_worker.data.iterable import TrainStream
+from ratchet_worker.data.streams import TrainStream
 
 N, SIZE = 6, 4
 

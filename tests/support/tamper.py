@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ratchet_store.commit import read_manifest
-from ratchet_store.read import read_state
-from tests.support.one_shot import Given, commit, write_rank_file
+from ratchet_store.format.manifest_file import read_manifest
+from ratchet_store.read.checkpoint_reader import read_state
+from tests.support.one_shot_writers import Given, commit, write_rank_file
 
 Pieces = dict[str, bytearray]
 States = dict[int, Any]

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from ratchet_contract.access import Role, Scope
+from ratchet_contract.api.roles import Role, Scope
 from ratchet_service.app import create_app
-from ratchet_service.database import Database
-from ratchet_service.settings import Settings
+from ratchet_service.config.settings import Settings
+from ratchet_service.db.engine import Database
 from tests.support.api import Api, FakePorts, Server
 from tests.support.tokens import bearer, make_token
 
@@ -45,22 +45,26 @@ class Team:
 
 
 @pytest.fixture(scope="session")
-def guarded(migrated: Database, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Settings]]:
-    settings = Settings(home=tmp_path_factory.mktemp("guarded"), tokens=True, follow_interval=0.02, refused_rate=1e6)
-    with Server(create_app(settings, FakePorts(), migrated)) as url:
+def token_required_service(
+    migrated_database: Database, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Settings]]:
+    settings = Settings(
+        home=tmp_path_factory.mktemp("guarded"), tokens_required=True, follow_interval=0.02, refused_rate=1e6
+    )
+    with Server(create_app(settings, FakePorts(), migrated_database)) as url:
         yield url, settings
 
 
 @pytest.fixture
-def team(database: Database, guarded: tuple[str, Settings]) -> Iterator[Team]:
+def team(database: Database, token_required_service: tuple[str, Settings]) -> Iterator[Team]:
     """An empty database, but for the tokens of the members."""
-    made = Team(guarded[0], database, guarded[1])
+    made = Team(token_required_service[0], database, token_required_service[1])
     yield made
     for client in made.clients:
         client.close()
 
 
-def refused(answer: httpx.Response) -> tuple[int, Any]:
+def problem_status_and_code(answer: httpx.Response) -> tuple[int, Any]:
     """Status and code of a problem."""
     assert answer.headers["content-type"] == "application/problem+json", answer.text
     return answer.status_code, answer.json()["code"]

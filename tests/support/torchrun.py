@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests.support.interpreters import RANKS
+from tests.support.fork_server import RANKS
 
 
 class Torchrun:

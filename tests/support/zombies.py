@@ -10,17 +10,17 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ratchet_contract.messages import AttemptResult
+from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.paths import parse_checkpoint_dir_name
 from ratchet_contract.phases import Cause, JobPhase
-from ratchet_contract.resume import Base
+from ratchet_contract.protocol.messages import AttemptResult
+from ratchet_service.checkpoints.lineage import lineage_of
+from ratchet_service.db.models import Attempt, AttemptNode, Checkpoint
 from ratchet_service.launchers.base import AttemptRef, AttemptState
-from ratchet_service.launchers.local import LocalLauncher
-from ratchet_service.models import Attempt, AttemptNode, Checkpoint
-from ratchet_service.usecases.queries import lineage_of
-from ratchet_store.lineage import find_base
+from ratchet_service.launchers.local.launcher import LocalLauncher
+from ratchet_store.read.find_base import find_base
 from tests.support import invariants
-from tests.support.plane import Plane
+from tests.support.control_plane import Plane
 from tests.support.server import agent_pid, processes_below, wait_for
 
 
@@ -67,7 +67,7 @@ class Zombie:
         return not set(self.ranks) & set(processes_below(self.plane.attempt_paths(self.job_id, 1).root))
 
 
-def raise_zombies(plane: Plane, engine: OutOfReach, number: int, *, told_by: str) -> list[Zombie]:
+def create_zombies(plane: Plane, engine: OutOfReach, number: int, *, told_by: str) -> list[Zombie]:
     """``number`` jobs, whose first attempts are stopped until second ones train, and let go on. ``told_by``: "service": they
     find no mark on their disk; "disk": they find no service."""
     plan = {"steps": 100, "every": 4, "pause": 0.05, "keep": True}
@@ -81,7 +81,7 @@ def raise_zombies(plane: Plane, engine: OutOfReach, number: int, *, told_by: str
         engine.lost.add(AttemptRef(job_id, 1, plane.attempt_paths(job_id, 1)).name)
     for job_id in jobs:
         plane.wait_job(
-            job_id, lambda job: job.epoch == 2 and job.phase is JobPhase.RUNNING, "trained by attempt 2", deadline=120
+            job_id, lambda job: job.attempt == 2 and job.phase is JobPhase.RUNNING, "trained by attempt 2", deadline=120
         )
     zombies = []
     for job_id in jobs:
@@ -93,7 +93,7 @@ def raise_zombies(plane: Plane, engine: OutOfReach, number: int, *, told_by: str
             os.kill(pid, signal.SIGCONT)
     for zombie in zombies:
         wait_for(lambda zombie=zombie: zombie.committed_late or zombie.failed, "the zombie to commit", 60)  # type: ignore[misc]
-        plane.wait_job(zombie.job_id, lambda job: job.committed_epoch == 2, "saved by attempt 2", deadline=120)
+        plane.wait_job(zombie.job_id, lambda job: job.committed_attempt == 2, "saved by attempt 2", deadline=120)
     service = plane.paths.service_file.read_text()
     if told_by == "disk":
         plane.paths.service_file.unlink()
@@ -109,32 +109,32 @@ def raise_zombies(plane: Plane, engine: OutOfReach, number: int, *, told_by: str
     return zombies
 
 
-def check(zombie: Zombie, *, told_by: str) -> None:
+def check_zombie(zombie: Zombie, *, told_by: str) -> None:
     """Nothing that it wrote after its stop counts anywhere, and the job came to its end without it."""
     plane, job_id = zombie.plane, zombie.job_id
     job = plane.wait(job_id, JobPhase.SUCCEEDED, deadline=120)
-    old, new = (plane.attempt_paths(job_id, epoch) for epoch in (1, 2))
+    old, new = (plane.attempt_paths(job_id, attempt) for attempt in (1, 2))
     base = Base.model_validate_json(new.base_file.read_bytes())
-    assert (job.step, job.epoch) == (100, 2)
+    assert (job.step, job.attempt) == (100, 2)
     assert _rows(plane, job_id) == zombie.rows, "a row of the old attempt has changed"
     late = _deleted(plane, job_id)[len(zombie.deleted) :]  # it may have been stopped half way through one
     assert len(late) <= 1 and base.step not in late, f"it deleted steps {late}; the new attempt began from {base.step}"
-    types = [event.type for event in plane.events(job_id) if event.epoch == 1]
-    refused = plane.attempts(job_id)[0].refused
+    types = [event.type for event in plane.events(job_id) if event.attempt == 1]
+    refused = plane.attempts(job_id)[0].late_requests
     # Where the disk tells it, it may have been stopped with a report on its lips.
     assert refused == types.count("stale-request") and refused in ((1,) if told_by == "service" else (0, 1)), types
     results = [AttemptResult.model_validate_json(paths.result_file.read_bytes()) for paths in (old, new)]
-    assert (results[0].epoch, results[1].epoch, results[1].cause) == (1, 2, Cause.COMPLETED)
+    assert (results[0].attempt, results[1].attempt, results[1].cause) == (1, 2, Cause.COMPLETED)
     assert results[0].cause is Cause.LEASE_LOST or not zombie.committed_late, results[0]
     second = plane.attempts(job_id)[1]
-    assert (base.step, base.epoch, base.digest) == (second.base_step, 1, second.base_digest)
+    assert (base.step, base.attempt, base.digest) == (second.base_step, 1, second.base_digest)
     assert json.loads(new.control_file.read_bytes())["desired"] == "run"
     paths = plane.paths.job(job_id)
     with plane.database.read() as session:
         segments = lineage_of(session, job)
-        faults = invariants.of_job(session, job)
+        faults = invariants.check_job(session, job)
     found, moved = find_base(paths.checkpoints, paths.quarantine, segments, expected_job_id=job_id)
-    assert found is not None and (found.step, found.epoch, moved) == (100, 2, [])
+    assert found is not None and (found.step, found.attempt, moved) == (100, 2, [])
     assert faults == []
 
 
@@ -143,7 +143,7 @@ def _rows(plane: Plane, job_id: str) -> dict[str, Any]:
     with plane.database.read() as session:
         attempt = session.get_one(Attempt, (job_id, 1))
         node = session.get_one(AttemptNode, (job_id, 1, 0))
-        query = sa.select(Checkpoint.step).where(Checkpoint.job_id == job_id, Checkpoint.epoch == 1)
+        query = sa.select(Checkpoint.step).where(Checkpoint.job_id == job_id, Checkpoint.attempt == 1)
         return {
             "phase": attempt.phase,
             "cause": attempt.cause,

@@ -1,4 +1,4 @@
-"""What a task gives to Ratchet: model, optimizer, data and a loss. ``ratchet_worker`` runs the loop.
+"""The interface of a task: it provides model, optimizer, data and a loss. ``ratchet_worker`` runs the loop.
 
 A complete task, in a file ``mine.py`` of the directory named by ``code.path``; the spec says
 ``task: {entrypoint: "mine:Mine", args: {width: 64}}``::
@@ -44,10 +44,10 @@ What Ratchet does with it, in this order, at every step ``n`` (counted from 1):
 1. ``accumulate`` times: take a batch, move it to the device, ``loss(model, batch)``, backward (all but the last without
    synchronisation); the loss of each is divided by ``accumulate``.
 2. ``before_step`` if the task has it, ``optimizer.step()`` (through the scaler), ``scheduler.step()``, ``zero_grad()``.
-3. The step boundary: the only place where state is captured. Checkpoint if one is due, then evaluation if one is due.
+3. The step boundary: the only place where state is captured. A checkpoint if one is due, then an evaluation if one is due.
 
-The model is built on every rank and rank 0's weights are broadcast, so all ranks begin equal. Generators of torch, CUDA,
-numpy and ``random`` are seeded per rank before ``build``. Whatever has state and is not in ``Parts`` cannot be restored.
+The model is built on every rank and rank 0's weights are broadcast, so all ranks begin equal. Generators of torch, CUDA, numpy
+and ``random`` are seeded per rank before ``build``. State that is not in ``Parts`` cannot be restored.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ Sums: TypeAlias = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What a task may know when it builds. ``rank`` of ``world_size`` processes, ``local_rank`` among those of its node;
-    ``device``: where the model belongs. ``seed`` is the job's; derive streams from it with rank, epoch and sample."""
+    """What a task receives in ``build``. ``rank``: number of this process among ``world_size``; ``local_rank``: among those of
+    its node; ``device``: the device for the model. ``seed``: the job's; derive random streams from it with rank, epoch and
+    sample."""
 
     rank: int
     world_size: int
@@ -79,7 +80,7 @@ class TaskContext:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything with state. ``state_dict`` is made of tensors, numbers, strings, bools, None, lists, tuples and dicts."""
+    """An object with state. ``state_dict`` consists of tensors, numbers, strings, bools, None, lists, tuples and dicts."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -88,21 +89,22 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class TrainData(Protocol):
-    """This rank's training data, which can give its position and take it back.
+    """This rank's training data, whose position can be saved and restored.
 
     ``iter(data)`` yields this rank's batches from the current position to the end of the current epoch. A batch counts as
-    consumed when it is yielded, not when it was prefetched. At the end of the epoch ``epoch`` has grown by one and the
-    position is 0, so that ``iter(data)`` again gives the next epoch. A second ``iter`` ends the first.
+    consumed when it is yielded, not when it was prefetched. At the end of the epoch ``epoch`` has grown by one and the position
+    is 0, so that ``iter(data)`` again gives the next epoch. A second ``iter`` ends the first.
 
-    ``steps_per_epoch`` is the number of batches of this rank in one epoch, equal on all ranks; None if it is not known.
-    ``exact`` False (a stream that cannot seek): the resume report says that the data are not exact, and why is asked of
-    ``inexact_reason`` if there is one. ``state_dict`` is what ``ratchet_hooks.codec`` takes: it holds the epoch,
-    the position, and what identifies the order (seed, world size, batch size, number of samples); ``load_state_dict`` raises
-    ``ValueError`` when it cannot continue that order, with a sentence that says what differs.
+    ``steps_per_epoch``: number of batches of this rank in one epoch, equal on all ranks; None if it is not known. ``exact`` is
+    False for data that cannot continue exactly (a stream that cannot seek): the resume report then marks the data as not exact,
+    with the reason in ``inexact_reason`` if that attribute exists. ``state_dict`` must be encodable by
+    ``ratchet_hooks.state.encode``: it holds the epoch, the position, and what identifies the order (seed, world size, batch size,
+    number of samples). ``load_state_dict`` raises ``ValueError`` when it cannot continue that order, with a sentence that names
+    the difference.
 
-    When the number of ranks changed, ``load_resized(states)`` is called with the old ranks' states, in rank order, if the
-    object has it, and must continue without giving a sample twice or leaving one out; otherwise the resume is refused,
-    or the data begin anew under ``policy.on_hook_mismatch: reset`` and are reported as reset.
+    When the number of ranks has changed, ``load_resized(states)`` is called, if the object has it, with the old ranks' states in
+    rank order; it must continue without repeating or leaving out a sample. Without it the resume is refused, or, under
+    ``policy.on_hook_mismatch: reset``, the data start over and are reported as reset.
     """
 
     # Properties, so that a plain attribute fits as well as a computed one.
@@ -124,17 +126,17 @@ class TrainData(Protocol):
 
 @dataclass
 class Parts:
-    """What a task builds. Everything with state is named here, and comes back bit for bit after a kill.
+    """What a task builds. Everything with state is named here, and is restored bit for bit after a kill.
 
     ``model``: a module on ``ctx.device``, without DDP; ``optimizer`` over its parameters; ``train``: this rank's data, a
-    ``TrainLoader``, a ``TrainStream`` or what fits ``TrainData``; ``scaler``: for automatic mixed precision in 16 bits.
-    ``accumulate``: batches whose gradients make one step.
+    ``TrainLoader``, a ``TrainStream`` or an object that implements ``TrainData``; ``scaler``: for automatic mixed precision in 16
+    bits. ``accumulate``: number of batches whose gradients make one step.
 
-    Exactly one of ``total_steps`` (optimizer steps) and ``epochs`` is given; epochs need ``train.steps_per_epoch`` and make
-    ``epochs * steps_per_epoch // accumulate`` steps. ``evaluate_every`` is in steps (None: only at the end).
-    ``scheduler.step()`` runs once per optimizer step. ``stateful`` holds further objects by name, each with ``state_dict``
-    and ``load_state_dict`` (an exponential moving average, a tokenizer's counters ...); their state is saved per rank.
-    ``digest`` names the data (for instance a digest of the files); it is recorded and compared at a resume.
+    Exactly one of ``total_steps`` (optimizer steps) and ``epochs`` must be set; epochs need ``train.steps_per_epoch`` and make
+    ``epochs * steps_per_epoch // accumulate`` steps. ``evaluate_every`` is in steps (None: only at the end). ``scheduler.step()``
+    runs once per optimizer step. ``stateful`` holds further objects by name, each with ``state_dict`` and ``load_state_dict`` (an
+    exponential moving average, a tokenizer's counters ...); their state is saved per rank. ``digest`` identifies the data (for
+    instance a digest of the files); it is recorded and compared at a resume.
     """
 
     model: nn.Module
@@ -150,7 +152,7 @@ class Parts:
     digest: str | None = None
 
     def steps(self) -> int:
-        """The number of optimizer steps of the whole job. Raises ``ValueError`` when the parts do not say it."""
+        """The number of optimizer steps of the whole job. Raises ``ValueError`` when the parts do not determine it."""
         if (self.total_steps is None) == (self.epochs is None):
             raise ValueError("Parts needs exactly one of total_steps and epochs")
         if self.accumulate < 1:
@@ -168,26 +170,26 @@ class Parts:
 
 
 class Task(Protocol):
-    """Constructed as ``TaskClass(**spec.task.args)``. Optional methods, found by name:
+    """A training task, constructed as ``TaskClass(**spec.task.args)``. Optional methods, found by name:
 
-    - ``evaluation() -> Iterable[batch]``: this rank's share; called anew for each evaluation.
-    - ``evaluate(model, batch) -> dict[str, (sum, weight)]``: what the batch adds; over all batches and ranks the metric is
-      ``sum of sums / sum of weights``. Runs without gradients, in eval mode, with rank 0's buffers when DDP broadcasts
-      buffers, on the module beneath DDP; afterwards mode, buffers and generators are as before.
-    - ``batch_to_device(batch, device) -> batch``: default: tensors inside lists, tuples and dicts are moved.
-    - ``before_step(model, optimizer, step) -> None``: after the gradients are averaged (and unscaled), before
-      ``optimizer.step()``: gradient clipping belongs here.
-    - ``parameter_shapes() -> list[tuple[int, ...]]``: of the trained parameters, without building the model (``with
-      torch.device("meta")`` makes one that has no memory). With it, a dry run tells what the hook's state will hold.
+    - ``evaluation() -> Iterable[batch]``: this rank's share of the evaluation data; called again for each evaluation.
+    - ``evaluate(model, batch) -> dict[str, (sum, weight)]``: the batch's contribution; over all batches and ranks the metric is
+      ``sum of sums / sum of weights``. It runs without gradients, in eval mode, with rank 0's buffers when DDP broadcasts
+      buffers, on the module inside DDP; afterwards mode, buffers and generators are as before.
+    - ``batch_to_device(batch, device) -> batch``: the default moves tensors inside lists, tuples and dicts.
+    - ``before_step(model, optimizer, step) -> None``: called after the gradients are averaged (and unscaled), before
+      ``optimizer.step()``: for gradient clipping.
+    - ``parameter_shapes() -> list[tuple[int, ...]]``: shapes of the trained parameters, without building the model (a model built
+      under ``torch.device("meta")`` takes no memory). With it, a dry run shows what the hook's state will hold.
     """
 
     def build(self, ctx: TaskContext) -> Parts:
-        """Model, optimizer and data for the rank that ``ctx`` describes; once per attempt, on every rank."""
+        """Build model, optimizer and data for the rank that ``ctx`` describes; called once per attempt, on every rank."""
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> LossResult:
-        """Of one ``batch``, as the data gave it, on the device; ``model`` is the DDP-wrapped one. Returns the loss (a scalar
-        tensor), or it and metrics to log, by name."""
+        """The loss of one ``batch`` of the data, on the device; ``model`` is wrapped in DDP. Returns the loss (a scalar tensor),
+        or the loss and metrics to log, by name."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The command line ``ratchet``. Modules import what is heavy inside their commands, so that ``ratchet --help`` stays quick."""
+"""The command line ``ratchet``. Commands import heavy modules in their functions, so that ``ratchet --help`` stays fast."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import warnings
 
 
 def main() -> None:
-    """Entry point of the executable; exits with a code of ``exits.Exit``."""
+    """Entry point of the executable; exits with a code of ``exit_codes.Exit``."""
     from ratchet_client.cli.app import app
 
-    warnings.showwarning = _say
+    warnings.showwarning = _show_warning
     app()
 
 
-def _say(message: Warning | str, *_where: object, **_more: object) -> None:
-    """For people: without the place in the source."""
+def _show_warning(message: Warning | str, *_where: object, **_more: object) -> None:
+    """Print a warning without its source location, which does not help a user."""
     sys.stderr.write(f"ratchet: warning: {message}\n")

@@ -11,31 +11,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ratchet_client.cli import (
-    act,
+from ratchet_client.cli import doctor, prove, run
+from ratchet_client.cli.commands import (
     checkpoints,
     compare,
     config,
-    doctor,
     files,
     hook,
     hooks,
     init,
+    job_actions,
+    list_jobs,
+    logs,
     metrics,
-    processes,
-    prove,
     queue,
     quota,
-    run,
-    show,
-    streams,
+    serve,
     submit,
     token,
     top,
 )
-from ratchet_client.cli.common import JOB_NAMED, Settings
-from ratchet_client.cli.exits import Exit, exit_of, help_lines
-from ratchet_client.cli.hints import hint
+from ratchet_client.cli.error_hints import hint
+from ratchet_client.cli.shared.exit_codes import Exit, exit_code_for, help_lines
+from ratchet_client.cli.shared.options import JOB_NAMED, Settings
 from ratchet_contract.version import RATCHET_VERSION
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class _Group(TyperGroup):
-    """Turns the errors of all commands into one message on stderr and an exit code; its help ends with the codes."""
+    """Turns the errors of all commands into one message on stderr and an exit code; its help ends with a list of the codes."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
@@ -58,17 +56,17 @@ class _Group(TyperGroup):
         except KeyboardInterrupt:
             raise typer.Exit(Exit.INTERRUPTED) from None
         except BrokenPipeError:
-            # The reader (`| head`) has gone; the interpreter's last flush must not complain about it.
+            # The reader (`| head`) has exited; the interpreter's flush at exit must not report it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(Exit.OK) from None
         except Exception as error:
-            # Imported here: whoever only asks for help does not wait for the models.
+            # Imported here so that ``--help`` does not wait for the pydantic models.
             from ratchet_contract.errors import RatchetError
 
             if not isinstance(error, RatchetError):
                 raise
             _report(error, ctx.meta.get(JOB_NAMED))
-            raise typer.Exit(exit_of(error)) from None
+            raise typer.Exit(exit_code_for(error)) from None
 
 
 def _report(error: RatchetError, job: str | None) -> None:
@@ -100,8 +98,8 @@ def _root(
     home: Annotated[
         Path | None,
         typer.Option(
-            help="Run directory, where service.json tells the address. (default: RATCHET_HOME, else ./.ratchet, else that of "
-            "the one service of yours that runs)"
+            help="Run directory; its service.json contains the address. (default: RATCHET_HOME, else ./.ratchet, else that of "
+            "your only running service)"
         ),
     ] = None,
     version: Annotated[
@@ -122,16 +120,16 @@ for _module in (
     run,
     prove,
     init,
-    show,
+    list_jobs,
     top,
     hook,
     metrics,
-    streams,
+    logs,
     files,
-    act,
+    job_actions,
     checkpoints,
     compare,
-    processes,
+    serve,
     hooks,
     queue,
     quota,

@@ -1,1 +1,1 @@
-"""``ratchet init``: from the command line of a script that trains to a job spec. Nothing of the user's is imported or run."""
+"""``ratchet init``: derives a job spec from the command line of a training script. No code of the user is imported or run."""

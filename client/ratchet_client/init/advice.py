@@ -1,4 +1,4 @@
-"""From facts to what follows from them: sentences for people, and the settings of the spec that depend on them."""
+"""Derives notes for the user, and the settings of the spec, from the facts about a script."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ratchet_client.init import devices
-from ratchet_client.init.command import Command
-from ratchet_client.init.facts import Facts, HookUse
-from ratchet_client.init.facts import Place as Where
+from ratchet_client.init import lightning_devices
+from ratchet_client.init.command_line import Command
 from ratchet_client.init.project import LARGE, MANY, Place, entries, missing_modules
-from ratchet_contract.plural import counted
-from ratchet_contract.public_names import PACKAGE, requirement
-from ratchet_contract.scripts import is_unmanaged
-from ratchet_hooks.registry import HOOKS
-from ratchet_hooks.specs import canonical_hook_name
+from ratchet_client.init.script_facts import Facts, HookUse
+from ratchet_client.init.script_facts import Place as Where
+from ratchet_contract.plural import pluralize
+from ratchet_contract.script.public_names import PACKAGE, requirement
+from ratchet_contract.script.unmanaged_script import is_unmanaged
+from ratchet_hooks.specs.hook_specs import canonical_hook_name
+from ratchet_hooks.specs.registry import HOOKS
 
 Way = Literal["unmanaged", "session", "task"]
 _GUIDE: Final = "docs/adoption.md"
@@ -27,15 +27,15 @@ _GUIDE: Final = "docs/adoption.md"
 
 @dataclass(frozen=True)
 class Note:
-    """``code`` is stable. ``serious``: the job would fail, or train otherwise than it seems."""
+    """``code`` is stable. ``serious``: the job would fail, or would train differently from what the user expects."""
 
     code: str
     text: str
     serious: bool = False
 
 
-def way_of(facts: Facts, place: Place) -> Way:
-    """How the script is run: by the same rule as service and ranks, but that a Session in an imported module is seen, too."""
+def run_mode(facts: Facts, place: Place) -> Way:
+    """Return how the script is run, by the rule of service and ranks, except that a Session in an imported module is seen too."""
     if facts.session is not None:
         return "session"
     if facts.task is not None and facts.ddp is None:
@@ -44,7 +44,7 @@ def way_of(facts: Facts, place: Place) -> Way:
 
 
 def device_of(command: Command, facts: Facts) -> Literal["auto", "cpu", "cuda"]:
-    """What the command says, else what the backend that the script names needs."""
+    """Return the device that the command specifies, else the one that the script's backend needs."""
     names = {where.value for where in facts.backends}
     if command.device != "auto" or len(names) != 1:
         return command.device
@@ -54,14 +54,14 @@ def device_of(command: Command, facts: Facts) -> Literal["auto", "cpu", "cuda"]:
 
 
 def hook_block(hook: HookUse) -> dict[str, Any] | None:
-    """The spec's ``hook`` for a registered one; None where Ratchet has none like it."""
+    """Return the spec's ``hook`` for a registered hook; None if Ratchet has no such hook."""
     name = canonical_hook_name(hook.name)
     return {"name": name, **hook.parameters} if name in HOOKS and HOOKS[name].available else None
 
 
 def notes(command: Command, facts: Facts, place: Place, python: Path | None) -> list[Note]:
-    """Everything worth telling, in the order in which it matters."""
-    way = way_of(facts, place)
+    """Return all notes, the most important ones first."""
+    way = run_mode(facts, place)
     return [
         *_way(facts, place, way), *_frameworks(command, facts, way), *_hooks(facts, way), *_saves(facts, way),
         *_start(facts, way), *_paths(command, facts, place), *_arguments(command, facts, way),
@@ -97,13 +97,13 @@ def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
 
 
 def training_place(facts: Facts) -> Where | None:
-    """A place that ``ratchet init --patch`` of its file may change."""
+    """Return a place that ``ratchet init --patch`` of its file may change, or None."""
     found = [facts.ddp, *(one.place for one in facts.frameworks)]
     return next((at for at in found if at is not None), None)
 
 
 def _change(facts: Facts, place: Place) -> str:
-    """What leads from an unmanaged script to one that is not."""
+    """Return a sentence on how to make an unmanaged script managed."""
     there = training_place(facts)
     if there is None:
         return f"The steps from here to bit for bit: {_GUIDE}"
@@ -115,17 +115,19 @@ def _frameworks(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
     if way != "unmanaged":
         return
     for one in {one.name: one for one in facts.frameworks}.values():
-        own = "; it writes checkpoints of its own, and goes on from them where the script says so" if one.saves else ""
+        own = (
+            "; it writes checkpoints of its own, and resumes from them only if the script does so" if one.saves else ""
+        )
         yield Note("framework", f"{one.name} ({one.place}) runs the training{own}")
-    trainer = devices.lightning(facts)
+    trainer = lightning_devices.lightning(facts)
     if trainer is not None:
-        count = devices.device_count(command, facts, trainer)
+        count = lightning_devices.device_count(command, facts, trainer)
         shown = "" if trainer.devices is None else f"={trainer.devices}"
         if command.given is None and count is None:
-            text = f"how many devices{shown} are is not known ({trainer.place}): give as many ranks by --nproc-per-node"
+            text = f"the number of devices{shown} is unknown ({trainer.place}): set --nproc-per-node to it"
             yield Note("devices", text, serious=True)
         elif count is not None and count != command.ranks:
-            text = f"devices{shown} in {trainer.place}, but {counted(command.ranks, 'rank')}: Lightning ends where these differ"
+            text = f"devices{shown} in {trainer.place}, but {pluralize(command.ranks, 'rank')}: Lightning fails if they differ"
             yield Note("devices", text, serious=True)
 
 
@@ -135,7 +137,7 @@ def _hooks(facts: Facts, way: Way) -> Iterator[Note]:
         entry = HOOKS.get(canonical_hook_name(name))
         stateless = entry is not None and not entry.stateful
         if facts.managed is not None and way == "unmanaged":
-            yield Note("hook", f"{name} through ratchet_hooks ({at}): its state is in what the script itself saves")
+            yield Note("hook", f"{name} through ratchet_hooks ({at}): its state is in the script's own checkpoints")
         elif way != "unmanaged":
             yield Note(
                 "hook", f"{name} is registered in {at}: the hook is set in the spec now, remove that line", serious=True
@@ -156,16 +158,16 @@ def _hooks(facts: Facts, way: Way) -> Iterator[Note]:
 
 def _saves(facts: Facts, way: Way) -> Iterator[Note]:
     for save in facts.saves:
-        target = f'"{save.value}"' if save.value else "a path that is made when it runs"
+        target = f'"{save.value}"' if save.value else "a path computed at run time"
         if way == "unmanaged":
-            text = f"it saves to {target} ({save}); whether a restart goes on from there is the script's own affair"
+            text = f"it saves to {target} ({save}); a restart continues from there only if the script does so itself"
         else:
-            text = f"it saves to {target} ({save}); the job goes on from Ratchet's checkpoints, not from this file"
+            text = f"it saves to {target} ({save}); the job continues from Ratchet's checkpoints, not from this file"
         yield Note("saves", text)
     if way == "unmanaged" and not facts.saves and not any(one.saves for one in facts.frameworks):
         yield Note(
             "saves-nothing",
-            "no checkpoint of its own was seen: each restart would begin at the first step",
+            "found no checkpoint of its own: each restart would begin at the first step",
             serious=True,
         )
 
@@ -192,19 +194,19 @@ def _start(facts: Facts, way: Way) -> Iterator[Note]:
             )
     for option in facts.options:
         if set(option.flags) & {"--local_rank", "--local-rank"}:
-            text = 'no launcher gives --local-rank any more, torchrun neither: read int(os.environ["LOCAL_RANK"])'
+            text = 'no launcher passes --local-rank any more, not even torchrun: read int(os.environ["LOCAL_RANK"])'
             yield Note("local-rank", text, serious=option.required)
 
 
 def _paths(command: Command, facts: Facts, place: Place) -> Iterator[Note]:
-    written = sorted({str(where.value) for where in facts.writes if _is_relative(where)})
+    written = sorted({str(where.value) for where in facts.writes if _is_relative_path(where)})
     if written:
         names = ", ".join(f'"{name}"' for name in written)
         yield Note(
-            "writes", f"it writes to {names}: in the job's own working directory, which is kept over all its attempts"
+            "writes", f"it writes to {names}: in the job's own working directory, which is kept across its attempts"
         )
     for read in facts.reads:
-        if _is_relative(read) and read.value not in written and not (place.code / str(read.value)).exists():
+        if _is_relative_path(read) and read.value not in written and not (place.code / str(read.value)).exists():
             text = f'it reads "{read.value}" ({read}), which is not below {place.code}: give an absolute path, or another --code'
             yield Note("reads", text, serious=True)
     here = Path.cwd().resolve()
@@ -216,7 +218,7 @@ def _paths(command: Command, facts: Facts, place: Place) -> Iterator[Note]:
             yield Note("argument-path", text + cure, serious=True)
 
 
-def _is_relative(where: Where) -> bool:
+def _is_relative_path(where: Where) -> bool:
     return bool(where.value) and not Path(str(where.value)).is_absolute() and "://" not in str(where.value)
 
 
@@ -229,7 +231,7 @@ def _arguments(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
         and not any(flag.startswith(given) for flag in option.flags for given in flags)
     ]  # fmt: skip
     if way != "task" and lacking:
-        text = f"the script needs {', '.join(lacking)}, which is not among its arguments: add it behind the script"
+        text = f"the script needs {', '.join(lacking)}, which is not among its arguments: add it after the script"
         yield Note("argument-missing", text, serious=True)
     needed = [option.flags[0] for option in facts.options if option.required and not option.flags[0].startswith("-")]
     if way != "task" and needed and not command.arguments:
@@ -240,7 +242,7 @@ def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[N
     missing = missing_modules(python, facts.modules | {"ratchet_worker", "torch"}, [place.script.parent, place.code])
     who, ours = python or "the interpreter that runs this command", {PACKAGE, "ratchet_worker"}
     if missing is None:
-        yield Note("python", f"{who} could not be asked which modules it has", serious=True)
+        yield Note("python", f"{who} did not report which modules it has", serious=True)
     elif ours & set(missing):
         text = f"{who} needs Ratchet's worker of this version: pip install '{requirement(PACKAGE)}' there"
         yield Note("module-missing", text, serious=True)
@@ -250,7 +252,7 @@ def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[N
         yield Note("module-missing", f"{who} has no module {', '.join(certain)}: {cure}", serious=True)
     if perhaps := [name for name in others if name in facts.perhaps]:
         named = f"{', '.join(perhaps)}, imported within a function or a condition"
-        yield Note("module-perhaps-missing", f"{who} has no module {named}: {cure}, where the script cannot do without")
+        yield Note("module-perhaps-missing", f"{who} has no module {named}: {cure}, if the script needs it")
     yield from _large(place.code)
 
 
@@ -262,8 +264,8 @@ def _large(code: Path) -> Iterator[Note]:
     by_size = sorted((e for e in found if e.size > LARGE // 20), key=lambda e: -e.size)
     by_count = sorted((e for e in found if e.count > MANY // 20), key=lambda e: -e.count)
     named = [f"{e.name} {e.size / 1e6:.0f} MB" for e in by_size[:5]] if size > LARGE else []
-    named += [f"{e.name} {counted(e.count, 'file')}" for e in by_count[:5]] if count > MANY else []
-    text = f"{code} holds at least {size / 1e6:.0f} MB in {counted(count, 'file')} ({', '.join(named)})"
+    named += [f"{e.name} {pluralize(e.count, 'file')}" for e in by_count[:5]] if count > MANY else []
+    text = f"{code} holds at least {size / 1e6:.0f} MB in {pluralize(count, 'file')} ({', '.join(named)})"
     yield Note(
         "large", f"{text}, all copied at submission: keep data elsewhere, or name it in .ratchetignore", serious=True
     )

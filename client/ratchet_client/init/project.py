@@ -1,4 +1,4 @@
-"""Around the script: its directory, what lies in it, and the interpreter that is to run it."""
+"""The surroundings of the script: its directory, the files in it, and the interpreter that runs it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from ratchet_contract.code_choice import chosen
-from ratchet_contract.code_tree import TreeError
+from ratchet_contract.code.choice import iter_chosen
+from ratchet_contract.code.tree import TreeError
 from ratchet_contract.errors import NotFound, Refused
 
 LARGE: Final = 100 * 10**6
-"""Bytes below ``code.path`` from which on it is worth a word. The service has limits of its own, and says them."""
+"""Bytes below ``code.path`` above which a note is added. The service has its own limits, and reports them."""
 
 MANY: Final = 10_000
-"""Files below it, likewise."""
+"""Number of files below it, likewise."""
 _MAX_FILES: Final = 100_000
-"""Looked at; a data set of millions of files is large without being counted."""
+"""Maximum number of files that are counted; a data set of millions of files is large without counting all."""
 
 _PROGRAM: Final = """
 import json, sys
@@ -50,7 +50,7 @@ class Place:
 
 
 def locate(script: str, code: Path | None) -> Place:
-    """Raises ``NotFound``, and ``Refused`` for what a spec cannot name."""
+    """Return the place of ``script``. Raises ``NotFound``, and ``Refused`` for a script that a spec cannot name."""
     path = Path(script).expanduser().absolute()
     if path.is_dir():
         raise Refused(f"{script} is a directory: name the file that trains")
@@ -73,15 +73,15 @@ def locate(script: str, code: Path | None) -> Place:
     return Place(root, path)
 
 
-def environment_of(given: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """The user's own interpreter or virtual environment, where it is another than the one that runs this command."""
+def environment_of(python: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """Return the user's own interpreter or virtual environment if it is not the one that runs this command."""
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
-        if given is None and environ.get(name):
-            given = Path(environ[name])
-    if given is None:
+        if python is None and environ.get(name):
+            python = Path(environ[name])
+    if python is None:
         return None
-    prefix = given if given.is_dir() else given.parent.parent
-    return None if prefix.resolve() == Path(sys.prefix).resolve() else prefix if _is_environment(prefix) else given
+    prefix = python if python.is_dir() else python.parent.parent
+    return None if prefix.resolve() == Path(sys.prefix).resolve() else prefix if _is_environment(prefix) else python
 
 
 def _is_environment(prefix: Path) -> bool:
@@ -91,7 +91,8 @@ def _is_environment(prefix: Path) -> bool:
 
 
 def missing_modules(python: Path | None, names: Iterable[str], folders: list[Path]) -> list[str] | None:
-    """Which top-level modules the interpreter would not find, with ``folders`` first on its path; None: it cannot be asked."""
+    """Return the top-level modules that the interpreter would not find with ``folders`` first on its path; None if it cannot be
+    run."""
     program = Path(sys.executable) if python is None else python / "bin" / "python" if python.is_dir() else python
     try:
         done = subprocess.run(
@@ -105,7 +106,7 @@ def missing_modules(python: Path | None, names: Iterable[str], folders: list[Pat
 
 @dataclass(frozen=True)
 class Entry:
-    """A file, or a directory with all below it; ``count``: files, ``size``: bytes."""
+    """A file, or a directory with everything below it; ``count``: files, ``size``: bytes."""
 
     name: str
     count: int
@@ -113,10 +114,10 @@ class Entry:
 
 
 def entries(code: Path) -> list[Entry]:
-    """What a snapshot of ``code`` would take."""
+    """Return what a snapshot of ``code`` would contain."""
     sizes: dict[str, list[int]] = {}
-    with suppress(TreeError):  # the submission tells of it
-        for entry in islice(chosen(code), _MAX_FILES):
+    with suppress(TreeError):  # the submission reports it
+        for entry in islice(iter_chosen(code), _MAX_FILES):
             top, below, _ = entry.path.partition("/")
             sizes.setdefault(top + below, []).append(entry.size)
     return [Entry(name, len(found), sum(found)) for name, found in sizes.items()]

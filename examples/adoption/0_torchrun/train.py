@@ -82,7 +82,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         if rank == 0:
-            # What most scripts keep. The hook's state is not in it: every restart begins PowerSGD anew.
+            # What most scripts keep. The hook's state is not in it: PowerSGD starts over at every restart.
             saved = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
             torch.save(saved, CHECKPOINT.with_suffix(".tmp"))
             CHECKPOINT.with_suffix(".tmp").replace(CHECKPOINT)

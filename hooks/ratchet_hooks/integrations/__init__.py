@@ -1,1 +1,1 @@
-"""Ratchet's hooks inside of other packages: one module each, imported by name, with the package as an extra."""
+"""Ratchet's hooks in other packages: one module per package, imported by name, with the package as an extra."""

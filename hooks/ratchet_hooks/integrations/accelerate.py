@@ -5,10 +5,11 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     manage(accelerator, model)                       # one line; or manage(accelerator, model, "powerSGD"), and no comm_hook above
 
-Accelerate registers torch's hook in ``prepare`` and saves nothing of it: after ``load_state`` it starts at iteration 0, with no
-residual and no warning. ``manage`` puts Ratchet's implementation in its place, with the same parameters. Beside Accelerate's
-files ``save_state`` then writes ``ratchet_hook_<rank>.safetensors`` on every rank: hook, buckets, buffers, and the whole replica
-under post_localSGD, whose parameters are averaged after the optimizer's steps by themselves. Accelerate saves the generators.
+Accelerate registers torch's hook in ``prepare`` and saves none of its state: after ``load_state`` it starts at iteration 0,
+without residuals and without a warning. ``manage`` replaces it by Ratchet's implementation, with the same parameters. In addition
+to Accelerate's files ``save_state`` then writes ``ratchet_hook_<rank>.safetensors`` on every rank: hook, buckets, buffers, and
+the whole replica under post_localSGD, whose parameters are averaged automatically after the optimizer's steps. Accelerate saves
+the generators.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ except ImportError as error:
 
 from ratchet_hooks.errors import UnsupportedModel
 from ratchet_hooks.integrations.rank_state import VERSION, RankFile
-from ratchet_hooks.managed import ManagedHook
-from ratchet_hooks.registration import Hook, register
+from ratchet_hooks.manage.managed_hook import ManagedHook
+from ratchet_hooks.manage.register import Hook, register
 
 
 def manage(
@@ -40,41 +41,43 @@ def manage(
     redistribute: bool = False,
     **parameters: Any,
 ) -> ManagedHook:
-    """Put ``model``, as ``accelerator.prepare`` returned it, under a managed hook that ``save_state`` and ``load_state`` keep.
+    """Put ``model``, as ``accelerator.prepare`` returned it, under a managed hook; ``save_state`` and ``load_state`` include its
+    state.
 
     A collective, after ``prepare`` and before the first forward. ``hook``, ``wrapper``, ``parameters``: as in
-    ``ratchet_hooks.register``; None: the comm_hook of DistributedDataParallelKwargs, taken over. ``redistribute``: ``load_state``
-    takes what another number of ranks saved, with a warning (``rank_state.resized``). Raises ``UnsupportedModel`` for
-    what cannot be managed; ``load_state`` raises ``HookStateError`` for a directory without this rank's state, or with another's.
+    ``ratchet_hooks.register``; None: take over the comm_hook of DistributedDataParallelKwargs. ``redistribute``: ``load_state``
+    accepts states that another number of ranks saved, with a warning (``rank_state.redistribute_ranks``). Raises
+    ``UnsupportedModel`` for models that cannot be managed; ``load_state`` raises ``HookStateError`` for a directory without this
+    rank's state, or with another's.
     """
     if not isinstance(model, DistributedDataParallel):
         raise UnsupportedModel(
-            f"accelerator.prepare gave a {type(model).__name__}, no DistributedDataParallel: hooks need DDP, with more than one "
-            "process, and without torch.compile around it"
+            f"accelerator.prepare returned a {type(model).__name__}, no DistributedDataParallel: hooks need DDP, with more than "
+            "one process, and without torch.compile around it"
         )
     managed = register(model, hook, wrapper=wrapper, **parameters)
     if managed.replicas != "equal" and accelerator.scaler is not None:
         raise UnsupportedModel(
             f"{managed.spec.name} with float16 autocast: one rank could skip a step that the others take; use bf16"
         )
-    optimizers = [_plain(optimizer) for optimizer in accelerator._optimizers]
+    optimizers = [_unwrapped(optimizer) for optimizer in accelerator._optimizers]
     keeper = _Keeper(RankFile(model, optimizers, redistribute=redistribute))
     for optimizer in keeper.file.optimizers:
         optimizer.register_step_post_hook(lambda *_: managed.average_parameters())
     accelerator.register_save_state_pre_hook(lambda models, weights, directory: keeper.file.save(directory))
-    accelerator.register_load_state_pre_hook(keeper.remember)
+    accelerator.register_load_state_pre_hook(keeper.record_directory)
     accelerator.register_for_checkpointing(keeper)
     return managed
 
 
 class _Keeper:
-    """What Accelerate calls last when it loads a state, behind model and optimizers, which it would otherwise load over ours."""
+    """The last object that Accelerate loads in ``load_state``: model and optimizers, loaded later, would overwrite this state."""
 
     def __init__(self, file: RankFile) -> None:
         self.file = file
         self._directory: str | None = None
 
-    def remember(self, models: list[nn.Module], directory: str) -> None:
+    def record_directory(self, models: list[nn.Module], directory: str) -> None:
         self._directory = directory
 
     def state_dict(self) -> dict[str, int]:
@@ -85,6 +88,6 @@ class _Keeper:
         self.file.load(self._directory)
 
 
-def _plain(optimizer: Any) -> Optimizer:
+def _unwrapped(optimizer: Any) -> Optimizer:
     found: Optimizer = optimizer.optimizer
     return found

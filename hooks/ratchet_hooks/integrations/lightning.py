@@ -4,14 +4,13 @@
     trainer.fit(model, ckpt_path="last")
 
 In place of ``DDPStrategy(ddp_comm_hook=..., ddp_comm_state=..., ddp_comm_wrapper=..., model_averaging_period=...)``, whose
-arguments it takes as well. Lightning's own strategy registers no hook on a device that is not CUDA, and says nothing; and it
-keeps no hook state in a checkpoint. This one registers it everywhere. Into Lightning's file goes one more entry,
-``ratchet_hooks``: a uint8 tensor per rank (``ratchet_hooks.files.unpack_state`` reads it) with the hook's state and buckets,
-buffers, generators, and the whole replica under post_localSGD. Rank 0 gathers them; the file still loads with
-``weights_only=True``.
+arguments it accepts as well. Lightning's own strategy silently registers no hook on a device other than CUDA, and saves no hook
+state in a checkpoint. This one registers it everywhere. It adds one entry to Lightning's file, ``ratchet_hooks``: a uint8 tensor
+per rank (``ratchet_hooks.files.unpack_state`` reads it) with the hook's state and buckets, buffers, generators, and the whole
+replica under post_localSGD. Rank 0 gathers them; the file still loads with ``weights_only=True``.
 
-Exact is a resume from a checkpoint of an epoch's end, or from one within an epoch if the data loader has ``state_dict`` and
-``load_state_dict``, as Lightning wants it.
+A resume is exact from a checkpoint at the end of an epoch, or from one within an epoch if the data loader has ``state_dict`` and
+``load_state_dict``, as Lightning requires.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ try:
 except ImportError as error:
     raise ImportError("Lightning is not installed: pip install lightning") from error
 
+from ratchet_hooks.ddp.bucket_layout import ManagedDDP
 from ratchet_hooks.errors import HookStateError
-from ratchet_hooks.files import pack_state, unpack_state
 from ratchet_hooks.integrations import rank_state
-from ratchet_hooks.layout import ManagedDDP
-from ratchet_hooks.managed import ManagedHook
-from ratchet_hooks.registration import Hook, hook_of, register
+from ratchet_hooks.manage.managed_hook import ManagedHook
+from ratchet_hooks.manage.register import Hook, hook_of, register
+from ratchet_hooks.state.files import pack_state, unpack_state
 
 KEY: Final = "ratchet_hooks"
 
@@ -46,9 +45,10 @@ class RatchetDDPStrategy(DDPStrategy):
     """DDP under one of Ratchet's hooks.
 
     ``hook``, ``wrapper``: as in ``ratchet_hooks.register``; or Lightning's ``ddp_comm_hook``, ``ddp_comm_state`` and
-    ``ddp_comm_wrapper``, which mean the same. ``model_averaging_period``: of post_localSGD. ``reset_hook``: start the hook anew
-    where a checkpoint has no state of it, which is an error otherwise. ``redistribute``: take a checkpoint of another number of
-    ranks, with a warning (``rank_state.resized``), which is an error otherwise. Everything else is ``DDPStrategy``'s.
+    ``ddp_comm_wrapper``, which mean the same. ``model_averaging_period``: of post_localSGD. ``reset_hook``: start the hook
+    without state where a checkpoint has no state of it, which is an error otherwise. ``redistribute``: accept a checkpoint of
+    another number of ranks, with a warning (``rank_state.redistribute_ranks``), which is an error otherwise. Everything else is
+    ``DDPStrategy``'s.
     """
 
     def __init__(
@@ -67,16 +67,18 @@ class RatchetDDPStrategy(DDPStrategy):
         if hook is not None and ddp_comm_hook is not None:
             raise MisconfigurationException("give hook or ddp_comm_hook, not both")
         super().__init__(**kwargs)
-        self._hook_asked: Hook = hook or ((ddp_comm_state, ddp_comm_hook) if ddp_comm_hook is not None else "allreduce")
-        self._wrapper_asked = wrapper if wrapper is not None else ddp_comm_wrapper
+        self._requested_hook: Hook = hook or (
+            (ddp_comm_state, ddp_comm_hook) if ddp_comm_hook is not None else "allreduce"
+        )
+        self._requested_wrapper = wrapper if wrapper is not None else ddp_comm_wrapper
         self._parameters = {} if model_averaging_period is None else {"model_averaging_period": model_averaging_period}
         self._reset_hook, self._redistribute = reset_hook, redistribute
         self._state_to_restore: Any = None
 
     @property
     def hook(self) -> ManagedHook:
-        """The hook of the model that is trained: its ``summary`` and ``warnings``."""
-        return hook_of(self._managed())
+        """The hook of the model that is trained, with its ``summary`` and ``warnings``."""
+        return hook_of(self._managed_ddp())
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -92,7 +94,11 @@ class RatchetDDPStrategy(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
         hook = register(
-            self.model, self._hook_asked, wrapper=self._wrapper_asked, node_ranks=self.num_processes, **self._parameters
+            self.model,
+            self._requested_hook,
+            wrapper=self._requested_wrapper,
+            node_ranks=self.num_processes,
+            **self._parameters,
         )
         if self.root_device.type != "cuda":
             rank_zero_info(
@@ -110,14 +116,14 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """On all ranks, as Lightning calls it. A checkpoint of weights alone stays as it is."""
+        """On all ranks, as Lightning calls it. A checkpoint of weights alone is not changed."""
         if "optimizer_states" in checkpoint and isinstance(self.model, ManagedDDP):
-            ranks = self._gathered(self.model)
+            ranks = self._gather_rank_states(self.model)
             if ranks is not None:
                 checkpoint[KEY] = {"version": rank_state.VERSION, "ranks": ranks}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _gathered(self, ddp: ManagedDDP) -> Any:
+    def _gather_rank_states(self, ddp: ManagedDDP) -> Any:
         fit = self._fit_loop()
         accumulates = fit.epoch_loop.batch_progress.current.ready > 0 and fit._should_accumulate()
         if accumulates:
@@ -131,28 +137,29 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """After model and optimizers: the rest of this rank. Raises ``HookStateError`` where it does not fit or is not there."""
+        """After model and optimizers: restore the rest of this rank. Raises ``HookStateError`` where it does not fit or is
+        missing."""
         super().load_optimizer_state_dict(checkpoint)
-        ddp = self._managed()
+        ddp = self._managed_ddp()
         if KEY not in checkpoint:
             if not self._reset_hook:
                 raise HookStateError(
                     KEY, "this checkpoint holds no hook state (Lightning's own strategy wrote it, perhaps); RatchetDDPStrategy("
-                    "reset_hook=True) starts the hook anew",
+                    "reset_hook=True) resets the hook",
                 )  # fmt: skip
             rank_zero_warn(
-                f"the checkpoint holds no hook state: hook {self.hook.spec.name} starts anew, which is not exact"
+                f"the checkpoint holds no hook state: hook {self.hook.spec.name} keeps its initial state, which is not exact"
             )
             return
         ranks = checkpoint[KEY]["ranks"]
         if len(ranks) == self.world_size:
             state = unpack_state(ranks[self.global_rank])
         elif self._redistribute:
-            state = rank_state.resized(ddp, [unpack_state(packed) for packed in ranks])
+            state = rank_state.redistribute_ranks(ddp, [unpack_state(packed) for packed in ranks])
         else:
-            raise HookStateError("world_size", rank_state.other_ranks(len(ranks), self.world_size))
+            raise HookStateError("world_size", rank_state.world_size_mismatch(len(ranks), self.world_size))
         rank_state.restore_rank(ddp, self._plain_optimizers(), state)
-        # At the end of an epoch the iterator of the next one, which is still to be made, draws a seed; within one it did.
+        # At the end of an epoch the next epoch's iterator is not made yet, and draws a seed; within an epoch it has drawn it.
         rank_state.restore_generators(ddp, state)
         self._state_to_restore = None if state["epoch_ended"] else state
 
@@ -160,12 +167,12 @@ class RatchetDDPStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self._state_to_restore is not None:
-            rank_state.restore_generators(self._managed(), self._state_to_restore)
+            rank_state.restore_generators(self._managed_ddp(), self._state_to_restore)
             self._state_to_restore = None
 
     # --- parts ---------------------------------------------------------------------------------------------------------
 
-    def _managed(self) -> ManagedDDP:
+    def _managed_ddp(self) -> ManagedDDP:
         if not isinstance(self.model, ManagedDDP):
             raise RuntimeError("RatchetDDPStrategy has a hook only while Trainer.fit runs")
         return self.model

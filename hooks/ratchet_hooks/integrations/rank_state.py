@@ -1,4 +1,4 @@
-"""What differs between ranks and is in no framework's checkpoint, which is rank 0's: taken and given back as one state."""
+"""State that differs between ranks and is in no framework's checkpoint, which is rank 0's: captured and restored as one state."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ratchet_hooks import generators
+from ratchet_hooks.algorithms.state_version import redistribute
 from ratchet_hooks.errors import HookStateError
-from ratchet_hooks.files import load_state, save_state
-from ratchet_hooks.registration import hook_of, restore
-from ratchet_hooks.states import redistribute
+from ratchet_hooks.manage.register import hook_of, restore
+from ratchet_hooks.state import rng
+from ratchet_hooks.state.files import load_state, save_state
 
 VERSION = 1
 _ENTRIES = ("version", "world_size", "rank", "hook", "buffers", "rng", "replica")
-_NO_STATE = "not a rank's state, which has an entry of this name"
+_NO_STATE = "not the state of a rank: this entry is missing"
 
 
 def capture_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """This rank's hook, buffers and generators, and under a hook whose replicas differ (post_localSGD) its parameters and
-    optimizers, too. A collective between two steps; for ``files.save_state`` or ``files.pack_state``."""
+    optimizers too. A collective between two steps; for ``files.save_state`` or ``files.pack_state``."""
     hook = hook_of(ddp)
     state: dict[str, Any] = {
         "version": VERSION,
@@ -34,7 +34,7 @@ def capture_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[
         "rank": ddp.process_group.rank(),
         "hook": hook.capture(),
         "buffers": {name: buffer.detach() for name, buffer in ddp.module.named_buffers()},
-        "rng": generators.capture(ddp.device),
+        "rng": rng.capture(ddp.device),
         "replica": None,
     }
     if hook.replicas != "equal":
@@ -43,12 +43,12 @@ def capture_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[
     return state
 
 
-def resized(ddp: nn.parallel.DistributedDataParallel, states: Sequence[Any]) -> dict[str, Any]:
-    """What ``restore_rank`` puts back here out of the states of a group of another size, all of them in rank order.
+def redistribute_ranks(ddp: nn.parallel.DistributedDataParallel, states: Sequence[Any]) -> dict[str, Any]:
+    """Return a state for ``restore_rank`` from the states of a group of another size, all of them in rank order.
 
-    The hook's is ``states.redistribute``'s, which keeps the mean of residuals; buffers are those of the old rank of this number,
-    counted round; generators stay as they are. Rank 0 warns of it. Raises ``HookStateError`` for states that are not of one
-    checkpoint, and under post_localSGD, whose replicas differ.
+    The hook's is merged by ``state_version.redistribute``, which keeps the mean of residuals; buffers are those of the old rank
+    with this number, modulo the old number of ranks; generators stay as they are. Rank 0 warns about it. Raises
+    ``HookStateError`` for states that are not of one checkpoint, and under post_localSGD, whose replicas differ.
     """
     hook, ranks, rank = hook_of(ddp), ddp.process_group.size(), ddp.process_group.rank()
     for number, state in enumerate(states):
@@ -56,12 +56,12 @@ def resized(ddp: nn.parallel.DistributedDataParallel, states: Sequence[Any]) -> 
         if (state["world_size"], state["rank"]) != (len(states), number):
             raise HookStateError(
                 "world_size", f"{len(states)} states were found, and number {number} is of rank {state['rank']} of "
-                f"{state['world_size']}: they are not of one checkpoint, or some are missing",
+                f"{state['world_size']}: they do not belong to one checkpoint, or some are missing",
             )  # fmt: skip
         if state["replica"] is not None:
             raise HookStateError(
-                "replica", f"recorded on {len(states)} ranks under {hook.spec.name}, whose models differ: start as many "
-                "as there were",
+                "replica", f"recorded on {len(states)} ranks under {hook.spec.name}, whose models differ: start the same "
+                "number of ranks",
             )  # fmt: skip
     if rank == 0:
         warnings.warn(
@@ -74,7 +74,8 @@ def resized(ddp: nn.parallel.DistributedDataParallel, states: Sequence[Any]) -> 
 
 
 def restore_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer], state: Any) -> None:
-    """Put back what ``capture_rank`` gave, all but the generators: ``restore_generators``, when nothing draws from them any more.
+    """Restore the result of ``capture_rank``, except the generators: call ``restore_generators`` when nothing draws from them any
+    more.
 
     After model and optimizers were loaded, before the first forward. A collective. Raises ``HookStateError``.
     """
@@ -83,7 +84,7 @@ def restore_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[
     _copy("buffer", dict(ddp.module.named_buffers()), state["buffers"])
     if (state["replica"] is None) != (hook_of(ddp).replicas == "equal"):
         raise HookStateError(
-            "replica", "the checkpoint is of a hook under which the ranks' parameters are kept otherwise"
+            "replica", "the checkpoint was saved with a hook that stores the ranks' parameters in another way"
         )
     if state["replica"] is not None:
         _copy("parameter", dict(ddp.module.named_parameters()), state["replica"]["parameters"])
@@ -97,11 +98,11 @@ class RankFile:
     def __init__(
         self, ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer], *, redistribute: bool = False
     ) -> None:
-        """``redistribute``: ``load`` takes files of another number of ranks, see ``resized``; an error otherwise."""
+        """``redistribute``: ``load`` accepts files of another number of ranks, see ``redistribute_ranks``; an error otherwise."""
         self.ddp, self.optimizers, self._redistribute = ddp, list(optimizers), redistribute
 
     def path(self, directory: str | os.PathLike[str], rank: int | None = None) -> Path:
-        """``rank``: None is this one."""
+        """The file of ``rank``; None: of this rank."""
         return Path(directory, f"ratchet_hook_{self.ddp.process_group.rank() if rank is None else rank}.safetensors")
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -109,23 +110,25 @@ class RankFile:
         save_state(self.path(directory), capture_rank(self.ddp, self.optimizers))
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """After model and optimizers, before the first forward; a collective. Generators are left to the framework.
+        """Restore this rank's state from ``directory``. Call it on all ranks (a collective), after model and optimizers were
+        loaded and before the first forward. Generators are not restored: the framework does that.
 
-        Raises ``HookStateError`` where the state is not there, is none (the file is named) or does not fit.
+        Raises ``HookStateError`` where the state is missing or invalid (the file is named), or does not fit the ranks, the hook
+        or the model.
         """
         first = self.path(directory, 0)
         recorded = self._state(first)["world_size"] if self._redistribute and first.exists() else None
         if recorded is None or recorded == self.ddp.process_group.size():
             state = self._state(self.path(directory))
         else:
-            state = resized(self.ddp, [self._state(self.path(directory, rank)) for rank in range(recorded)])
+            state = redistribute_ranks(self.ddp, [self._state(self.path(directory, rank)) for rank in range(recorded)])
         restore_rank(self.ddp, self.optimizers, state)
 
     def _state(self, path: Path) -> Any:
         if not path.exists():
             raise HookStateError(
                 str(path), "no such file: this checkpoint was made without a managed hook, or by another number of ranks "
-                "(redistribute=True takes such a one), or its writing was cut short; take an older one, or start without a "
+                "(load that with redistribute=True), or writing it was interrupted; use an older one, or start without a "
                 "checkpoint",
             )  # fmt: skip
         state = load_state(path)
@@ -141,13 +144,14 @@ def check_rank(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
     check_version(state)
     ranks, rank = ddp.process_group.size(), ddp.process_group.rank()
     if state["world_size"] != ranks:
-        raise HookStateError("world_size", other_ranks(state["world_size"], ranks))
+        raise HookStateError("world_size", world_size_mismatch(state["world_size"], ranks))
     if state["rank"] != rank:
-        raise HookStateError("rank", f"the state of rank {state['rank']} was given to rank {rank}")
+        raise HookStateError("rank", f"the state of rank {state['rank']} was passed to rank {rank}")
 
 
 def check_version(state: Any) -> None:
-    """Raise ``HookStateError`` for what is no rank's state, naming the entry it lacks, or one of a newer format."""
+    """Raise ``HookStateError`` for a value that is not a rank's state, naming the missing entry, or for a state of a newer
+    format."""
     if not isinstance(state, dict) or not isinstance(state.get("version"), int):
         raise HookStateError("version", _NO_STATE)
     if state["version"] > VERSION:
@@ -158,22 +162,22 @@ def check_version(state: Any) -> None:
         raise HookStateError(missing[0], _NO_STATE)
 
 
-def other_ranks(recorded: int, ranks: int) -> str:
+def world_size_mismatch(recorded: int, ranks: int) -> str:
     """Why a state of another number of ranks is refused, and what to do."""
     return (
-        f"recorded on {recorded} ranks, and there are {ranks}; start as many as there were, or give redistribute=True: residuals "
+        f"recorded on {recorded} ranks, but this run has {ranks}; start as many as then, or pass redistribute=True: residuals "
         "become their mean, which is not exact"
     )
 
 
 def restore_generators(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
-    """Put back the generators' state, where there is one, the last thing before training goes on."""
+    """Restore the generators' state, if there is one, as the last step before training continues."""
     if state["rng"] is not None:
-        generators.restore(state["rng"], ddp.device)
+        rng.restore(state["rng"], ddp.device)
 
 
 def gather_bytes(packed: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> list[torch.Tensor] | None:
-    """All ranks' uint8 tensors in rank order on rank 0 (of ``group``), None elsewhere. A collective; one rank's at a time."""
+    """All ranks' uint8 tensors in rank order on rank 0 (of ``group``), None elsewhere. A collective; one rank sends at a time."""
     sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
     sizes[group.rank()] = packed.numel()
     dist.all_reduce(sizes, group=group)
@@ -189,11 +193,11 @@ def gather_bytes(packed: torch.Tensor, group: dist.ProcessGroup, device: torch.d
 
 
 @torch.no_grad()
-def _copy(kind: str, live: dict[str, Any], found: dict[str, torch.Tensor]) -> None:
-    if odd := sorted(set(live) ^ set(found)):
+def _copy(kind: str, live: dict[str, Any], saved: dict[str, torch.Tensor]) -> None:
+    if odd := sorted(set(live) ^ set(saved)):
         raise HookStateError(odd[0], f"a {kind} that only the {'model' if odd[0] in live else 'checkpoint'} has")
     for name, tensor in live.items():
-        if tensor.shape != found[name].shape or tensor.dtype is not found[name].dtype:
-            was, now = (f"{t.dtype} {list(t.shape)}" for t in (found[name], tensor))
+        if tensor.shape != saved[name].shape or tensor.dtype is not saved[name].dtype:
+            was, now = (f"{t.dtype} {list(t.shape)}" for t in (saved[name], tensor))
             raise HookStateError(name, f"this {kind} is {now}, the checkpoint has {was}")
-        tensor.copy_(found[name])
+        tensor.copy_(saved[name])

@@ -4,9 +4,9 @@
     manage(trainer, "powerSGD", start_powerSGD_iter=100)
     trainer.train(resume_from_checkpoint=True)
 
-The Trainer can register no hook at all. ``manage`` adds a ``TrainerCallback`` that puts the DDP of every ``train`` under one, and
+The Trainer cannot register a hook. ``manage`` adds a ``TrainerCallback`` that puts the DDP of every ``train`` under one, and
 writes ``ratchet_hook_<rank>.safetensors`` into each ``checkpoint-<step>`` on every rank: hook, buckets, buffers, and the whole
-replica under post_localSGD. Data order and generators are the Trainer's affair (do not set ``ignore_data_skip``).
+replica under post_localSGD. The Trainer itself handles data order and generators (do not set ``ignore_data_skip``).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ try:
 except ImportError as error:
     raise ImportError("transformers is not installed: pip install 'transformers[torch]'") from error
 
+from ratchet_hooks.ddp.bucket_layout import ManagedDDP
 from ratchet_hooks.errors import HookStateError, UnsupportedModel
 from ratchet_hooks.integrations.rank_state import RankFile
-from ratchet_hooks.layout import ManagedDDP
-from ratchet_hooks.managed import ManagedHook
-from ratchet_hooks.registration import Hook, hook_of, register
+from ratchet_hooks.manage.managed_hook import ManagedHook
+from ratchet_hooks.manage.register import Hook, hook_of, register
 
 
 def manage(
@@ -38,11 +38,12 @@ def manage(
     redistribute: bool = False,
     **parameters: Any,
 ) -> RatchetCallback:
-    """Have ``trainer`` train under ``hook`` and keep its state in its checkpoints. On every rank, before ``trainer.train``.
+    """Make ``trainer`` train under ``hook`` and keep its state in its checkpoints. On every rank, before ``trainer.train``.
 
-    ``hook``, ``wrapper``, ``parameters``: as in ``ratchet_hooks.register``. ``redistribute``: checkpoints of another number of
-    ranks are taken, with a warning (``rank_state.resized``). The model is registered when training begins: then
-    ``UnsupportedModel`` is raised for what cannot be managed, and ``HookStateError`` for a checkpoint without this rank's state.
+    ``hook``, ``wrapper``, ``parameters``: as in ``ratchet_hooks.register``. ``redistribute``: accept checkpoints of another
+    number of ranks, with a warning (``rank_state.redistribute_ranks``). The hook is registered when training begins; then
+    ``UnsupportedModel`` is raised for models that cannot be managed, and ``HookStateError`` for a checkpoint without this rank's
+    state.
     """
     callback = RatchetCallback(trainer, hook, wrapper, parameters, redistribute)
     trainer.add_callback(callback)
@@ -50,7 +51,7 @@ def manage(
 
 
 class RatchetCallback(TrainerCallback):
-    """Made by ``manage``. ``hook``: that of the model in training, with its ``summary`` and ``warnings``."""
+    """Created by ``manage``. ``hook``: that of the model in training, with its ``summary`` and ``warnings``."""
 
     def __init__(
         self,
@@ -61,30 +62,30 @@ class RatchetCallback(TrainerCallback):
         redistribute: bool,
     ) -> None:
         self._redistribute = redistribute
-        self._trainer, self._asked, self._wrapper, self._parameters = trainer, hook, wrapper, parameters
+        self._trainer, self._requested_hook, self._wrapper, self._parameters = trainer, hook, wrapper, parameters
         self._restored: str | None = None
-        # The one moment at which the checkpoint's directory is known and the model is wrapped; no callback is told of it.
+        # The only point where the checkpoint's directory is known and the model is wrapped; there is no callback for it.
         load = trainer._load_optimizer_and_scheduler
 
         def load_and_restore(checkpoint: str | None) -> None:
             load(checkpoint)
             if checkpoint is not None:
-                self._file().load(checkpoint)
+                self._rank_file().load(checkpoint)
                 self._restored = checkpoint
 
         setattr(trainer, load.__name__, load_and_restore)
 
     @property
     def hook(self) -> ManagedHook:
-        return hook_of(self._managed())
+        return hook_of(self._ensure_managed())
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._managed()
+        self._ensure_managed()
         if state.global_step > 0 and self._restored is None:
             raise HookStateError(
-                "checkpoint", "training goes on from a step, but no checkpoint was loaded through the Trainer's own way"
+                "checkpoint", "training continues from a later step, but the Trainer itself has loaded no checkpoint"
             )
         self._restored = None
 
@@ -95,15 +96,15 @@ class RatchetCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         directory = Path(self._trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        self._file().save(directory)
+        self._rank_file().save(directory)
 
-    def _file(self) -> RankFile:
+    def _rank_file(self) -> RankFile:
         optimizer: Any = self._trainer.optimizer
         plain = getattr(optimizer, "optimizer", optimizer)
-        return RankFile(self._managed(), [plain], redistribute=self._redistribute)
+        return RankFile(self._ensure_managed(), [plain], redistribute=self._redistribute)
 
-    def _managed(self) -> ManagedDDP:
-        """The Trainer's present model, put under the hook when it is new."""
+    def _ensure_managed(self) -> ManagedDDP:
+        """The Trainer's current model, put under the hook when it is new."""
         model = self._trainer.model_wrapped
         if isinstance(model, ManagedDDP):
             return model
@@ -112,7 +113,7 @@ class RatchetCallback(TrainerCallback):
                 f"the Trainer's model is a {type(model).__name__}, no DistributedDataParallel: hooks need DDP, with more than "
                 "one process, and without torch_compile, FSDP or DeepSpeed"
             )
-        managed = register(model, self._asked, wrapper=self._wrapper, **self._parameters)
+        managed = register(model, self._requested_hook, wrapper=self._wrapper, **self._parameters)
         scaler = self._trainer.accelerator.scaler
         if managed.replicas != "equal" and scaler is not None:
             raise UnsupportedModel(

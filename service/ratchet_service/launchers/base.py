@@ -1,11 +1,11 @@
-"""What a launcher is: it turns a ``LaunchFile`` into running agents on some engine, one per node, and says what became of them.
+"""The interface of a launcher: it turns a ``LaunchFile`` into running agents on an engine, one per node, and reports their state.
 
-Plan, then submit: ``plan`` is pure and printable; ``submit`` may be called again for the same plan after a crash and must
-not start a second group (the name, job id and epoch, is the key). Everything is addressed by ``AttemptRef``, so a service
-that was killed and started again can look after attempts that another process launched.
+Plan, then submit: ``plan`` is pure and its result printable. ``submit`` may be called again for the same plan after a crash and
+must not start a second group (the key is the name, made of job id and attempt). Everything is addressed by ``AttemptRef``, so a
+restarted service can supervise attempts that another process launched.
 
-Where an engine keeps a queue of its own, an attempt waits there: ``AttemptState.waiting``. Ratchet keeps slots for launchers
-that have none (``slots``).
+Where an engine has a queue of its own, an attempt waits there (``AttemptState.waiting``). For launchers without a queue
+(``slots``), Ratchet manages slots.
 """
 
 from __future__ import annotations
@@ -14,65 +14,67 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from ratchet_contract.api import Warning_
+from ratchet_contract.api.views import Warning_
 from ratchet_contract.errors import FieldProblem, RatchetError
-from ratchet_contract.messages import AgentFile, AttemptResult, LaunchFile
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
-from ratchet_contract.spec import JobSpec
+from ratchet_contract.protocol.messages import AgentFile, AttemptResult, LaunchFile
+from ratchet_contract.spec.job import JobSpec
 
 _SAVE_FACTOR: Final = 2.0
-"""A save under a stop meets a disk that others save to at the same moment."""
+"""A save during a stop may share the disk with other jobs' saves."""
 _STOP_ROOM: Final = 20.0
-"""Seconds beside the save: the steps until the ranks have agreed, the last report, the processes' end."""
+"""Seconds in addition to the save: the steps until the ranks agree to stop, the last report, the end of the processes."""
 
 
 class LaunchError(RatchetError):
-    """The launcher could not start the group, and trying again as it is would not help; ``detail`` says why."""
+    """The launcher could not start the group, and retrying without changes would not help; ``detail`` says why."""
 
     code = "launcher-error"
 
 
 class EngineUnreachable(RatchetError):
-    """The engine does not answer now. Nothing is known of its attempts meanwhile, and nothing is concluded from that."""
+    """The engine does not answer now. The state of its attempts is unknown meanwhile, and nothing is concluded from that."""
 
     code = "engine-unreachable"
 
 
 class EngineFull(RatchetError):
-    """The engine has no room for one group more, and will have: it is submitted again until then; ``detail`` says why."""
+    """The engine has no capacity for another group at present. The group is submitted again until it has; ``detail`` says why."""
 
     code = "engine-queue"
 
 
 class EngineBusy(EngineUnreachable):
-    """The engine was asked a moment ago and has not answered yet. Nobody need be told: whoever asks again gets the answer."""
+    """The engine was called a moment ago and has not answered yet. This need not be reported: calling again returns the
+    answer."""
 
 
-def attempt_name(job_id: str, epoch: int) -> str:
-    """``job-0123456789ab-a0007``: a DNS label, and what follows ``-a`` is the epoch."""
-    return f"{job_id}-a{epoch:04d}"
+def attempt_name(job_id: str, attempt: int) -> str:
+    """``job-0123456789ab-a0007``: a DNS label, and what follows ``-a`` is the attempt."""
+    return f"{job_id}-a{attempt:04d}"
 
 
 @dataclass(frozen=True)
 class AttemptRef:
-    """Which attempt, on how many nodes, and where its files are."""
+    """An attempt's identity, number of nodes and files."""
 
     job_id: str
-    epoch: int
+    attempt: int
     paths: AttemptPaths
     nodes: int = 1
 
     @property
     def name(self) -> str:
         """Unique over all jobs and attempts; engines use it as the name of what they run."""
-        return attempt_name(self.job_id, self.epoch)
+        return attempt_name(self.job_id, self.attempt)
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A launcher's request. ``env`` is what the launcher adds to the agent's environment; ``secrets`` maps a name to where its
-    value is taken from; ``request`` is what the engine is asked for (manifests, a batch script), without secret values."""
+    """What a launcher will submit. ``env``: variables that the launcher adds to the agent's environment; ``secrets``: the source
+    of each secret's value, by the secret's name; ``request``: the request to the engine (manifests, a batch script), without
+    secret values."""
 
     ref: AttemptRef
     launch: LaunchFile
@@ -83,7 +85,7 @@ class LaunchPlan:
     request: dict[str, Any] = field(default_factory=dict)
 
     def printable(self) -> dict[str, Any]:
-        """For people and for the row of the attempt: no token, no secret value."""
+        """The plan for display and for the attempt's row, without the token and secret values."""
         return {
             "name": self.ref.name,
             "agent": {"command": list(self.argv), "env": self.env, "secrets": self.secrets},
@@ -94,13 +96,14 @@ class LaunchPlan:
 
 
 def longest_stop(spec: JobSpec) -> float:
-    """Seconds from a stop's begin until an agent is gone that has to end its ranks by force."""
+    """Seconds from the start of a stop to the end of an agent that has to kill its ranks."""
     return spec.policy.stop_grace + _STOP_ROOM
 
 
 def stop_seconds(launch: LaunchFile) -> float:
-    """The notice, in seconds, that an engine must give an agent before it kills it: from the job's own measured saves, at most
-    ``policy.stop_grace`` (after which the agent itself kills its ranks) and what its end takes. Without a save yet, just that."""
+    """The notice, in seconds, that an engine must give an agent before it kills it. It is computed from the job's measured saves
+    and is at most ``longest_stop``: ``policy.stop_grace``, after which the agent itself kills its ranks, and the time it takes to
+    end. If no save was measured yet, it is ``longest_stop``."""
     most = longest_stop(launch.spec)
     if not launch.save_seconds:
         return most
@@ -109,9 +112,9 @@ def stop_seconds(launch: LaunchFile) -> float:
 
 @dataclass(frozen=True)
 class NodeState:
-    """One node's agent now. ``seen``: it got as far as taking its lock, now or earlier; ``gone``: it began, and is known not to
-    run any more; ``result`` is there once it has written its last word; ``note``: what the engine says of the node, for
-    people."""
+    """The state of one node's agent. ``seen``: it has started and taken its lock, now or earlier; ``gone``: it has started and is
+    known not to run any more; ``result``: set once it has written its result; ``note``: the engine's message about the node, for
+    display."""
 
     seen: bool = False
     gone: bool = False
@@ -122,7 +125,8 @@ class NodeState:
 
 @dataclass(frozen=True)
 class EngineEnd:
-    """What the engine itself knows of an end: why it took a node away, or why it started none. ``node``: whose; None: all."""
+    """A termination as the engine reports it: why it removed a node, or started none. ``node``: the node's index; None: all
+    nodes."""
 
     cause: Cause
     message: str
@@ -131,10 +135,10 @@ class EngineEnd:
 
 @dataclass(frozen=True)
 class AttemptState:
-    """What is true of an attempt now.
+    """The current state of an attempt.
 
-    ``alive``: something of it may be running, or may still start. ``waiting``: it waits in the engine's queue, and why; the
-    launch deadline does not run meanwhile. ``ends``: what the engine knows of an end, in the order that it happened.
+    ``alive``: a part of it may be running, or may still start. ``waiting``: why it waits in the engine's queue, if it does; the
+    launch deadline does not run meanwhile. ``ends``: terminations that the engine reports, in the order in which they happened.
     """
 
     alive: bool
@@ -144,12 +148,12 @@ class AttemptState:
 
     @property
     def seen(self) -> bool:
-        """Has any agent begun?"""
+        """True if any agent has started."""
         return any(node.seen for node in self.nodes)
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Nodes whose agent is gone without a last word: the others wait for it in vain."""
+        """Nodes whose agent is gone and left no result: the other nodes wait for it in vain."""
         return tuple(i for i, node in enumerate(self.nodes) if node.gone and node.result is None)
 
     @property
@@ -158,12 +162,12 @@ class AttemptState:
 
 
 class Launcher(Protocol):
-    """One engine. All calls end, with a deadline for each question to the engine; none raises for an attempt that is gone.
-    ``plan`` and ``check`` ask no engine; any other may raise ``EngineUnreachable``. Where the engine is not this machine
-    (``slots``), a service makes these others on a thread of the launcher's own, one at a time (``apart``).
+    """One engine. Every call ends: each request to the engine has a deadline. No call raises for an attempt that is gone.
+    ``plan`` and ``check`` do not contact the engine; any other call may raise ``EngineUnreachable``. If the engine is not this
+    machine (``slots`` is false), the service makes these other calls one at a time on a thread per launcher (``engine_thread``).
 
-    ``max_nodes``: None without a limit. ``slots``: jobs get CPU slots and GPU indices of the service's machine. ``same_files``:
-    its nodes see the service's machine's files (interpreters, the user's environment) at the same paths.
+    ``max_nodes``: None for no limit. ``slots``: jobs get CPU slots and GPU indices of the service's machine. ``same_files``: its
+    nodes see the files of the service's machine (interpreters, the user's environment) at the same paths.
     """
 
     kind: str
@@ -172,7 +176,8 @@ class Launcher(Protocol):
     same_files: bool
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-        """What this engine cannot honour of a spec, by JSON pointer, and what it honours without effect. Pure."""
+        """Problems, by JSON pointer, for parts of the spec that this engine cannot honour, and warnings for parts without effect.
+        Pure."""
         ...
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
@@ -180,28 +185,28 @@ class Launcher(Protocol):
         ...
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Start the group unless it was started before; from its return on ``poll`` sees it. Raises ``LaunchError`` and
+        """Start the group unless it was started before. Once this returns, ``poll`` sees the group. Raises ``LaunchError`` and
         ``EngineFull``."""
         ...
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        """Look at the group."""
+        """The group's current state."""
         ...
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Ask the agents to end. Engines that end by force themselves do so after ``grace`` seconds; the caller kills."""
+        """Ask the agents to end. Engines that kill by themselves do so after ``grace`` seconds; otherwise the caller kills."""
         ...
 
     def kill(self, ref: AttemptRef) -> Sequence[str]:
-        """End by force everything of the attempt that may be alive, and name it for people. Empty: it is proved dead, or fenced
-        for good. Called again until then."""
+        """Kill everything of the attempt that may be alive, and return its names for display. Empty: the attempt is proved dead,
+        or permanently fenced. The caller repeats the call until then."""
         ...
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
-        """The end, ``limit`` characters, of what agents and engine printed; empty when there is nothing."""
+        """The last ``limit`` characters that agents and engine printed; empty if there are none."""
         ...
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> Sequence[str]:
-        """End what runs under this service's name and belongs to no attempt: the engine is asked first for what it has, then
-        ``known`` tells which of these names a row knows. Returns the names that were ended."""
+        """End everything that runs under this service's name and belongs to no attempt. The engine's names are listed first, then
+        ``known`` returns those that have a row in the database. Return the names that were ended."""
         ...

@@ -1,64 +1,10 @@
-"""What every launcher's plan is made of: the ranks' commands for people to read, the secrets by name, the agents' environment."""
+"""Helpers for launchers to plan an attempt. The public import path of ``ratchet_service.launchers.plan``."""
 
-from __future__ import annotations
+from ratchet_service.launchers.plan import agent_environment, rank_commands, secret_sources, secret_values
 
-from collections.abc import Mapping
-from typing import Any
-
-from ratchet_contract import environment as names
-from ratchet_contract.masking import masked
-from ratchet_contract.messages import LaunchFile
-from ratchet_contract.spec import JobSpec
-from ratchet_service.credentials import inherited, withheld
-from ratchet_service.launchers.base import LaunchError, LaunchPlan
-
-
-def rank_commands(launch: LaunchFile, agent: str) -> tuple[dict[str, Any], ...]:
-    """What the agents will run for their ranks, in the order of the ranks of all nodes, as it may be shown. ``agent``: their own
-    interpreter, which the ranks run, too, where the spec names none."""
-    python = agent if launch.spec.python is None else launch.resolved.python
-    world = launch.spec.world
-    return tuple(
-        _rank_command(launch.of_node(node), local, python)
-        for node in range(world.nodes)
-        for local in range(world.ranks_per_node)
-    )
-
-
-def _rank_command(launch: LaunchFile, local: int, python: str) -> dict[str, Any]:
-    env = {names.RANK: str(launch.ranks[local]), names.LOCAL_RANK: str(local), names.WORLD_SIZE: str(launch.world_size)}
-    env |= {"OMP_NUM_THREADS": str(launch.resolved.threads_per_rank)} | masked(launch.spec.env, launch.spec.secret_env)
-    if launch.resolved.backend == "nccl":
-        env |= launch.spec.nccl
-    if launch.gpus:
-        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in launch.gpus)
-    return {"command": [python, "-P", "-m", "ratchet_worker.rank"], "env": env, "cwd": launch.workdir}
-
-
-def secret_sources(spec: JobSpec) -> dict[str, str]:
-    """Secrets that are read from the service's environment: their name -> the variable."""
-    return {name: secret.from_env for name, secret in spec.secrets.items() if secret.from_env is not None}
-
-
-def secret_values(environ: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
-    """The values of the secrets ``sources`` (name -> variable) in ``environ``, the service's. Raises ``LaunchError`` for one that
-    is not there, or is the service's own."""
-    kept, out = withheld(environ), {}
-    for name, source in sources.items():
-        value = environ.get(source)
-        if source in kept:
-            raise LaunchError(f"secret {name} is read from {source}, which is the service's own and given to no job")
-        if value is None:
-            raise LaunchError(
-                f"secret {name} is read from {source}, which is not set in the launcher's environment: set it where the "
-                "service is started, or its agent host where it has one"
-            )
-        out[name] = value
-    return out
-
-
-def agent_environment(environ: Mapping[str, str], plan: LaunchPlan) -> dict[str, str]:
-    """``environ``, the service's, without Ratchet's own variables and database credentials, plus the named secrets and what the
-    plan adds. Raises ``LaunchError`` as ``secret_values`` does."""
-    return inherited(environ) | secret_values(environ, plan.secrets) | plan.env
+__all__ = [
+    "agent_environment",
+    "rank_commands",
+    "secret_sources",
+    "secret_values",
+]

@@ -1,1 +1,1 @@
-"""What the control plane does, free of HTTP. One module per subject; each write is one transaction."""
+"""The control plane's use cases, independent of HTTP. One module per subject; each write is one transaction."""

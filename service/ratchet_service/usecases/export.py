@@ -1,7 +1,7 @@
-"""A checkpoint as files for other programs, made by a process with torch, which is never imported here.
+"""Export a checkpoint as files for other programs, by a process with torch, which is never imported here.
 
-The process runs beside the service, so nothing that a submitter chose decides what it runs, unless the submitter's code runs on
-this very machine anyway: then the job's own interpreter is taken. It never gets the job's variables.
+The process runs on the service's machine, so nothing that a submitter chose decides what it runs, unless the submitter's code
+runs on that machine anyway: then the job's interpreter is used. It never gets the job's variables.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import Any, Final, Literal
 
 from ratchet_contract.errors import CheckpointError, Conflict, RatchetError, Refused
 from ratchet_contract.paths import HomePaths
-from ratchet_service import children, disk, object_store
-from ratchet_service.confined import OWN, Confined
-from ratchet_service.credentials import bare
-from ratchet_service.database import Database
-from ratchet_service.file_owner import as_owner
-from ratchet_service.models import Job
-from ratchet_service.turns import Turns
-from ratchet_service.usecases.queries import find_checkpoint, find_job
+from ratchet_service.checkpoints import object_store
+from ratchet_service.db.engine import Database
+from ratchet_service.db.models import Job
+from ratchet_service.db.queries import find_checkpoint, find_job
+from ratchet_service.isolation import subprocess_query
+from ratchet_service.isolation.concurrency_limit import ConcurrencyLimit
+from ratchet_service.isolation.file_access import as_owner
+from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox, minimal_environ
+from ratchet_service.observability import disk_space
 
 Format = Literal["safetensors", "torch", "dcp"]
 MEDIA_TYPES: Final[dict[Format, str]] = {
@@ -37,7 +38,7 @@ MEDIA_TYPES: Final[dict[Format, str]] = {
 
 @dataclass(frozen=True)
 class Exported:
-    """The whole result, verified; ``file`` has no name, and is gone when it is closed. ``digest``: SHA-256."""
+    """The complete, verified result; ``file`` is unnamed, and is gone when it is closed. ``digest``: SHA-256."""
 
     file: BufferedRandom
     size: int
@@ -47,21 +48,21 @@ class Exported:
 
 @dataclass(frozen=True)
 class Exporter:
-    """``turns``: of making a file, not of sending it. ``seconds``: the limit for making one, digest included. ``trains_here``: do
-    jobs of a launcher run on the service's machine? Of all others the service's own interpreter makes the files. ``confined``: as
-    whom."""
+    """``permits``: permits for making a file, not for sending it. ``seconds``: time limit for making one, digest included.
+    ``trains_here``: returns whether jobs of a launcher kind run on the service's machine; for all others the service's own
+    interpreter makes the files. ``sandbox``: the user that the process runs as."""
 
     database: Database
     homes: HomePaths
-    turns: Turns
+    permits: ConcurrencyLimit
     seconds: float
     trains_here: Callable[[str], bool]
-    confined: Confined = OWN
+    sandbox: Sandbox = NO_SANDBOX
 
     def export(
-        self, job_id: str, checkpoint_id: str, form: Format, abandoned: Callable[[], bool] = lambda: False
+        self, job_id: str, checkpoint_id: str, file_format: Format, abandoned: Callable[[], bool] = lambda: False
     ) -> Exported:
-        """Make the files; no transaction is open meanwhile. ``abandoned`` is asked again and again: does nobody wait for them?
+        """Make the files; no transaction is open meanwhile. ``abandoned`` is polled: True once nobody waits for them.
 
         Raises ``NotFound``, ``Conflict`` (``checkpoint-gone``, ``export-failed``), ``CheckpointError`` for damage, ``Refused``
         (``busy``, ``disk-full``, ``export-timeout``).
@@ -72,15 +73,15 @@ class Exporter:
         if row.state != "committed":
             raise Conflict(f"checkpoint {row.name} is {row.state}: there is nothing to export", code="checkpoint-gone")
         python = self._interpreter(job, row.name)
-        directory = self.homes.job(job_id).checkpoint(row.step, row.epoch)
-        object_store.provide(self.homes, job, row)
-        request = {"checkpoint": str(directory), "digest": row.digest, "format": form}
-        with self.turns.taken():
-            file = _unnamed(self.homes.job(job_id).root)
+        directory = self.homes.job(job_id).checkpoint(row.step, row.attempt)
+        object_store.ensure_local(self.homes, job, row)
+        request = {"checkpoint": str(directory), "digest": row.digest, "format": file_format}
+        with self.permits.acquire():
+            file = _unnamed_file(self.homes.job(job_id).root)
             try:
-                answer = _Asked(python, self.seconds, abandoned, self.confined).answer(request, file)
+                answer = _Asked(python, self.seconds, abandoned, self.sandbox).run(request, file)
                 if "error" in answer:
-                    raise _error(answer, row.name, directory)
+                    raise _export_error(answer, row.name, directory)
                 size = file.seek(0, os.SEEK_END)
                 file.seek(0)
                 return Exported(file, size, bytes.fromhex(answer["digest"]), [str(note) for note in answer["notes"]])
@@ -89,84 +90,86 @@ class Exporter:
                 raise
 
     def _interpreter(self, job: Job, name: str) -> str:
-        """Raises ``Conflict`` (``export-failed``) where it has to be the service's own, which has no torch."""
+        """Return the interpreter to use. Raises ``Conflict`` (``export-failed``) if that is the service's own and has no
+        torch."""
         kind = job.spec.get("launcher", {}).get("kind", "local")
         if self.trains_here(kind):
-            own = job.spec.get("python") is None  # as its next attempt would have it
+            own = job.spec.get("python") is None  # as for the job's next attempt
             return sys.executable if own else str(job.resolved["python"])
         if find_spec("torch") is None:
             raise Conflict(
-                f"checkpoint {name} cannot be exported: its job does not run on the service's machine (launcher {kind}), so that "
-                f"the service's own interpreter, {sys.executable}, would have to make the files, and that has no torch: install "
+                f"checkpoint {name} cannot be exported: its job does not run on the service's machine (launcher {kind}), so "
+                f"the service's own interpreter, {sys.executable}, has to write the files, and it has no torch: install "
                 "ratchet-train[worker] where the service runs",
                 code="export-failed",
             )
         return sys.executable
 
 
-def _unnamed(directory: Path) -> BufferedRandom:
-    """On the disk of the checkpoints: what has no name is never left behind, whoever is killed."""
+def _unnamed_file(directory: Path) -> BufferedRandom:
+    """Return an unnamed file on the disk of the checkpoints: it is never left over, whichever process is killed."""
     try:
         with as_owner(directory):
             return tempfile.TemporaryFile(dir=directory)
     except FileNotFoundError:
         raise Conflict(
-            f"{directory} is not on the disk any more: there is nothing to export", code="checkpoint-gone"
+            f"{directory} is no longer on the disk: there is nothing to export", code="checkpoint-gone"
         ) from None
     except OSError as error:
-        if disk.is_full(error, directory):
-            raise disk.full(directory, "nothing was exported") from error
+        if disk_space.is_disk_full_error(error, directory):
+            raise disk_space.disk_full_error(directory, "nothing was exported") from error
         raise
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """The process: no code of the user's runs in it, no variable of a job's or credential is in it, and no GPU is touched."""
+    """The export process: it runs no user code, has no variables of a job and no credentials, and touches no GPU."""
 
     python: str
     seconds: float
     abandoned: Callable[[], bool]
-    confined: Confined
+    sandbox: Sandbox
 
-    def answer(self, request: Mapping[str, Any], file: BufferedRandom) -> dict[str, Any]:
+    def run(self, request: Mapping[str, Any], file: BufferedRandom) -> dict[str, Any]:
         directory = str(Path(request["checkpoint"]).parent)
         with tempfile.TemporaryFile() as stderr:
             try:
-                return children.ask(
+                return subprocess_query.query_process(
                     [self.python, "-P", "-m", "ratchet_worker.export"],
                     {**request, "fd": file.fileno()},
                     cwd="/",
-                    env={**bare(os.environ), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": directory},
-                    seconds=self.seconds,
-                    abandoned=self.abandoned,
+                    env={**minimal_environ(os.environ), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": directory},
+                    timeout_seconds=self.seconds,
+                    is_abandoned=self.abandoned,
                     stderr=stderr,
                     pass_fds=[file.fileno()],
-                    confined=self.confined,
+                    sandbox=self.sandbox,
                 )
             except TimeoutError:
                 return {"error": f"it took longer than {self.seconds:g} s", "code": "export-timeout"}
-            except children.Abandoned:
-                return {"error": "who asked for it has gone", "code": "export-failed"}
+            except subprocess_query.Abandoned:
+                return {"error": "the client disconnected", "code": "export-failed"}
             except OSError as error:
                 return {"error": f"{self.python} cannot be started: {error.strerror}", "code": "export-failed"}
             except ValueError as error:
-                last = children.last_line(stderr)
+                last = subprocess_query.last_line(stderr)
                 said = f": {last[:500]}" if last else ""
                 return {"error": f"{self.python} ended, {error}{said}", "code": "export-failed"}
 
 
-def _error(answer: Mapping[str, Any], name: str, directory: Path) -> RatchetError:
+def _export_error(answer: Mapping[str, Any], name: str, directory: Path) -> RatchetError:
     code, detail = str(answer["code"]), str(answer["error"])
     if code == "disk-full":
-        return disk.full(directory, "nothing was exported")
+        return disk_space.disk_full_error(directory, "nothing was exported")
     if code == "export-timeout":
         text = (
-            f"checkpoint {name} was not exported: {detail}, and everything of it was ended; see whether the disk of {directory} "
-            "answers (`ratchet checkpoints verify` reads the same files) and what else the machine has to do, then try again"
+            f"checkpoint {name} was not exported: {detail}, and all its processes were ended; check that the disk of "
+            f"{directory} responds (`ratchet checkpoints verify` reads the same files) and the load of the machine, then try "
+            "again"
         )
         return Refused(text, code=code)
     if code == "checkpoint-missing":
-        return Conflict(f"checkpoint {name} is not on the disk any more", code="checkpoint-gone")
+        return Conflict(f"checkpoint {name} is no longer on the disk", code="checkpoint-gone")
     if code.startswith("checkpoint-"):
         return CheckpointError(f"checkpoint {name}: {detail}; `ratchet checkpoints verify` names a good one", code=code)
     return Conflict(f"checkpoint {name} cannot be exported: {detail}", code="export-failed")

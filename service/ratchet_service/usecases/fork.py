@@ -1,4 +1,4 @@
-"""A new job from a checkpoint of another one, with a changed spec."""
+"""A new job that starts from a checkpoint of another job, with a changed spec."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api_requests import ForkRequest
+from ratchet_contract.api.requests import ForkRequest
 from ratchet_contract.errors import Conflict, FieldProblem, NotFound, SpecError
-from ratchet_contract.messages import ForkSource
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event
-from ratchet_contract.plural import counted
-from ratchet_contract.spec import JobSpec, StartSpec
-from ratchet_service import object_store
-from ratchet_service.database import Database
-from ratchet_service.merge_patch import merge
-from ratchet_service.models import Checkpoint, Job
-from ratchet_service.ports import SubmissionPorts
-from ratchet_service.transitions import add_event, check
-from ratchet_service.usecases import submit, worlds
+from ratchet_contract.plural import pluralize
+from ratchet_contract.protocol.messages import ForkSource
+from ratchet_contract.spec.job import JobSpec, StartSpec
+from ratchet_service.checkpoints import object_store
+from ratchet_service.checkpoints.lineage import committed_in_lineage
+from ratchet_service.db.engine import Database
+from ratchet_service.db.models import Checkpoint, Job
+from ratchet_service.db.queries import find_checkpoint, find_job, find_job_for_update
+from ratchet_service.db.transitions import add_event, check_transition
+from ratchet_service.json_merge_patch import merge
+from ratchet_service.submission.ports import SubmissionPorts
+from ratchet_service.usecases import resize, submit
 from ratchet_service.usecases.checkpoints import set_pin
-from ratchet_service.usecases.patching import whole_code, whole_hook, whole_launcher
-from ratchet_service.usecases.queries import committed_in_lineage, find_checkpoint, find_job, hold_job
+from ratchet_service.usecases.spec_patch import complete_code_patch, complete_hook_patch, complete_launcher_patch
 from ratchet_service.usecases.views import labels_of
 
 
@@ -38,88 +39,88 @@ class PreparedFork:
 def prepare(
     database: Database, job_id: str, request: ForkRequest, ports: SubmissionPorts, homes: HomePaths
 ) -> PreparedFork:
-    """The new job's spec, checked as at submission; no transaction is open meanwhile. Raises ``SpecError``, ``NotFound``,
+    """Return the new job's spec, checked as at submission; no transaction is open meanwhile. Raises ``SpecError``, ``NotFound``,
     ``Conflict``.
 
-    The parent's snapshot of the code is used again, unless the request names ``code``: then a new one is taken.
+    The parent's snapshot of the code is reused, unless the request names ``code``: then a new one is taken.
     """
     with database.read() as session:
         parent = find_job(session, job_id)
-        source = _source(session, parent, request.checkpoint_id)
+        source = _source_checkpoint(session, parent, request.checkpoint_id)
         origin = find_job(session, source.job_id)
         earlier = [row.name for row in committed_in_lineage(session, origin) if row.step < source.step]
         labels = labels_of(session, [job_id])[job_id]
     base = parent.spec | {"labels": labels, "priority": parent.priority}
-    change = whole_code(whole_hook(parent.spec["hook"], request.spec))
-    data = merge(base, whole_launcher(parent.spec["launcher"], change))
+    change = complete_code_patch(complete_hook_patch(parent.spec["hook"], request.spec))
+    data = merge(base, complete_launcher_patch(parent.spec["launcher"], change))
     if not isinstance(data, dict):
         raise SpecError("/spec: a mapping is merged over the parent's spec", code="invalid-body")
     data["name"] = request.name or request.spec.get("name") or _fork_name(parent.name)
     digest = None if "code" in request.spec else parent.resolved.get("code_digest")
-    start = _without_start(data, request)
+    start = _pop_start_from(data, request)
     try:
         prepared = submit.prepare(data, ports, code_digest=digest)
     except SpecError as error:
-        raise _in_request(error, named=request.name is not None) from None
+        raise _with_request_pointers(error, named=request.name is not None) from None
     prepared = replace(prepared, spec=prepared.spec.model_copy(update={"start_from": start}))
-    if _nothing_left(prepared, origin, source):
-        raise _pointless(origin, source, earlier)
-    checkpoint = homes.job(source.job_id).checkpoint(source.step, source.epoch)
-    object_store.provide(homes, origin, source)
+    if _has_no_steps_left(prepared, origin, source):
+        raise _no_steps_left_error(origin, source, earlier)
+    checkpoint = homes.job(source.job_id).checkpoint(source.step, source.attempt)
+    object_store.ensure_local(homes, origin, source)
     _require_loadable(prepared, checkpoint)
     return PreparedFork(prepared, origin.id, source.name)
 
 
-_STEPS_HANG_ON = ("task", "script", "env", "secrets", "python", "image", "volumes", "world", "trial")
-"""Keys of the spec that may change how many steps there are, beside the code."""
+_STEP_COUNT_KEYS = ("task", "script", "env", "secrets", "python", "image", "volumes", "world", "trial")
+"""Keys of the spec, besides the code, that may change the number of steps."""
 
 
-def _nothing_left(prepared: submit.Prepared, origin: Job, source: Checkpoint) -> bool:
-    """Has the job of the checkpoint done all the steps that this fork would have? False where that is not certain."""
+def _has_no_steps_left(prepared: submit.Prepared, origin: Job, source: Checkpoint) -> bool:
+    """True if the checkpoint's job has done all the steps that this fork would have; False where that is not certain."""
     if not source.finished or origin.total_steps is None or source.step < origin.total_steps:
         return False
     spec, before = prepared.spec.model_dump(mode="json"), JobSpec.model_validate(origin.spec)
-    nodes = before.code is not None and before.own_code is None
+    nodes = before.code is not None and before.snapshot_code is None
     same_code = not nodes and prepared.resolved.code_digest == origin.resolved.get("code_digest")
     return same_code and all(
-        spec[key] == value for key, value in before.model_dump(mode="json", include={*_STEPS_HANG_ON}).items()
+        spec[key] == value for key, value in before.model_dump(mode="json", include={*_STEP_COUNT_KEYS}).items()
     )
 
 
-def _pointless(origin: Job, source: Checkpoint, earlier: list[str]) -> Conflict:
+def _no_steps_left_error(origin: Job, source: Checkpoint, earlier: list[str]) -> Conflict:
     more = (
-        "give it more steps, by --set of what its code takes them from (task.args, script; where its data have grown: any change "
-        "of env)"
+        "increase its steps with --set of the option that its code reads (task.args, script; if its data have grown: any "
+        "change of env)"
     )
     other = (
         f", or fork it from an earlier checkpoint: `ratchet fork {origin.id} --checkpoint {earlier[0]}`"
         if earlier
         else ""
     )
-    all_ = counted(source.step, "step")
-    text = f"checkpoint {source.name} has all {all_}, and a fork of it would have no others: {more}{other}"
+    all_ = pluralize(source.step, "step")
+    text = f"checkpoint {source.name} has all {all_}, and a fork of it would train no further ones: {more}{other}"
     return Conflict(text, code="nothing-left")
 
 
-def _without_start(data: dict[str, Any], request: ForkRequest) -> StartSpec | None:
-    """What the parent started from stays in the spec as history: its file is neither looked at nor copied. Raises ``SpecError``
-    for another one."""
+def _pop_start_from(data: dict[str, Any], request: ForkRequest) -> StartSpec | None:
+    """Remove ``start_from`` from ``data`` and return the parent's, which stays in the spec as history: its file is neither
+    checked nor copied. Raises ``SpecError`` if the request has another one."""
     start = data.pop("start_from", None)
     if request.spec.get("start_from") is None:
         return None if start is None else StartSpec.model_validate(start)
-    text = "a fork starts from a checkpoint: leave start_from out, or submit a job of its own"
+    text = "a fork starts from a checkpoint: remove start_from, or submit a separate job"
     problem = FieldProblem(pointer="/spec/start_from", code="fork-start", detail=text)
     raise SpecError(f"/spec/start_from: {text}", errors=[problem])
 
 
 def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) -> Job:
-    """The new job's row. The source is pinned, so that nobody's retention takes it away before the fork has started."""
-    parent = hold_job(session, fork.parent_id)
-    check(parent, Event.FORK)
+    """Return the new job's row. The source is pinned, so that no retention deletes it before the fork has started."""
+    parent = find_job_for_update(session, fork.parent_id)
+    check_transition(parent, Event.FORK)
     row = find_checkpoint(session, parent.id, fork.checkpoint_id)
     _require_committed(row)
     root = homes.job(parent.id).root
-    source = ForkSource(job_root=str(root), step=row.step, epoch=row.epoch, digest=row.digest)
+    source = ForkSource(job_root=str(root), step=row.step, attempt=row.attempt, digest=row.digest)
     origin = f"{parent.id}/{row.name}"
     job = submit.store(
         session,
@@ -138,8 +139,8 @@ def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) ->
     return job
 
 
-def _in_request(error: SpecError, *, named: bool) -> SpecError:
-    """The same with pointers into the request's body, where the spec lies below ``/spec``."""
+def _with_request_pointers(error: SpecError, *, named: bool) -> SpecError:
+    """Return the same error with pointers into the request's body, where the spec is below ``/spec``."""
     errors = [
         e if named and e.pointer == "/name" else e.model_copy(update={"pointer": f"/spec{e.pointer}"})
         for e in error.errors
@@ -148,8 +149,9 @@ def _in_request(error: SpecError, *, named: bool) -> SpecError:
     return SpecError(detail, code=error.code, errors=errors)
 
 
-def _source(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpoint:
-    """What the new job starts from: of a fork that has no checkpoint of its own yet, what that one starts from, another job's."""
+def _source_checkpoint(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpoint:
+    """Return the checkpoint that the new job starts from. If ``parent`` is a fork without a checkpoint of its own yet, that is
+    the checkpoint of another job that the parent itself starts from."""
     if checkpoint_id is not None:
         row = find_checkpoint(session, parent.id, checkpoint_id)
         _require_committed(row)
@@ -163,7 +165,7 @@ def _source(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpo
     if not committed:
         text = f"job {parent.id} has no committed checkpoint: there is nothing to fork from. "
         text += "A job with another spec is submitted"
-        if JobSpec.model_validate(parent.spec).own_code is not None:
+        if JobSpec.model_validate(parent.spec).snapshot_code is not None:
             text += f"; with other code this one starts again by `ratchet resume {parent.id} --code DIR`"
         raise NotFound(text, code="checkpoint-not-found")
     return committed[0]
@@ -179,8 +181,8 @@ def _fork_name(name: str) -> str:
 
 
 def _require_loadable(prepared: submit.Prepared, checkpoint: Path) -> None:
-    """What a checkpoint cannot be loaded into is refused now, not by the first attempt."""
-    found = worlds.mismatches(prepared.spec, checkpoint, prepared.resolved.code_digest)
+    """Raise ``SpecError`` now, rather than in the first attempt, if the checkpoint cannot be loaded with the new spec."""
+    found = resize.mismatches(prepared.spec, checkpoint, prepared.resolved.code_digest)
     problems = [p.model_copy(update={"pointer": f"/spec{p.pointer}"}) for p in found]
     if problems:
         raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", errors=problems)

@@ -1,4 +1,4 @@
-"""The queue as it is shown: in the order in which the reconciler goes through it, with what it said of each job."""
+"""The queue as the API shows it: in the reconciler's order, with the reason that the reconciler recorded for each job."""
 
 from __future__ import annotations
 
@@ -9,67 +9,75 @@ from typing import Final
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api_queue import QueuedView, QueueView
+from ratchet_contract.api.queue import QueuedView, QueueView
 from ratchet_contract.phases import JobPhase
-from ratchet_service import cursors, queue_line, queue_rows
-from ratchet_service.clock import now_in
-from ratchet_service.models import Job
-from ratchet_service.queue_line import Standing
-from ratchet_service.queue_order import Queued
-from ratchet_service.queue_rows import Row
-from ratchet_service.usecases.queries import find_job
+from ratchet_service.db.clock import now_in
+from ratchet_service.db.models import Job
+from ratchet_service.db.queries import find_job
+from ratchet_service.scheduling import queue_position, queue_queries
+from ratchet_service.scheduling.fair_order import Queued
+from ratchet_service.scheduling.queue_position import Standing
+from ratchet_service.scheduling.queue_queries import Row
+from ratchet_service.usecases import pagination
 
-DEEPEST: Final = 5_000
-"""Of several owners' jobs so many have a position: each is told by reading all that are ahead of it."""
-NEAR: Final = 1_000
-"""Likewise where a job is read: that is done often."""
+MAX_POSITION: Final = 5_000
+"""Greatest position that is computed for jobs of several owners: computing one requires reading all jobs ahead."""
+MAX_SINGLE_JOB_POSITION: Final = 1_000
+"""The same limit for reading a single job, which is frequent."""
 
 
 def page(session: Session, limit: int, cursor: str | None) -> QueueView:
-    """``limit`` jobs that no back-off holds, from where the page before ended. Positions shift as jobs start and come."""
-    digest, now = cursors.query_digest(of="queue"), now_in(session)
-    (after,) = cursors.decode(cursor, digest, (int,)) or [0]
-    after = min(max(0, after), DEEPEST)
-    end = min(after + limit, DEEPEST)
-    shown = list(islice(queue_line.everybody(session, now, end), after, end))
-    end, waiting = after + len(shown), queue_line.waiting(session, now)
-    following = cursors.encode(digest, [end]) if shown and end < min(waiting, DEEPEST) else None
+    """Return ``limit`` jobs that no back-off holds, from the end of the previous page. Positions shift as jobs start and
+    arrive."""
+    digest, now = pagination.query_digest(of="queue"), now_in(session)
+    (after,) = pagination.decode(cursor, digest, (int,)) or [0]
+    after = min(max(0, after), MAX_POSITION)
+    end = min(after + limit, MAX_POSITION)
+    shown = list(islice(queue_position.iter_queue(session, now, end), after, end))
+    end, waiting = after + len(shown), queue_position.queue_length(session, now)
+    following = pagination.encode(digest, [end]) if shown and end < min(waiting, MAX_POSITION) else None
     views = _views(session, [(Standing(after + n, after + n - 1), row) for n, row in enumerate(shown, 1)])
     return QueueView(items=views, waiting=waiting, next_cursor=following)
 
 
-def of_job(session: Session, job_id: str) -> QueueView:
-    """Where one job stands, and what it waits for; no item where it is not queued. Raises ``NotFound``."""
+def job_entry(session: Session, job_id: str) -> QueueView:
+    """Return the position of one job and what it waits for; no item if it is not queued. Raises ``NotFound``."""
     job, now = find_job(session, job_id), now_in(session)
-    waiting = queue_line.waiting(session, now)
+    waiting = queue_position.queue_length(session, now)
     if job.phase is not JobPhase.QUEUED:
         return QueueView(items=[], waiting=waiting)
-    takes = queue_rows.share(job.spec.get("world"), job.resolved.get("device"))
+    takes = queue_queries.job_share(job.spec.get("world"), job.resolved.get("device"))
     queued = Queued(job.id, job.owner, job.priority, job.created_at, takes)
     row = Row(queued, "", job.reason, job.message)
-    return QueueView(items=_views(session, [(queue_line.standing(session, now, job, DEEPEST), row)]), waiting=waiting)
+    return QueueView(
+        items=_views(session, [(queue_position.find_position(session, now, job, MAX_POSITION), row)]), waiting=waiting
+    )
 
 
-def place(session: Session, job: Job) -> Standing:
-    """Of a job that is read; of one that is not queued nothing."""
-    return queue_line.standing(session, now_in(session), job, NEAR) if job.phase is JobPhase.QUEUED else Standing()
+def job_position(session: Session, job: Job) -> Standing:
+    """Return the position of a job that is read; an empty one if it is not queued."""
+    return (
+        queue_position.find_position(session, now_in(session), job, MAX_SINGLE_JOB_POSITION)
+        if job.phase is JobPhase.QUEUED
+        else Standing()
+    )
 
 
 def _views(session: Session, rows: Iterable[tuple[Standing, Row]]) -> list[QueuedView]:
-    """Without those that have been deleted since their rows were read, as PostgreSQL tells."""
+    """Return views, without jobs that were deleted since their rows were read, which PostgreSQL makes visible."""
     places = list(rows)
     shown = sa.select(Job.id, Job.name).where(Job.id.in_([row.queued.job for _, row in places]))
     names = {job_id: name for job_id, name in session.execute(shown)}  # noqa: C416
     return [
         QueuedView(
             position=place.position,
-            ahead_at_least=place.at_least,
+            ahead_at_least=place.min_ahead,
             job_id=row.queued.job,
             name=names[row.queued.job],
             owner=row.queued.owner,
             priority=row.queued.priority,
-            ranks=row.queued.takes.ranks,
-            gpus=row.queued.takes.gpus,
+            ranks=row.queued.share.ranks,
+            gpus=row.queued.share.gpus,
             reason=row.reason,
             message=row.message,
             created_at=row.queued.created_at,

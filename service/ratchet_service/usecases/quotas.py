@@ -1,4 +1,4 @@
-"""Quotas: read with what is in use, set, taken away."""
+"""Read quotas with their current usage, set them, delete them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from collections.abc import Mapping
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api import Page
-from ratchet_contract.api_quotas import EVERYBODY, QuotaRequest, QuotaUse, QuotaView
+from ratchet_contract.api.quotas import EVERYBODY, QuotaRequest, QuotaUse, QuotaView
+from ratchet_contract.api.views import Page
 from ratchet_contract.errors import NotFound
-from ratchet_service import queue_rows, quotas
-from ratchet_service.clock import now_in
-from ratchet_service.models import Quota
-from ratchet_service.queue_order import Share
+from ratchet_service.db.clock import now_in
+from ratchet_service.db.models import Quota
+from ratchet_service.scheduling import queue_queries, quotas
+from ratchet_service.scheduling.fair_order import Share
 
 
-def every(session: Session) -> Page[QuotaView]:
-    """Those that were set, ``*`` first."""
+def list_quotas(session: Session) -> Page[QuotaView]:
+    """List all quotas that are set, ``*`` first."""
     rows = session.scalars(sa.select(Quota).order_by(Quota.owner != EVERYBODY, Quota.owner))
-    held = queue_rows.held(session)
+    held = queue_queries.held_by_owner(session)
     return Page[QuotaView](items=[_view(session, row.owner, row, held) for row in rows])
 
 
-def of(session: Session, owner: str) -> QuotaView:
-    """What counts for the owner, wherever it comes from."""
+def get_quota(session: Session, owner: str) -> QuotaView:
+    """Return the quota that applies to the owner: the owner's, or else that of ``*``."""
     row = session.get(Quota, owner) or session.get(Quota, EVERYBODY)
-    return _view(session, owner, row, queue_rows.held(session))
+    return _view(session, owner, row, queue_queries.held_by_owner(session))
 
 
-def put(session: Session, owner: str, request: QuotaRequest) -> QuotaView:
-    """The whole quota. What runs already goes on, and so do jobs that are queued: the limits count for what comes."""
+def set_quota(session: Session, owner: str, request: QuotaRequest) -> QuotaView:
+    """Replace the whole quota. Running jobs continue and queued jobs stay queued: the limits apply to later submissions
+    and starts."""
     row = session.get(Quota, owner, with_for_update=True)
     if row is None:
         row = Quota(owner=owner)
@@ -38,11 +39,11 @@ def put(session: Session, owner: str, request: QuotaRequest) -> QuotaView:
     row.queued, row.jobs, row.ranks, row.gpus = request.queued, request.jobs, request.ranks, request.gpus
     row.updated_at = now_in(session)
     session.flush()
-    return _view(session, owner, row, queue_rows.held(session))
+    return _view(session, owner, row, queue_queries.held_by_owner(session))
 
 
-def delete(session: Session, owner: str) -> None:
-    """From now on that of ``*`` counts for the owner, if there is one. Raises ``NotFound``."""
+def delete_quota(session: Session, owner: str) -> None:
+    """Delete the owner's quota; from then on that of ``*`` applies, if there is one. Raises ``NotFound``."""
     row = session.get(Quota, owner, with_for_update=True)
     if row is None:
         raise NotFound(f"{owner} has no quota of its own", code="quota-not-found")
@@ -53,7 +54,7 @@ def _view(session: Session, owner: str, row: Quota | None, held: Mapping[str, Sh
     use = None
     if owner != EVERYBODY:
         has = held.get(owner, Share())
-        use = QuotaUse(queued=quotas.queued(session, owner), jobs=has.jobs, ranks=has.ranks, gpus=has.gpus)
+        use = QuotaUse(queued=quotas.count_queued(session, owner), jobs=has.jobs, ranks=has.ranks, gpus=has.gpus)
     return QuotaView(
         owner=owner,
         queued=row.queued if row else None,

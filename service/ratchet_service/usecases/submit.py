@@ -1,30 +1,43 @@
-"""Submission: parse, check against the machine, snapshot the code, store; and the dry run that stores nothing."""
+"""Submission: parse, check against the machine, snapshot the code, store; and the dry run that stores nothing.
+
+Job ids: ``job-`` and 12 characters of base 32 (Crockford), of which 9 encode the time, so that ids sort by creation.
+"""
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api import PlanView, Warning_
-from ratchet_contract.masking import masked_spec
+from ratchet_contract.api.views import PlanView, Warning_
 from ratchet_contract.phases import JobPhase
-from ratchet_contract.spec import CodeSpec, JobSpec, Resolved
-from ratchet_contract.spec_parse import examine_spec, refusal
-from ratchet_service import quotas
-from ratchet_service.clock import now_in
-from ratchet_service.ids import new_job_id
-from ratchet_service.models import Job, JobLabel
-from ratchet_service.ports import SubmissionPorts
-from ratchet_service.transitions import add_event
+from ratchet_contract.spec.job import CodeSpec, JobSpec, Resolved
+from ratchet_contract.spec.masking import masked_spec
+from ratchet_contract.spec.parse import examine_spec, spec_error
+from ratchet_service.db.clock import now_in
+from ratchet_service.db.models import Job, JobLabel
+from ratchet_service.db.transitions import add_event
+from ratchet_service.scheduling import quotas
+from ratchet_service.submission.ports import SubmissionPorts
+
+_ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
+_EPOCH_MS: Final = 1_704_067_200_000  # 2024-01-01T00:00:00Z
+
+
+def new_job_id() -> str:
+    """Return an id of 45 bits of milliseconds since 2024 and 15 random bits."""
+    number = ((time.time_ns() // 1_000_000 - _EPOCH_MS) << 15) | secrets.randbits(15)
+    return "job-" + "".join(_ALPHABET[(number >> shift) & 31] for shift in range(55, -1, -5))
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A spec that this machine can run, with everything decided that is decided once per job."""
+    """A spec that this machine can run, with everything that is resolved once per job."""
 
     spec: JobSpec
     resolved: Resolved
@@ -32,47 +45,47 @@ class Prepared:
 
 
 def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> Prepared:
-    """Validate and resolve. Raises ``SpecError`` with every problem found."""
+    """Validate and resolve a spec. Raises ``SpecError`` with every problem found."""
     found = examine_spec(data)
     spec = found.spec
     if spec is None:
-        raise refusal(found.problems, data)
-    resolved, warnings, problems = ports.resolve(spec, code_digest or _sent(spec), found.unsure)
+        raise spec_error(found.problems, data)
+    resolved, warnings, problems = ports.resolve(spec, code_digest or _uploaded_digest(spec), found.uncertain_keys)
     if found.problems or problems:
-        raise refusal([*found.problems, *problems], data)
+        raise spec_error([*found.problems, *problems], data)
     return Prepared(spec, resolved, warnings)
 
 
 def prepare(data: Any, ports: SubmissionPorts, *, code_digest: str | None = None) -> Prepared:
-    """``check``, then the snapshots of the code and of the file to start from.
+    """Run ``check``, then take the snapshots of the code and of the file to start from.
 
-    ``code_digest``: a snapshot of the code that is there already, of a parent job, whose spec tells its commit.
+    ``code_digest``: an existing snapshot of the code, from a parent job whose spec records the Git commit.
     """
     checked = check(data, ports, code_digest)
     spec, copies = checked.spec, {}
     if spec.start_from is not None:
         copies["start_digest"] = ports.snapshot_file(Path(spec.start_from.path))
     if spec.code is not None and spec.code.source == "snapshot":
-        copies["code_digest"] = digest = code_digest or _copied(spec.code, ports)
+        copies["code_digest"] = digest = code_digest or _snapshot_digest(spec.code, ports)
         if code_digest is None and spec.code.digest is None:
             git = ports.git_facts(Path(spec.code.path), digest)
             spec = spec.model_copy(update={"code": spec.code.model_copy(update={"git": git})})
     return Prepared(spec, checked.resolved.model_copy(update=copies), checked.warnings)
 
 
-def _sent(spec: JobSpec) -> str | None:
-    """The digest of code that a client has sent before the spec."""
+def _uploaded_digest(spec: JobSpec) -> str | None:
+    """Return the digest of the code if a client uploaded it before the spec."""
     return spec.code.digest if spec.code is not None else None
 
 
-def _copied(code: CodeSpec, ports: SubmissionPorts) -> str:
-    return ports.snapshot(Path(code.path), code.include) if code.digest is None else ports.uploaded(code.digest)
+def _snapshot_digest(code: CodeSpec, ports: SubmissionPorts) -> str:
+    return ports.snapshot(Path(code.path), code.include) if code.digest is None else ports.keep_uploaded(code.digest)
 
 
 def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
-    """What would be run; nothing is stored, the code not copied."""
+    """Return what would be run; nothing is stored, and the code is not copied."""
     checked = check(data, ports)
-    resolved = checked.resolved.model_copy(update={"code_digest": _sent(checked.spec)})
+    resolved = checked.resolved.model_copy(update={"code_digest": _uploaded_digest(checked.spec)})
     return PlanView(
         spec=masked_spec(checked.spec.model_dump(mode="json")),
         resolved=resolved,
@@ -85,8 +98,8 @@ def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
 def store(
     session: Session, prepared: Prepared, owner: str, *, pointer: str = "", job_id: str | None = None, **columns: Any
 ) -> Job:
-    """The job's row, labels and first event. ``columns`` are further columns of the row (a fork's origin); ``pointer``: where the
-    spec lies in the body; ``job_id``: one that ``new_job_id`` gave, whose directory there is already. Raises ``Conflict`` or
+    """Store the job's row, labels and first event. ``columns``: further columns of the row (a fork's origin); ``pointer``: where
+    the spec is in the body; ``job_id``: from ``new_job_id``, if its directory already exists. Raises ``Conflict`` or
     ``SpecError`` (``quota-exceeded``)."""
     spec, now = prepared.spec, now_in(session)
     quotas.admit(session, owner, spec, prepared.resolved, pointer=pointer)
@@ -117,5 +130,5 @@ def store(
 
 
 def label_rows(job: Job, labels: Mapping[str, str]) -> list[JobLabel]:
-    """A job's labels as rows, in lists by the job's own time of creation."""
+    """Return a job's labels as rows; they have the job's time of creation, by which lists are sorted."""
     return [JobLabel(job_id=job.id, key=key, value=value, created_at=job.created_at) for key, value in labels.items()]

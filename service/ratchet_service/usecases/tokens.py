@@ -1,4 +1,4 @@
-"""Tokens: made with no more than their maker's own rights, listed without their text, revoked for good."""
+"""API tokens: created with at most the creator's rights, listed without their text, revoked permanently."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from typing import Any, Final
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from ratchet_contract.access import SCOPES, Role
-from ratchet_contract.api import Page
-from ratchet_contract.api_access import TokenMade, TokenRequest, TokenRevoked, TokenView
+from ratchet_contract.api.roles import SCOPES, Role
+from ratchet_contract.api.tokens import TokenMade, TokenRequest, TokenRevoked, TokenView
+from ratchet_contract.api.views import Page
 from ratchet_contract.errors import Conflict, FieldProblem, NotFound, Refused, SpecError
-from ratchet_service import cursors, quotas, tokens
-from ratchet_service.clock import now_in
-from ratchet_service.models import ApiToken
-from ratchet_service.tokens import Principal, principal_of, token_view
+from ratchet_service.db import api_tokens
+from ratchet_service.db.api_tokens import Principal, principal_of, token_view
+from ratchet_service.db.clock import now_in
+from ratchet_service.db.models import ApiToken
+from ratchet_service.scheduling import quotas
+from ratchet_service.usecases import pagination
 
-MOST_ALIVE: Final = 200
-"""Tokens of one owner that are neither revoked nor expired."""
+MAX_VALID_TOKENS: Final = 200
+"""Maximum number of tokens of one owner that are neither revoked nor expired."""
 
 
 def create(session: Session, caller: Principal, request: TokenRequest) -> TokenMade:
-    """Raises ``SpecError`` (``not-allowed``) for more than ``caller`` has, and for scopes that the role has not; ``Refused``
-    (``token-revoked``) where the caller's own token has been meanwhile; ``Conflict`` (``too-many-tokens``)."""
+    """Create a token. Raises ``SpecError`` (``not-allowed``) for rights that ``caller`` lacks, and for scopes that the role does
+    not include; ``Refused`` (``token-revoked``) if the caller's own token has been revoked meanwhile; ``Conflict``
+    (``too-many-tokens``)."""
     owner, role = request.owner or caller.owner, request.role or caller.role
     scopes = frozenset(request.scopes) or SCOPES[role]
     expires = None if request.expires_days is None else now_in(session) + timedelta(days=request.expires_days)
@@ -34,20 +37,20 @@ def create(session: Session, caller: Principal, request: TokenRequest) -> TokenM
     if owner != caller.owner and caller.role is not Role.ADMIN:
         problems.append(_problem("/owner", f"you are {caller.owner}: only an admin makes tokens for others"))
     if not caller.role.includes(role):
-        problems.append(_problem("/role", f"you come as {caller.role.value}, which is less than {role.value}"))
+        problems.append(_problem("/role", f"your role is {caller.role.value}, which is less than {role.value}"))
     if beyond := sorted(scopes - SCOPES[role]):
-        problems.append(_problem("/scopes", f"the role {role.value} has not {', '.join(beyond)}"))
+        problems.append(_problem("/scopes", f"the role {role.value} lacks {', '.join(beyond)}"))
     elif beyond := sorted(scopes - caller.scopes):
-        problems.append(_problem("/scopes", f"your own token has not {', '.join(beyond)}"))
+        problems.append(_problem("/scopes", f"your own token lacks {', '.join(beyond)}"))
     if caller.expires_at is not None and (expires is None or expires > caller.expires_at):
         ends = caller.expires_at.isoformat(timespec="seconds")
-        problems.append(_problem("/expires_days", f"your own token ends at {ends}: this one may not end later"))
+        problems.append(_problem("/expires_days", f"your own token expires at {ends}: this one may not expire later"))
     if problems:
         raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", code="not-allowed", errors=problems)
     if caller.token is not None:
-        tokens.hold(session, caller.token)
-    _count(session, owner)
-    row, text = tokens.make(
+        api_tokens.lock_token(session, caller.token)
+    _check_token_count(session, owner)
+    row, text = api_tokens.create(
         session,
         name=request.name,
         owner=owner,
@@ -60,18 +63,18 @@ def create(session: Session, caller: Principal, request: TokenRequest) -> TokenM
     return TokenMade(**token_view(row).model_dump(), token=text)
 
 
-def _count(session: Session, owner: str) -> None:
-    quotas.one_at_a_time(session, f"tokens of {owner}")
-    there = session.scalar(_alive(session, sa.select(sa.func.count()).where(ApiToken.owner == owner))) or 0
-    if there >= MOST_ALIVE:
+def _check_token_count(session: Session, owner: str) -> None:
+    quotas.lock_until_commit(session, f"tokens of {owner}")
+    there = session.scalar(_valid_only(session, sa.select(sa.func.count()).where(ApiToken.owner == owner))) or 0
+    if there >= MAX_VALID_TOKENS:
         raise Conflict(
-            f"{owner} has {there} tokens that are good, and may have {MOST_ALIVE}: revoke those that are not used "
-            "(`ratchet token list`), and give short-lived ones an end (`--expires 1h`)",
-            code=tokens.TOO_MANY,
+            f"{owner} has {there} valid tokens, of {MAX_VALID_TOKENS} at most: revoke unused ones "
+            "(`ratchet token list`), and create short-lived ones with an expiry (`--expires 1h`)",
+            code=api_tokens.TOO_MANY_TOKENS,
         )
 
 
-def _alive(session: Session, query: sa.Select[Any]) -> sa.Select[Any]:
+def _valid_only(session: Session, query: sa.Select[Any]) -> sa.Select[Any]:
     ends_later = sa.or_(ApiToken.expires_at.is_(None), ApiToken.expires_at > now_in(session))
     return query.where(ApiToken.revoked_at.is_(None), ends_later)
 
@@ -81,18 +84,18 @@ def _problem(pointer: str, text: str) -> FieldProblem:
 
 
 def list_tokens(
-    session: Session, caller: Principal, owner: str | None, gone: bool, limit: int, cursor: str | None
+    session: Session, caller: Principal, owner: str | None, include_invalid: bool, limit: int, cursor: str | None
 ) -> Page[TokenView]:
-    """Newest first; an admin sees everybody's. ``gone``: those that were revoked or have expired, too."""
+    """List tokens, newest first; an admin sees those of all owners. ``include_invalid``: include revoked and expired tokens."""
     query = sa.select(ApiToken)
     if caller.role is not Role.ADMIN:
         query = query.where(ApiToken.owner == caller.owner)
     if owner is not None:
         query = query.where(ApiToken.owner == owner)
-    if not gone:
-        query = _alive(session, query)
-    digest = cursors.query_digest(of="tokens", owner=owner, gone=gone)
-    after = cursors.decode(cursor, digest, (str,))
+    if not include_invalid:
+        query = _valid_only(session, query)
+    digest = pagination.query_digest(of="tokens", owner=owner, gone=include_invalid)
+    after = pagination.decode(cursor, digest, (str,))
     ordered = query.order_by(ApiToken.created_at.desc(), ApiToken.id.desc())
     if after is not None:
         last = session.get(ApiToken, after[0])
@@ -101,31 +104,32 @@ def list_tokens(
             ordered = ordered.where(sa.tuple_(ApiToken.created_at, ApiToken.id) < position)
     rows: Sequence[ApiToken] = list(session.scalars(ordered.limit(limit + 1)))
     page = rows[:limit]
-    following = cursors.encode(digest, [page[-1].id]) if len(rows) > limit else None
+    following = pagination.encode(digest, [page[-1].id]) if len(rows) > limit else None
     return Page[TokenView](items=[token_view(row) for row in page], next_cursor=following)
 
 
 def find(session: Session, caller: Principal, token_id: str) -> ApiToken:
-    """One's own, or anybody's for an admin; of others' nothing is told. Raises ``NotFound``."""
+    """Return a token of the caller, or any token for an admin. Raises ``NotFound``, which does not reveal whether another owner
+    has the token."""
     row = session.get(ApiToken, token_id) if len(token_id) <= 16 else None
     if row is None or (row.owner != caller.owner and caller.role is not Role.ADMIN):
-        raise NotFound(f"no token {token_id[:64]!r} is yours to see; `ratchet token list` shows those that are",
+        raise NotFound(f"no token {token_id[:64]!r} is visible to you; `ratchet token list` shows the visible ones",
                        code="token-not-found")  # fmt: skip
     return row
 
 
 def revoke(session: Session, caller: Principal, token_id: str) -> TokenRevoked:
-    """From now on it is refused, and with it all that were made with it. Revoking it again changes nothing.
+    """Revoke a token and all tokens that were created with it. Revoking it again changes nothing.
 
-    Raises ``NotFound``; ``Refused`` (``not-allowed``) for one that ``caller`` could not have made, as it has more rights.
+    Raises ``NotFound``; ``Refused`` (``not-allowed``) for a token that has more rights than ``caller``.
     """
     row = find(session, caller, token_id)
     its = principal_of(row)
     if not caller.role.includes(its.role):
-        text = f"the token {row.id} has the role {its.role.value}, and you come as {caller.role.value}"
-        raise Refused(f"{text}: revoke it with one of its own role, or have an admin do it", code="not-allowed")
+        text = f"the token {row.id} has the role {its.role.value}, and your role is {caller.role.value}"
+        raise Refused(f"{text}: revoke it with a token of that role, or ask an admin", code="not-allowed")
     if beyond := sorted(its.scopes - caller.scopes):
-        text = f"the token {row.id} has the scopes {', '.join(beyond)}, which your own token has not"
-        raise Refused(f"{text}: revoke it with itself, or with one that has them", code="not-allowed")
-    others = tokens.revoke(session, row, now_in(session))
+        text = f"the token {row.id} has the scopes {', '.join(beyond)}, which your own token lacks"
+        raise Refused(f"{text}: revoke it with itself, or with a token that has them", code="not-allowed")
+    others = api_tokens.revoke(session, row, now_in(session))
     return TokenRevoked(**token_view(row).model_dump(), also_revoked=others)

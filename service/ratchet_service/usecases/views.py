@@ -1,4 +1,4 @@
-"""From rows to what the API shows."""
+"""Convert database rows to API views."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api import (
+from ratchet_contract.api.views import (
     AttemptView,
-    BaseView,
     BudgetView,
     CheckpointView,
     EventView,
@@ -19,18 +18,18 @@ from ratchet_contract.api import (
     ResumeReportView,
     Warning_,
 )
-from ratchet_contract.masking import masked_spec
+from ratchet_contract.checkpoint.resume_report import Base, ResumeReport, Segment, lineage_contains, proof_text
 from ratchet_contract.paths import checkpoint_dir_name
 from ratchet_contract.phases import JobPhase
-from ratchet_contract.resume import Base, ResumeReport, Segment, holds, proof
-from ratchet_contract.spec import Resolved
-from ratchet_service.models import Attempt, AttemptNode, Checkpoint, Event, Job, JobLabel
-from ratchet_service.redone import metrics_that_differ, redone_of, with_proof
-from ratchet_service.usecases.spent import Spent
+from ratchet_contract.spec.job import Resolved
+from ratchet_contract.spec.masking import masked_spec
+from ratchet_service.db.models import Attempt, AttemptNode, Checkpoint, Event, Job, JobLabel
+from ratchet_service.lifecycle.redone_steps import differing_metrics, redone_of, with_replay_verdict
+from ratchet_service.usecases.goodput import Spent
 
 
 def labels_of(session: Session, job_ids: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Labels by job, keys in order."""
+    """Return labels by job, sorted by key."""
     ids = list(job_ids)
     out: dict[str, dict[str, str]] = {job_id: {} for job_id in ids}
     for row in session.scalars(sa.select(JobLabel).where(JobLabel.job_id.in_(ids)).order_by(JobLabel.key)):
@@ -62,7 +61,7 @@ def _job_view(job: Job, labels: dict[str, str]) -> JobView:
         spec=masked_spec(job.spec),
         resolved=Resolved.model_validate(job.resolved),
         warnings=[Warning_.model_validate(w) for w in job.warnings],
-        attempt=job.epoch,
+        attempt=job.attempt,
         progress=ProgressView(
             step=job.step,
             total_steps=job.total_steps,
@@ -75,7 +74,7 @@ def _job_view(job: Job, labels: dict[str, str]) -> JobView:
             max_preemptions=policy["max_preemptions"],
             failures=job.failures,
             max_failures=policy["max_failures"],
-            attempts_without_progress=job.no_progress,
+            attempts_without_progress=job.attempts_without_progress,
         ),
         hook=job.spec["hook"]["name"],
         last_checkpoint=last_checkpoint(job),
@@ -91,13 +90,13 @@ def _job_view(job: Job, labels: dict[str, str]) -> JobView:
 
 def last_checkpoint(job: Job) -> str | None:
     """Id of the newest committed checkpoint of the job's own lineage."""
-    return None if job.committed_epoch is None else checkpoint_dir_name(job.committed_step, job.committed_epoch)
+    return None if job.committed_attempt is None else checkpoint_dir_name(job.committed_step, job.committed_attempt)
 
 
 def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -> AttemptView:
     base = None
     if attempt.base_step is not None:
-        base = BaseView(step=attempt.base_step, attempt=attempt.base_epoch, digest=attempt.base_digest)
+        base = Base(step=attempt.base_step, attempt=attempt.base_attempt, digest=attempt.base_digest)
     redone = redone_of(attempt)
     report = None if attempt.resume_report is None else ResumeReport.model_validate(attempt.resume_report)
     return AttemptView(
@@ -114,10 +113,10 @@ def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -
         steps_done=max(0, attempt.last_step - attempt.base_step) if attempt.base_step is not None else 0,
         steps_lost=attempt.steps_lost,
         committed_step=attempt.committed_step,
-        resume_report=None if report is None else _report_view(with_proof(report, redone)),
-        proof=None if report is None else proof(report, redone),
+        resume_report=None if report is None else ResumeReportView(**dict(with_replay_verdict(report, redone))),
+        proof=None if report is None else proof_text(report, redone),
         redone=redone,
-        metrics_differ=metrics_that_differ(attempt, redone),
+        metrics_differ=differing_metrics(attempt, redone),
         nodes=[
             NodeView(node=n.node, host=n.host, pid=n.pid, gpus=n.gpus, phase=n.phase, address=n.address) for n in nodes
         ],
@@ -132,19 +131,15 @@ def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -
     )
 
 
-def _report_view(report: ResumeReport) -> ResumeReportView:
-    return ResumeReportView(**dict(report) | {"base": BaseView.of(report.base)})
-
-
 def checkpoint_view(row: Checkpoint, segments: Sequence[Segment], metric: float | None = None) -> CheckpointView:
-    """``segments``: the job's lineage. ``metric``: what ``keep_best`` judges it by."""
+    """``segments``: the job's lineage. ``metric``: the value that ``keep_best`` ranks it by."""
     return CheckpointView.model_validate(
         {
             "id": row.name,
             "job_id": row.job_id,
             "step": row.step,
-            "attempt": row.epoch,
-            "parent": None if row.parent is None else BaseView.of(Base.model_validate(row.parent)),
+            "attempt": row.attempt,
+            "parent": None if row.parent is None else Base.model_validate(row.parent),
             "state": row.state,
             "reason": row.reason,
             "finished": row.finished,
@@ -159,7 +154,7 @@ def checkpoint_view(row: Checkpoint, segments: Sequence[Segment], metric: float 
             "verification": row.verification,
             "verification_error": row.verification_error,
             "hook_iteration": row.hook_iteration,
-            "lineage": "current" if holds(segments, row.step, row.epoch) else "abandoned",
+            "lineage": "current" if lineage_contains(segments, row.step, row.attempt) else "abandoned",
             "metric": metric,
             "uri": row.uri,
             "uploaded_at": row.uploaded_at,
@@ -170,5 +165,5 @@ def checkpoint_view(row: Checkpoint, segments: Sequence[Segment], metric: float 
 
 def event_view(row: Event) -> EventView:
     return EventView(
-        id=row.id, job_id=row.job_id, at=row.at, type=row.type, attempt=row.epoch, message=row.message, data=row.data
+        id=row.id, job_id=row.job_id, at=row.at, type=row.type, attempt=row.attempt, message=row.message, data=row.data
     )

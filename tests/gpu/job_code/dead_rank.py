@@ -9,7 +9,7 @@ import time
 import torch
 from torch import nn
 
-from ratchet_worker.session import Session
+from ratchet_worker.session.session import Session
 
 
 def main() -> None:

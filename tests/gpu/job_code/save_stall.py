@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ratchet_contract import environment
-from ratchet_contract.messages import LaunchFile
+from ratchet_contract import env_vars
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
-from ratchet_worker.session import Session
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_worker.session.session import Session
 
 _LAYERS = 24
 
@@ -78,8 +78,8 @@ def main() -> None:
 
 def saved_at(session: Session, step: int) -> float:
     """Unix time at which the checkpoint of ``step`` was committed; waits for that."""
-    launch = LaunchFile.model_validate_json(Path(os.environ[environment.LAUNCH_FILE]).read_bytes())
-    manifest = JobPaths(Path(launch.job_root)).checkpoint(step, launch.epoch) / MANIFEST_NAME
+    launch = LaunchFile.model_validate_json(Path(os.environ[env_vars.LAUNCH_FILE]).read_bytes())
+    manifest = JobPaths(Path(launch.job_root)).checkpoint(step, launch.attempt) / MANIFEST_NAME
     while not manifest.exists():
         time.sleep(0.001)
     return manifest.stat().st_ctime - (time.time() - time.perf_counter())
@@ -96,7 +96,7 @@ def measured(session: Session, ends: list[float], manifests: dict[int, float], e
     staging = session._runtime.checkpointer._staging  # nowhere else is it told whether the memory is pinned
     return {
         "usual": usual, "slowest": max(quiet), "first": stalls[0], "others": stalls[1:], "durable": durable,
-        "pinned": staging._room._buffer.is_pinned() if session.device.type == "cuda" else False,
+        "pinned": staging._staging_buffer._buffer.is_pinned() if session.device.type == "cuda" else False,
     }  # fmt: skip
 
 

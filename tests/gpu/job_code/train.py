@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from ratchet_worker.session import Session
+from ratchet_worker.session.session import Session
 
 
 class Recomputed(nn.Module):

@@ -35,7 +35,7 @@ class Submitted:
         return {one.result() for one in ended if one.exception() is None}
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         return self.phase.terminal
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 
-from ratchet_contract.messages import AgentFile
 from ratchet_contract.paths import AttemptPaths
-from ratchet_service.launchers.processes import is_alive
-from tests.support import jumps
-from tests.support.chaos.process import Role
+from ratchet_contract.protocol.messages import AgentFile
+from ratchet_service.isolation.proc import is_alive
+from tests.support import clock_jumps
+from tests.support.chaos.control_plane_process import Role
 from tests.support.chaos.schedule import Draw, short_seconds, stop_seconds
 from tests.support.chaos.world import BASE_RATE, Part, World
 
@@ -56,9 +56,9 @@ class Stage(Protocol):
         """By order of submission."""
         ...
 
-    def later(self, seconds: float, what: str, deed: Callable[[], None]) -> None: ...
+    def schedule(self, seconds: float, what: str, deed: Callable[[], None]) -> None: ...
 
-    def down(self, part: Part, seconds: float) -> None:
+    def mark_down(self, part: Part, seconds: float) -> None:
         """It was killed, and is to be started again."""
         ...
 
@@ -72,7 +72,7 @@ class Fault(Protocol):
         ...
 
 
-def choose(among: Sequence[T], pick: float, named: str | None) -> T | None:
+def choose_victim(among: Sequence[T], pick: float, named: str | None) -> T | None:
     """The one that is ``named`` so in a replay's log, else the one at that place."""
     if named is not None:
         return next((one for one in among if f"{named} ".startswith(f"{one} ")), None)
@@ -99,7 +99,7 @@ def send(pid: int, number: signal.Signals, stage: Stage, seconds: float, what: s
             signal.pidfd_send_signal(handle, signal.SIGCONT)
         os.close(handle)
 
-    stage.later(seconds, f"{what} goes on", go_on)
+    stage.schedule(seconds, f"{what} goes on", go_on)
     return True
 
 
@@ -112,7 +112,7 @@ class OfJob:
     rank: bool
 
     def strike(self, stage: Stage, draw: Draw, victim: str | None) -> tuple[str, str] | None:
-        found = choose([one for one in stage.alive() if not self.rank or one.ranks], draw.pick, victim)
+        found = choose_victim([one for one in stage.alive() if not self.rank or one.ranks], draw.pick, victim)
         if found is None:
             return None
         ranks = found.ranks if self.rank else [found.agent]
@@ -135,8 +135,8 @@ class OfPart:
     role: Role
 
     def strike(self, stage: Stage, draw: Draw, victim: str | None) -> tuple[str, str] | None:
-        parts = {part.name: part for part in stage.world.of(self.role) if part.alive}
-        name = choose(list(parts), draw.pick, victim)
+        parts = {part.name: part for part in stage.world.parts_of(self.role) if part.alive}
+        name = choose_victim(list(parts), draw.pick, victim)
         if name is None:
             return None
         part = parts[name]
@@ -145,7 +145,7 @@ class OfPart:
             part.signal(signal.SIGKILL)
             part.wait()
             seconds = short_seconds(draw.size, 5.0)
-            stage.down(part, seconds)
+            stage.mark_down(part, seconds)
             return name, f"started again after {seconds:.1f} s"
         seconds = stop_seconds(draw.size, stage.longest_stop)
         return (name, f"for {seconds:.1f} s") if send(part.process.pid, self.number, stage, seconds, name) else None
@@ -166,13 +166,13 @@ class Database:
             except sqlite3.Error:
                 held.close()
                 return None
-            stage.later(seconds, "the database's lock is given free", held.close)
+            stage.schedule(seconds, "the database's lock is given free", held.close)
             return "the database's write lock", f"held for {seconds:.1f} s"
         if not server.running:
             return None
         how = signal.SIGINT if draw.pick < 0.5 else signal.SIGQUIT
-        server.end(how)
-        stage.later(seconds, "the database is started", server.start)
+        server.shut_down(how)
+        stage.schedule(seconds, "the database is started", server.start)
         return "the database", f"{how.name}, away for {seconds:.1f} s"
 
 
@@ -186,7 +186,7 @@ class Outage:
         if relay.down:
             return None
         relay.down = True
-        stage.later(seconds, "the relay is open", lambda: setattr(relay, "down", False))
+        stage.schedule(seconds, "the relay is open", lambda: setattr(relay, "down", False))
         return "the relay", f"closed for {seconds:.1f} s"
 
 
@@ -200,7 +200,7 @@ class Storm:
         if relay.rate > BASE_RATE:
             return None
         relay.rate = 0.3 + 0.6 * draw.pick
-        stage.later(seconds, "the storm is over", lambda: setattr(relay, "rate", BASE_RATE))
+        stage.schedule(seconds, "the storm is over", lambda: setattr(relay, "rate", BASE_RATE))
         return "the relay", f"{relay.rate:.0%} of all requests for {seconds:.1f} s"
 
 
@@ -219,7 +219,7 @@ class FullDisk:
                 with suppress(OSError):
                     while True:
                         file.write(bytes(size))
-        stage.later(seconds, "the disk has room", lambda: filler.unlink(missing_ok=True))
+        stage.schedule(seconds, "the disk has room", lambda: filler.unlink(missing_ok=True))
         return "the disk", f"full for {seconds:.1f} s"
 
 
@@ -232,12 +232,12 @@ class ClockJump:
 
     def strike(self, stage: Stage, draw: Draw, victim: str | None) -> tuple[str, str] | None:
         if self.of_job:
-            found = choose(stage.alive(), draw.pick, victim)
-            file = None if found is None else found.paths.root / jumps.FILE
+            found = choose_victim(stage.alive(), draw.pick, victim)
+            file = None if found is None else found.paths.root / clock_jumps.FILE
             whom = str(found)
         else:
             parts = {part.name: part for part in stage.world.parts}
-            name = choose(list(parts), draw.pick, victim)
+            name = choose_victim(list(parts), draw.pick, victim)
             file, whom = None if name is None else parts[name].jump, str(name)
         if file is None or file.exists():
             return None
@@ -247,7 +247,7 @@ class ClockJump:
             file.write_text(repr(ahead))
         except OSError:
             return None
-        stage.later(seconds, f"{whom}'s clock is right", lambda: file.unlink(missing_ok=True))
+        stage.schedule(seconds, f"{whom}'s clock is right", lambda: file.unlink(missing_ok=True))
         return whom, f"by {ahead:+.0f} s for {seconds:.1f} s"
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tests.support.control_plane import trainer_spec
 from tests.support.exact_cells import Cell
-from tests.support.plane import trainer_spec
 
 HOOKS: Final = ("powerSGD", "fp16_compress", "post_localSGD", "quantization_pertensor", "allreduce")
 STEP_DEADLINE: Final = 4.0

@@ -15,8 +15,8 @@ from tests.support.chaos import faults
 from tests.support.chaos.clients import Clients, Submitted, Tally
 from tests.support.chaos.faults import Alive, alive_job
 from tests.support.chaos.jobs import plans, reference
-from tests.support.chaos.schedule import ACTIONS, Draw, Log, Struck, draws, short_seconds
-from tests.support.chaos.world import BASE_RATE, Part, World, until
+from tests.support.chaos.schedule import ACTIONS, Draw, Log, Struck, draw_faults, short_seconds
+from tests.support.chaos.world import BASE_RATE, Part, World, wait_until
 
 WIDTH: Final = 7
 """Jobs at one time that have not ended: more than there are slots for all of them."""
@@ -73,21 +73,21 @@ class Run:
         return self.wanted.longest_stop
 
     def alive(self) -> list[Alive]:
-        known = [(job.plan.number, job.job_id) for job in self.jobs if job.job_id is not None and not job.over]
+        known = [(job.plan.number, job.job_id) for job in self.jobs if job.job_id is not None and not job.has_ended]
         found = [alive_job(number, job_id, self.world.newest(job_id)) for number, job_id in known]
         return [one for one in found if one is not None]
 
-    def later(self, seconds: float, what: str, deed: Callable[[], None]) -> None:
+    def schedule(self, seconds: float, what: str, deed: Callable[[], None]) -> None:
         heapq.heappush(self._later, (time.monotonic() + seconds, next(self._count), what, deed))
 
-    def down(self, part: Part, seconds: float) -> None:
+    def mark_down(self, part: Part, seconds: float) -> None:
         self._down.add(part.name)
 
         def again() -> None:
             self._down.discard(part.name)
             part.start()
 
-        self.later(seconds, f"{part.name} is started", again)
+        self.schedule(seconds, f"{part.name} is started", again)
 
     # --- the run ---
 
@@ -99,7 +99,7 @@ class Run:
             self.began = time.monotonic()
             self.world.relay.rate = BASE_RATE
             self._strike_all()
-            self._settle()
+            self._finish()
         except (SystemExit, KeyboardInterrupt):
             wait = False
             raise
@@ -116,13 +116,13 @@ class Run:
             phases = self.world.phases() or {}
             return all(phases.get(one, (None,))[0] is JobPhase.SUCCEEDED for one in self.references.values())
 
-        assert until(done, 300), f"undisturbed jobs did not end: {self.world.phases()}"
+        assert wait_until(done, 300), f"undisturbed jobs did not end: {self.world.phases()}"
 
     def _strike_all(self) -> None:
         weights = {name: weight for name, (_, weight) in self.table.items()}
         replay = self.wanted.replay
         struck, due = 0, time.monotonic()
-        for draw in draws(self.wanted.seed, weights, self.wanted.pace):
+        for draw in draw_faults(self.wanted.seed, weights, self.wanted.pace):
             if struck >= self.wanted.faults:
                 return
             if replay is not None and draw.number > max(replay, default=0):
@@ -134,11 +134,11 @@ class Run:
             share = self.wanted.jobs * (struck + 1) / self.wanted.faults
             self._wait(lambda due=due: time.monotonic() >= due)  # type: ignore[misc]
             self._wait(lambda share=share: len(self.jobs) + 1 > share, fill=share + AHEAD)  # type: ignore[misc]
-            struck += self._meet(draw, recorded)
+            struck += self._strike_victim(draw, recorded)
             if draw.action is not None:
                 self._act(draw)
 
-    def _meet(self, draw: Draw, recorded: Struck | None) -> bool:
+    def _strike_victim(self, draw: Draw, recorded: Struck | None) -> bool:
         """Strike as soon as there is somebody; whether there was."""
         fault, met = self.table[draw.kind][0], None
 
@@ -148,7 +148,7 @@ class Run:
             return met is not None
 
         end = time.monotonic() + PATIENCE
-        self._wait(lambda: struck() or time.monotonic() > end or self._over())
+        self._wait(lambda: struck() or time.monotonic() > end or self._all_ended())
         if met is None:
             return False
         if draw.kind in ("database", "full-disk"):
@@ -157,24 +157,24 @@ class Run:
         self.tally.faults[draw.kind] += 1
         return True
 
-    def _over(self) -> bool:
+    def _all_ended(self) -> bool:
         """There is nobody, and nobody will come."""
-        return len(self.jobs) == len(self.plans) and all(job.over for job in self.jobs)
+        return len(self.jobs) == len(self.plans) and all(job.has_ended for job in self.jobs)
 
-    def _settle(self) -> None:
+    def _finish(self) -> None:
         """No more faults: what is stopped goes on, what is away comes back; then all jobs end."""
         self._wait(lambda: not self._later, deadline=60)
         self.world.relay.rate, self.world.relay.down = 0.0, False
         self._note(0, "calm", "all", "no more faults")
         end = time.monotonic() + END_DEADLINE
-        self._wait(self._over, fill=len(self.plans), deadline=END_DEADLINE)
+        self._wait(self._all_ended, fill=len(self.plans), deadline=END_DEADLINE)
         for job in self.jobs:
-            if not job.over:
+            if not job.has_ended:
                 self.breaches.append(
                     f"job {job.plan.number} ({job.job_id}): lost: {job.phase} {END_DEADLINE:.0f} s after the last fault"
                 )
-        if not until(lambda: not self.world.of_jobs(), max(10.0, min(30.0, end - time.monotonic()))):
-            self.breaches += [f"orphan: {_named(pid)}" for pid in self.world.of_jobs()]
+        if not wait_until(lambda: not self.world.job_processes(), max(10.0, min(30.0, end - time.monotonic()))):
+            self.breaches += [f"orphan: {_named(pid)}" for pid in self.world.job_processes()]
 
     def _wait(self, condition: Callable[[], bool], *, fill: float = 0.0, deadline: float = 600.0) -> None:
         """Until it is true, while everything else goes on. ``fill``: jobs are submitted up to that many."""
@@ -197,9 +197,9 @@ class Run:
             if not part.alive and part.name not in self._down:
                 self._ended(part)
         if now - self._looked >= 0.3:
-            self._look()
+            self._poll()
             self._looked = now
-        running = sum(not job.over for job in self.jobs)
+        running = sum(not job.has_ended for job in self.jobs)
         if running < WIDTH and len(self.jobs) < min(
             len(self.plans), max(fill, len(self.jobs) + 1 if not running else 0)
         ):
@@ -210,12 +210,12 @@ class Run:
         """A process that nobody has killed: right where it could not start for want of a database or of room."""
         if time.monotonic() - self._trouble < 40 and part.wait() == 3:
             self.tally.restarts += 1
-            self.down(part, 0.5)
+            self.mark_down(part, 0.5)
             return
         self.breaches.append(f"{part.name} ended by itself with {part.wait()}:\n{part.log()[-3000:]}")
-        self.down(part, 0.5)
+        self.mark_down(part, 0.5)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for job in self.jobs:
             if job.job_id is None:
                 job.job_id = next(iter(job.ids), None)
@@ -240,7 +240,7 @@ class Run:
     def _act(self, draw: Draw) -> None:
         """An action of the API, on a job that has not ended. What is refused by the phase is refused."""
         assert draw.action in ACTIONS
-        running = [job for job in self.jobs if not job.over and job.job_id is not None]
+        running = [job for job in self.jobs if not job.has_ended and job.job_id is not None]
         among = [job for job in running if job.plan.cancelled] if draw.action == "cancel" else running
         if not among:
             return

@@ -33,7 +33,7 @@ class Draw:
     action: str | None
 
 
-def draws(seed: int, weights: Mapping[str, int], pace: float) -> Iterator[Draw]:
+def draw_faults(seed: int, weights: Mapping[str, int], pace: float) -> Iterator[Draw]:
     """Without end. ``weights``: kinds of faults by how often; ``pace``: seconds from one to the next, on the average."""
     source = random.Random(seed)
     kinds, shares = list(weights), list(weights.values())

@@ -21,16 +21,16 @@ import httpx
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from ratchet_contract.access import LOCAL_OWNER, Role
+from ratchet_contract.api.roles import LOCAL_OWNER, Role
 from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.phases import JobPhase
-from ratchet_service.database import Database, sqlite_url
-from ratchet_service.migrate import upgrade
-from ratchet_service.models import Job
-from tests.support.chaos import process
-from tests.support.interpreters import RANKS, ROOT, TRAINERS, Program
-from tests.support.postgres import PostgresServer, own_server
-from tests.support.rude import RudeRelay
+from ratchet_service.db.engine import Database, sqlite_url
+from ratchet_service.db.migrate import upgrade
+from ratchet_service.db.models import Job
+from tests.support.chaos import control_plane_process
+from tests.support.faulty_proxy import FaultyProxy
+from tests.support.fork_server import RANKS, ROOT, TRAINERS, Program
+from tests.support.postgres import PostgresServer, dedicated_postgres_server
 from tests.support.server import processes_below, wait_for
 from tests.support.tokens import make_token
 
@@ -47,7 +47,7 @@ _START_DEADLINE: Final = 90.0
 class Part:
     """One process of the control plane, and whoever starts it again after a crash, as a machine's init would."""
 
-    def __init__(self, world: World, role: process.Role, name: str) -> None:
+    def __init__(self, world: World, role: control_plane_process.Role, name: str) -> None:
         self._world, self.role, self.name = world, role, name
         self.told = world.stage / f"{name}.json"
         self.jump = world.stage / f"{name}.clock"
@@ -56,7 +56,7 @@ class Part:
 
     def start(self) -> None:
         world, self.starts = self._world, self.starts + 1
-        options = process.Options(
+        options = control_plane_process.Options(
             self.role,
             str(world.paths.home),
             world.url,
@@ -121,16 +121,16 @@ class World:
         self.server: PostgresServer | None = None
         try:
             if engine == "postgresql":
-                self.server = self.stack.enter_context(own_server())
+                self.server = self.stack.enter_context(dedicated_postgres_server())
             self.url = self.server.url if self.server is not None else sqlite_url(self.paths.database)
             self.database = Database(self.url)
             self.stack.callback(self.database.dispose)
             upgrade(self.database)
             self.token = make_token(self.database, LOCAL_OWNER, Role.ADMIN)
             self.turn = itertools.count()
-            self.relay = self.stack.enter_context(RudeRelay(self._api, seed, rate=0.0, delay=LATEST))
-            TRAINERS.ready()
-            self.parts = [Part(self, role, name) for role, name in _cast(engine)]
+            self.relay = self.stack.enter_context(FaultyProxy(self._api, seed, rate=0.0, delay=LATEST))
+            TRAINERS.wait_ready()
+            self.parts = [Part(self, role, name) for role, name in _process_roles(engine)]
             self.stack.callback(self._end)
             for part in self.parts:
                 part.start()
@@ -153,7 +153,7 @@ class World:
         known = [url for url in urls if url is not None]
         return known[next(self.turn) % len(known)] if known else "http://127.0.0.1:9"
 
-    def of(self, *roles: process.Role) -> list[Part]:
+    def parts_of(self, *roles: control_plane_process.Role) -> list[Part]:
         return [part for part in self.parts if part.role in roles]
 
     def read(self, query: Callable[[Any], Any]) -> Any:
@@ -178,11 +178,11 @@ class World:
             return None
         return self.paths.job(job_id).attempt(max(numbers)) if numbers else None
 
-    def of_jobs(self) -> list[int]:
+    def job_processes(self) -> list[int]:
         """Live processes of attempts, by the environment that all of them inherit, or by their directory."""
         jobs = os.fsencode(str(self.paths.jobs))
         return [pid for pid in processes_below(self.paths.home) if jobs in _environ(pid)] + list(
-            _within(self.paths.home)
+            processes_within(self.paths.home)
         )
 
     def _end(self) -> None:
@@ -196,7 +196,7 @@ class World:
         wait_for(lambda: not processes_below(self.paths.home), "the world's processes to go", 20)
 
 
-def _cast(engine: Engine) -> list[tuple[process.Role, str]]:
+def _process_roles(engine: Engine) -> list[tuple[control_plane_process.Role, str]]:
     if engine == "sqlite":
         return [("service", "service")]
     return [("api", "api-0"), ("api", "api-1"), ("reconciler", "reconciler-0"), ("reconciler", "reconciler-1")]
@@ -209,7 +209,7 @@ def _environ(pid: int) -> bytes:
         return b""
 
 
-def _within(folder: Path) -> Iterator[int]:
+def processes_within(folder: Path) -> Iterator[int]:
     """Processes whose directory is within it, whatever their environment says."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -218,7 +218,7 @@ def _within(folder: Path) -> Iterator[int]:
                     yield int(entry.name)
 
 
-def until(condition: Callable[[], Any], seconds: float) -> bool:
+def wait_until(condition: Callable[[], Any], seconds: float) -> bool:
     """Whether it came true in that time."""
     end = time.monotonic() + seconds
     while not condition():

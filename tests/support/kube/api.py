@@ -127,7 +127,7 @@ class KubeServer:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """The server has been started anew: watches are cut, and as a real one it refuses everybody until it knows the roles."""
+        """The server has been restarted: watches are cut, and as a real one it refuses everybody until it knows the roles."""
         self.knows_roles.clear()
         self.cut_watches()
         try:
@@ -274,7 +274,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             for change in changes:
                 version = change.version
-                type_ = _seen(change, on, query)
+                type_ = _watch_event_type(change, on, query)
                 if type_ is not None:
                     self._event(type_, change.object)
             if query.get("allowWatchBookmarks") in ("true", "True") and time.monotonic() > bookmark:
@@ -315,7 +315,7 @@ def _chosen(made: Object, query: dict[str, str]) -> bool:
     return True
 
 
-def _seen(change: Change, on: Target, query: dict[str, str]) -> str | None:
+def _watch_event_type(change: Change, on: Target, query: dict[str, str]) -> str | None:
     """The type under which this watch sees the change; None: not at all."""
     made = change.object
     if change.resource != on.resource or on.namespace not in (None, made["metadata"]["namespace"]):

@@ -86,11 +86,13 @@ class Cluster:
                 self.jobs.run_due()
                 self._collect()
                 self._schedule()
-                self.kubelet.tend()
+                self.kubelet.sync_pods()
                 due = min(filter(None, (self.jobs.next_due(), self.kubelet.next_due())), default=time.monotonic() + 0.2)
                 with self.store.changed:
                     wait = max(0.0, min(due - time.monotonic(), 0.2))
-                    self.store.changed.wait_for(lambda v=version: self.store.version > v or self.kubelet.news(), wait)
+                    self.store.changed.wait_for(
+                        lambda v=version: self.store.version > v or self.kubelet.has_news(), wait
+                    )
         except BaseException as error:
             self._fault = error
             raise

@@ -93,13 +93,13 @@ class JobController:
     def _sync(self, job: Object) -> None:
         pods = [p for p in self._store.select(PODS, job["metadata"]["namespace"]) if owner(p) == job["metadata"]["uid"]]
         if "deletionTimestamp" in job["metadata"]:
-            self._dissolve(job, pods)
+            self._delete_in_foreground(job, pods)
         elif condition(job, "Complete") or condition(job, "Failed"):
             self._expire(job)
         else:
             self._advance(job, pods)
 
-    def _dissolve(self, job: Object, pods: list[Object]) -> None:
+    def _delete_in_foreground(self, job: Object, pods: list[Object]) -> None:
         """A foreground deletion: the Job goes behind its pods."""
         for pod in pods:
             self._delete(pod)
@@ -131,7 +131,7 @@ class JobController:
         active = [p for p in pods if p["status"]["phase"] not in ENDED and "deletionTimestamp" not in p["metadata"]]
         terminating = [p for p in pods if p["status"]["phase"] not in ENDED and "deletionTimestamp" in p["metadata"]]
         if not condition(job, "SuccessCriteriaMet") and not condition(job, "FailureTarget"):
-            self._judge(job, counted, done)
+            self._set_outcome_condition(job, counted, done)
         failing = condition(job, "FailureTarget") is not None
         suspended = bool(job["spec"]["suspend"]) and not failing and not condition(job, "SuccessCriteriaMet")
         if failing:
@@ -148,9 +148,9 @@ class JobController:
             active, terminating = [], [*terminating, *active]
         elif not condition(job, "SuccessCriteriaMet"):
             active += self._create(job, [*active, *terminating], done, counted)
-        self._settle(job, suspended, active, terminating, ended, counted, done)
+        self._update_status(job, suspended, active, terminating, ended, counted, done)
 
-    def _judge(self, job: Object, counted: list[Object], done: set[int]) -> None:
+    def _set_outcome_condition(self, job: Object, counted: list[Object], done: set[int]) -> None:
         """Has it ended, and how?"""
         for pod in counted:
             action, message = _action(job, pod)
@@ -192,7 +192,7 @@ class JobController:
             self._enqueue(job, left)
         return left > 0
 
-    def _settle(
+    def _update_status(
         self,
         job: Object,
         suspended: bool,
@@ -214,9 +214,9 @@ class JobController:
         status["conditions"] = job["status"].get("conditions", [])
         ready = sum(condition(p, "Ready") is not None for p in active)
         status |= {"terminating": len(terminating), "ready": ready, "uncountedTerminatedPods": {}}
-        status |= {"active": len(active), "succeeded": len(done), "completedIndexes": _shown(done)}
+        status |= {"active": len(active), "succeeded": len(done), "completedIndexes": _format_indexes(done)}
         uncounted = [p["metadata"]["uid"] for p in counted]
-        self._tell(job, status | {"uncountedTerminatedPods": {"failed": uncounted} if uncounted else {}})
+        self._write_status(job, status | {"uncountedTerminatedPods": {"failed": uncounted} if uncounted else {}})
         for pod in ended:
             self._release(pod)
         status["failed"] = status.get("failed", 0) + len(uncounted)
@@ -225,18 +225,18 @@ class JobController:
             good = met["type"] == "SuccessCriteriaMet"
             set_condition(job, "Complete" if good else "Failed", "True", met["reason"], met["message"])
             status |= {"completionTime": now()} if good else {}
-        self._tell(job, status)
+        self._write_status(job, status)
 
-    def _tell(self, job: Object, status: Object) -> None:
+    def _write_status(self, job: Object, status: Object) -> None:
         kept = {k: v for k, v in status.items() if v or k in ("terminating", "ready", "uncountedTerminatedPods")}
         self._change(job, lambda j: j.update(status=kept))
 
     def _change(self, job: Object, change: Any) -> None:
-        with _there_or_gone():
+        with _ignore_not_found():
             self._store.update(JOBS, job["metadata"]["namespace"], job["metadata"]["name"], change)
 
     def _delete(self, pod: Object) -> None:
-        with _there_or_gone():
+        with _ignore_not_found():
             delete_pod(self._store, pod["metadata"]["namespace"], pod["metadata"]["name"])
 
     def _release(self, pod: Object) -> None:
@@ -244,7 +244,7 @@ class JobController:
 
 
 @contextmanager
-def _there_or_gone() -> Iterator[None]:
+def _ignore_not_found() -> Iterator[None]:
     """Since it was listed somebody may have deleted it."""
     try:
         yield
@@ -293,7 +293,7 @@ def _indexes(job: Object) -> set[int]:
     return found
 
 
-def _shown(indexes: set[int]) -> str:
+def _format_indexes(indexes: set[int]) -> str:
     """``0,1`` and ``0-2``: three or more in a row are one range."""
     rows: list[list[int]] = []
     for index in sorted(indexes):

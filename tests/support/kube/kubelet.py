@@ -87,10 +87,10 @@ class Kubelet:
     def next_due(self) -> float | None:
         return min((r.due for r in self._running.values() if r.due is not None), default=None)
 
-    def news(self) -> bool:
+    def has_news(self) -> bool:
         return bool(self._ended or self._failed)
 
-    def tend(self) -> None:
+    def sync_pods(self) -> None:
         """Look at every pod once."""
         pods = {p["metadata"]["uid"]: p for p in self._store.select(PODS) if "nodeName" in p["spec"]}
         with self._lock:
@@ -100,9 +100,9 @@ class Kubelet:
                 del self._running[uid]
             for uid, pod in pods.items():
                 if pod["spec"]["nodeName"] not in self.lost:
-                    self._tend(uid, pod)
+                    self._sync_pod(uid, pod)
 
-    def _tend(self, uid: str, pod: Object) -> None:
+    def _sync_pod(self, uid: str, pod: Object) -> None:
         wanted = "deletionTimestamp" not in pod["metadata"]
         if pod["status"]["phase"] in ENDED:
             if not wanted and not pod["metadata"].get("finalizers"):

@@ -29,7 +29,7 @@ class Engine:
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        tell(isolates=can_isolate())
+        write_event(isolates=can_isolate())
         _libc.prctl(_SUBREAPER, 1, 0, 0, 0)  # what a container leaves behind becomes this process's
 
     def run(self):
@@ -42,14 +42,14 @@ class Engine:
                     break
                 *lines, buffer = (buffer + data).split(b"\n")
                 for line in lines:
-                    self.obey(json.loads(line))
+                    self.execute(json.loads(line))
             if self.wake in readable:
                 os.read(self.wake, 4096)
             self.reap()
         for uid in set(self.pids.values()) | {""}:
             sweep(uid)
 
-    def obey(self, order):
+    def execute(self, order):
         uid, what = order["id"], order["op"]
         pid = next((pid for pid, known in self.pids.items() if known == uid), None)
         if what == "start":
@@ -65,7 +65,7 @@ class Engine:
         if pid == 0:
             os.close(read)
             try:
-                become(order, parent)
+                enter_container(order, parent)
             except BaseException as error:
                 os.write(write, str(error).encode())
             os._exit(127)
@@ -74,10 +74,10 @@ class Engine:
         os.close(read)
         if fault:
             os.waitpid(pid, 0)
-            tell(id=order["id"], error=fault)
+            write_event(id=order["id"], error=fault)
         else:
             self.pids[pid] = order["id"]
-            tell(id=order["id"], pid=pid)
+            write_event(id=order["id"], pid=pid)
 
     def reap(self):
         while True:
@@ -91,7 +91,7 @@ class Engine:
             if uid is not None:
                 sweep(uid)
                 code = os.waitstatus_to_exitcode(status)
-                tell(id=uid, exit=code if code >= 0 else 128 - code)
+                write_event(id=uid, exit=code if code >= 0 else 128 - code)
 
 
 def can_isolate():
@@ -99,14 +99,14 @@ def can_isolate():
     pid = os.fork()
     if pid == 0:
         try:
-            own_mounts()
+            unshare_mounts()
         except OSError:
             os._exit(1)
         os._exit(0)
     return os.waitpid(pid, 0)[1] == 0
 
 
-def become(order, parent):
+def enter_container(order, parent):
     """Turn this process into the container's first one."""
     os.setsid()
     signal.set_wakeup_fd(-1)
@@ -117,8 +117,8 @@ def become(order, parent):
     os.dup2(log, 1)
     os.dup2(log, 2)
     if order["root"]:
-        own_mounts()
-        furnish(order["root"], order["binds"])
+        unshare_mounts()
+        build_root(order["root"], order["binds"])
         os.chroot(order["root"])
     os.chdir(order["cwd"] or "/")
     if os.geteuid() == 0 and order["user"]:
@@ -131,7 +131,7 @@ def become(order, parent):
     os.execvpe(order["argv"][0], order["argv"], order["env"] | {MARK: order["id"]})
 
 
-def own_mounts():
+def unshare_mounts():
     """A mount namespace of this process's own; who is not root needs a namespace of users for it, and stays who they are."""
     user, group, flags = os.getuid(), os.getgid(), _NEWNS
     if user != 0:
@@ -145,7 +145,7 @@ def own_mounts():
     mount("none", "/", _REC | _PRIVATE)
 
 
-def furnish(root, binds):
+def build_root(root, binds):
     """A root directory that shows this machine's, without what only root sees and without /tmp, and then what is bound."""
     mount(root, root, _BIND)
     for entry in pathlib.Path("/").iterdir():
@@ -204,7 +204,7 @@ def state(process):
     return (process / "stat").read_text().rpartition(")")[2].split()[0]
 
 
-def tell(**message):
+def write_event(**message):
     os.write(1, json.dumps(message).encode() + b"\n")
 
 

@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ratchet_contract.messages import AgentFile, AttemptResult
 from ratchet_contract.phases import Cause
+from ratchet_contract.protocol.messages import AgentFile, AttemptResult
 from ratchet_service.launchers.base import AttemptRef
 from tests.support.kube.api import KubeServer
 from tests.support.kube.defaults import INDEX
-from tests.support.kube.recorded import Seen, history
+from tests.support.kube.recorded_histories import Seen, history
 from tests.support.kube.store import JOBS, PODS, Object, Store
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
@@ -36,7 +36,7 @@ class Replay:
         self._ref: AttemptRef | None = None
         self._job: Object = {}
 
-    def befall(self, ref: AttemptRef) -> None:
+    def attach(self, ref: AttemptRef) -> None:
         """The Job of ``ref`` is there: it is the one that the history is about."""
         self._ref, self._job = ref, self.store.get(JOBS, "default", ref.name)
         first = _TIME.search(json.dumps(self._rest[0].object))
@@ -47,7 +47,7 @@ class Replay:
         """What was seen up to ``until`` seconds after the Job was posted. A pod that succeeds has left its agent's last word."""
         while self._rest and self._rest[0].at <= until:
             event = self._rest.pop(0)
-            made = self._ours(event.object)
+            made = self._renamed(event.object)
             if event.kind == "pod":
                 self.store.put(event.type, PODS, "default", self._pod(made))
                 if made["status"]["phase"] == "Succeeded":
@@ -56,10 +56,10 @@ class Replay:
                 self.store.put(event.type, JOBS, "default", self._job_of(made))
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         return not self._rest
 
-    def _ours(self, recorded: Object) -> Object:
+    def _renamed(self, recorded: Object) -> Object:
         assert self._ref is not None
         text = json.dumps(recorded).replace(self._recorded, self._ref.name)
         made: Object = json.loads(_TIME.sub(self._now, text))
@@ -91,7 +91,7 @@ class Replay:
         paths.agent_file.write_text(AgentFile(pid=1, start_time=1, host="pod").model_dump_json())
         fields: dict[str, Any] = {"started_at": "2026-01-01T00:00:00Z", "ended_at": "2026-01-01T00:00:01Z", "ranks": []}
         result = AttemptResult(
-            job_id=self._ref.job_id, epoch=self._ref.epoch, node=node, cause=Cause.COMPLETED, last_step=1, **fields
+            job_id=self._ref.job_id, attempt=self._ref.attempt, node=node, cause=Cause.COMPLETED, last_step=1, **fields
         )
         paths.result_file.write_text(result.model_dump_json())
 

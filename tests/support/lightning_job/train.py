@@ -40,7 +40,7 @@ class Kills(Callback):
 
     def __init__(self) -> None:
         kills = CASE.get("kills", [])
-        self.kill = kills[LAUNCH["epoch"] - 1] if LAUNCH["epoch"] <= len(kills) else None
+        self.kill = kills[LAUNCH["attempt"] - 1] if LAUNCH["attempt"] <= len(kills) else None
 
     def _at(self, hook: str, number: int) -> None:
         if self.kill is None or self.kill[:2] != [hook, number] or os.environ["RANK"] != "1":

@@ -88,7 +88,7 @@ def make_loader(kind: str) -> DataLoader[Any]:
 def die(place: str, session: Any) -> None:
     """Once, when the checkpoint of the step before this one is there, if one was due."""
     runtime, places = session._runtime, sys.argv[3:]
-    number = runtime.launch.epoch
+    number = runtime.launch.attempt
     if RANK != 1 or number > len(places) or places[number - 1] != place:
         return
     due = runtime.step - runtime.step % runtime.launch.spec.checkpoint.every_steps

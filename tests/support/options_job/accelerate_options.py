@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from ratchet.accelerate import Accelerator
-from ratchet_worker.session import Session
+from ratchet_worker.session.session import Session
 
 case = json.loads(sys.argv[1])
 STEPS = 36
@@ -27,10 +27,10 @@ def die(session: Session, step: int, batch: int | None = None) -> None:
     launch = session._runtime.launch
     if session.rank != 1 or batch != case.get("evaluation"):
         return
-    if launch.epoch == 2 and step == case["stop"] and batch is not None:
+    if launch.attempt == 2 and step == case["stop"] and batch is not None:
         os.kill(os.getpid(), signal.SIGTERM)
-        session._runtime.agreement.wait_decided()  # the other rank waits for this one's next batch
-    if launch.epoch == 1 and step == case["kill"]:
+        session._runtime.agreement.wait_for_decision()  # the other rank waits for this one's next batch
+    if launch.attempt == 1 and step == case["kill"]:
         name = f"step-{(step - 1) // case['every'] * case['every']:012d}.a0001"
         end = time.monotonic() + 60
         while not (Path(launch.job_root) / "checkpoints" / name / "MANIFEST.json").exists() and time.monotonic() < end:

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForSequenceClassification, TrainingArgu
 from transformers.trainer_callback import TrainerCallback
 
 from ratchet_worker.integrations.transformers import Trainer
-from ratchet_worker.session import Session
+from ratchet_worker.session.session import Session
 
 case = json.loads(sys.argv[1])
 
@@ -28,7 +28,7 @@ class Dies(TrainerCallback):
         self, session: Session, *, kill: int, stop: int, every: int, evaluation: int | None = None, **_: Any
     ) -> None:
         self.kill, self.stop, self.every, self.evaluation = kill, stop, every, evaluation
-        self.root, self.epoch = Path(session._runtime.launch.job_root), session._runtime.launch.epoch
+        self.root, self.epoch = Path(session._runtime.launch.job_root), session._runtime.launch.attempt
         self.batches, self.first, self.agreement = 0, session.rank == 1, session._runtime.agreement
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -44,7 +44,7 @@ class Dies(TrainerCallback):
             self._die((self.kill - 1) // self.every * self.every)
         if self.epoch == 2 and state.global_step == self.stop:
             os.kill(os.getpid(), signal.SIGTERM)
-            self.agreement.wait_decided()  # the other rank waits for this one's next batch
+            self.agreement.wait_for_decision()  # the other rank waits for this one's next batch
 
     def _die(self, saved: int) -> None:
         manifest, end = self.root / "checkpoints" / f"step-{saved:012d}.a0001" / "MANIFEST.json", time.monotonic() + 60

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 from training import WIDTH, Training
 
-from ratchet_worker.data.iterable import TrainStream
+from ratchet_worker.data.streams import TrainStream
 from ratchet_worker.task import Parts, TaskContext
 
 Sample = tuple[torch.Tensor, torch.Tensor]

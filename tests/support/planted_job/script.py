@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from training import STEPS, WIDTH, Fault, Piece
 
-from ratchet_worker.data.iterable import TrainStream
 from ratchet_worker.data.loader import TrainLoader
-from ratchet_worker.session import Session
+from ratchet_worker.data.streams import TrainStream
+from ratchet_worker.session.session import Session
 
 calls = 0
 noise = torch.Generator().manual_seed(5)

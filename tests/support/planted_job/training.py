@@ -20,9 +20,9 @@ from torch.distributed import TCPStore
 from torch.utils.data import Dataset, TensorDataset
 
 from ratchet_contract.paths import JobPaths
-from ratchet_worker import hidden_state
-from ratchet_worker.counter import CounterReader
 from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.ipc.progress_counter import CounterReader
+from ratchet_worker.state import hidden_state
 from ratchet_worker.task import Parts, TaskContext
 
 Value: TypeAlias = float | torch.Tensor

@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import HomePaths
+from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_service.launchers.base import LaunchPlan
-from ratchet_service.launchers.local import LocalLauncher
+from ratchet_service.launchers.local.launcher import LocalLauncher
 
 NODES = 2
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ratchet_worker.data.loader import TrainLoader
-from ratchet_worker.session import Session
+from ratchet_worker.session.session import Session
 
 NOISE = torch.Generator().manual_seed(3)
 PLANT = os.environ.get("PLANT")

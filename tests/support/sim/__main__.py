@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.support.sim.processes import STORM, Faults, SimDatabase
-from tests.support.sim.stages import arguments, on_stages
+from tests.support.sim.stage_pool import arguments, map_seeds
 from tests.support.sim.world import Broken, play
 
 
@@ -45,7 +45,7 @@ def main() -> int:
     given = parser.parse_args()
     began, seeds = time.monotonic(), range(given.seed, given.seed + given.n)
     do = partial(played, steps=given.moves, faults=STORM if given.storm else Faults())
-    shares = on_stages(given.jobs, do, seeds, postgres=given.postgres)
+    shares = map_seeds(given.jobs, do, seeds, postgres=given.postgres)
     took = time.monotonic() - began
     phases = sum((share.phases for share in shares), Counter[str]())
     broken = sorted(one for share in shares for one in share.broken)

@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
+from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.errors import Conflict, NotFound, RatchetError, Refused
-from ratchet_contract.messages import (
+from ratchet_contract.paths import HomePaths, checkpoint_dir_name
+from ratchet_contract.phases import AttemptPhase, Cause, Desired, Outcome
+from ratchet_contract.protocol.messages import (
     AgentFile,
     AgentReport,
     AttemptResult,
@@ -24,15 +27,12 @@ from ratchet_contract.messages import (
     Started,
     Training,
 )
-from ratchet_contract.paths import HomePaths, checkpoint_dir_name
-from ratchet_contract.phases import AttemptPhase, Cause, Desired, Outcome
-from ratchet_contract.resume import Base
-from ratchet_service.database import Database
-from ratchet_service.ingest import ingest
+from ratchet_service.agent_reports.ingest import ingest
+from ratchet_service.db.engine import Database
 from ratchet_service.launchers.base import AttemptRef, LaunchPlan, NodeState
-from ratchet_store.lineage import find_base
+from ratchet_store.read.find_base import find_base
 from tests.support.checkpoints import manifest_of, write_ranks
-from tests.support.one_shot import commit
+from tests.support.one_shot_writers import commit
 from tests.support.sim.processes import Stage
 
 STEPS: Final = 12
@@ -102,7 +102,7 @@ class Agent:
             self.die("ends")
 
     def die(self, why: str) -> None:
-        self.stage.say(f"{self.ref.name} {why}")
+        self.stage.trace_line(f"{self.ref.name} {why}")
         self.state = State.GONE
 
     def _fail(self) -> None:
@@ -112,7 +112,7 @@ class Agent:
                 self.orphans = self.stage.random.randrange(1, 4)
             self.die("is killed, its ranks are not" if self.orphans else "is killed")
         elif kind == "stop":
-            self.stage.say(f"{self.ref.name} is stopped")
+            self.stage.trace_line(f"{self.ref.name} is stopped")
             self.stopped = True
         elif kind == "exception" and self.state in (State.BEGUN, State.TRAINING):
             self._end(Cause.EXCEPTION)
@@ -125,7 +125,7 @@ class Agent:
             self.die("finds that its attempt is over")
             return
         self.state, self.seen = State.BEGUN, True
-        self.stage.say(f"{self.ref.name} begins")
+        self.stage.trace_line(f"{self.ref.name} begins")
 
     def _start_training(self) -> None:
         job = self.home.job(self.ref.job_id)
@@ -136,13 +136,13 @@ class Agent:
         self.base = Base() if found is None else found.base
         self.step, self.parent = self.base.step, self.base
         self.ref.paths.base_file.write_text(self.base.model_dump_json())
-        self._tell(Started(rank=0, pid=1, host="sim", at=self._at(), device="cpu", torch="none"))
-        self._tell(Training(rank=0, at=self._at(), base=self.base, total_steps=STEPS))
+        self._spool_message(Started(rank=0, pid=1, host="sim", at=self._at(), device="cpu", torch="none"))
+        self._spool_message(Training(rank=0, at=self._at(), base=self.base, total_steps=STEPS))
         self.state = State.TRAINING
-        self.stage.say(f"{self.ref.name} trains from {self.base.step}.{self.base.epoch}")
+        self.stage.trace_line(f"{self.ref.name} trains from {self.base.step}.{self.base.attempt}")
 
     def _train(self) -> None:
-        wish = self._wish()
+        wish = self._requested_cause()
         if wish is not None:
             if self.step > self.parent.step and not self.stage.chance(self.stage.faults.agent):
                 self._commit("stop")
@@ -152,43 +152,43 @@ class Agent:
         last = self.step >= STEPS
         if self.step % EVERY == 0 or last:
             self._commit("end" if last else "schedule")
-            self._tell(Progress(rank=0, at=self._at(), step=self.step, total_steps=STEPS))
+            self._spool_message(Progress(rank=0, at=self._at(), step=self.step, total_steps=STEPS))
         if last:
             self._end(Cause.COMPLETED)
 
-    def _wish(self) -> Cause | None:
+    def _requested_cause(self) -> Cause | None:
         if self.terminated:
             return Cause.SIGTERM
         return None if self.control.desired is Desired.RUN else self.control.cause
 
     def _commit(self, reason: Any, *, tell: bool = True) -> None:
-        if self.parent.step == self.step and self.parent.epoch == self.ref.epoch:
+        if self.parent.step == self.step and self.parent.attempt == self.ref.attempt:
             return
         finished = self.step >= STEPS
         folder = self.home.job(self.ref.job_id).checkpoints
-        directory = folder / checkpoint_dir_name(self.step, self.ref.epoch)
+        directory = folder / checkpoint_dir_name(self.step, self.ref.attempt)
         ranks = write_ranks(directory, world_size=1, seed=self.step)
-        manifest = manifest_of(self.step, self.ref.epoch, *ranks, parent=self.parent, job_id=self.ref.job_id)
+        manifest = manifest_of(self.step, self.ref.attempt, *ranks, parent=self.parent, job_id=self.ref.job_id)
         made = commit(directory, manifest.model_copy(update={"finished": finished, "reason": reason}))
-        self.stage.say(f"{self.ref.name} commits step {self.step}")
+        self.stage.trace_line(f"{self.ref.name} commits step {self.step}")
         parent, self.parent = self.parent, made.base
         if tell:
-            self._tell(
+            self._spool_message(
                 CheckpointCommitted(
-                    rank=0, at=self._at(), step=self.step, epoch=self.ref.epoch, digest=made.digest, size=made.size,
+                    rank=0, at=self._at(), step=self.step, attempt=self.ref.attempt, digest=made.digest, size=made.size,
                     files=1, seconds=0.1, reason=reason, parent=parent, finished=finished,
                 )
             )  # fmt: skip
 
     def _end(self, cause: Cause) -> None:
         self.result = AttemptResult(
-            job_id=self.ref.job_id, epoch=self.ref.epoch, cause=cause, last_step=self.step, base=self.base,
+            job_id=self.ref.job_id, attempt=self.ref.attempt, cause=cause, last_step=self.step, base=self.base,
             started_at=self._at(), ended_at=self._at(), ranks=[],
         )  # fmt: skip
         self.state = State.RESULT
-        self.stage.say(f"{self.ref.name} has ended with {cause}")
+        self.stage.trace_line(f"{self.ref.name} has ended with {cause}")
 
-    def _tell(self, message: RankMessage) -> None:
+    def _spool_message(self, message: RankMessage) -> None:
         """On the disk first."""
         self.lines.append(message)
         spool = self.ref.paths.spool(0)
@@ -207,12 +207,12 @@ class Agent:
         phase = AttemptPhase.STOPPING if self.state is State.RESULT else AttemptPhase.RUNNING
         batch = RankBatch(rank=0, from_seq=self.acked + 1, messages=self.lines[self.acked :][:1000])
         made = AgentReport(
-            job_id=self.ref.job_id, epoch=self.ref.epoch, phase=phase, last_step=self.step,
+            job_id=self.ref.job_id, attempt=self.ref.attempt, phase=phase, last_step=self.step,
             batches=[batch] if batch.messages else [], result=self.result,
         )  # fmt: skip
         if self.stage.chance(self.stage.faults.lost):
             fate = self.stage.random.choice(("lost", "late", "unheard", "twice"))
-            self.stage.say(f"{self.ref.name}: a report is {fate}")
+            self.stage.trace_line(f"{self.ref.name}: a report is {fate}")
             if fate == "late":
                 self.flying.append(made)
             if fate in ("unheard", "twice"):
@@ -235,12 +235,12 @@ class Agent:
             self.control = ack.control
 
     def _denied(self, error: RatchetError, heard: bool) -> None:
-        if error.code not in ("stale-epoch", "job-not-found", "attempt-not-found", "token-wrong"):
+        if error.code not in ("stale-attempt", "job-not-found", "attempt-not-found", "token-wrong"):
             raise error
-        if error.code == "stale-epoch":
+        if error.code == "stale-attempt":
             self.refused = True
         if heard and self.state in (State.BEGUN, State.TRAINING) and not self.stopped:
-            self.stage.say(f"{self.ref.name} is refused ({error.code}): it ends")
+            self.stage.trace_line(f"{self.ref.name} is refused ({error.code}): it ends")
             self._end(Cause.LEASE_LOST)
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from ratchet_contract.api import Warning_
+from ratchet_contract.api.views import Warning_
 from ratchet_contract.errors import FieldProblem
-from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.phases import Desired
-from ratchet_contract.spec import JobSpec
-from ratchet_service.database import Database
-from ratchet_service.launchers import files
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.job import JobSpec
+from ratchet_service.db.engine import Database
+from ratchet_service.db.models import Job
+from ratchet_service.launchers import attempt_files
 from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineUnreachable, LaunchPlan, NodeState
-from ratchet_service.models import Job
 from tests.support.sim.agents import Agent, State
 from tests.support.sim.processes import Stage
 
@@ -40,15 +40,15 @@ class SimLauncher:
         return [], []
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
-        ref = AttemptRef(launch.job_id, launch.epoch, AttemptPaths(Path(launch.attempt_dir)), 1)
+        ref = AttemptRef(launch.job_id, launch.attempt, AttemptPaths(Path(launch.attempt_dir)), 1)
         return LaunchPlan(ref=ref, launch=launch, argv=("agent",))
 
     def submit(self, plan: LaunchPlan) -> None:
         self._call(f"submit {plan.ref.name}")
         if not any(agent.seen or agent.state is not State.GONE for agent in self._of(plan.ref)):
-            files.write_launch(plan.ref.paths, plan.launch)
+            attempt_files.write_launch(plan.ref.paths, plan.launch)
             self._stage.point(f"half way through submit {plan.ref.name}", stall=0.0)
-            self._stage.say(f"{plan.ref.name} is submitted")
+            self._stage.trace_line(f"{plan.ref.name} is submitted")
             self.agents.append(Agent(plan, self._stage, self._database, self._home))
             self._begun.setdefault(plan.ref.name, self._stage.clock.elapsed)
         self._stage.point(f"after submit {plan.ref.name}")
@@ -78,7 +78,7 @@ class SimLauncher:
                 continue
             if agent.lingers == 0 and self._stage.chance(self._stage.faults.lingers):
                 if self._stage.chance(0.5):  # its node is gone for good, says the engine; it is not
-                    self._stage.say(f"{ref.name} is out of reach and given up")
+                    self._stage.trace_line(f"{ref.name} is out of reach and given up")
                     agent.out_of_reach = True
                     continue
                 agent.lingers = self._stage.random.randrange(1, 4)

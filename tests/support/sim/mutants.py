@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from ratchet_service import ending, ingest, launching, leases, leftover, queueing, slots, watch_rules, watching
-from ratchet_service.launchers import files
-from ratchet_service.launching import Launching
-from ratchet_service.transitions import lock_job
-from ratchet_service.watching import Watcher
+from ratchet_service.agent_reports import ingest
+from ratchet_service.db import leases
+from ratchet_service.db.transitions import lock_job
+from ratchet_service.launchers import attempt_files
+from ratchet_service.reconciler import drain_spools, finish_attempt, launch, supervise, supervision_rules
+from ratchet_service.reconciler.launch import AttemptLauncher
+from ratchet_service.reconciler.supervise import Watcher
+from ratchet_service.scheduling import scheduler, slots
 from tests.support.sim.engine import SimLauncher
 from tests.support.sim.processes import START
 
@@ -25,10 +28,10 @@ def no_token() -> Iterator[None]:
     """``hold`` takes anybody's lease for its own. Not one of ``MUTANTS``: fences and transitions refuse nearly all that it lets
     through, so by itself it breaks no rule in hundreds of schedules."""
     with (
-        patch.object(watching, "hold", _any_token),
-        patch.object(ending, "hold", _any_token),
-        patch.object(leftover, "hold", _any_token),
-        patch.object(launching, "hold", _any_token),
+        patch.object(supervise, "lock_leased_job", _any_token),
+        patch.object(finish_attempt, "lock_leased_job", _any_token),
+        patch.object(drain_spools, "lock_leased_job", _any_token),
+        patch.object(launch, "lock_leased_job", _any_token),
     ):
         yield
 
@@ -49,7 +52,7 @@ def no_expiry() -> Iterator[None]:
 @contextmanager
 def submit_first() -> Iterator[None]:
     """The launcher is called before the attempt's row is committed."""
-    original = Launching._start
+    original = AttemptLauncher._start
 
     def start(self: Any, *args: Any) -> Any:
         launched = original(self, *args)
@@ -57,7 +60,7 @@ def submit_first() -> Iterator[None]:
             self._launchers[one.plan.launch.spec.launcher.kind].submit(one.plan)
         return launched
 
-    with patch.object(Launching, "_start", start):
+    with patch.object(AttemptLauncher, "_start", start):
         yield
 
 
@@ -77,27 +80,27 @@ def kill_believed() -> Iterator[None]:
 @contextmanager
 def counted_twice() -> Iterator[None]:
     """Each preemption is counted twice, and with all that came before it."""
-    original = ending.job_values
+    original = finish_attempt.job_values
 
     def values(*args: Any) -> Any:
         found = original(*args)
         return found | {"preemptions": found["preemptions"] * 2}
 
-    with patch.object(ending, "job_values", values):
+    with patch.object(finish_attempt, "job_values", values):
         yield
 
 
 @contextmanager
 def late_submission() -> Iterator[None]:
     """Nobody asks whether the lease is still held before the launcher is called, and the disk does not tell that it is over."""
-    with patch.object(Watcher, "_sure", lambda *_: None), patch.object(files, "fence", lambda _: None):
+    with patch.object(Watcher, "_ensure_lease", lambda *_: None), patch.object(attempt_files, "fence", lambda _: None):
         yield
 
 
 @contextmanager
 def no_fence() -> Iterator[None]:
     """Reports of an attempt that is over are stored."""
-    with patch.object(ingest, "fence", lambda *_: None):
+    with patch.object(ingest, "raise_if_stale", lambda *_: None):
         yield
 
 
@@ -120,39 +123,39 @@ def stored_twice() -> Iterator[None]:
 @contextmanager
 def nothing_adopted() -> Iterator[None]:
     """Checkpoints whose report was lost are not taken in."""
-    with patch.object(ending, "adoptable", lambda *_, **__: []):
+    with patch.object(finish_attempt, "find_adoptable", lambda *_, **__: []):
         yield
 
 
 @contextmanager
 def slots_forgotten() -> Iterator[None]:
     """Slots that somebody holds are given out again."""
-    with patch.object(queueing, "Board", lambda capacity, held: slots.Board(capacity, ())):
+    with patch.object(scheduler, "Board", lambda capacity, held: slots.Board(capacity, ())):
         yield
 
 
 @contextmanager
 def epoch_again() -> Iterator[None]:
     """A number is left out where an attempt never trained."""
-    original = ending.job_values
+    original = finish_attempt.job_values
 
     def values(job: Any, *args: Any) -> Any:
         found = original(job, *args)
-        return found if "resume_from" in found else found | {"epoch": job.epoch + 1}
+        return found if "resume_from" in found else found | {"attempt": job.attempt + 1}
 
-    with patch.object(ending, "job_values", values):
+    with patch.object(finish_attempt, "job_values", values):
         yield
 
 
 @contextmanager
 def counts_jumps() -> Iterator[None]:
     """Deadlines go by the wall clock."""
-    original = watch_rules.deed
+    original = supervision_rules.next_action
 
     def deed(watch: Any, state: Any, wish: Any, _: float, wall: Any, timing: Any) -> Any:
         return original(watch, state, wish, (wall - START).total_seconds(), wall, timing)
 
-    with patch.object(watch_rules, "deed", deed):
+    with patch.object(supervision_rules, "next_action", deed):
         yield
 
 

@@ -18,8 +18,8 @@ from typing import Final
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
-from ratchet_service.clock import Clock
-from ratchet_service.database import Database
+from ratchet_service.db.clock import Clock
+from ratchet_service.db.engine import Database
 
 START: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -42,10 +42,10 @@ class SimClock(Clock):
     def monotonic(self) -> float:
         return self.elapsed
 
-    def boot(self) -> str:
+    def boot_id(self) -> str:
         return "sim"
 
-    def of_server(self, session: Session) -> datetime:
+    def server_now(self, session: Session) -> datetime:
         """By which leases expire: nobody sets it here."""
         return START + timedelta(seconds=self.elapsed)
 
@@ -79,7 +79,7 @@ class Process:
         self.dead = False
         self.error: BaseException | None = None
         self._ends = False
-        self._mine, self._theirs = _taken(), _taken()
+        self._mine, self._theirs = _acquired_lock(), _acquired_lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -117,7 +117,7 @@ class Process:
         self.turn()
         self._thread.join(30)
 
-    def stand(self, where: str) -> None:
+    def pause(self, where: str) -> None:
         """Until its next turn."""
         self.stalled = where
         self._hand_back()
@@ -129,18 +129,18 @@ class Process:
         if self._ends:
             raise Died
         if self._stage.chance(self._stage.faults.die):
-            self._stage.say(f"{self.name} dies {where}")
+            self._stage.trace_line(f"{self.name} dies {where}")
             raise Died
         if self._stage.chance(stall * self._stage.faults.stall):
-            self._stage.say(f"{self.name} is stopped {where}")
+            self._stage.trace_line(f"{self.name} is stopped {where}")
             self.stalled = where
             self._hand_back()
-            self._stage.say(f"{self.name} goes on {where}")
+            self._stage.trace_line(f"{self.name} goes on {where}")
             if self._ends:
                 raise Died
 
 
-def _taken() -> threading.Lock:
+def _acquired_lock() -> threading.Lock:
     """As a semaphore of one, that only the other side releases: ``threading.Semaphore`` is written in Python."""
     made = threading.Lock()
     made.acquire()
@@ -161,7 +161,7 @@ class Stage:
     def chance(self, probability: float) -> bool:
         return probability > 0.0 and self.random.random() < probability
 
-    def say(self, text: str) -> None:
+    def trace_line(self, text: str) -> None:
         self.trace.append(f"{self.clock.elapsed:8.2f} {text}")
 
     def point(self, where: str, *, stall: float = 1.0) -> None:

@@ -20,20 +20,21 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from ratchet_contract.access import LOCAL_OWNER
-from ratchet_contract.api_requests import ResumeRequest
+from ratchet_contract.api.requests import ResumeRequest
+from ratchet_contract.api.roles import LOCAL_OWNER
 from ratchet_contract.errors import RatchetError
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Event, JobPhase
-from ratchet_service import leases
-from ratchet_service.background import at_once
-from ratchet_service.launchers.table import Launchers
-from ratchet_service.models import Attempt, Base, Checkpoint, Job
-from ratchet_service.models import Event as Row
-from ratchet_service.reconciler import Reconciler
-from ratchet_service.slots import Capacity
-from ratchet_service.usecases import actions, deletion, submit
-from ratchet_service.watched import Timing
+from ratchet_service.db import leases
+from ratchet_service.db.models import Attempt, Base, Checkpoint, Job
+from ratchet_service.db.models import Event as Row
+from ratchet_service.job_files import delete_job
+from ratchet_service.launchers.registry import Launchers
+from ratchet_service.reconciler.attempt_watch import Timing
+from ratchet_service.reconciler.background_work import in_caller
+from ratchet_service.reconciler.loop import Reconciler
+from ratchet_service.scheduling.slots import Capacity
+from ratchet_service.usecases import job_actions, submit
 from tests.support import invariants
 from tests.support.api import FakePorts, spec
 from tests.support.sim.agents import STEPS, Agent, State
@@ -95,7 +96,7 @@ _EMPTIED: Final = tuple(
 """As text: made from expressions they were a tenth of a schedule's statements."""
 
 
-def emptied(database: SimDatabase, home: HomePaths) -> None:
+def empty_stage(database: SimDatabase, home: HomePaths) -> None:
     """Rows and files of the schedule before are gone."""
     shutil.rmtree(home.jobs, ignore_errors=True)
     home.jobs.mkdir(parents=True)
@@ -109,7 +110,7 @@ class World:
         self.stage = database.stage = Stage(seed, faults, database.time)
         self.database, self.seed, self.steps = database, seed, 0
         self.home = HomePaths(home)
-        emptied(database, self.home)
+        empty_stage(database, self.home)
         self.engine = SimLauncher(self.stage, database, self.home, TIMEOUT)
         self.processes: list[Process] = []
         self._reconcilers: dict[str, Reconciler] = {}
@@ -127,8 +128,8 @@ class World:
         for _ in range(steps):
             self._step()
             self._check(logged)
-        self._heal()
-        while not self._rested():
+        self._stop_faults()
+        while not self._is_idle():
             assert self.stage.clock.elapsed < self._rested_at + _REST_SECONDS, "not all jobs came to rest"
             for process in self.processes:
                 process.turn()
@@ -145,10 +146,10 @@ class World:
         stage.clock.elapsed += stage.random.choice((0.02, 0.1, 0.3))
         if stage.chance(stage.faults.jumps):
             stage.clock.elapsed += stage.random.choice((5.0, 20.0, 70.0))
-            stage.say("time passes")
+            stage.trace_line("time passes")
         if stage.chance(stage.faults.sets):
             stage.clock.set_by += stage.random.choice(SET_BY)
-            stage.say(f"wall clocks are set: {stage.clock.set_by:+.0f} s in all")
+            stage.trace_line(f"wall clocks are set: {stage.clock.set_by:+.0f} s in all")
         moves: list[tuple[int, Callable[[], None]]] = [(3, self._user), (1, self._network)]
         for process in self.processes:
             moves.append((1 if process.stalled else 6, lambda p=process: self._turn(p)))  # type: ignore[misc]
@@ -160,7 +161,7 @@ class World:
 
     def _turn(self, process: Process) -> None:
         if process.stalled and self.stage.chance(0.1):
-            self.stage.say(f"{process.name} is killed where it stands")
+            self.stage.trace_line(f"{process.name} is killed where it stands")
             process.end()
         else:
             process.turn()
@@ -171,7 +172,7 @@ class World:
     def _move_agent(self, agent: Agent) -> None:
         if agent.stopped and agent.lingers == 0 and self.stage.chance(0.2):
             agent.stopped = False
-            self.stage.say(f"{agent.ref.name} goes on")
+            self.stage.trace_line(f"{agent.ref.name} goes on")
         if agent.flying and self.stage.chance(0.3):
             agent.deliver(agent.flying.pop(self.stage.random.randrange(len(agent.flying))), heard=False)
         for _ in range(self.stage.random.randrange(1, 4)):
@@ -196,11 +197,11 @@ class World:
             Capacity(cpus=CPUS),
             timing=Timing(kill_after=3.0),
             lease_seconds=LEASE,
-            start=at_once,
+            start=in_caller,
         )
 
         def round_() -> None:
-            made.round()
+            made.run_round()
 
         name = f"reconciler {self._started}"
         self._reconcilers[name] = made
@@ -217,7 +218,7 @@ class World:
             self.database.write() as session,
         ):
             job = submit.store(session, prepared, LOCAL_OWNER)
-        self.stage.say(f"{job.id} is submitted")
+        self.stage.trace_line(f"{job.id} is submitted")
 
     def _user(self) -> None:
         jobs = self.jobs()
@@ -229,7 +230,7 @@ class World:
         job, what = self.stage.random.choice(jobs), self.stage.random.choice(_ACTIONS)
         try:
             if what == "delete":
-                deletion.delete(self.database, job.id, homes=self.home)
+                delete_job.delete(self.database, job.id, homes=self.home)
             else:
                 with self.database.write() as session:
                     self._act(session, job.id, what)
@@ -237,28 +238,28 @@ class World:
             if error.code in ("conflict", "error"):
                 raise
             return
-        self.stage.say(f"user: {what} {job.id}")
+        self.stage.trace_line(f"user: {what} {job.id}")
 
     def _act(self, session: Session, job_id: str, what: str) -> None:
         if what == "checkpoint":
-            actions.request_checkpoint(session, job_id)
+            job_actions.request_checkpoint(session, job_id)
         elif what == "resume-from":
             query = sa.select(Checkpoint.step).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step)
             steps = list(session.scalars(query))
             request = ResumeRequest(from_step=self.stage.random.choice(steps) if steps else 1)
-            actions.resume(session, job_id, actions.PreparedResume(request, None, []), FakePorts(), self.home)
+            job_actions.resume(session, job_id, job_actions.PreparedResume(request, None, []), FakePorts(), self.home)
         elif what == "resume":
-            prepared = actions.PreparedResume(ResumeRequest(), None, [])
-            actions.resume(session, job_id, prepared, FakePorts(), self.home)
+            prepared = job_actions.PreparedResume(ResumeRequest(), None, [])
+            job_actions.resume(session, job_id, prepared, FakePorts(), self.home)
         else:
-            actions.act(session, job_id, Event(what))
+            job_actions.apply_action(session, job_id, Event(what))
 
     # --- the end -------------------------------------------------------------------------------------------------------
 
-    def _heal(self) -> None:
+    def _stop_faults(self) -> None:
         """Faults stop: who stands goes on, who is out of reach comes back, what is on its way arrives."""
         self.stage.faults = QUIET
-        self.stage.say("faults stop")
+        self.stage.trace_line("faults stop")
         self._rested_at = self.stage.clock.elapsed
         for process in list(self.processes):
             while process.stalled:
@@ -271,7 +272,7 @@ class World:
             while agent.flying:
                 agent.deliver(agent.flying.pop(0), heard=False)
 
-    def _rested(self) -> bool:
+    def _is_idle(self) -> bool:
         if any(agent.state is not State.GONE for agent in self.engine.agents):
             return False
         return all(job.phase.terminal or job.phase is JobPhase.SUSPENDED for job in self.jobs())
@@ -290,7 +291,7 @@ class World:
         self._check_rows()
         if self.steps % 10 == 0:
             with self.database.read() as session:
-                faults = invariants.of_slots(session, CPUS)
+                faults = invariants.check_slots(session, CPUS)
             assert not faults, "; ".join(faults)
 
     def _check_rows(self) -> None:
@@ -301,27 +302,27 @@ class World:
             with self.database.read() as session:
                 for name, ref in fresh.items():
                     if session.get(Job, ref.job_id) is not None:
-                        assert session.get(Attempt, (ref.job_id, ref.epoch)) is not None, (
+                        assert session.get(Attempt, (ref.job_id, ref.attempt)) is not None, (
                             f"{name} runs, and no row knows it"
                         )
-        since = self.stage.clock.elapsed - LEASE * leases.TRUSTED
+        since = self.stage.clock.elapsed - LEASE * leases.SAFE_FRACTION
         trusted: dict[str, str] = {}
         for process in self.processes:
             if process.dead or process.stalled:
                 continue
             for job_id, watch in self._reconcilers[process.name]._watches.items():
-                if watch.held_at > since and trusted.setdefault(job_id, process.name) != process.name:
+                if watch.lease_held_at > since and trusted.setdefault(job_id, process.name) != process.name:
                     raise AssertionError(f"{job_id}: both {trusted[job_id]} and {process.name} trust in its lease")
 
     def _check_end(self) -> None:
-        faults = invariants.of_database(self.database, CPUS)
+        faults = invariants.check_database(self.database, CPUS)
         assert not faults, "; ".join(faults)
         with self.database.read() as session:
             for job in session.scalars(sa.select(Job).where(Job.phase == JobPhase.SUCCEEDED)):
                 assert (job.step, job.committed_step) == (STEPS, STEPS), f"{job.id} succeeded at step {job.step}"
-                row = session.get(Checkpoint, (job.id, STEPS, job.committed_epoch))
+                row = session.get(Checkpoint, (job.id, STEPS, job.committed_attempt))
                 assert row is not None and row.finished, f"{job.id} succeeded without its last checkpoint"
-                assert self.home.job(job.id).checkpoint(STEPS, row.epoch).is_dir(), f"{row.name} is not on the disk"
+                assert self.home.job(job.id).checkpoint(STEPS, row.attempt).is_dir(), f"{row.name} is not on the disk"
 
     # --- for people ----------------------------------------------------------------------------------------------------
 
@@ -333,7 +334,7 @@ class World:
         with self.database.read() as session:
             rows = list(session.scalars(sa.select(Row).order_by(Row.job_id, Row.id)))
         return self.stage.trace + [
-            f"{r.job_id} {r.at:%H:%M:%S.%f} {r.epoch} {r.type}: {r.message} {r.data}" for r in rows
+            f"{r.job_id} {r.at:%H:%M:%S.%f} {r.attempt} {r.type}: {r.message} {r.data}" for r in rows
         ]
 
     def story(self) -> str:
@@ -348,7 +349,7 @@ class World:
             try:
                 process.end()
             except Exception as error:
-                self.stage.say(f"{process.name} failed at its end: {error}")
+                self.stage.trace_line(f"{process.name} failed at its end: {error}")
 
 
 class _Errors(logging.Handler):

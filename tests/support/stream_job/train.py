@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from ratchet_worker.data.iterable import TrainStream
-from ratchet_worker.session import Session
+from ratchet_worker.data.streams import TrainStream
+from ratchet_worker.session.session import Session
 
 KILL, EVERY, STEPS = 16, 7, 24  # ten batches in an epoch
 
@@ -87,7 +87,7 @@ KINDS: dict[str, Callable[[], TrainStream]] = {
 
 def die(session: Session, step: int) -> None:
     launch = session._runtime.launch
-    if sys.argv[2] == "killed" and launch.epoch == 1 and step == KILL and session.rank == 1:
+    if sys.argv[2] == "killed" and launch.attempt == 1 and step == KILL and session.rank == 1:
         manifest = Path(launch.job_root, "checkpoints", "step-000000000014.a0001", "MANIFEST.json")
         end = time.monotonic() + 60
         while not manifest.exists() and time.monotonic() < end:

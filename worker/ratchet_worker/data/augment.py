@@ -1,10 +1,10 @@
-"""Randomness of single samples: seeded by (seed, epoch, sample), so that it belongs to the sample and not to a process.
+"""Randomness per sample, seeded by (seed, epoch, sample), so that it belongs to the sample and not to a process.
 
 A generator of a DataLoader worker cannot be resumed: which worker loads which sample, and how far it has read ahead, is lost
 with the process. So before a sample is loaded, the process-wide generators of Python, NumPy and torch (CPU) are seeded for that
-sample, and ``augment`` gets a ``torch.Generator`` of its own. The result does not depend on ``num_workers``, on prefetching, on
-the world size or on where a run was interrupted. Generators that a data set makes for itself and advances from sample to
-sample are ``own_generators``' affair.
+sample, and ``augment`` gets its own ``torch.Generator``. The result does not depend on ``num_workers``, on prefetching, on the
+world size or on where a run was interrupted. ``data_generators`` handles generators that a data set creates itself and advances
+from sample to sample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Augment = Callable[[Any, torch.Generator], Any]
 
 
 def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
-    """A CPU generator for sample ``index`` of the data set in ``epoch``."""
+    """Return a CPU generator for sample ``index`` of the data set in ``epoch``."""
     return torch.Generator().manual_seed(derive_seed("augment", seed, epoch, index))
 
 
@@ -39,8 +39,8 @@ def seed_process(seed: int, epoch: int, index: int) -> None:
 
 
 @contextmanager
-def process_generators_kept() -> Iterator[None]:
-    """Put the process-wide CPU generators back as they were, also after an exception."""
+def preserving_process_generators() -> Iterator[None]:
+    """Restore the process-wide CPU generators on exit, also after an exception."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -52,7 +52,7 @@ def process_generators_kept() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SampleLoader(Dataset[Any]):
-    """A map-style data set asked by (epoch, index): all that a worker needs to know travels with the question."""
+    """A map-style data set indexed by (epoch, index), so that the key carries everything that a worker needs to know."""
 
     dataset: Any
     augment: Augment | None
@@ -70,6 +70,6 @@ class SampleLoader(Dataset[Any]):
         return len(self.dataset)
 
     def batch(self, keys: Sequence[tuple[int, int]], collate: Callable[[list[Any]], Any]) -> Any:
-        """One collated batch in this process; its generators are left as they were."""
-        with process_generators_kept():
+        """Load one batch in this process and return it collated. The process's generators are afterwards as they were before."""
+        with preserving_process_generators():
             return collate([self[key] for key in keys])

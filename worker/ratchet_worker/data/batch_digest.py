@@ -1,4 +1,4 @@
-"""A digest by which batches that are read again are known as those that were handed out before."""
+"""Digests that show whether batches read again are the ones that were handed out before."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 import torch
 import xxhash
 
-from ratchet_worker.snapshot import byte_view, flat
+from ratchet_worker.state.snapshot import byte_view, flat
 
 _BYTES: Final = 64 << 10
 _LEAVES: Final = 4096
 _DEPTH: Final = 20
-_WAITING: Final = 64  # batches on an accelerator, which are hashed together
+_MAX_PENDING: Final = 64  # batches on an accelerator that are hashed together
 
 
 class BatchDigest:
-    """XXH3-128 over at most 64 KiB of the tensors, arrays, numbers and strings of ``batch`` as it is now; what is done to it in
-    place later does not show. From large tensors an even grid of elements is taken. What lies on an accelerator is copied there
-    now, without waiting for it, and hashed when ``hex`` is asked for."""
+    """XXH3-128 over at most 64 KiB of the tensors, arrays, numbers and strings of ``batch`` as it is now; later in-place changes
+    have no effect. Large tensors are sampled on an even grid of elements. Tensors on an accelerator are copied there now, without
+    waiting for the copy, and hashed when ``hex`` is called."""
 
     def __init__(self, batch: Any) -> None:
         leaves = list(islice(_leaves(batch, 0), _LEAVES))
@@ -41,27 +41,27 @@ class BatchDigest:
 
 
 class BatchChain:
-    """Of several batches, in their order: XXH3-128 over the digest of those before and that of the next, and so on."""
+    """XXH3-128 over the digests of several batches in order: each value hashes the value before it and the next digest."""
 
     def __init__(self) -> None:
         self._value = ""
-        self._waiting: list[BatchDigest] = []
+        self._pending: list[BatchDigest] = []
 
     def add(self, digest: BatchDigest) -> BatchChain:
-        self._waiting.append(digest)
-        if digest.on_host or len(self._waiting) == _WAITING:
+        self._pending.append(digest)
+        if digest.on_host or len(self._pending) == _MAX_PENDING:
             self.hex()
         return self
 
     def hex(self) -> str:
-        for digest in self._waiting:
+        for digest in self._pending:
             self._value = xxhash.xxh3_128_hexdigest((self._value + digest.hex()).encode())
-        self._waiting = []
+        self._pending = []
         return self._value
 
 
 def _leaves(item: Any, depth: int) -> Iterator[Any]:
-    """Tensors, arrays, and bytes for everything else; also of containers, what they are."""
+    """Yield tensors, arrays, and bytes for everything else, including the type names of containers."""
     if isinstance(item, torch.Tensor):
         yield from _tensors(item)
     elif isinstance(item, np.ndarray) and item.dtype.kind != "O":
@@ -104,7 +104,7 @@ def _tensors(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def _part(leaf: Any, share: int) -> bytes | torch.Tensor:
-    """At most ``share`` bytes, and the shape and the type of the whole."""
+    """Return at most ``share`` bytes of ``leaf``, with the shape and the type of the whole."""
     if isinstance(leaf, bytes):
         return leaf[: share // 2] + leaf[-(share // 2) :] + b"%d" % len(leaf)
     grid = tuple(_grid(tuple(leaf.shape), leaf.itemsize, share))
@@ -115,7 +115,7 @@ def _part(leaf: Any, share: int) -> bytes | torch.Tensor:
 
 
 def _grid(shape: tuple[int, ...], size: int, share: int) -> Iterator[slice]:
-    """One slice per dimension: inner dimensions are thinned alike, the first, of the samples, only where that is not enough."""
+    """Yield one slice per dimension: inner dimensions are thinned evenly, the first (samples) only where that is not enough."""
     total = size
     for length in shape:
         total *= length

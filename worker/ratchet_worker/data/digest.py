@@ -1,4 +1,4 @@
-"""Digests that name training data: two runs with one digest saw the same samples."""
+"""Digests that identify training data: two runs with the same digest saw the same samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
-    """Hex SHA-256 over names, dtypes, shapes and bytes of CPU tensors, in the order of their names."""
+    """Return the hex SHA-256 over names, dtypes, shapes and bytes of ``tensors``, sorted by name."""
     whole = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -19,9 +19,9 @@ def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def dataset_digest(dataset: Any) -> str | None:
-    """What ``dataset.digest()`` says (a string that changes whenever any sample does), or None where there is no such method.
+    """Return ``dataset.digest()`` (a string that changes whenever any sample does), or None where there is no such method.
 
-    Nothing is guessed: a digest of, say, the length alone would call changed files the same.
+    No digest is guessed: one over, say, the length alone would not show that files have changed.
     """
     method = getattr(dataset, "digest", None)
     return None if method is None else str(method())

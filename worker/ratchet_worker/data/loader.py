@@ -1,37 +1,39 @@
-"""Map-style training data whose position comes back exactly, in the middle of an epoch, with workers and prefetching."""
+"""Map-style training data whose position is restored exactly, within an epoch too, with workers and prefetching. ``endless``
+iterates over any data epoch after epoch.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pickle import PicklingError
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
 from ratchet_contract.errors import UserError
-from ratchet_worker.data import workers
+from ratchet_worker.data import dataloader_workers
 from ratchet_worker.data.augment import Augment, SampleLoader
+from ratchet_worker.data.data_generators import OwnGenerators
 from ratchet_worker.data.digest import dataset_digest
 from ratchet_worker.data.order import ORDER_VERSION, BatchIs, BatchRule, derive_seed, epoch_order
-from ratchet_worker.data.own_generators import OwnGenerators
 
 Key = tuple[int, int]
 
 
 class _Cursor:
-    """Where one rank is: an epoch and a position in samples; as an iterable, the keys of the batches from there on."""
+    """One rank's epoch and position in samples; iterating yields the keys of the batches from there to the end of the epoch."""
 
     def __init__(self, rule: BatchRule, seed: int, shuffle: bool) -> None:
         self.rule, self.seed, self.shuffle = rule, seed, shuffle
         self.epoch = self.position = 0
 
-    def move(self, epoch: int, position: int) -> None:
+    def move_to(self, epoch: int, position: int) -> None:
         """Go to a position; the end of an epoch (no whole global batch left) is the beginning of the next."""
         self.epoch, self.position = epoch, position
         if self.rule.batches_left(position) == 0:
@@ -39,13 +41,13 @@ class _Cursor:
 
     def advance(self) -> None:
         """One batch was yielded."""
-        self.move(self.epoch, self.position + self.rule.global_batch)
+        self.move_to(self.epoch, self.position + self.rule.global_batch)
 
     def __len__(self) -> int:
         return self.rule.batches_left(self.position)
 
     def __iter__(self) -> Iterator[list[Key]]:
-        # Bound now: with prefetching this is read ahead of the position.
+        # Epoch and position are bound now: with prefetching, the keys are read ahead of the position.
         return self._keys(self.epoch, self.position, len(self))
 
     def _keys(self, epoch: int, position: int, count: int) -> Iterator[list[Key]]:
@@ -56,18 +58,18 @@ class _Cursor:
 
 
 class TrainLoader:
-    """This rank's batches of a map-style data set; fits ``TrainData``.
+    """This rank's batches of a map-style data set; implements ``TrainData``.
 
     ``dataset``: has ``__len__`` and ``__getitem__(index)``; equal on all ranks. ``batch_size``: samples per rank
-    (``batch_is="per_rank"``) or per step of the whole group (``"global"``, unchanged by another world size). ``seed`` gives the
-    order, together with the epoch; ``shuffle=False``: the samples come as they lie. ``rank`` and ``world_size``: the
-    Session's or the ``TaskContext``'s. ``augment(sample, generator)`` draws from a generator seeded by (seed, epoch,
-    sample); so, in effect, do the process-wide generators of ``random``, NumPy and torch (CPU) while a sample is
-    loaded. ``num_workers``, ``prefetch_factor`` and ``collate_fn`` are as in torch's ``DataLoader``; workers hand
-    batches over in /dev/shm and use one thread each. ``ratchet_worker.data.order`` has the rule of the order and of an
-    epoch's end, ``ratchet_worker.data.workers`` what workers are. Iterating uses up none of the rank's own random
-    numbers. Generators that ``dataset``, ``augment`` or ``collate_fn`` hold for themselves are saved with the position;
-    with workers they are not, and ``exact`` is False.
+    (``batch_is="per_rank"``) or per step of the whole group (``"global"``, which stays the same when the world size changes).
+    ``seed`` and the epoch determine the order; ``shuffle=False``: the samples come in the order of their indices. ``rank`` and
+    ``world_size``: those of the Session or the ``TaskContext``. ``augment(sample, generator)`` draws from a generator seeded by
+    (seed, epoch, sample); the process-wide generators of ``random``, NumPy and torch (CPU) are seeded by the same three for each
+    sample that is loaded. ``num_workers``, ``prefetch_factor`` and ``collate_fn`` are as in torch's ``DataLoader``; workers pass
+    batches through /dev/shm and use one thread each. ``ratchet_worker.data.order`` defines the order and where an epoch ends,
+    ``ratchet_worker.data.dataloader_workers`` describes the workers. Iterating consumes none of the rank's own random numbers.
+    Generators that ``dataset``, ``augment`` or ``collate_fn`` hold themselves are saved with the position; with workers they are
+    not, and ``exact`` is False.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class TrainLoader:
         prefetch_factor: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        """Raises ``UserError`` for numbers that cannot work together."""
+        """Raises ``UserError`` for numbers that do not fit together."""
         if num_workers < 0 or (prefetch_factor is not None and (num_workers == 0 or prefetch_factor < 1)):
             raise UserError("num_workers is >= 0; prefetch_factor is >= 1 and needs num_workers > 0")
         rule = BatchRule(len(dataset), batch_size, batch_is, rank, world_size)
@@ -97,16 +99,16 @@ class TrainLoader:
         self._run = 0
         self._loader: DataLoader[Any] | None = None
         self._processes: list[BaseProcess] = []
-        self._finalizer = weakref.finalize(self, workers.kill, self._processes, os.getpid())
+        self._finalizer = weakref.finalize(self, dataloader_workers.kill_workers, self._processes, os.getpid())
 
     @property
     def exact(self) -> bool:
-        """Every batch comes again as it was; else ``inexact_reason`` says why not."""
+        """True if a resume repeats every batch exactly; otherwise ``inexact_reason`` gives the reason."""
         return self.inexact_reason is None
 
     @property
     def inexact_reason(self) -> str | None:
-        """A sentence for the resume report; None where every batch comes again as it was."""
+        """A sentence for the resume report; None if a resume repeats every batch exactly."""
         if self._num_workers == 0 or not (found := sorted(self.own_generators.find())):
             return None
         return (
@@ -116,22 +118,22 @@ class TrainLoader:
 
     @property
     def epoch(self) -> int:
-        """Epochs used up; it grows when an epoch's last batch is yielded."""
+        """Number of completed epochs; it increases when an epoch's last batch is yielded."""
         return self._cursor.epoch
 
     @property
     def position(self) -> int:
-        """Samples of this epoch's global order that all ranks together have used up."""
+        """Samples of this epoch's global order that all ranks together have consumed."""
         return self._cursor.position
 
     @property
     def batch_is(self) -> BatchIs:
-        """What a batch size means: ``per_rank`` or ``global``."""
+        """The meaning of ``batch_size``: ``per_rank`` or ``global``."""
         return self._cursor.rule.batch_is
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of this rank in one epoch, equal on all ranks; a remainder that fills no batch of all ranks is left out."""
+        """Batches of this rank in one epoch, equal on all ranks; a remainder that does not fill a global batch is dropped."""
         return self._cursor.rule.batches_per_epoch
 
     def __len__(self) -> int:
@@ -139,7 +141,7 @@ class TrainLoader:
         return self.steps_per_epoch
 
     def data_digest(self) -> str | None:
-        """Names the samples, if the data set can (``dataset.digest()``)."""
+        """Return ``dataset.digest()``, which identifies the samples, or None if the data set has no such method."""
         return dataset_digest(self._samples.dataset)
 
     def __iter__(self) -> Iterator[Any]:
@@ -150,7 +152,7 @@ class TrainLoader:
         if run != self._run:
             return
         for batch in self._fetch():
-            if run != self._run:  # a later iter(), a load or close() has ended this one
+            if run != self._run:  # a later iter(), load_state_dict() or close() has ended this iterator
                 return
             self._cursor.advance()
             yield batch
@@ -167,14 +169,14 @@ class TrainLoader:
             prefetch_factor=self._prefetch_factor,
             collate_fn=self._collate,
             persistent_workers=True,
-            multiprocessing_context=workers.START_METHOD,
-            worker_init_fn=partial(workers.init_worker, os.getpid()),
-            # Without one of its own it draws from the rank's default generator at every iter().
+            multiprocessing_context=dataloader_workers.START_METHOD,
+            worker_init_fn=partial(dataloader_workers.init_worker, os.getpid()),
+            # Without its own generator it draws from the rank's default generator at every iter().
             generator=torch.Generator().manual_seed(derive_seed("loader", self._cursor.seed)),
         )
         try:
-            with warnings.catch_warnings(), workers.starting(self._processes):
-                warnings.filterwarnings("ignore", "Got pickle error")  # said better below
+            with warnings.catch_warnings(), dataloader_workers.starting_workers(self._processes):
+                warnings.filterwarnings("ignore", "Got pickle error")  # the error below is clearer
                 return iter(self._loader)
         except (PicklingError, AttributeError, TypeError) as error:
             self.close()
@@ -184,13 +186,13 @@ class TrainLoader:
             ) from error
 
     def close(self) -> None:
-        """End the iteration and the workers, without waiting for what they are at. ``iter()`` starts new ones."""
+        """End the iteration and kill the workers, without waiting for their batches. The next ``iter()`` starts new workers."""
         self._run += 1
-        workers.kill(self._processes, os.getpid())
+        dataloader_workers.kill_workers(self._processes, os.getpid())
         self._loader = None
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON. The position is that of the last batch yielded; what was prefetched is not used up."""
+        """Return the position as JSON. It is that after the last batch yielded; prefetched batches do not count as consumed."""
         rule = self._cursor.rule
         return {
             "kind": "map",
@@ -206,7 +208,7 @@ class TrainLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the sample of ``state``. A changed batch size is fine; another order or world size raises
+        """Continue at the sample recorded in ``state``. The batch size may differ; another order or world size raises
         ``ValueError``."""
         recorded = state.get("world_size")
         if recorded != self._cursor.rule.world_size:
@@ -217,12 +219,12 @@ class TrainLoader:
         self._load(state)
 
     def load_resized(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continue with another number of ranks at the very next sample of the global order. ``states``: of all old ranks, in
-        rank order. Raises ``ValueError`` where they do not belong together, or to another order."""
+        """Continue with another number of ranks at the very next sample of the global order. ``states``: those of all old ranks,
+        in rank order. Raises ``ValueError`` if they do not belong to the same step, or if the order is another one."""
         if not states:
             raise ValueError("there is no recorded data position to continue from")
         if any(other != states[0] for other in states):
-            raise ValueError("the recorded ranks stood at different data positions; they do not belong to one step")
+            raise ValueError("the recorded ranks were at different data positions; they do not belong to one step")
         self._load(states[0])
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -231,7 +233,7 @@ class TrainLoader:
             if state.get(key) != mine[key]:
                 raise ValueError(
                     f"cannot continue the data order: {key} was {state.get(key)!r}, now it is {mine[key]!r}; restore the old "
-                    "value, or begin the data anew"
+                    "value, or start the data from the beginning"
                 )
         epoch, position = state.get("epoch"), state.get("position")
         if not (
@@ -239,4 +241,19 @@ class TrainLoader:
         ):
             raise ValueError(f"not a data position: epoch {epoch!r}, position {position!r} of {mine['length']} samples")
         self._run += 1
-        self._cursor.move(epoch, position)
+        self._cursor.move_to(epoch, position)
+
+
+Item = TypeVar("Item")
+
+
+def endless(data: Iterable[Item], on_batch: Callable[[], None]) -> Iterator[Item]:
+    """Yield batches of ``data``, epoch after epoch. Raises ``UserError`` for an epoch without batches."""
+    while True:
+        empty = True
+        for batch in data:
+            empty = False
+            on_batch()
+            yield batch
+        if empty:
+            raise UserError("the data gave no batch in a whole epoch: fewer samples than one global batch needs?")

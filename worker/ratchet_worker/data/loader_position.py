@@ -1,4 +1,4 @@
-"""What ``SamplerPosition`` and ``StreamPosition`` have in common: the facts of a loader whose epochs are trained over."""
+"""The base class of ``SamplerPosition`` and ``StreamPosition``: facts of a loader whose epochs are trained over."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 
 
 class LoaderPosition:
-    """Of ``loader``. ``numbers``: what is wrong with the loop's own numbers of batches after a resume."""
+    """The position of ``loader``. ``numbering_problem``: a sentence if the loop's own batch numbers are wrong after a resume,
+    else None."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.numbers: str | None = None
-        self._told: str | None = None
-        self._other_length: str | None = None  # than recorded
+        self.numbering_problem: str | None = None
+        self._resume_note: str | None = None
+        self._other_length: str | None = None  # a sentence if it differs from the recorded length
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Batches of an epoch; None where the loader does not know."""
+        """Batches of an epoch; None if the loader has no length."""
         try:
             return len(self.loader)
         except (TypeError, NotImplementedError):
@@ -27,9 +28,7 @@ class LoaderPosition:
         before, now = state.get("length"), self.steps_per_epoch
         differs = before is not None and now is not None and before != now
         self._other_length = (
-            f"an epoch had {before} batches, and now has {now}: data, batch size or sampler are others"
-            if differs
-            else None
+            f"an epoch had {before} batches, and now has {now}: data, batch size or sampler differ" if differs else None
         )
 
     @property
@@ -38,10 +37,10 @@ class LoaderPosition:
 
     @property
     def inexact_reason(self) -> str | None:
-        """A sentence for the resume report; None where every batch comes again as it was."""
+        """A sentence for the resume report; None if a resume repeats every batch exactly."""
         raise NotImplementedError
 
     @property
-    def told(self) -> str | None:
-        """How the last resume came to its position."""
-        return self._told
+    def resume_note(self) -> str | None:
+        """How the last resume reached its position, for a message; None if there was none."""
+        return self._resume_note

@@ -1,18 +1,18 @@
 """The order of the data as a pure function of (seed, epoch, position).
 
-Nothing here has state, so a position is all that a checkpoint needs. The rule (version ``ORDER_VERSION``):
+Nothing here has state, so a checkpoint needs only a position. The rule (version ``ORDER_VERSION``):
 
 - An epoch's permutation: sample i gets the i-th raw 64-bit word of a Philox 4x64-10 bit stream whose 128-bit key is the
-  SHA-256 of ``ratchet/order/<version>/<seed>/<epoch>``; samples are sorted by that word, ties by index. NumPy keeps the raw
-  stream of a bit generator the same for ever (NEP 19), and sorting integers has one answer; ``torch.randperm`` and
-  ``Generator.permutation`` promise no such thing over versions.
-- All ranks walk the one order together. At position p (samples of the global order used up in this epoch, by all ranks) the
-  next global batch is ``order[p : p + G]``; rank r has the r-th of its ``world_size`` equal contiguous parts.
-- G is ``batch_size * world_size`` where the per-rank batch is what stays fixed when the world size changes, ``batch_size``
-  where the global one is (then it must divide evenly: DDP averages ranks, not samples, so uneven parts would weigh wrongly).
-- The remainder of an epoch that fills no whole global batch is dropped. It is another one each epoch. Nothing is padded or
-  seen twice, and every rank has the same number of batches.
-- A position counts samples, not steps, so another world size goes on at the very next sample.
+  SHA-256 of ``ratchet/order/<version>/<seed>/<epoch>``; samples are sorted by that word, ties by index. NumPy guarantees the raw
+  stream of a bit generator across versions (NEP 19), and sorting integers has one answer; ``torch.randperm`` and
+  ``Generator.permutation`` have no such guarantee.
+- All ranks follow the same order together. At position p (samples of the global order consumed in this epoch, by all ranks)
+  the next global batch is ``order[p : p + G]``; rank r has the r-th of its ``world_size`` equal contiguous parts.
+- G is ``batch_size * world_size`` where the per-rank batch stays fixed when the world size changes, ``batch_size`` where the
+  global batch does (then it must divide evenly: DDP averages ranks, not samples, so uneven parts would be weighted wrongly).
+- The remainder of an epoch that does not fill a global batch is dropped; it consists of other samples each epoch. Nothing is
+  padded or repeated, and every rank has the same number of batches.
+- A position counts samples, not steps, so a group of another world size continues at the very next sample.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ BatchIs = Literal["per_rank", "global"]
 
 
 def derive_seed(purpose: str, *parts: int, bits: int = 64) -> int:
-    """An integer of ``bits`` bits (<= 256) from SHA-256 of ``ratchet/<purpose>/<part>/...``; the same on every machine."""
+    """Return an integer of ``bits`` bits (<= 256) from SHA-256 of ``ratchet/<purpose>/<part>/...``; the same on every machine."""
     text = "/".join(["ratchet", purpose, *(str(int(p)) for p in parts)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") >> (256 - bits)
 
 
 def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool = True) -> npt.NDArray[np.int64]:
-    """The sample indices 0 .. length-1 in the order of ``epoch``, int64 of shape (length,)."""
+    """Return the sample indices 0 .. length-1 in the order of ``epoch``, int64 of shape (length,)."""
     if not shuffle:
         return np.arange(length, dtype=np.int64)
     key = derive_seed("order", ORDER_VERSION, seed, epoch, bits=128)
@@ -47,9 +47,10 @@ def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool = True) -> 
 
 @dataclass(frozen=True)
 class BatchRule:
-    """How the order is cut into batches for one rank. Raises ``UserError`` when the parts cannot be made equal.
+    """The rule that cuts the order into batches for one rank. Raises ``UserError`` when the parts cannot be made equal.
 
-    ``length``: samples in the data set; ``batch_size``: samples per rank or per step of the whole group, as ``batch_is`` says.
+    ``length``: samples in the data set; ``batch_size``: samples per rank or per step of the whole group, depending on
+    ``batch_is``.
     """
 
     length: int
@@ -94,12 +95,13 @@ class BatchRule:
         return max(0, self.length - position) // self.global_batch
 
     def start(self, position: int) -> int:
-        """Where this rank's part of the global batch at ``position`` begins in the order."""
+        """Return the index in the order at which this rank's part of the global batch at ``position`` begins."""
         return position + self.rank * self.per_rank
 
 
 def shard(length: int, rank: int, world_size: int) -> range:
-    """This rank's part of a fixed list (held-back data): every index on exactly one rank, no padding, parts differ by <= 1.
+    """Return this rank's part of a fixed list (held-back data): every index on exactly one rank, no padding, sizes differ by
+    <= 1.
 
     For evaluation: sum counts, not means, over ranks.
     """

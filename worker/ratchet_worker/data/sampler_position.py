@@ -1,11 +1,12 @@
-"""A DataLoader over a map-style data set, whose position in an epoch comes back through its sampler, without loading a sample.
+"""A DataLoader over a map-style data set, whose position in an epoch is restored through its sampler, without loading a sample.
 
-The order of an epoch follows from where the generators, and the plain attributes of the samplers, stood when it began. A resume
-puts them there, asks the sampler once more for the indices that were used, compares them by a digest, and loads nothing. Any
-sampler and batch sampler will do that gives the same indices again.
+The order of an epoch follows from the states of the generators, and the plain attributes of the samplers, when it began. A resume
+restores these, reads the used indices from the sampler again, compares them by a digest, and loads nothing. Any sampler and batch
+sampler that returns the same indices again is supported.
 
-What a sample draws while it is loaded is what a plain DataLoader draws. In the rank's own process the process-wide generators
-stand, at a step boundary, where the last batch left them; those of workers come with their batches (``worker_generators``).
+While they are loaded, samples draw the same random numbers as in a plain DataLoader. In the rank's own process the process-wide
+generators are, at a step boundary, where the last batch left them; states of workers' generators arrive with the batches
+(``worker_generators``).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader
 
-from ratchet_worker.data import points, workers
+from ratchet_worker.data import dataloader_workers, generator_positions
 from ratchet_worker.data.batch_digest import BatchDigest
+from ratchet_worker.data.data_generators import OwnGenerators
 from ratchet_worker.data.digest import dataset_digest
 from ratchet_worker.data.loader_position import LoaderPosition
-from ratchet_worker.data.own_generators import OwnGenerators
 from ratchet_worker.data.worker_generators import WorkerGenerators
 
 _PLAIN: Final = (type(None), bool, int, float, str)
@@ -32,20 +33,21 @@ Attributes = list[dict[str, Any]]
 """Plain attributes of each sampler."""
 
 
-def fits(loader: DataLoader[Any]) -> bool:
-    """Is it a DataLoader whose batches follow from its sampler's indices alone?"""
+def is_supported(loader: DataLoader[Any]) -> bool:
+    """True if ``loader`` is a DataLoader whose batches follow from its sampler's indices alone."""
     plain = type(loader).__iter__ is DataLoader.__iter__ and not hasattr(loader, "state_dict")
     alone = loader.batch_sampler is None and loader.num_workers > 0
     return plain and not isinstance(loader.dataset, torch.utils.data.IterableDataset) and not alone
 
 
 class SamplerPosition(LoaderPosition):
-    """This rank's batches of ``loader``; fits ``TrainData``. ``position``: batches of the epoch that were handed out.
+    """This rank's batches of ``loader``; implements ``TrainData``. ``position``: batches of the epoch that were handed out.
 
-    ``begin`` an epoch; as long as there are ``more`` batches ``take`` one; ``end`` it, or ``begin`` another. Behind
-    ``load_state_dict`` and ``own_generators.load`` ``reach`` goes to the recorded position; generators then stand as before.
+    ``begin`` an epoch; while there are ``has_more`` batches, ``take`` one; ``end`` the epoch, or ``begin`` another. After
+    ``load_state_dict`` and ``own_generators.load``, ``reach`` moves to the recorded position; generators are then as before.
 
-    ``ahead``: ``more`` loads the batch that it finds. A resume loads it again, from the generators that it was loaded from.
+    ``ahead``: ``has_more`` loads the next batch, not only its indices. A resume loads that batch again, with the generators in
+    the states from which it was loaded.
     """
 
     def __init__(self, loader: DataLoader[Any], *, ahead: bool = False) -> None:
@@ -53,58 +55,60 @@ class SamplerPosition(LoaderPosition):
         self.epoch = self.position = 0
         self._kind = "sampler, one ahead" if ahead else "sampler"
         self._loads_ahead, self._ahead = ahead, deque[Any]()
-        self._before: points.Point | None = None  # where generators stood when it was loaded, in this process
-        self._load_again = False  # it is not there yet, after a resume
-        self._own: dict[str, Any] = {}  # generators of the loader, as the last look found them
+        self._before: generator_positions.Point | None = (
+            None  # states of the generators before the batch ahead was loaded, in this process
+        )
+        self._reload_ahead = False  # the batch ahead must be loaded again after a resume
+        self._own: dict[str, Any] = {}  # generators of the loader, as last found
         roots = {
             name: getattr(loader, name) for name in ("dataset", "collate_fn", "sampler", "batch_sampler", "generator")
         }
         self.own_generators = OwnGenerators(roots)
         self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
         self._workers = WorkerGenerators(loader) if loader.num_workers else None
-        self._plain: DataLoader[Any] | None = None
+        self._plain_loader: DataLoader[Any] | None = None
         self._source: Iterator[Any] = iter(())
-        self._start: dict[str, Any] = {}  # of the epoch, for the next resume
-        self._recorded: dict[str, Any] | None = None  # until it is reached
-        self._differs: str | None = None
+        self._start: dict[str, Any] = {}  # states at the beginning of the epoch, for the next resume
+        self._recorded: dict[str, Any] | None = None  # the loaded state, until ``reach``
+        self._difference: str | None = None
 
     @property
     def inexact_reason(self) -> str | None:
-        """A sentence for the resume report; None where every batch comes again as it was."""
+        """A sentence for the resume report; None if a resume repeats every batch exactly."""
         if self.loader.num_workers and not self.loader.in_order:
-            return "in_order=False: workers hand batches over in another order each time; leave it out"
-        return self._differs or self._other_length
+            return "in_order=False: workers return batches in another order each time; leave it out"
+        return self._difference or self._other_length
 
     def data_digest(self) -> str | None:
-        """Names the samples, if the data set can (``dataset.digest()``)."""
+        """Return ``dataset.digest()``, which identifies the samples, or None if the data set has no such method."""
         return dataset_digest(self.loader.dataset)
 
     # --- an epoch ------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """What is left of the epoch, or the next one."""
+        """Yield the rest of the epoch, or the next epoch."""
         if not self.position:
             self.begin(self.epoch)
-        while self.more():
+        while self.has_more():
             yield self.take()
         self.end()
 
     def begin(self, epoch: int) -> None:
-        """A pass over the loader begins; the one before is given up, if it has not ended."""
+        """Begin a pass over the loader; a pass that has not ended is abandoned."""
         if self.position:
             self.end()
-        alive = self._plain is not None and self.loader.persistent_workers
+        alive = self._plain_loader is not None and self.loader.persistent_workers
         if self._workers is not None and not alive:
-            self._workers.forget()
+            self._workers.reset()
         self.epoch, self.position = epoch, 0
-        point = points.here(self.own_generators.find())
+        point = generator_positions.current_point(self.own_generators.find())
         self._start = {"point": point, "samplers": _attributes(self.loader), "alive": alive}
         self._indices.skip = 0
         self._source = self._iterate()
-        self._forget_ahead()
+        self._discard_ahead()
 
-    def more(self) -> bool:
-        """Is there a batch that was not handed out? Asks the sampler for indices, and loads nothing but one batch ``ahead``."""
+    def has_more(self) -> bool:
+        """True if the epoch has another batch. Reads indices from the sampler; loads a batch only with ``ahead``."""
         if not self._loads_ahead:
             return self._indices.pulled > self.position or self._indices.pull()
         if not self._ahead:
@@ -112,48 +116,48 @@ class SamplerPosition(LoaderPosition):
         return bool(self._ahead)
 
     def _load_ahead(self) -> None:
-        if self._load_again and self._before is not None:
+        if self._reload_ahead and self._before is not None:
             self._own = self.own_generators.find()
-            with points.kept(), self.own_generators.kept():
-                self._before.put(self._own)
+            with generator_positions.preserved(), self.own_generators.preserved():
+                self._before.restore(self._own)
                 self._ahead.append(next(self._source))
         else:
             if self._workers is None:
-                if self.position < 2:  # some are made when they are first drawn from
+                if self.position < 2:  # some generators are created when they are first drawn from
                     self._own = self.own_generators.find()
-                self._before = points.here(self._own)
+                self._before = generator_positions.current_point(self._own)
             self._ahead.extend(islice(self._source, 1))
-        self._load_again = False
+        self._reload_ahead = False
 
-    def _forget_ahead(self) -> None:
+    def _discard_ahead(self) -> None:
         self._ahead.clear()
-        self._before, self._load_again = None, False
+        self._before, self._reload_ahead = None, False
 
     def take(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
         batch = self._ahead.popleft() if self._ahead else next(self._source)
         self.position += 1
-        self._indices.used_until(self.position)
-        return batch if self._workers is None else self._workers.take(batch)
+        self._indices.digest_until(self.position)
+        return batch if self._workers is None else self._workers.unpack(batch)
 
     def end(self) -> None:
-        """The pass is over: from here on the position is the beginning of the next epoch."""
-        if not self._indices.over or self._indices.pulled > self.position:
-            self._plain = None  # persistent workers have read ahead of what was handed out
+        """End the pass: the position is then the beginning of the next epoch."""
+        if not self._indices.ended or self._indices.pulled > self.position:
+            self._plain_loader = None  # persistent workers have read ahead of what was handed out
         self.epoch, self.position, self._start = self.epoch + 1, 0, {}
         self._source = iter(())
-        self._forget_ahead()
+        self._discard_ahead()
 
     def _iterate(self) -> Iterator[Any]:
-        """As ``iter(loader)``: it draws what that draws, in the same order."""
-        if self._plain is None:
-            self._plain = self._made()
+        """Return an iterator that draws the same random numbers as ``iter(loader)``, in the same order."""
+        if self._plain_loader is None:
+            self._plain_loader = self._make_loader()
         if self._workers is None:
-            return iter(self._plain)
-        with workers.starting([]):
-            return iter(self._plain)
+            return iter(self._plain_loader)
+        with dataloader_workers.starting_workers([]):
+            return iter(self._plain_loader)
 
-    def _made(self) -> DataLoader[Any]:
+    def _make_loader(self) -> DataLoader[Any]:
         loader, options = self.loader, dict[str, Any]()
         if loader.batch_sampler is None:
             options |= {"sampler": self._indices, "batch_size": None}
@@ -165,7 +169,7 @@ class SamplerPosition(LoaderPosition):
                 "prefetch_factor": loader.prefetch_factor,
                 "persistent_workers": loader.persistent_workers,
                 "multiprocessing_context": loader.multiprocessing_context,
-                "worker_init_fn": self._workers.starter(os.getpid()),
+                "worker_init_fn": self._workers.make_worker_init(os.getpid()),
                 "timeout": loader.timeout,
                 "in_order": loader.in_order,
             }
@@ -181,20 +185,20 @@ class SamplerPosition(LoaderPosition):
     # --- a resume ------------------------------------------------------------------------------------------------------
 
     def reach(self) -> None:
-        """Go to the recorded position, within the epoch too. Raises ``ValueError`` where the sampler ends before."""
+        """Move to the recorded position, within the epoch too. Raises ``ValueError`` if the sampler ends before it."""
         recorded, self._recorded = self._recorded, None
         if recorded is None:
             return
-        self._told = "position restored"
+        self._resume_note = "position restored"
         now = _attributes(self.loader)
-        with points.kept(), self.own_generators.kept():
-            if recorded["alive"]:  # workers that are there when the epoch begins
+        with generator_positions.preserved(), self.own_generators.preserved():
+            if recorded["alive"]:  # workers were running when the epoch began
                 self._start_workers()
             if self.position:
-                self._again(recorded)
-        _put_attributes(self.loader, now)
-        if self.position and self._differs is None:
-            self._differs = self.numbers
+                self._reach_within_epoch(recorded)
+        _restore_attributes(self.loader, now)
+        if self.position and self._difference is None:
+            self._difference = self.numbering_problem
 
     def _start_workers(self) -> None:
         self._indices.closed = True
@@ -202,145 +206,148 @@ class SamplerPosition(LoaderPosition):
             raise AssertionError
         self._indices.closed = False
 
-    def _again(self, recorded: dict[str, Any]) -> None:
+    def _reach_within_epoch(self, recorded: dict[str, Any]) -> None:
         self._start = {
-            "point": points.Point.of(recorded["point"]),
+            "point": generator_positions.Point.from_state(recorded["point"]),
             "samplers": recorded["samplers"],
             "alive": recorded["alive"],
         }
-        self._start["point"].put(self.own_generators.find())
-        _put_attributes(self.loader, recorded["samplers"])
+        self._start["point"].restore(self.own_generators.find())
+        _restore_attributes(self.loader, recorded["samplers"])
         self._indices.skip = self.position
         self._indices.idle = self.position % self.loader.num_workers if self._workers is not None else 0
         self._source = self._iterate()
-        for _ in range(self._indices.idle):  # so that each worker has its own batches again
+        for _ in range(self._indices.idle):  # so that each worker gets the same batches as before
             next(self._source)
         self._indices.idle = 0
-        self._indices.drop()
+        self._indices.drop_skipped()
         while self._indices.pulled < recorded["pulled"] and self._indices.pull():
             pass
-        found = self._indices.used_until(self.position), self._indices.digest(recorded["pulled"])
+        found = self._indices.digest_until(self.position), self._indices.digest(recorded["pulled"])
         if found != (recorded["used"], recorded["ahead"]):
             name = type(self._indices.sampler).__name__
-            self._differs = (
-                f"{name}, asked again for the {recorded['pulled']} batches of epoch {self.epoch} that were asked for, of which "
-                f"{self.position} were used, gives other indices: "
-                "they must depend on nothing but generators, and on plain attributes, that stand as they did when the epoch "
-                "began; give them to it as a list at the beginning of an epoch"
+            self._difference = (
+                f"{name} was read again for the {recorded['pulled']} batches requested in epoch {self.epoch}, of which "
+                f"{self.position} were used, and yields other indices: "
+                "they must depend only on generators and plain attributes that have the same state as when the epoch "
+                "began; pass them to it as a list at the beginning of an epoch"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and batches taken in it, and what the order of the epoch follows from."""
+        """Return the epoch, the batches taken in it, and the states that determine the order of the epoch."""
         if self._recorded is not None:
             return dict(self._recorded)
         state: dict[str, Any] = {"kind": self._kind, "epoch": self.epoch, "position": self.position}
-        alive = self._start["alive"] if self._start else self._plain is not None and self.loader.persistent_workers
+        alive = (
+            self._start["alive"] if self._start else self._plain_loader is not None and self.loader.persistent_workers
+        )
         state |= {
             "length": self.steps_per_epoch,
-            "numbers": self.numbers,
+            "numbers": self.numbering_problem,
             "alive": alive,
             "workers": None if self._workers is None else list(self._workers.states),
         }
         if self.position:
             indices = self._indices
             state |= {"point": self._start["point"].state(), "samplers": self._start["samplers"]}
-            used, ahead = indices.used_until(self.position), indices.digest(indices.pulled)
+            used, ahead = indices.digest_until(self.position), indices.digest(indices.pulled)
             state |= {"pulled": indices.pulled, "used": used, "ahead": ahead}
-            if self._before is not None and (self._ahead or self._load_again):
+            if self._before is not None and (self._ahead or self._reload_ahead):
                 state["before"] = self._before.state()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a recorded point; ``reach`` does. Raises ``ValueError`` for the state of something else."""
+        """Load a recorded position, which ``reach`` moves to. Raises ``ValueError`` for another kind of state."""
         if state.get("kind") != self._kind:
             raise ValueError(f"the data position was recorded for {state.get('kind')!r}, this is {self._kind!r}")
         if self._workers is not None or state["workers"] is not None:
             self._load_workers(state["workers"])
         self.epoch, self.position, self._recorded = state["epoch"], state["position"], state
-        self.numbers, self._differs = state["numbers"], None
-        self._forget_ahead()
+        self.numbering_problem, self._difference = state["numbers"], None
+        self._discard_ahead()
         if "before" in state:
-            self._before, self._load_again = points.Point.of(state["before"]), True
+            self._before, self._reload_ahead = generator_positions.Point.from_state(state["before"]), True
         self._compare_length(state)
 
-    def begin_again(self, state: dict[str, Any]) -> bool:
-        """For another number of ranks: the beginning of the epoch of ``state``. True: batches of it were taken."""
+    def restart_epoch(self, state: dict[str, Any]) -> bool:
+        """Move to the beginning of the epoch of ``state``, for another number of ranks. True if batches of it were taken."""
         self.epoch, self.position = state["epoch"], 0
-        self._forget_ahead()
+        self._discard_ahead()
         return bool(state.get("position"))
 
     def _load_workers(self, states: Any) -> None:
         if self._workers is None or states is None:
             raise ValueError(
-                "num_workers was 0, or is now: samples draw from other generators there; restore the old value"
+                "num_workers has changed from or to 0: samples then draw from other generators; restore the old value"
             )
         self._workers.load(states)
 
 
 class _Indices:
-    """What the loader's sampler gives, as the plain DataLoader asks for it. ``skip``: batches of indices to leave out; ``idle``:
-    empty ones before the first; ``closed``: none at all."""
+    """Yields the indices of the loader's sampler to the plain DataLoader. ``skip``: number of batches of indices to leave out;
+    ``idle``: number of empty batches before the first; ``closed``: yield none at all."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self.skip = self.idle = self.pulled = 0
-        self.closed = self.over = False
+        self.closed = self.ended = False
         self._source: Iterator[Any] = iter(())
-        self._waiting = deque[Any]()
-        self._digests = deque[str]()  # behind each of the last ones
+        self._pending = deque[Any]()
+        self._digests = deque[str]()  # chained digests after each of the last batches of indices
 
     def __iter__(self) -> Iterator[Any]:
         if self.closed:
             return iter(())
         self._source = iter(self.sampler)
-        self._waiting, self._digests, self.pulled, self.over = deque(), deque([""]), 0, False
-        return self._give()
+        self._pending, self._digests, self.pulled, self.ended = deque(), deque([""]), 0, False
+        return self._iterate()
 
     def pull(self) -> bool:
-        """Ask for one more. False: the sampler has ended."""
+        """Read one more batch of indices. False if the sampler has ended."""
         for indices in self._source:
             self.pulled += 1
-            self._digests.append(_chained(self._digests[-1], indices))
-            self._waiting.append(indices)
+            self._digests.append(_chain_digest(self._digests[-1], indices))
+            self._pending.append(indices)
             return True
-        self.over = True
+        self.ended = True
         return False
 
-    def drop(self) -> None:
-        """What is to be left out. Raises ``ValueError`` where there is less."""
+    def drop_skipped(self) -> None:
+        """Drop the ``skip`` batches of indices. Raises ``ValueError`` if there are fewer."""
         while self.skip:
             if not self.pull():
                 raise ValueError(
-                    f"{type(self.sampler).__name__} ends after {self.pulled} batches, {self.skip} before where it was"
+                    f"{type(self.sampler).__name__} ends after {self.pulled} batches, {self.skip} before the recorded position"
                 )
-            self._waiting.popleft()
+            self._pending.popleft()
             self.skip -= 1
 
-    def used_until(self, position: int) -> str:
-        """Digest of the first ``position`` batches of indices; those of fewer are forgotten."""
+    def digest_until(self, position: int) -> str:
+        """Return the digest of the first ``position`` batches of indices; digests of fewer are discarded."""
         while len(self._digests) > self.pulled - position + 1:
             self._digests.popleft()
         return self._digests[0]
 
     def digest(self, number: int) -> str | None:
-        """Of the first ``number`` batches of indices, at least as many as ``used_until`` was asked for; None: there are fewer."""
+        """Return the digest of the first ``number`` batches of indices, not fewer than the last ``digest_until``; None if fewer
+        were read."""
         return None if number > self.pulled else self._digests[number - self.pulled - 1]
 
-    def _give(self) -> Iterator[Any]:
+    def _iterate(self) -> Iterator[Any]:
         yield from ([] for _ in range(self.idle))
-        self.drop()
-        while self._waiting or self.pull():
-            yield self._waiting.popleft()
+        self.drop_skipped()
+        while self._pending or self.pull():
+            yield self._pending.popleft()
 
 
-def _chained(before: str, indices: Any) -> str:
+def _chain_digest(before: str, indices: Any) -> str:
     plain = type(indices) is list and all(type(index) is int for index in indices)
     text = repr(indices) if plain else BatchDigest(indices).hex()
     return xxhash.xxh3_128_hexdigest((before + text).encode())
 
 
 def _samplers(loader: DataLoader[Any]) -> list[Any]:
-    """The loader's, and those below a batch sampler."""
+    """Return the loader's samplers, and those inside a batch sampler."""
     found: list[Any] = []
     waiting = [loader.batch_sampler, loader.sampler]
     while waiting:
@@ -355,13 +362,13 @@ def _attributes(loader: DataLoader[Any]) -> Attributes:
     return [{name: value for name, value in vars(one).items() if type(value) in _PLAIN} for one in _samplers(loader)]
 
 
-def _put_attributes(loader: DataLoader[Any], recorded: Attributes) -> None:
+def _restore_attributes(loader: DataLoader[Any], recorded: Attributes) -> None:
     for one, attributes in zip(_samplers(loader), recorded, strict=False):
         vars(one).update(attributes)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell it to samplers (``DistributedSampler``) that ask for it."""
+    """Call ``set_epoch`` of the loader's samplers that have it (``DistributedSampler``)."""
     for one in _samplers(loader):
         if callable(getattr(one, "set_epoch", None)):
             one.set_epoch(epoch)

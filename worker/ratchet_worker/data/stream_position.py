@@ -1,7 +1,7 @@
-"""A training loop's passes over a loader that is no DataLoader over a map-style data set: by a ``TrainStream``, one batch ahead.
+"""Epochs over a loader other than a DataLoader over a map-style data set, read through a ``TrainStream``, one batch ahead.
 
-Whether an epoch has a further batch is known only when that is read. So one is read before the step of the batch before it ends;
-it counts as handed out when it is, and is read again after a resume.
+Whether an epoch has another batch is known only once that batch is read. So it is read before the step of the previous batch
+ends; it counts as handed out only when it is handed out, and a resume reads it again.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from ratchet_worker.data.iterable import TrainStream
 from ratchet_worker.data.loader_position import LoaderPosition
+from ratchet_worker.data.streams import TrainStream
 
 
 class StreamPosition(LoaderPosition):
-    """Of ``loader``; fits ``TrainData``, and has the methods of ``SamplerPosition``. ``loader``: with ``state_dict`` and
-    ``load_state_dict`` exact by these, else by skipping what was used, if it then gives the same."""
+    """The position of ``loader``; implements ``TrainData`` and has the methods of ``SamplerPosition``. A ``loader`` with
+    ``state_dict`` and ``load_state_dict`` is restored by these, another by skipping the used batches: exact if these are the
+    same again."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -26,7 +27,7 @@ class StreamPosition(LoaderPosition):
         self._source: Iterator[Any] = iter(())
         self._ahead: list[Any] = []
         self._ahead_recorded = False
-        self._numbered = False
+        self._resumed_within_epoch = False
 
     @property
     def epoch(self) -> int:
@@ -40,37 +41,41 @@ class StreamPosition(LoaderPosition):
     @property
     def inexact_reason(self) -> str | None:
         """A sentence for the resume report."""
-        return self.stream.inexact_reason or (self.numbers if self._numbered else None) or self._other_length
+        return (
+            self.stream.inexact_reason
+            or (self.numbering_problem if self._resumed_within_epoch else None)
+            or self._other_length
+        )
 
     def data_digest(self) -> str | None:
         return self.stream.data_digest()
 
     def __iter__(self) -> Iterator[Any]:
-        """What is left of the epoch, or the next one."""
+        """Yield the rest of the epoch, or the next epoch."""
         if not self.position:
             self.begin(self.epoch)
-        while self.more():
+        while self.has_more():
             yield self.take()
 
     def begin(self, epoch: int) -> None:
-        """A pass over the loader begins; the one before is given up, if it has not ended."""
+        """Begin a pass over the loader; a pass that has not ended is abandoned."""
         if self.stream.position:
             self.stream.end_epoch()
         self.stream.epoch, self._ahead = epoch, []
         self._source = iter(self.stream)
 
-    def more(self) -> bool:
-        """Is there a batch that was not handed out?"""
+    def has_more(self) -> bool:
+        """True if the epoch has another batch, which is then read."""
         if not self._ahead:
             self._ahead = list(islice(self._source, 1))
         return bool(self._ahead)
 
     def take(self) -> Any:
-        """The next batch, behind ``more``."""
+        """Return the next batch; call ``has_more`` first."""
         return self._ahead.pop()
 
     def end(self) -> None:
-        """The pass is over: from here on the position is the beginning of the next epoch."""
+        """End the pass: the position is then the beginning of the next epoch."""
         self._ahead = []
         if self.stream.position:
             self.stream.end_epoch()
@@ -78,25 +83,34 @@ class StreamPosition(LoaderPosition):
             self.stream.epoch += 1
 
     def reach(self) -> None:
-        """After ``load_state_dict`` and ``own_generators.load``: go to the recorded position. Raises as the stream's."""
+        """Move to the recorded position, after ``load_state_dict`` and ``own_generators.load``. Raises as ``TrainStream.reach``
+        does."""
         self.stream.reach()
         if not self.stream.position:
             return
-        self._numbered = True
+        self._resumed_within_epoch = True
         self._source = iter(self.stream)
-        count, last = self.stream.read_again
+        count, last = self.stream.replayed
         if self._ahead_recorded:
             self._ahead, self._ahead_recorded = [last], False
         used = f"{count - len(self._ahead)} batches"
-        self._told = f"skipped {used}" if self.stream.way == "skip" else f"position restored, {used} replayed"
+        self._resume_note = (
+            f"skipped {used}" if self.stream.resume_mode == "skip" else f"position restored, {used} replayed"
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """The stream's, with the batch that was read ahead counted."""
+        """Return the stream's state, which counts the batch read ahead as taken, and ``ahead``, ``numbering_problem`` and
+        ``length``."""
         ahead = bool(self._ahead) or self._ahead_recorded
-        return {**self.stream.state_dict(), "ahead": ahead, "numbers": self.numbers, "length": self.steps_per_epoch}
+        return {
+            **self.stream.state_dict(),
+            "ahead": ahead,
+            "numbers": self.numbering_problem,
+            "length": self.steps_per_epoch,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ``ValueError`` for the state of something else."""
+        """Load a recorded position. Raises ``ValueError`` for another kind of state."""
         if "ahead" not in state:
             raise ValueError(
                 f"the data position was recorded for {state.get('kind')!r}, this is a loader that is read ahead"
@@ -105,9 +119,9 @@ class StreamPosition(LoaderPosition):
         self.stream.load_state_dict({name: value for name, value in state.items() if name not in own})
         self._compare_length(state)
         self._ahead, self._ahead_recorded = [], bool(state["ahead"]) and self.stream.position > 0
-        self.numbers, self._numbered = state["numbers"], False
+        self.numbering_problem, self._resumed_within_epoch = state["numbers"], False
 
-    def begin_again(self, state: dict[str, Any]) -> bool:
-        """For another number of ranks: the beginning of the epoch of ``state``. True: batches of it were taken."""
+    def restart_epoch(self, state: dict[str, Any]) -> bool:
+        """Move to the beginning of the epoch of ``state``, for another number of ranks. True if batches of it were taken."""
         self.stream.epoch = state["epoch"]
         return bool(state.get("taken"))

@@ -1,8 +1,8 @@
-"""Generators of a DataLoader's workers: where each stood behind its last batch that was handed out.
+"""Generators of a DataLoader's workers: their states after each worker's last batch that was handed out.
 
-A worker reads ahead and nobody can ask it for a state. So each batch comes with the state of the generators of its worker behind
-it, where they have moved: the process-wide ones and those that its copies of the data set and ``collate_fn`` hold. Workers that
-are started in a resumed epoch begin there. The batches themselves, and what they draw, are those of a plain DataLoader.
+A worker reads ahead, and its state cannot be queried. So each batch carries the states of its worker's generators after the
+batch, if they have changed: the process-wide ones and those that its copies of the data set and ``collate_fn`` hold. Workers
+started in a resumed epoch begin with these states. The batches, and what they draw, are those of a plain DataLoader.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from ratchet_hooks.codec import decode, encode
-from ratchet_worker.data import points, workers
-from ratchet_worker.data.own_generators import OwnGenerators
+from ratchet_hooks.state.encode import decode, encode
+from ratchet_worker.data import dataloader_workers, generator_positions
+from ratchet_worker.data.data_generators import OwnGenerators
 
 Packed = dict[str, Any]
-"""``arrays`` by name, and ``facts``: a ``Point`` as ``codec`` has it. Arrays, since tensors would travel by shared memory."""
+"""An encoded ``Point``: ``arrays`` by name, and ``facts``. NumPy arrays, since tensors would travel through shared memory."""
 
 
 class WorkerGenerators:
-    """Of one ``loader``. ``states``: of each worker; None: as it was started."""
+    """Generator states of the workers of ``loader``. ``states``: one per worker; None: as a DataLoader starts it."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.states: list[Packed | None] = [None] * loader.num_workers
@@ -32,33 +32,34 @@ class WorkerGenerators:
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
-        """For the DataLoader, in place of its own: ``take`` undoes it."""
+        """Return a ``collate_fn`` that wraps the DataLoader's own: its result is the batch, the worker's number and the worker's
+        generator states (None if unchanged). ``unpack`` unpacks it."""
         return _Collate(self._loader.collate_fn)
 
-    def starter(self, parent: int) -> Callable[[int], None]:
-        """For the DataLoader, in place of its own ``worker_init_fn``. It reads ``states`` when workers are started."""
-        return partial(_start, parent, self._loader.worker_init_fn, self._loader.collate_fn, self.states)
+    def make_worker_init(self, parent: int) -> Callable[[int], None]:
+        """Return a ``worker_init_fn`` for the DataLoader that wraps its own one. It reads ``states`` when workers are started."""
+        return partial(_init_worker, parent, self._loader.worker_init_fn, self._loader.collate_fn, self.states)
 
-    def forget(self) -> None:
-        """The next workers begin as a DataLoader starts them."""
+    def reset(self) -> None:
+        """Discard the states: the next workers begin as a DataLoader starts them."""
         self.states[:] = [None] * len(self.states)
 
-    def take(self, delivered: Any) -> Any:
-        """The batch of what ``collate`` made."""
+    def unpack(self, delivered: Any) -> Any:
+        """Return the batch in a result of ``collate``, and store the worker's state."""
         batch, worker, state = delivered
         if state is not None:
             self.states[worker] = state
         return batch
 
     def load(self, states: list[Packed | None]) -> None:
-        """Raises ``ValueError`` for another number of workers."""
+        """Replace the states. Raises ``ValueError`` for another number of workers."""
         if len(states) != len(self.states):
             raise ValueError(f"num_workers was {len(states)}, now it is {len(self.states)}; restore the old value")
         self.states[:] = states
 
 
 class _Collate:
-    """In a worker. No samples: nothing is loaded, so that the next worker has its turn."""
+    """Collates in a worker. Without samples nothing is loaded, and the next batch is the next worker's."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -71,19 +72,19 @@ class _Collate:
         if not samples:
             return None, info.id, None
         batch = self._collate(samples)
-        if self._own is None:  # behind the first batch: some are made when they are first drawn from
-            self._own = _own(info.dataset, self._collate)
-        now = _packed(points.here(self._own))
-        if self._last is not None and _same(now, self._last):
+        if self._own is None:  # after the first batch: some generators are created when they are first drawn from
+            self._own = _find_own_generators(info.dataset, self._collate)
+        now = _pack(generator_positions.current_point(self._own))
+        if self._last is not None and _is_same(now, self._last):
             return batch, info.id, None
         self._last = now
         return batch, info.id, now
 
 
-def _start(
+def _init_worker(
     parent: int, own: Callable[[int], None] | None, collate: Any, states: list[Packed | None], worker: int
 ) -> None:
-    workers.init_worker(parent, worker)
+    dataloader_workers.init_worker(parent, worker)
     if own is not None:
         own(worker)
     info, state = get_worker_info(), states[worker]
@@ -91,18 +92,18 @@ def _start(
         assert info is not None
         tensors = {name: torch.from_numpy(array.copy()) for name, array in state["arrays"].items()}
         found: Any = decode(tensors, state["facts"])
-        points.Point.of(found).put(_own(info.dataset, collate))
+        generator_positions.Point.from_state(found).restore(_find_own_generators(info.dataset, collate))
 
 
-def _own(dataset: Any, collate: Any) -> dict[str, Any]:
+def _find_own_generators(dataset: Any, collate: Any) -> dict[str, Any]:
     return OwnGenerators({"dataset": dataset, "collate_fn": collate}).find()
 
 
-def _packed(point: points.Point) -> Packed:
-    tensors, facts = encode(point.state(), where="generators")
+def _pack(point: generator_positions.Point) -> Packed:
+    tensors, facts = encode(point.state(), root="generators")
     return {"arrays": {name: tensor.numpy() for name, tensor in tensors.items()}, "facts": facts}
 
 
-def _same(a: Packed, b: Packed) -> bool:
+def _is_same(a: Packed, b: Packed) -> bool:
     arrays = a["arrays"], b["arrays"]
     return a["facts"] == b["facts"] and all(np.array_equal(array, arrays[1][name]) for name, array in arrays[0].items())

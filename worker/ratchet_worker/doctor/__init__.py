@@ -1,1 +1,1 @@
-"""The worker's part of ``ratchet doctor``: what this interpreter could train with. Run as ``python -m ratchet_worker.doctor``."""
+"""The worker's part of ``ratchet doctor``: checks what this interpreter can train with. ``python -m ratchet_worker.doctor``."""

@@ -1,4 +1,4 @@
-"""GPUs: what ``nvidia-smi`` says of each, and what torch can use of them."""
+"""GPUs: what ``nvidia-smi`` reports for each, and which of them torch can use."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ratchet_contract.findings import Finding, failed, ok, warning
-from ratchet_contract.plural import counted
+from ratchet_contract.doctor.findings import Finding, failed, ok, warning
+from ratchet_contract.plural import pluralize
 
 _FIELDS: Final = (
     "index",
@@ -22,7 +22,7 @@ _FIELDS: Final = (
     "uuid",
 )
 _BUSY_MIB: Final = 1024
-"""Memory in use by others above which a GPU is called busy; a desktop or a driver's own share stays below."""
+"""MiB in use above which a GPU is reported as busy; a desktop, or the driver itself, uses less."""
 _NEWER_DRIVER: Final = (
     "install a driver that supports the CUDA version torch was built with (nvidia-smi shows the newest it supports)"
 )
@@ -30,7 +30,7 @@ _NEWER_DRIVER: Final = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """One row of ``nvidia-smi``; memory in MiB. ``processes``: how many hold memory on it; None: not told."""
+    """One row of ``nvidia-smi``; memory in MiB. ``processes``: the number of processes that hold memory on it; None: unknown."""
 
     index: int
     name: str
@@ -43,25 +43,25 @@ class Gpu:
     processes: int | None = None
 
 
-def without_torch() -> list[Finding]:
-    """For people whose torch is missing: the GPUs are there all the same."""
-    return [_finding(gpu) for gpu in ask_smi() or []]
+def findings_without_torch() -> list[Finding]:
+    """Findings about the GPUs if torch is missing."""
+    return [_finding(gpu) for gpu in query_smi() or []]
 
 
-def with_torch(torch: Any) -> tuple[list[str], list[Finding]]:
-    """(names of the devices that torch can use, findings)."""
-    rows = ask_smi()
+def findings_with_torch(torch: Any) -> tuple[list[str], list[Finding]]:
+    """Return (names of the devices that torch can use, findings)."""
+    rows = query_smi()
     if torch.version.cuda is None:
         return [], [*_no_cuda_build(rows), *(_finding(g) for g in rows or [])]
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         names = [torch.cuda.get_device_name(i) for i in range(count)]
-    except Exception as error:  # the driver's many ways to say no
+    except Exception as error:  # drivers fail in many ways
         return [], [_unusable(rows, str(error).splitlines()[0]), *(_finding(g) for g in rows or [])]
     if not names:
         return [], [_unusable(rows, "torch sees no CUDA device"), *(_finding(g) for g in rows or [])]
     driver = f", driver {rows[0].driver}" if rows else ""
-    summary = ok("cuda", counted(count, "GPU"), detail=f"CUDA {torch.version.cuda}{driver}")
+    summary = ok("cuda", pluralize(count, "GPU"), detail=f"CUDA {torch.version.cuda}{driver}")
     if rows:
         return names, [summary, *(_finding(g) for g in rows)]
     return names, [summary, *(_from_torch(torch, i, name) for i, name in enumerate(names))]
@@ -74,7 +74,7 @@ def _no_cuda_build(rows: list[Gpu] | None) -> list[Finding]:
         warning(
             "cuda",
             "not usable",
-            detail=f"{counted(len(rows), 'GPU')}, but this torch was built without CUDA",
+            detail=f"{pluralize(len(rows), 'GPU')}, but this torch was built without CUDA",
             cure="install torch with CUDA: pip install --force-reinstall torch from pytorch.org's CUDA index",
         )
     ]
@@ -83,7 +83,7 @@ def _no_cuda_build(rows: list[Gpu] | None) -> list[Finding]:
 def _unusable(rows: list[Gpu] | None, why: str) -> Finding:
     if not rows:
         return ok("cuda", "none", detail=f"{why}: jobs run on the CPU, over gloo")
-    return failed("cuda", "not usable", detail=f"{counted(len(rows), 'GPU')}, but {why}", cure=_NEWER_DRIVER)
+    return failed("cuda", "not usable", detail=f"{pluralize(len(rows), 'GPU')}, but {why}", cure=_NEWER_DRIVER)
 
 
 def _finding(gpu: Gpu) -> Finding:
@@ -92,7 +92,7 @@ def _finding(gpu: Gpu) -> Finding:
         return failed(
             name,
             value,
-            detail="compute mode Prohibited: nobody may compute on it",
+            detail="compute mode Prohibited: no process may use it",
             cure=f"sudo nvidia-smi -i {gpu.index} -c DEFAULT",
         )
     if gpu.mig:
@@ -127,8 +127,8 @@ def _from_torch(torch: Any, index: int, name: str) -> Finding:
     return ok(f"gpu {index}", f"{name}, {free} of {total} MiB free", detail="nvidia-smi is not here")
 
 
-def ask_smi() -> list[Gpu] | None:
-    """The GPUs of this machine; None where ``nvidia-smi`` is missing or fails."""
+def query_smi() -> list[Gpu] | None:
+    """The GPUs of this machine; None if ``nvidia-smi`` is missing or fails."""
     text = _smi(f"--query-gpu={','.join(_FIELDS)}")
     if text is None:
         return None

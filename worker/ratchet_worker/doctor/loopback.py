@@ -1,4 +1,4 @@
-"""Two processes of this machine meet over loopback and reduce a tensor with gloo, as the ranks of a job do."""
+"""Checks that two processes of this machine can reduce a tensor over loopback with gloo, as the ranks of a job do."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
-from ratchet_contract.findings import Finding, failed, ok
+from ratchet_contract.doctor.findings import Finding, failed, ok
 
 NAME: Final = "gloo"
 SECONDS: Final = 30.0
 ELEMENTS: Final = 10_000
-_CURE: Final = (
+_ADVICE: Final = (
     "let processes of this machine talk over 127.0.0.1 (firewall rules on lo, a sandbox without network), and unset "
     "GLOO_* variables"
 )
 
 
 class Peer:
-    """Rank 1, as a process of its own; this process is rank 0. Everything ends with ``close``."""
+    """Rank 1 in a process of its own; this process is rank 0. ``close`` ends it."""
 
     def __init__(self) -> None:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as every job of one machine has it (``launch_env``)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as in every job on one machine (``agent.rank_environment``)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ratchet_worker.doctor.loopback"],
             stdin=subprocess.PIPE,
@@ -35,7 +35,7 @@ class Peer:
         )
 
     def reduce(self) -> Finding:
-        """The finding: both ranks must get the sum to the bit."""
+        """Run the all-reduce and return the finding: both ranks must get the bit-exact sum."""
         from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
         began = time.monotonic()
@@ -48,7 +48,7 @@ class Peer:
             mine = all_reduce(0, store, limit)
             theirs = store.get("digest/1").decode()
         except Exception as error:  # torch raises DistStoreError, RuntimeError, ValueError for a network that fails
-            return failed(NAME, "no answer", detail=self._why(error), cure=_CURE)
+            return failed(NAME, "no answer", detail=self._why(error), cure=_ADVICE)
         if not mine == theirs == expected():
             return failed(
                 NAME,
@@ -67,11 +67,11 @@ class Peer:
         if self._process.poll() in (None, 0):
             return first
         assert self._process.stderr is not None
-        last = (self._process.stderr.read().strip().splitlines() or ["it said nothing"])[-1]
+        last = (self._process.stderr.read().strip().splitlines() or ["it printed nothing"])[-1]
         return f"the second process ended with {self._process.returncode}: {last}"
 
     def close(self) -> None:
-        """Rank 1 ends at once, done or not."""
+        """End rank 1 at once, finished or not."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stderr):
@@ -81,7 +81,7 @@ class Peer:
 
 
 def operand(rank: int) -> Any:
-    """What rank ``rank`` puts in: float32 of shape (ELEMENTS,), the same at every run."""
+    """The tensor that ``rank`` contributes: float32 of shape (ELEMENTS,), the same in every run."""
     import torch
 
     return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank))
@@ -98,7 +98,7 @@ def digest(tensor: Any) -> str:
 
 
 def all_reduce(rank: int, store: Any, limit: timedelta) -> str:
-    """Sum over both ranks; the digest of this rank's result, also written into the store."""
+    """Sum over both ranks; return the digest of this rank's result, which is also written to the store."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
@@ -113,7 +113,7 @@ def all_reduce(rank: int, store: Any, limit: timedelta) -> str:
 
 
 def main() -> int:
-    """Rank 1: the port of the store comes on standard input; no line means that nobody wants it any more."""
+    """Rank 1: read the store's port from standard input; end without work if there is no line, since rank 0 has given up."""
     from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
     line = sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""What this interpreter could train with: its packages, torch, back ends, devices, and two processes that really reduce."""
+"""Checks what this interpreter can train with: packages, torch, back ends, devices, and a real all-reduce of two processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ratchet_contract.findings import Finding, ProbeReport, failed, not_checked, ok, warning
-from ratchet_contract.installation import packages, satisfies
+from ratchet_contract.doctor.findings import Finding, ProbeReport, failed, not_checked, ok, warning
+from ratchet_contract.doctor.installed_packages import required_packages, satisfies
 from ratchet_hooks.torch_versions import OLDEST, untested
 from ratchet_worker.doctor import gpus, loopback
 
@@ -25,15 +25,15 @@ _CPU_TORCH = "--index-url https://download.pytorch.org/whl/cpu for a machine wit
 
 
 def probe() -> ProbeReport:
-    """Everything, in the order in which it is shown. Never raises for what the machine lacks."""
+    """All findings, in the order in which they are shown. Never raises for anything that the machine lacks."""
     found = [_python(), *_packages()]
     torch, finding = import_torch()
     found.append(finding)
     if torch is None:
-        return ProbeReport(findings=[*found, *gpus.without_torch()], cpu=cpu_name())
-    peer = loopback.Peer()  # it imports torch while this process looks at the devices
+        return ProbeReport(findings=[*found, *gpus.findings_without_torch()], cpu=cpu_name())
+    peer = loopback.Peer()  # it imports torch while this process checks the devices
     try:
-        names, devices = gpus.with_torch(torch)
+        names, devices = gpus.findings_with_torch(torch)
         found += [_backends(torch, bool(names)), *devices, _determinism(bool(names)), peer.reduce()]
     finally:
         peer.close()
@@ -41,7 +41,7 @@ def probe() -> ProbeReport:
 
 
 def cpu_name() -> str:
-    """The processor as ``/proc/cpuinfo`` names it, else the machine's kind."""
+    """The processor's name from ``/proc/cpuinfo``, else the machine type."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -55,9 +55,9 @@ def _python() -> Finding:
 
 
 def _packages() -> list[Finding]:
-    """The extra's packages but torch, which is asked itself."""
+    """The findings for the extra's packages except torch, which is checked separately."""
     try:
-        wanted = [p for p in packages(EXTRA) if p.name != "torch"]
+        wanted = [p for p in required_packages(EXTRA) if p.name != "torch"]
     except metadata.PackageNotFoundError:
         return [
             not_checked(
@@ -67,16 +67,16 @@ def _packages() -> list[Finding]:
                 detail="ratchet-train is not installed in this interpreter, only found on its path",
             )
         ]
-    bad = [p for p in wanted if not p.fits]
+    bad = [p for p in wanted if not p.is_satisfied]
     if not bad:
-        words = ", ".join(f"{p.name} {p.found}" for p in wanted)
+        words = ", ".join(f"{p.name} {p.installed}" for p in wanted)
         return [ok("extra worker", "installed", detail=words)]
-    words = "; ".join(f"{p.name} {p.found or 'is missing'}, wanted {p.wanted}" for p in bad)
+    words = "; ".join(f"{p.name} {p.installed or 'is missing'}, wanted {p.required}" for p in bad)
     return [failed("extra worker", "incomplete", detail=words, cure=INSTALL)]
 
 
 def import_torch() -> tuple[ModuleType | None, Finding]:
-    """torch, or None with the finding that says why it cannot be used."""
+    """Import torch; return it, or None if it cannot be used, with the finding that says why."""
     try:
         torch: Any = importlib.import_module("torch")
         version = str(torch.__version__)
@@ -88,7 +88,7 @@ def import_torch() -> tuple[ModuleType | None, Finding]:
             detail=missing,
             cure=f"{INSTALL} ({_CPU_TORCH}), or --python with the interpreter that has it",
         )
-    except Exception as error:  # a torch that does not load says so in many ways: OSError, ImportError, RuntimeError
+    except Exception as error:  # a broken torch fails in many ways: OSError, ImportError, RuntimeError
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return None, failed(
             "torch",
@@ -135,14 +135,15 @@ def _backends(torch: Any, cuda: bool) -> Finding:
 
 
 def _determinism(cuda: bool) -> Finding:
-    """What the worker sets by itself (``ratchet_worker.determinism``) and what a user's environment could turn off."""
+    """The finding on what the worker sets for determinism (``ratchet_worker.host.determinism``) and what the user's environment
+    could turn off."""
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     if cuda and workspace not in (None, ":4096:8", ":16:8"):
         return warning(
             "determinism",
             f"CUBLAS_WORKSPACE_CONFIG={workspace}",
             detail="with this value cuBLAS may give other bits at every run; Ratchet sets :4096:8 for its ranks",
-            cure="unset CUBLAS_WORKSPACE_CONFIG, and give it in no spec's env",
+            cure="unset CUBLAS_WORKSPACE_CONFIG, and do not set it in a spec's env",
         )
     words = "deterministic algorithms, thread count, cuDNN and CUBLAS_WORKSPACE_CONFIG are set by Ratchet in every rank"
     return ok("determinism", "set", detail=words)

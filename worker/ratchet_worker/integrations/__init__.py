@@ -1,1 +1,1 @@
-"""Scripts that leave the loop to another package, as jobs: one module each, imported by name."""
+"""Integrations for scripts whose training loop is another package's: one module per package, imported by name."""

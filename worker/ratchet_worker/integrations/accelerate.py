@@ -1,6 +1,6 @@
-"""Accelerate as a job: its ``Accelerator`` with a Session inside.
+"""Accelerate in a job: its ``Accelerator`` with a Session inside.
 
-An ordinary script of Accelerate, but for two lines::
+An ordinary Accelerate script, with two lines changed::
 
     from ratchet.accelerate import Accelerator                # in place of: from accelerate import Accelerator
 
@@ -14,10 +14,11 @@ An ordinary script of Accelerate, but for two lines::
                 scheduler.step()
                 optimizer.zero_grad()
 
-A batch of the first DataLoader that ``prepare`` is given is a step of the job; later ones are evaluation's. Batches, order and
-schedules are Accelerate's own. Saved with model, optimizers, schedulers, scaler and generators are the position in the epoch,
-what is accumulated, Accelerate's counts, and what ``register_for_checkpointing`` is given. Hook, DDP's settings, ranks and
-devices are those of the spec; without a service those of a Session that is made before the Accelerator, or the defaults.
+A batch of the first DataLoader passed to ``prepare`` is a step of the job; later DataLoaders are for evaluation. Batches, order
+and schedules are Accelerate's. Besides model, optimizers, schedulers, scaler and generators the job saves the position in the
+epoch, the accumulated gradients, Accelerate's counters, and the objects passed to ``register_for_checkpointing``. Hook, DDP
+settings, ranks and devices are those of the spec; without a service those of a Session that is made before the Accelerator, or
+the defaults.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ except ImportError as error:
     raise ImportError("Accelerate is not installed: pip install 'ratchet-train[worker,accelerate]'") from error
 
 from ratchet_contract.errors import UserError
-from ratchet_hooks.build import close_group
-from ratchet_worker.epoch_loop import EpochLoop, Pass
+from ratchet_hooks.manage.managed_ddp import close_group
 from ratchet_worker.integrations import data_loader_shard
-from ratchet_worker.session import Session
+from ratchet_worker.session.session import Session
+from ratchet_worker.training.epoch_loop import EpochLoop, Pass
 
 _DDP_ALONE: Final = ("deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """See the module's text. ``session``: the rank's ``Session``, made here if the script has none yet. Raises ``UserError`` for
-    what the spec decides, and what a Session cannot resume."""
+    """See the module's docstring. ``session``: the rank's ``Session``, made here if the script has none yet. Raises ``UserError``
+    for arguments that the spec decides, and for features that a Session cannot resume."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.session = session_of_rank()
-        if PartialState._shared_state and not _fits(self.session, PartialState()):
+        self.session = rank_session()
+        if PartialState._shared_state and not _matches_session(self.session, PartialState()):
             AcceleratorState._reset_state(reset_partial_state=True)
         if self.session.device.type == "cpu":
             os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -79,11 +80,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 raise UserError(f"{name}: not supported within a Session, which trains with DDP; drop it")
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise UserError(
-                "dynamo_backend, dynamo_plugin: give prepare a model that is compiled: torch.compile(model)"
+                "dynamo_backend, dynamo_plugin: pass prepare a compiled model, torch.compile(model), instead"
             )
         if self.use_stateful_dataloader:
             raise UserError("use_stateful_dataloader: the Session saves and restores the position of loaders; drop it")
-        refuse_other_ranks(self.session, self)
+        check_same_ranks(self.session, self)
 
     @property
     def _loop(self) -> EpochLoop:
@@ -99,7 +100,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Accelerate's, in the job's DDP."""
+        """Accelerate's, wrapped in the job's DDP."""
         if evaluation_mode or getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepare_model(self, model, self.session.prepare, device_placement)
@@ -118,7 +119,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's; the first one is the training's, whose batches are the job's steps."""
+        """Accelerate's. The first DataLoader is the training's: its batches are the job's steps."""
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if prepared is data_loader or self._loop.loader is not None:
             return prepared
@@ -136,11 +137,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Accelerate's. Raises ``UserError`` where the batch is not one of the training's loader: no step would be counted."""
-        if not self.session._runtime.batch_taken:
+        """Accelerate's. Raises ``UserError`` where the batch is not from the training's loader: no step would be counted."""
+        if not self.session._runtime.has_taken_batch:
             raise UserError(
-                "accelerator.backward() without a batch of the training's DataLoader in this step. That is the first one that "
-                "prepare was given: give it the training's first, and evaluation's behind it"
+                "accelerator.backward() without a batch of the training DataLoader in this step. The first DataLoader passed "
+                "to prepare is that of the training: pass it first, and DataLoaders of an evaluation after it"
             )
         super().backward(loss, **kwargs)
 
@@ -154,24 +155,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         if isinstance(dataloader, TrainingLoader) and num_batches:
             raise UserError(
-                "skip_first_batches of the training's DataLoader: a resumed job goes on within its epoch by itself; drop it, "
+                "skip_first_batches of the training's DataLoader: a resumed job continues within its epoch by itself; drop it, "
                 "and the load_state before it"
             )
         return super().skip_first_batches(dataloader, num_batches)
 
     @override
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Accelerate's; what is a number is a metric of the job, too."""
+        """Accelerate's; numbers are also logged as metrics of the job."""
         super().log(values, step, log_kwargs or {})
         runtime = self.session._runtime
         if runtime.restored and not runtime.finished:
-            numbers = {name: float(value) for name, value in values.items() if isinstance(value, Real)}  # numpy's, too
+            numbers = {name: float(value) for name, value in values.items() if isinstance(value, Real)}  # numpy's too
             tensors = {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and v.numel() == 1}
             self.session.log(numbers | tensors)
 
     @override
     def end_training(self) -> None:
-        """Trackers end, and the job does where its loop was left early. The process group stays until the process ends."""
+        """End the trackers, and the job where its loop was left early. The process group is kept until the process ends."""
         for tracker in self.trackers:
             tracker.finish()
         self.session.finish()
@@ -180,12 +181,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's. A step that is done again behind a kill writes its files again."""
+        """Accelerate's. A step that is redone after a kill writes its files again."""
         project = self.project_configuration
-        if project.automatic_checkpoint_naming and self.session._runtime.launch.epoch > 1:
+        if project.automatic_checkpoint_naming and self.session._runtime.launch.attempt > 1:
             folder = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
             again = folder.exists()
-            self.wait_for_everyone()  # rank 0 is about to make it
+            self.wait_for_everyone()  # rank 0 is about to create it
             if again:
                 project.automatic_checkpoint_naming = False
                 try:
@@ -196,13 +197,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Before the first step of a job: what it begins with. A resumed one has its own, and leaves ``input_dir`` out, which it
-        tells. Raises ``UserError`` behind the first step."""
+        """Accelerate's, before the first step of a job: load the state to begin with. A resumed job has its own state: it ignores
+        ``input_dir``, and reports this. Raises ``UserError`` after the first step."""
         runtime = self.session._runtime
         if runtime.restored:
-            raise UserError("load_state comes before the first step: a job goes on from its own checkpoints by itself")
+            raise UserError("call load_state before the first step: a job continues from its own checkpoints by itself")
         if self.session.resumed:
-            text = f"load_state({str(input_dir)!r}) is left out: the job goes on from its own step {self.session.step}"
+            text = f"load_state({str(input_dir)!r}) is skipped: the job continues from its own step {self.session.step}"
         else:
             super().load_state(input_dir, *args, **kwargs)
             text = f"load_state({str(input_dir)!r}): the job begins with this state, at the first batch of epoch 0"
@@ -210,8 +211,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             runtime.reporter.note("load-state", text)
 
 
-def session_of_rank(make: Callable[[], Session] = Session) -> Session:
-    """What ``make`` gives. A process group that Accelerate has begun, with the same ranks, gives way to the Session's."""
+def rank_session(make: Callable[[], Session] = Session) -> Session:
+    """Return ``make()``. A process group that Accelerate has started, with the same ranks, is replaced by the Session's."""
     try:
         return make()
     except UserError as error:
@@ -224,8 +225,8 @@ def session_of_rank(make: Callable[[], Session] = Session) -> Session:
 def prepare_model(
     accelerator: Any, model: nn.Module, wrap: Callable[[nn.Module], nn.Module], device_placement: bool | None = None
 ) -> Any:
-    """Accelerate's, with ``wrap`` in the place of its DDP: around autocast, which evaluations of the model itself have, too, and
-    within torch.compile."""
+    """Accelerate's, with ``wrap`` in place of its DDP: outside autocast, which evaluations of the unwrapped model have too, and
+    inside torch.compile."""
     plugin = accelerator.state.dynamo_plugin
     backend, plugin.backend = plugin.backend, DynamoBackend.NO
     try:
@@ -239,13 +240,13 @@ def prepare_model(
     return prepared
 
 
-def _fits(session: Session, state: Any) -> bool:
+def _matches_session(session: Session, state: Any) -> bool:
     return bool(state.num_processes == session.world_size and state.device.type == session.device.type)
 
 
-def refuse_other_ranks(session: Session, accelerator: Any) -> None:
-    """Raises ``UserError`` where Accelerate has made something else of this process."""
-    if not _fits(session, accelerator):
+def check_same_ranks(session: Session, accelerator: Any) -> None:
+    """Raises ``UserError`` where Accelerate's ranks or device differ from the Session's."""
+    if not _matches_session(session, accelerator):
         raise UserError(
             f"Accelerate runs {accelerator.num_processes} processes on {accelerator.device.type}, the job {session.world_size} "
             f"on {session.device.type}: make the Session first, and pass cpu=session.device.type == 'cpu' to Accelerator; for a "
@@ -254,17 +255,17 @@ def refuse_other_ranks(session: Session, accelerator: Any) -> None:
 
 
 class TrainingLoader(DataLoaderShard):  # type: ignore[misc]
-    """What Accelerate made of the training's DataLoader, with an iteration that marks the steps. ``iteration``: of Accelerate,
-    passes that were not left early."""
+    """The training's DataLoader as Accelerate prepared it, with an iteration that marks the steps. ``iteration``: Accelerate's
+    counter of passes that were not left early."""
 
-    def __init__(self, loop: EpochLoop, made: Any) -> None:
-        if type(made) is not DataLoaderShard:
+    def __init__(self, loop: EpochLoop, prepared: Any) -> None:
+        if type(prepared) is not DataLoaderShard:
             raise UserError(
-                "dispatch_batches: every rank of a job reads its own samples, not rank 0 for all. For an IterableDataset say "
+                "dispatch_batches: every rank of a job reads its own samples, not rank 0 for all. For an IterableDataset set "
                 "DataLoaderConfiguration(dispatch_batches=False)"
             )
-        data_loader_shard.make_ready(made)
-        self.__dict__.update(vars(made))
+        data_loader_shard.prepare_loader(prepared)
+        self.__dict__.update(vars(prepared))
         self._loop = loop
         loop.train_on(self.base_dataloader, lambda loop: _Pass(loop, self))
 
@@ -274,7 +275,7 @@ class TrainingLoader(DataLoaderShard):  # type: ignore[misc]
 
     @property
     def start(self) -> int:
-        """Number of the first batch of this epoch's pass: 0, but after a resume within the epoch."""
+        """Number of the first batch of this epoch's pass: 0, except after a resume within the epoch."""
         return self._loop.start
 
 
@@ -286,25 +287,25 @@ class _Pass(Pass):
         self._loader = loader
 
     @override
-    def begins(self) -> None:
-        data_loader_shard.begin(self._loader, within=self._loader.start > 0)
+    def on_begin(self) -> None:
+        data_loader_shard.begin_pass(self._loader, is_resumed=self._loader.start > 0)
 
     @override
-    def of(self, batch: Any, more: Callable[[], bool]) -> Any:
-        return data_loader_shard.handed_out(self._loader, batch, more)
+    def transform(self, batch: Any, more: Callable[[], bool]) -> Any:
+        return data_loader_shard.deliver_batch(self._loader, batch, more)
 
     @override
-    def ends(self) -> None:
+    def on_end(self) -> None:
         self._loader.iteration += 1
         self._loader.end()
 
     @override
-    def plain(self) -> Iterator[Any]:
+    def plain_iterator(self) -> Iterator[Any]:
         return DataLoaderShard.__iter__(self._loader)  # type: ignore[no-any-return]
 
 
 class _Counts:
-    """What an Accelerator counts, and what its last batch has left behind."""
+    """An Accelerator's counters, and flags that its last batch has set."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

@@ -12,28 +12,29 @@ from accelerate.utils import send_to_device, synchronize_rng_states
 from ratchet_contract.errors import UserError
 
 
-def make_ready(loader: Any) -> None:
-    """Before the first pass. Raises ``UserError`` where ranks would have different numbers of batches."""
+def prepare_loader(loader: Any) -> None:
+    """Prepare ``loader`` for its first pass. Raises ``UserError`` where ranks would have different numbers of batches."""
     sharded = loader.batch_sampler
     whole = not isinstance(sharded, BatchSamplerShard) or sharded.even_batches or sharded.drop_last
     if not whole and sharded.total_length % sharded.num_processes != 0:
         raise UserError("even_batches: False gives ranks different numbers of batches here; leave it at True")
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
-        # It makes one in its first epoch, which is too late for a resume to find it.
+        # The sampler makes its generator in its first epoch, which is too late for a resume to find it.
         sampler.generator = torch.Generator().manual_seed(sampler.initial_seed)
 
 
-def begin(loader: Any, *, within: bool) -> None:
-    """A pass begins; ``within``: after a resume in the midst of its epoch."""
-    if loader.rng_types is not None and not within:
+def begin_pass(loader: Any, *, is_resumed: bool) -> None:
+    """Begin a pass; ``is_resumed``: it continues in the middle of its epoch, after a resume."""
+    if loader.rng_types is not None and not is_resumed:
         synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
     loader.begin()
     loader.set_epoch(loader.iteration)
 
 
-def handed_out(loader: Any, batch: Any, more: Callable[[], bool]) -> Any:
-    """What the training gets of ``batch``. ``more`` loads the next one, which is there before this one is handed out."""
+def deliver_batch(loader: Any, batch: Any, more: Callable[[], bool]) -> Any:
+    """Return what the training receives for ``batch``. ``more`` loads the next batch, so that it exists before this one is handed
+    out."""
     if loader.device is not None:
         batch = send_to_device(batch, loader.device, non_blocking=loader._non_blocking)
     loader.end_of_dataloader = not more()

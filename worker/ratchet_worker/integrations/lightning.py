@@ -1,30 +1,30 @@
-"""Lightning's Trainer as a job: its loop inside of a ``Session``. One line of a script changes::
+"""Lightning's Trainer in a job: its loop inside a ``Session``. One line of a script changes::
 
     from ratchet.lightning import SessionStrategy
 
     trainer = Trainer(strategy=SessionStrategy(), devices=2, max_epochs=20, callbacks=[ModelCheckpoint(monitor="loss")])
     trainer.fit(module, datamodule=data)
 
-This module registers the strategy as ``"ratchet"``: in a script that has ``import ratchet.lightning`` a ``LightningCLI`` takes
+This module registers the strategy as ``"ratchet"``: in a script that has ``import ratchet.lightning`` a ``LightningCLI`` accepts
 ``--trainer.strategy ratchet``.
 
 The Session is the rank's: the job's, or under ``python`` and ``torchrun`` one without a service; ``SessionStrategy(session)``
-takes one that the script has made, with arguments. Hook and DDP's settings are the Session's. A step of the job is one of the
-optimizer, with its ``accumulate_grad_batches`` batches; of a module that optimizes by itself (``automatic_optimization = False``)
-it is all batches up to the one in which an optimizer stepped. It ends when the Trainer asks for the next batch: what callbacks,
-validation and schedulers did until then belongs to it. Then it is counted, saved when a checkpoint is due, and stopped at when a
-stop was asked for, all of it by the Session. Saved are model, optimizers, schedulers, scaler, data position, generators, buffers,
-hook, and the Trainer's own: its loops' counters, logged values, callbacks, and what ``on_save_checkpoint`` adds to a checkpoint.
-Lightning's own checkpoint files are what they are without Ratchet; those of steps that are done again take the place of the lost
-ones (``lightning_files``). What the module logs are the job's metrics.
+takes one that the script has made, with arguments. Hook and DDP settings are the Session's. A step of the job is an optimizer
+step, with its ``accumulate_grad_batches`` batches; of a module with manual optimization (``automatic_optimization = False``) it
+is all batches up to the one in which an optimizer stepped. A step ends when the Trainer requests the next batch: what callbacks,
+validation and schedulers did until then belongs to it. The Session then counts the step, saves it if a checkpoint is due, and
+stops if a stop was requested. Saved are model, optimizers, schedulers, scaler, data position, generators, buffers, hook, and the
+Trainer's own state: its loops' counters, logged values, callbacks, and what ``on_save_checkpoint`` adds to a checkpoint.
+Lightning's own checkpoint files are the same as without Ratchet; those of redone steps replace the lost ones
+(``lightning_files``). Values that the module logs are the job's metrics.
 
 A resumed Trainer begins as a new one does, with the hooks from ``setup`` to ``on_train_epoch_start`` of the epoch that is
-resumed, and everything is put back when it asks for its first batch: where it was saved. Lightning's own way of resuming is not
-taken; it leaves out hooks, schedulers' steps and logged values.
+resumed. All state is restored when it requests its first batch, which is the point where it was saved. Lightning's own way of
+resuming is not used; it leaves out hooks, schedulers' steps and logged values.
 
-Not supported, and refused by name: ``ckpt_path`` of ``fit`` (the job resumes by itself), a second ``fit``, several training
-loaders, ``StochasticWeightAveraging`` of a model with batch norm, ``BaseFinetuning``, ``ModelPruning``. A stop waits for the end
-of a validation.
+Not supported, and refused with an error that names it: ``ckpt_path`` of ``fit`` (the job resumes from its own checkpoints), a
+second ``fit``, several training loaders, ``StochasticWeightAveraging`` of a model with batch norm, ``BaseFinetuning``,
+``ModelPruning``. A stop waits for the end of a validation.
 """
 
 from __future__ import annotations
@@ -75,35 +75,35 @@ try:
         csv_rows,
         mute,
         open_versions,
-        put_versions,
         relative_paths,
         rewind_csv,
+        set_versions,
         unmute,
     )
     from ratchet_worker.integrations.lightning_state import (
         Additions,
         Attributes,
-        metrics_of,
-        put_metrics,
-        put_results,
-        results_of,
+        metric_states,
+        restore_metrics,
+        restore_results,
+        result_states,
     )
 except ImportError as error:
     raise ImportError("Lightning is not installed: pip install 'ratchet-train[worker,lightning]'") from error
 
-from ratchet_contract import environment as names
+from ratchet_contract import env_vars as names
 from ratchet_contract.errors import UserError
 from ratchet_contract.paths import HomePaths, JobPaths
-from ratchet_contract.plural import counted
-from ratchet_hooks.codec import encode
+from ratchet_contract.plural import pluralize
 from ratchet_hooks.errors import HookStateError
-from ratchet_worker.integrations.steps import Steps, goes_on, refuse_other_epochs
-from ratchet_worker.session import Session
+from ratchet_hooks.state.encode import encode
+from ratchet_worker.integrations.session_steps import Steps, check_same_epochs, continues_own_job
+from ratchet_worker.session.session import Session
 
 if TYPE_CHECKING:
-    from ratchet_worker.runtime import Runtime
+    from ratchet_worker.training.runtime import Runtime
 
-_UNLIMITED: Final = -1  # as Lightning writes it
+_UNLIMITED: Final = -1  # Lightning's value for no limit
 _COMPONENT: Final = "user:lightning"
 _SETTINGS: Final = (
     "accumulate_grad_batches", "check_val_every_n_epoch", "gradient_clip_algorithm", "gradient_clip_val", "limit_train_batches",
@@ -119,27 +119,27 @@ _CONNECTOR: Final = (
 
 
 class SessionStrategy(DDPStrategy):
-    """See the module's text. One per run; ``session``: one that the script has made, with arguments."""
+    """See the module's docstring. One per run; ``session``: one that the script has made, with arguments."""
 
     def __init__(self, session: Session | None = None) -> None:
         started = names.RANK in os.environ
         super().__init__(cluster_environment=TorchElasticEnvironment() if started else LightningEnvironment())
         self._session = session
         self._steps: Steps | None = None
-        self._files: CheckpointFiles | None = None  # of the rank that writes them
+        self._files: CheckpointFiles | None = None  # on the rank that writes them
         self._rewound = False
-        self._committed = 0  # the step up to which they are settled
+        self._committed_step = 0  # the step up to which the files are finalised
         self._global_step = _UNLIMITED  # the Trainer's, when the open step began
-        self._handler: Any = None
+        self._sigterm_handler: Any = None
         self._progress: _Progress | None = None
         self._batches: Batches | None = None
-        self.tries = False  # steps of a finder, which are undone
+        self.is_trying_out = False  # a finder does trial steps, which are undone
 
     # --- ranks ---------------------------------------------------------------------------------------------------------
 
     @override
     def set_world_ranks(self) -> None:
-        """Raises ``UserError`` where the Trainer asks for other ranks than there are."""
+        """Raises ``UserError`` where the Trainer requests other ranks than there are."""
         assert self.parallel_devices is not None
         there, here = (int(os.environ.get(name, 1)) for name in (names.WORLD_SIZE, names.LOCAL_WORLD_SIZE))
         if names.RANK not in os.environ:
@@ -148,10 +148,10 @@ class SessionStrategy(DDPStrategy):
             self.parallel_devices, self.num_nodes = (
                 self.parallel_devices * here,
                 there // here,
-            )  # devices="auto" gives one
+            )  # devices="auto" gives one device
         if (asked := len(self.parallel_devices) * self.num_nodes) != there:
             raise UserError(
-                f"the Trainer asks for {counted(asked, 'rank')} (devices={len(self.parallel_devices)}, "
+                f"the Trainer asks for {pluralize(asked, 'rank')} (devices={len(self.parallel_devices)}, "
                 f"num_nodes={self.num_nodes}), and there {'is' if there == 1 else 'are'} {there}: start {asked} (`torchrun "
                 f"--nproc-per-node {len(self.parallel_devices)} {Path(sys.argv[0]).name}`, `ratchet run --nproc "
                 f"{len(self.parallel_devices)} {Path(sys.argv[0]).name}`, or world.ranks_per_node of the job's spec), or give "
@@ -161,15 +161,17 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """The ranks are there."""
+        """Nothing to launch: the ranks are running."""
 
     # --- the way in ----------------------------------------------------------------------------------------------------
 
     @property
     def session(self) -> Session:
-        """Made when the Trainer sets up. Raises ``UserError`` before."""
+        """The Session, made when the Trainer sets up. Raises ``UserError`` before."""
         if self._session is None:
-            raise UserError("the Session of a SessionStrategy is made by trainer.fit: ask for it behind its beginning")
+            raise UserError(
+                "the Session of a SessionStrategy is created by trainer.fit: use it only after trainer.fit has begun"
+            )
         return self._session
 
     @property
@@ -202,28 +204,28 @@ class SessionStrategy(DDPStrategy):
                 connector.log_metrics = partial(self._log, connector.log_metrics)
 
     def _rewind_files(self, trainer: Any) -> None:
-        """Before the first callback or logger writes one, in a validation before ``fit`` too. In a resumed attempt loggers wait
-        until everything is put back: what stands before it has been logged."""
+        """Rewind the files before the first callback or logger writes one, which may be in a validation before ``fit``. In a
+        resumed attempt the loggers are muted until everything is restored: values before that point have been logged."""
         runtime, versions = self._runtime, list[Any]()
         if self.is_global_zero:
             journal = JobPaths(Path(runtime.launch.job_root)).framework_files
             self._files = CheckpointFiles(journal, lambda: runtime.open_step)
             self._files.rewind(runtime.chosen.base.step)
             versions = self._files.versions(open_versions(trainer.loggers))
-        put_versions(trainer.loggers, self.broadcast(versions))
+        set_versions(trainer.loggers, self.broadcast(versions))
         for callback in trainer.callbacks:
-            if isinstance(callback, SaveConfigCallback) and runtime.launch.epoch > 1:
-                callback.overwrite = True  # else an earlier attempt's file is another run's to it, and ends this one
-        if recorded := self._recorded():
+            if isinstance(callback, SaveConfigCallback) and runtime.launch.attempt > 1:
+                callback.overwrite = True  # else it takes an earlier attempt's file for another run's, and raises
+        if recorded := self._recorded_state():
             if self.is_global_zero:
                 rewind_csv(trainer.loggers, recorded.get("rows", []))
             mute(trainer.loggers)
 
-    def _recorded(self) -> dict[str, Any]:
-        """The Trainer's state that this attempt begins with."""
+    def _recorded_state(self) -> dict[str, Any]:
+        """The Trainer's state that this attempt starts from."""
         if self._runtime.chosen.manifest is None:
             return {}
-        held = self._runtime.chosen.held[-1]
+        held = self._runtime.chosen.loaded[-1]
         found: dict[str, Any] = held.value(_COMPONENT) if _COMPONENT in held.state else {}
         return found
 
@@ -231,9 +233,9 @@ class SessionStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             if self._progress is not None or self._runtime.restored:
-                raise UserError("trainer.fit comes once per job: do all epochs in one call")
-            _refuse(trainer)
-        self._handler = signal.getsignal(signal.SIGTERM)
+                raise UserError("call trainer.fit only once per job, for all epochs")
+            _check_supported(trainer)
+        self._sigterm_handler = signal.getsignal(signal.SIGTERM)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._register(trainer)
@@ -244,7 +246,7 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        """The Session has done it."""
+        """Nothing to do: the Session has registered the hook."""
 
     def _register(self, trainer: Any) -> None:
         state: dict[str, Any] = {}
@@ -264,26 +266,27 @@ class SessionStrategy(DDPStrategy):
             elif isinstance(callback, ModelCheckpoint):
                 callback._link_checkpoint = partial(self._link, callback._link_checkpoint)  # type: ignore[method-assign]
         self._note_built()
-        if recorded := self._recorded():
-            self._progress.begin_with(recorded)
+        if recorded := self._recorded_state():
+            self._progress.begin_recorded_epoch(recorded)
         self._restore_if_done()
 
     def _note_built(self) -> None:
-        """Before hooks that depend on the epoch, of which each attempt has another first one."""
+        """Called before hooks that depend on the epoch, since each attempt may begin with another epoch."""
         self._runtime.state.note_built(undo=self.session.resumed and not self._runtime.restored)
 
     def _try_out(self, find: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """A finder trains, and undoes it. What it found before is in what is put back."""
+        """A finder trains, and undoes it. What it found in an earlier attempt is in the restored state."""
         if self.session.resumed and not self._runtime.restored:
             return
-        self.tries = True
+        self.is_trying_out = True
         try:
             find(*args, **kwargs)
         finally:
-            self.tries = False
+            self.is_trying_out = False
 
     def _total(self) -> int | None:
-        """Steps of the whole job, where the Trainer's limits tell; a module that optimizes by itself steps when it likes."""
+        """Number of steps of the whole job, where the Trainer's limits determine it; a module with manual optimization steps at
+        any batch."""
         trainer = self._trainer()
         if not trainer.lightning_module.automatic_optimization or self._batches is None:
             return None
@@ -292,7 +295,7 @@ class SessionStrategy(DDPStrategy):
         epochs = trainer.max_epochs if trainer.max_epochs is not None else _UNLIMITED
         limits = [] if trainer.max_steps == _UNLIMITED else [trainer.max_steps]
         if epochs != _UNLIMITED:
-            limits.append(sum(math.ceil(per_epoch / _accumulated(trainer, epoch)) for epoch in range(epochs)))
+            limits.append(sum(math.ceil(per_epoch / _batches_per_step(trainer, epoch)) for epoch in range(epochs)))
         return min(limits, default=None)
 
     @override
@@ -301,21 +304,21 @@ class SessionStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING or trainer.state.stage != RunningStage.TRAINING:
             return dataloader
         _auto_add_worker_init_fn(dataloader, self.global_rank)
-        batches, before = Batches(self, dataloader, self._runtime.taken), self._batches
+        batches, before = Batches(self, dataloader, self._runtime.count_batch), self._batches
         self._batches = batches
         if before is None:
             self.session.register(data=batches.data)
         else:
-            batches.follow(before)
+            batches.replace_loader(before)
             self._runtime.state.data = batches.data
         self._note_built()
         self._restore_if_done()
         return batches
 
     def _restore_if_done(self) -> None:
-        """A Trainer that has nothing left to do asks for no batch. Raises ``UserError`` where the run has ended, and the Trainer
-        is to go on."""
-        if self._progress is None or self._batches is None or self._runtime.restored or self.tries:
+        """A Trainer that has nothing left to do requests no batch, so its state is restored here. Raises ``UserError`` where the
+        run has ended but the Trainer is to continue."""
+        if self._progress is None or self._batches is None or self._runtime.restored or self.is_trying_out:
             return
         loop, manifest = self._trainer().fit_loop, self._runtime.chosen.manifest
         ended = manifest is not None and manifest.finished
@@ -325,34 +328,34 @@ class SessionStrategy(DDPStrategy):
         self._steps.restore(self._total())
         if loop.done:
             self.session.finish()
-        elif goes_on(self.session) and self._runtime.had_ended:
+        elif continues_own_job(self.session) and self._runtime.is_base_last:
             raise UserError(
-                f"the run has ended with step {self.session.step}, and the Trainer is to go on (max_epochs, max_steps): fork the "
-                "job, or begin a run in another directory"
+                f"the run has ended with step {self.session.step}, but the Trainer requests more (max_epochs, max_steps): fork "
+                "the job, or begin a run in another directory"
             )
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self.tries:
+        if self.is_trying_out:
             return
         signal.signal(
-            signal.SIGTERM, self._handler
+            signal.SIGTERM, self._sigterm_handler
         )  # Lightning's would end this rank alone, without the others' agreement
 
     # --- steps ---------------------------------------------------------------------------------------------------------
 
     @property
-    def fresh(self) -> bool:
+    def is_fresh(self) -> bool:
         """See ``Batches``."""
-        return not (self._runtime.restored or self.session.resumed or self.tries)
+        return not (self._runtime.restored or self.session.resumed or self.is_trying_out)
 
     @property
-    def at_work(self) -> bool:
-        return self._runtime.restored and not self.tries
+    def has_begun(self) -> bool:
+        return self._runtime.restored and not self.is_trying_out
 
     def restore(self) -> None:
-        """Before the first batch; everything is there."""
+        """Restore the state before the first batch, when everything exists."""
         if self._runtime.restored:
             return
         trainer = self._trainer()
@@ -366,28 +369,28 @@ class SessionStrategy(DDPStrategy):
                 "training_step takes a dataloader_iter, and would take batches within a step: let it take a batch"
             )
         assert self._progress is not None and self._steps is not None and self._batches is not None
-        self._progress.refuse_unstorable()
+        self._progress.check_storable()
         self._steps.restore(self._total())
         self._batches.set_epoch(self._batches.data.epoch)
 
     def next_step(self) -> None:
-        """The Trainer asks for a batch: the step that is done ends, and the next one begins. Raises ``Stopped``."""
+        """The Trainer requests a batch: end the step that is done and begin the next one. Raises ``Stopped``."""
         trainer = self._trainer()
         self._runtime.counter.tick()
         if self._global_step == trainer.global_step:
             return
-        if trainer.accumulate_grad_batches != _accumulated(trainer, trainer.current_epoch):
+        if trainer.accumulate_grad_batches != _batches_per_step(trainer, trainer.current_epoch):
             self._runtime.total = None  # the script changes it
         assert self._steps is not None
-        self._steps.next()
+        self._steps.next_step()
         self._global_step = trainer.global_step
-        self._settle_files()
+        self._finalize_files()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._runtime.counter.tick()  # a long validation is no hang
         if self._runtime.restored and not self._runtime.finished:
-            self._runtime.trial.evaluates(self._runtime.step, self._runtime.checkpointer.drain)
+            self._runtime.trial.record_evaluation(self._runtime.step, self._runtime.checkpointer.drain)
         return super().validation_step(*args, **kwargs)
 
     @override
@@ -402,54 +405,52 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Before Lightning takes the model off its device: the last step ends, the final checkpoint is made."""
+        """Before Lightning takes the model off its device: end the last step and save the final checkpoint."""
         super().on_train_end()
-        if not self.tries:
+        if not self.is_trying_out:
             self.session.finish()
-            self._settle_files()
+            self._finalize_files()
             if self._files is not None:
-                self._files.ended()
+                self._files.record_end()
 
     def _log(self, log: Callable[..., None], metrics: dict[str, Any], step: int | None = None) -> None:
-        """What the module logs, as the job's metrics: also where the Trainer has no logger."""
+        """Log the module's values as the job's metrics, even where the Trainer has no logger."""
         log(metrics, step)
-        if metrics and not self.tries:
+        if metrics and not self.is_trying_out:
             _log_in_training(self.session, metrics)
 
     # --- files ---------------------------------------------------------------------------------------------------------
 
-    def _settle_files(self) -> None:
+    def _finalize_files(self) -> None:
         step = self._runtime.checkpointer.last.step
-        if self._files is not None and step != self._committed:
-            self._files.settle(step)
-            self._committed = step
+        if self._files is not None and step != self._committed_step:
+            self._files.finalize(step)
+            self._committed_step = step
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self._files is not None and not self.tries:
-            self._files.writes(filepath)
+        if self._files is not None and not self.is_trying_out:
+            self._files.record_write(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        hides = self._files is not None and not self.tries and not self._runtime.finished
-        if not hides or self._files is None or not self._files.removes(filepath):
+        hides = self._files is not None and not self.is_trying_out and not self._runtime.finished
+        if not hides or self._files is None or not self._files.hide(filepath):
             super().remove_checkpoint(filepath)
 
     def _link(self, link: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
         if self._files is not None:
-            self._files.writes(linkpath)
+            self._files.record_write(linkpath)
         link(trainer, filepath, linkpath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         trainer = self._trainer()
-        if self.tries or trainer.state.fn != TrainerFn.FITTING:
+        if self.is_trying_out or trainer.state.fn != TrainerFn.FITTING:
             return super().load_checkpoint(checkpoint_path, weights_only)
         if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks):
-            return _Nothing(
-                {"pytorch-lightning_version": lightning.__version__}
-            )  # the Trainer asks for "last" by itself
+            return _Nothing({"pytorch-lightning_version": lightning.__version__})  # the Trainer itself requests "last"
         raise UserError(
             "ckpt_path: the job resumes from its own checkpoints; drop it, or load weights into the module before fit"
         )
@@ -463,15 +464,16 @@ StrategyRegistry.register("ratchet", SessionStrategy, description="DDP within Ra
 
 
 class _Nothing(dict[str, Any]):
-    """A checkpoint from which Lightning takes nothing."""
+    """A checkpoint from which Lightning loads nothing."""
 
     def __bool__(self) -> bool:
         return False
 
 
 class SessionLogger(Logger):
-    """What callbacks and the script give to the Trainer's loggers, as the job's metrics, with what the module logs, which are
-    these without it, too: ``Trainer(logger=SessionLogger(), ...)``, beside SessionStrategy, which gives it its ``session``."""
+    """Logs the values that callbacks and the script pass to the Trainer's loggers as the job's metrics. The values that the
+    module logs are metrics even without it. Used as ``Trainer(logger=SessionLogger(), ...)`` together with SessionStrategy, which
+    sets its ``session``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -480,7 +482,7 @@ class SessionLogger(Logger):
     @property
     @override
     def name(self) -> str:
-        """Of the directory for checkpoint files, where it is the first logger."""
+        """Name of the directory for checkpoint files, if this is the first logger."""
         return "lightning_logs"
 
     @property
@@ -490,7 +492,7 @@ class SessionLogger(Logger):
 
     @override
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """They are the script's and the spec's, which the service keeps."""
+        """Nothing to do: hyperparameters belong to the script and the spec, which the service keeps."""
 
     @override
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -500,14 +502,14 @@ class SessionLogger(Logger):
 
 
 def _log_in_training(session: Session, metrics: Mapping[str, Any]) -> None:
-    """Of the step that is open, which is the one that Lightning has logged. What is logged before or behind the training is of no
-    step: the module may have other weights there (``validate``, ``ckpt_path="best"``)."""
+    """Log metrics of the open step, which is the one that Lightning has logged. Values logged before or after the training belong
+    to no step: the module may have other weights there (``validate``, ``ckpt_path="best"``)."""
     if session._runtime.restored and not session._runtime.finished:
         session.log({**metrics})
 
 
 class _Progress:
-    """The Trainer's own state: where its loops are, what was logged, its callbacks, and whether one has asked it to stop."""
+    """The Trainer's own state: its loops' counters, logged values, its callbacks, and whether one has requested a stop."""
 
     def __init__(self, session: Session, trainer: Any) -> None:
         self._session, self._trainer = session, trainer
@@ -516,22 +518,24 @@ class _Progress:
 
     # --- the way in ----------------------------------------------------------------------------------------------------
 
-    def begin_with(self, state: dict[str, Any]) -> None:
-        """The Trainer is to begin the recorded epoch anew, as it did then. No validation is tried out."""
-        state, loop = self._here(state), self._trainer.fit_loop
-        _load(loop, state["fit_loop"])
+    def begin_recorded_epoch(self, state: dict[str, Any]) -> None:
+        """Make the Trainer begin the recorded epoch again, as it did then, without the sanity check of the validation."""
+        state, loop = self._localize_paths(state), self._trainer.fit_loop
+        _load_loop(loop, state["fit_loop"])
         for tracker in (loop.epoch_progress.total, loop.epoch_progress.current):
             tracker.ready -= 1
             tracker.started -= 1
         loop.epoch_loop.val_loop.restarting = True
         for callback in self._trainer.callbacks:
             if isinstance(callback, StochasticWeightAveraging) and callback.state_key in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][callback.state_key])  # it makes its scheduler from it
+                callback.load_state_dict(
+                    state["callbacks"][callback.state_key]
+                )  # it makes its scheduler from this state
 
-    def refuse_unstorable(self) -> None:
-        """Raises ``UserError`` naming what a callback or the module adds to a checkpoint that cannot be stored."""
+    def check_storable(self) -> None:
+        """Raises ``UserError`` naming the part of a callback's or the module's addition to a checkpoint that cannot be stored."""
         try:
-            encode(self.state_dict(), where="lightning")
+            encode(self.state_dict(), root="lightning")
         except HookStateError as error:
             raise UserError(
                 f"{error.key}: {error.detail}. It is the state_dict of a callback or what on_save_checkpoint adds"
@@ -548,10 +552,10 @@ class _Progress:
         call._call_lightning_module_hook(trainer, "on_save_checkpoint", checkpoint)
         loop: Any = trainer.fit_loop
         state = {
-            **self._epoch(),
+            **self._epoch_facts(),
             "fit_loop": loop.state_dict(),
             "callbacks": callbacks,
-            "checkpoint": additions.found(),
+            "checkpoint": additions.changes(),
             "should_stop": trainer.should_stop,
             "fetched": 0 if loop._data_fetcher is None else loop._data_fetcher.fetched,
             "reloaded": [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch],
@@ -560,8 +564,8 @@ class _Progress:
             "seen": [[*one] for one in loop.epoch_loop.val_loop._seen_batches_per_dataloader.items()],
             "skip_backward": loop._skip_backward,
             "logged": {name: getattr(trainer._logger_connector, name) for name in _CONNECTOR},
-            "results": [results_of(results) for results in self._results()],
-            "metrics": metrics_of(module),
+            "results": [result_states(results) for results in self._results()],
+            "metrics": metric_states(module),
             "attributes": self._attributes.state(),
             "rows": csv_rows(trainer.loggers),
             **({} if trainer.datamodule is None else {"datamodule": trainer.datamodule.state_dict()}),
@@ -570,14 +574,16 @@ class _Progress:
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ``ValueError`` where an epoch has other steps than the recorded one."""
-        state = self._here(state)
+        """Raises ``ValueError`` where an epoch has another number of steps than the recorded one."""
+        state = self._localize_paths(state)
         trainer: Any = self._trainer
-        refuse_other_epochs(state, self._epoch(), "loaders whose batch_size times the number of ranks stays the same")
-        self._refuse_other_ranks(state["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"])
+        check_same_epochs(
+            state, self._epoch_facts(), "loaders whose batch_size times the number of ranks stays the same"
+        )
+        self._check_same_ranks(state["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"])
         self._load_hooks(state)
-        _load(trainer.fit_loop, state["fit_loop"])
-        trainer.should_stop = state["should_stop"] and goes_on(self._session)
+        _load_loop(trainer.fit_loop, state["fit_loop"])
+        trainer.should_stop = state["should_stop"] and continues_own_job(self._session)
         loop, module = trainer.fit_loop, trainer.lightning_module
         if state["validation_data"] and loop.epoch_loop.val_loop._combined_loader is None:
             trainer.validating = True
@@ -591,26 +597,27 @@ class _Progress:
         loop._skip_backward = state["skip_backward"]
         vars(trainer._logger_connector).update(state["logged"])
         for results, saved in zip(self._results(), state["results"], strict=True):
-            put_results(results, saved, module, trainer.strategy.reduce)
-        put_metrics(module, state["metrics"])
-        self._attributes.put(state["attributes"])
+            restore_results(results, saved, module, trainer.strategy.reduce)
+        restore_metrics(module, state["metrics"])
+        self._attributes.restore(state["attributes"])
         unmute(trainer.loggers)
 
-    def _here(self, state: dict[str, Any]) -> dict[str, Any]:
-        """With the paths of files in this job's working directory, or in that of the job that it is a fork of."""
+    def _localize_paths(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` with file paths in this job's working directory, or, at a fork's start, in that of its parent job."""
         runtime = self._session._runtime
         workdir, manifest = Path(runtime.launch.workdir), runtime.chosen.manifest
-        if manifest is not None and not goes_on(self._session):
-            workdir = HomePaths(Path(runtime.launch.job_root).parents[1]).job(manifest.job_id).work
+        if manifest is not None and not continues_own_job(self._session):
+            workdir = HomePaths(Path(runtime.launch.job_root).parents[1]).job(manifest.job_id).work_dir
         found: dict[str, Any] = absolute_paths(state, workdir)
         return found
 
-    def _refuse_other_ranks(self, batches: int) -> None:
-        """The data of other ranks begin an epoch again, and the Trainer goes on behind the ``batches`` that were used."""
+    def _check_same_ranks(self, batches: int) -> None:
+        """On other ranks the data begin the epoch again, but the Trainer would continue after the ``batches`` that were used.
+        Raises ``ValueError``."""
         manifest = self._session._runtime.chosen.manifest
         if batches and manifest is not None and manifest.world_size != self._session.world_size:
             raise ValueError(
-                f"{batches} batches of the epoch are used, and the ranks were {manifest.world_size}, now they are "
+                f"{batches} batches of the epoch are used, and the checkpoint is of {manifest.world_size} ranks, this run has "
                 f"{self._session.world_size}: resume on {manifest.world_size} until an epoch ends"
             )
 
@@ -620,19 +627,19 @@ class _Progress:
             trainer.datamodule.load_state_dict(state["datamodule"])
         checkpoint = {**self._checkpoint(), "callbacks": {**state["callbacks"]}}
         checkpoint["loops"]["fit_loop"] = state["fit_loop"]
-        checkpoint = Additions.put(checkpoint, state["checkpoint"])
+        checkpoint = Additions.apply(checkpoint, state["checkpoint"])
         call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
         call._call_callbacks_on_load_checkpoint(trainer, checkpoint)
         for callback in trainer.callbacks:
-            # Not Lightning's call, which copies the state: callbacks and logged values share tensors, and do again.
-            # SpikeDetection's load_state_dict fails by a wrong name; its attributes are put back with the others'.
+            # Not with Lightning's call, which copies the state: callbacks and logged values share tensors, and must share them
+            # again. SpikeDetection's load_state_dict fails because of a wrong name; its attributes are restored with the others'.
             if callback.state_key in state["callbacks"] and not isinstance(callback, SpikeDetection):
                 callback.load_state_dict(state["callbacks"][callback.state_key])
             if isinstance(callback, StochasticWeightAveraging) and callback.n_averaged is not None:
                 callback.n_averaged.fill_(callback._init_n_averaged)
 
     def _checkpoint(self) -> dict[str, Any]:
-        """As Lightning makes one, before the hooks."""
+        """A checkpoint as Lightning makes it, before the hooks."""
         trainer = self._trainer
         module = trainer.lightning_module
         return {
@@ -651,13 +658,13 @@ class _Progress:
         loop = self._trainer.fit_loop.epoch_loop
         return [loop._results, loop.val_loop._results]
 
-    def _epoch(self) -> dict[str, int]:
+    def _epoch_facts(self) -> dict[str, int]:
         data: Any = self._session._runtime.state.data
         return {"batches_per_epoch": int(data.steps_per_epoch)}
 
 
-def _load(loop: _Loop, state: dict[str, Any]) -> None:
-    """The counters alone: the Trainer does not learn that it resumes."""
+def _load_loop(loop: _Loop, state: dict[str, Any]) -> None:
+    """Load the counters alone, so that the Trainer does not act as if it resumed."""
     loop.load_state_dict(state)
     loops = [loop]
     for one in loops:
@@ -665,15 +672,15 @@ def _load(loop: _Loop, state: dict[str, Any]) -> None:
         loops += [part for part in vars(one).values() if isinstance(part, _Loop)]
 
 
-def _accumulated(trainer: Any, epoch: int) -> int:
-    """Batches of one step in ``epoch``."""
+def _batches_per_step(trainer: Any, epoch: int) -> int:
+    """Number of batches of one step in ``epoch``."""
     for callback in trainer.callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
             return callback.get_accumulate_grad_batches(epoch)
     return int(trainer.accumulate_grad_batches)
 
 
-def _refuse(trainer: Any) -> None:
+def _check_supported(trainer: Any) -> None:
     if not trainer.lightning_module.automatic_optimization and trainer.strategy._runtime.launch.spec.ddp.static_graph:
         raise UserError(
             "automatic_optimization = False with ddp.static_graph: Lightning drives DDP's reducer by itself; drop static_graph"

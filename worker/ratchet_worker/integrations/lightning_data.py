@@ -1,4 +1,4 @@
-"""The Trainer's training data as the data of a job: any DataLoader, whose position comes back as that of a prepared one."""
+"""The Trainer's training data as the job's data: any DataLoader; its position is restored like that of a prepared one."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ratchet_worker.data.stream_position import StreamPosition
 
 
 class Trainer(Protocol):
-    """What takes the batches. ``fresh``: it begins with no checkpoint, and has not begun; ``at_work``: it has; neither is it
-    while a finder tries steps out."""
+    """The consumer of the batches. ``is_fresh``: it starts without a checkpoint and has not begun; ``has_begun``: it has begun.
+    Both are False while a finder does trial steps (``is_trying_out``)."""
 
     @property
-    def fresh(self) -> bool: ...
+    def is_fresh(self) -> bool: ...
 
     @property
-    def at_work(self) -> bool: ...
+    def has_begun(self) -> bool: ...
 
     @property
-    def tries(self) -> bool: ...
+    def is_trying_out(self) -> bool: ...
 
     def restore(self) -> None: ...
 
@@ -33,28 +33,28 @@ class Trainer(Protocol):
 
 
 class Batches:
-    """``loader`` as the Trainer sees it, each batch within a step. The Trainer ends an epoch by the length or its own limit, and
-    asks for no batch behind it; a further pass is another epoch."""
+    """``loader`` as the Trainer sees it, with each batch inside a step. The Trainer ends an epoch by the length or its own limit,
+    and requests no batch after that; a further pass is another epoch."""
 
-    def __init__(self, trainer: Trainer, loader: Any, taken: Callable[[], None]) -> None:
-        self._trainer, self._loader, self._taken = trainer, loader, taken
+    def __init__(self, trainer: Trainer, loader: Any, on_batch: Callable[[], None]) -> None:
+        self._trainer, self._loader, self._on_batch = trainer, loader, on_batch
         if sized_len(loader) is None:
             raise UserError(
                 f"the training data ({type(loader).__name__}) have no length, by which the Trainer ends an epoch: give the data "
                 "set __len__ (samples of all its workers)"
             )
-        indexed = isinstance(loader, DataLoader) and sampler_position.fits(loader)
+        indexed = isinstance(loader, DataLoader) and sampler_position.is_supported(loader)
         self.data = SamplerPosition(loader) if indexed else StreamPosition(loader)
         self._begun = False
 
-    def follow(self, before: Batches) -> None:
-        """In place of the loader ``before``, at the beginning of an epoch."""
+    def replace_loader(self, before: Batches) -> None:
+        """Replace the loader ``before``, at the beginning of an epoch."""
         if before.data.position:
             before.data.end()
-        self.data.begin_again({"epoch": before.data.epoch})
+        self.data.restart_epoch({"epoch": before.data.epoch})
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell it to samplers that ask for it, as the Trainer does."""
+        """Set the epoch on samplers that need it, as the Trainer does."""
         if isinstance(self._loader, DataLoader):
             sampler_position.set_epoch(self._loader, epoch)
 
@@ -62,32 +62,32 @@ class Batches:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        """The loader's; its position is the job's to save."""
+        """The loader's attributes, except its state: the job saves the position."""
         if name in ("_loader", "state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._trainer.fresh and not self._begun:
+        if self._trainer.is_fresh and not self._begun:
             self.data.begin(0)  # draws, and starts workers, where a plain loader does
             self._begun = True
-        elif self._trainer.at_work and self.data.position:
+        elif self._trainer.has_begun and self.data.position:
             self.data.end()
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
-        if self._trainer.tries:
+        if self._trainer.is_trying_out:
             yield from self._loader
             return
         data = self.data
         self._trainer.restore()
-        while not data.position or data.more():
+        while not data.position or data.has_more():
             self._trainer.next_step()
             if not data.position and not self._begun:
                 data.begin(data.epoch)
             self._begun = False
-            if not data.more():
+            if not data.has_more():
                 raise UserError("the data gave no batch in a whole epoch: fewer samples than one batch needs?")
             batch = data.take()
-            self._taken()
+            self._on_batch()
             yield batch

@@ -1,8 +1,8 @@
-"""Files that Lightning's callbacks and loggers write in training, as of the step that an attempt begins with.
+"""Rewind files that Lightning's callbacks and loggers write in training to the step that an attempt begins with.
 
-Steps that a kill has cost are done again, and write their checkpoint files again: under the same names, with the same files
-beside them. So what lost steps wrote is moved aside before the training begins, and what they removed is put back. Both is
-possible because a file that a callback removes is only hidden until a checkpoint of the job has that step.
+Steps lost in a kill are redone, and write their checkpoint files again: under the same names, which depend on the files that
+exist. So files that lost steps wrote are moved aside before the training begins, and files that they removed are put back. Both
+is possible because a file that a callback removes is only hidden until a checkpoint of the job includes that step.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, Final
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from ratchet_worker.files import write_atomic
+from ratchet_worker.ipc.atomic_files import write_atomic
 
 WRITTEN, REMOVED, LOST, LOGS, ENDED = "written", "removed", "lost", "logs", "ended"
 _UNKNOWN: Final = object()
-_BELOW: Final = "{workdir}"
+_WORKDIR_PLACEHOLDER: Final = "{workdir}"
 
 
 class CheckpointFiles:
-    """On the rank that writes them. ``journal``: in the job's directory, a line per file with the step that wrote or removed it;
-    ``step``: the one that is open. Files of other file systems than local ones are not looked after."""
+    """The checkpoint files, on the rank that writes them. ``journal``: in the job's directory, a line per file with the step that
+    wrote or removed it; ``step``: returns the open step. Files outside local file systems are not tracked."""
 
     def __init__(self, journal: Path, step: Callable[[], int]) -> None:
         self._journal, self._step = journal, step
@@ -36,14 +36,14 @@ class CheckpointFiles:
         self._versions: list[Any] | None = None
 
     def rewind(self, base: int) -> None:
-        """Leave the files as they were behind step ``base``. Those of later steps are kept aside until these are done again; not
-        those of a training that had ended, and whose checkpoints somebody has deleted to begin another one."""
+        """Restore the files as they were after step ``base``. Those of later steps are kept aside until these steps are redone.
+        Exception: files of a training that had ended and whose checkpoints were deleted to begin another one are left alone."""
         entries = self._read()
         if not base and any(entry["kind"] == ENDED for entry in entries):
             entries = []
         left = []
         for entry in reversed(entries):
-            kind, path, aside = entry["kind"], Path(entry["path"]), _aside(entry)
+            kind, path, aside = entry["kind"], Path(entry["path"]), _aside_path(entry)
             if kind == LOGS:
                 self._versions = entry["versions"]
                 left.append(entry)
@@ -64,40 +64,41 @@ class CheckpointFiles:
             write_atomic(self._journal, "".join(map(_line, self._entries)).encode(), durable=True)
 
     def versions(self, found: list[Any]) -> list[Any]:
-        """Of the loggers' directories: those of the job's first attempt, which has ``found`` these."""
+        """The versions in the loggers' directory names: those that the job's first attempt used; ``found`` in that attempt
+        itself."""
         if self._versions is None:
             self._versions = found
             self._add({"kind": LOGS, "step": 0, "path": "", "versions": found})
         return self._versions
 
-    def writes(self, path: Any) -> None:
-        """``path`` is about to be written."""
+    def record_write(self, path: Any) -> None:
+        """Record that ``path`` is about to be written."""
         if _is_local_file_protocol(path) and not os.path.lexists(path):
             self._add({"kind": WRITTEN, "step": self._step(), "path": str(Path(path).absolute())})
 
-    def removes(self, path: Any) -> bool:
-        """Hide ``path``. False: it is to be removed by whoever wrote it."""
+    def hide(self, path: Any) -> bool:
+        """Hide ``path``. Returns False if the caller is to remove it."""
         if not _is_local_file_protocol(path) or not Path(path).exists():
             return False
         entry = {"kind": REMOVED, "step": self._step(), "path": str(Path(path).absolute())}
         self._add(entry)
-        _delete(_aside(entry))
-        Path(path).rename(_aside(entry))
+        _delete(_aside_path(entry))
+        Path(path).rename(_aside_path(entry))
         return True
 
-    def settle(self, step: int) -> None:
-        """A checkpoint of ``step`` is there: what was hidden up to it is deleted."""
+    def finalize(self, step: int) -> None:
+        """Finalise: a checkpoint of ``step`` exists, so files hidden up to that step are deleted."""
         done = [entry for entry in self._entries if entry["kind"] in (REMOVED, LOST) and entry["step"] <= step]
         for entry in done:
-            _delete(_aside(entry))
+            _delete(_aside_path(entry))
             self._entries.remove(entry)
 
-    def ended(self) -> None:
-        """The final checkpoint is there, and with it all files."""
+    def record_end(self) -> None:
+        """Record that the final checkpoint, and all files, exist."""
         self._add({"kind": ENDED, "step": self._step(), "path": ""})
 
     def _read(self) -> list[dict[str, Any]]:
-        """A line that a kill has cut off is of a file that was not touched yet."""
+        """The journal's entries. A line that a kill has cut off is of a file that was not touched yet."""
         text = self._journal.read_text() if self._journal.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -113,7 +114,7 @@ def _line(entry: dict[str, Any]) -> str:
     return json.dumps(entry) + "\n"
 
 
-def _aside(entry: dict[str, Any]) -> Path:
+def _aside_path(entry: dict[str, Any]) -> Path:
     path = Path(entry["path"])
     return path.with_name(f".{path.name}.step-{entry['step']}") if path.name else path
 
@@ -129,25 +130,30 @@ def _delete(path: Path) -> None:
 
 
 def relative_paths(value: Any, workdir: Path) -> Any:
-    """``value`` with paths below the job's working directory as any job has them: two that train alike have the same."""
+    """``value`` with paths below the job's working directory made relative, so that two jobs that train alike have the same
+    state."""
     root = str(workdir.resolve())
-    return _replaced(value, lambda text: _BELOW + text[len(root) :] if f"{text}/".startswith(f"{root}/") else text)
+    return _replace_strings(
+        value, lambda text: _WORKDIR_PLACEHOLDER + text[len(root) :] if f"{text}/".startswith(f"{root}/") else text
+    )
 
 
 def absolute_paths(value: Any, workdir: Path) -> Any:
-    """What ``relative_paths`` has made, in this ``workdir``."""
+    """Inverse of ``relative_paths``, for this ``workdir``."""
     root = str(workdir.resolve())
-    return _replaced(value, lambda text: root + text[len(_BELOW) :] if text.startswith(_BELOW) else text)
+    return _replace_strings(
+        value, lambda text: root + text[len(_WORKDIR_PLACEHOLDER) :] if text.startswith(_WORKDIR_PLACEHOLDER) else text
+    )
 
 
-def _replaced(value: Any, replace: Callable[[str], str]) -> Any:
-    """In the containers of a state: their keys, too."""
+def _replace_strings(value: Any, replace: Callable[[str], str]) -> Any:
+    """Replace strings in the containers of a state, including keys."""
     if type(value) is str:
         return replace(value)
     if type(value) is dict:
-        return {_replaced(key, replace): _replaced(one, replace) for key, one in value.items()}
+        return {_replace_strings(key, replace): _replace_strings(one, replace) for key, one in value.items()}
     if type(value) is list:
-        return [_replaced(one, replace) for one in value]
+        return [_replace_strings(one, replace) for one in value]
     return value
 
 
@@ -155,11 +161,12 @@ def _replaced(value: Any, replace: Callable[[str], str]) -> Any:
 
 
 def open_versions(loggers: Iterable[Logger]) -> list[Any]:
-    """By logger the version that it would number its directory with; None where the script gives one, or it has none."""
+    """For each logger, the version that it would put into its directory's name; None where the script sets one, or it has
+    none."""
     return [logger.version if vars(logger).get("_version", _UNKNOWN) is None else None for logger in loggers]
 
 
-def put_versions(loggers: Iterable[Logger], versions: list[Any]) -> None:
+def set_versions(loggers: Iterable[Logger], versions: list[Any]) -> None:
     for logger, version in zip(loggers, versions, strict=False):
         if version is not None:
             vars(logger)["_version"] = version
@@ -176,7 +183,7 @@ def unmute(loggers: Iterable[Logger]) -> None:
 
 
 def csv_rows(loggers: Iterable[Logger]) -> list[int]:
-    """By logger the number of rows in its file, to which those that wait are written; 0 where it has none."""
+    """For each logger, the number of rows in its file, after writing buffered ones; 0 where it has no file."""
     return [_rows(logger) for logger in loggers]
 
 
@@ -193,7 +200,7 @@ def _rows(logger: Logger) -> int:
 
 
 def rewind_csv(loggers: Iterable[Logger], rows: list[int]) -> None:
-    """Leave as many rows in the loggers' files: Lightning begins a file anew, and rows of lost steps come again."""
+    """Truncate the loggers' files to ``rows`` rows: Lightning begins a new file, and redone steps write their rows again."""
     for logger, number in zip(loggers, rows, strict=False):
         if isinstance(logger, CSVLogger) and number:
             _rewind_csv(logger, number)
@@ -201,7 +208,9 @@ def rewind_csv(loggers: Iterable[Logger], rows: list[int]) -> None:
 
 def _rewind_csv(logger: CSVLogger, rows: int) -> None:
     file = Path(logger.log_dir, "metrics.csv")
-    before = file.with_name(".metrics.csv.before")  # while the logger begins its file, which deletes what is there
+    before = file.with_name(
+        ".metrics.csv.before"
+    )  # kept while the logger begins its file, which deletes the existing one
     if not before.exists():
         if not file.exists():
             return

@@ -1,4 +1,4 @@
-"""What Lightning's Trainer carries from step to step besides its loops' counters, as plain values and tensors.
+"""State that Lightning's Trainer carries from step to step besides its loops' counters, as plain values and tensors.
 
 Logged values (``self.log``), torchmetrics, attributes of callbacks, and what ``on_save_checkpoint`` adds to a checkpoint.
 """
@@ -22,9 +22,9 @@ from torch import nn
 from torchmetrics import Metric
 
 from ratchet_contract.errors import UserError
-from ratchet_hooks.codec import Tensors, decode, encode
 from ratchet_hooks.errors import HookStateError
-from ratchet_worker.snapshot import digest
+from ratchet_hooks.state.encode import Tensors, decode, encode
+from ratchet_worker.state.snapshot import digest
 
 State = dict[str, Any]
 
@@ -32,7 +32,7 @@ _META: Final = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
     "metric_attribute",
 )  # fmt: skip
-_OWN: Final[dict[type, tuple[str, ...]]] = {
+_CALLBACK_STATE: Final[dict[type, tuple[str, ...]]] = {
     ModelCheckpoint: (
         "current_score",
         "_last_global_step_saved",
@@ -47,15 +47,15 @@ _OWN: Final[dict[type, tuple[str, ...]]] = {
 # --- torchmetrics ------------------------------------------------------------------------------------------------------
 
 
-def metrics_of(module: nn.Module) -> State:
-    """State of every metric in ``module``, by path. Only what is persistent would be in its ``state_dict``."""
+def metric_states(module: nn.Module) -> State:
+    """State of every metric in ``module``, by path. Its ``state_dict`` would have only what is persistent."""
     return {path: _metric(m) for path, m in module.named_modules() if isinstance(m, Metric)}
 
 
-def put_metrics(module: nn.Module, state: State) -> None:
+def restore_metrics(module: nn.Module, state: State) -> None:
     for path, metric in module.named_modules():
         if isinstance(metric, Metric) and path in state:
-            _put(metric, state[path])
+            _restore_metric(metric, state[path])
 
 
 def _metric(metric: Metric) -> State:
@@ -70,7 +70,7 @@ def _is_plain(metric: Metric, name: str) -> bool:
     return isinstance(getattr(metric, name, None), torch.Tensor | float | int | None)
 
 
-def _put(metric: Metric, state: State) -> None:
+def _restore_metric(metric: Metric, state: State) -> None:
     metric._computed = None
     for name, value in {**state["values"], **state["numbers"], **state["caches"]}.items():
         setattr(metric, name, value)
@@ -79,8 +79,9 @@ def _put(metric: Metric, state: State) -> None:
 # --- values that are logged --------------------------------------------------------------------------------------------
 
 
-def results_of(results: _ResultCollection) -> State:
-    """By key. Raises ``UserError`` for a value that is reduced over a group of ranks that no other process knows."""
+def result_states(results: _ResultCollection) -> State:
+    """State of the logged values, by key. Raises ``UserError`` for a value that is reduced over a process group of its own, which
+    no other process can look up."""
     return {key: _result(result) for key, result in results.items()}
 
 
@@ -96,7 +97,7 @@ def _result(result: _ResultMetric) -> State:
         del out["caches"]["_computed"]
     return {
         **out,
-        "defaults": result._defaults,  # of the type that numbers have within a step
+        "defaults": result._defaults,  # have the type that numbers have within a step
         "meta": {name: getattr(meta, name) for name in _META},
         "reduce": [meta.reduce_fx is getattr(builtins, meta.reduce_fx.__name__, None), meta.reduce_fx.__name__],
         "sync": [meta.sync.should, meta.sync.rank_zero_only, meta.sync.group is not None],
@@ -105,8 +106,9 @@ def _result(result: _ResultMetric) -> State:
     }
 
 
-def put_results(results: _ResultCollection, state: State, module: nn.Module, reduce: Callable[..., Any]) -> None:
-    """``reduce``: the strategy's. Metrics that ``module`` has logged themselves are found by their names in it."""
+def restore_results(results: _ResultCollection, state: State, module: nn.Module, reduce: Callable[..., Any]) -> None:
+    """Restore the logged values. ``reduce``: the strategy's. Metric objects that ``module`` has logged are looked up by their
+    names in it."""
     results.clear()
     for key, saved in state.items():
         built_in, name = saved["reduce"]
@@ -115,7 +117,7 @@ def put_results(results: _ResultCollection, state: State, module: nn.Module, red
         group = torch.distributed.group.WORLD if world else None
         meta.sync = _Sync(fn=reduce, _should=should, rank_zero_only=rank_zero_only, _group=group)
         results[key] = result = _ResultMetric(meta, saved["is_tensor"])
-        _put(result, saved)
+        _restore_metric(result, saved)
         result._defaults = saved["defaults"]
         result.has_reset = saved["has_reset"]
         if not result.is_tensor:
@@ -126,27 +128,34 @@ def put_results(results: _ResultCollection, state: State, module: nn.Module, red
 
 
 class Attributes:
-    """Attributes that change in training, of the Trainer and of callbacks: numbers, strings, tensors, arrays, and containers of
-    these. Those of ``named``, and of callbacks all that no class of Lightning's own names."""
+    """Attributes of the Trainer and of callbacks that change in training: numbers, strings, tensors, arrays, and containers of
+    these. Of ``named`` objects the listed ones, of callbacks all that no class of Lightning names itself."""
 
     def __init__(self, named: Mapping[str, tuple[object, Iterable[str]]], callbacks: Iterable[Callback]) -> None:
         self._named = [(name, item, tuple(keys)) for name, (item, keys) in named.items()]
         self._callbacks = [*callbacks]
-        self._before = {path: _copied(value) for path, _, _, value in self._found()}  # any hook of the training ran
+        self._initial = {
+            path: _encode_copy(value) for path, _, _, value in self._storable_attributes()
+        }  # before any hook of the training
 
     def state(self) -> State:
-        return {path: value for path, _, _, value in self._found() if not _same(self._before.get(path), value)}
+        return {
+            path: value
+            for path, _, _, value in self._storable_attributes()
+            if not _is_same(self._initial.get(path), value)
+        }
 
-    def put(self, state: State) -> None:
-        """What the recorded training had not changed gets the value that this process began with."""
-        found = {path: (item, key) for path, item, key, _ in self._found()}
+    def restore(self, state: State) -> None:
+        """Restore ``state``. Attributes that the recorded training had not changed get the value that they had at the start of
+        this process."""
+        found = {path: (item, key) for path, item, key, _ in self._storable_attributes()}
         for path, (item, key) in found.items():
             if path in state:
                 _set(item, key, state[path])
-            elif path in self._before:
-                _set(item, key, decode(*self._before[path]))
+            elif path in self._initial:
+                _set(item, key, decode(*self._initial[path]))
         owners = dict(self._owners())
-        for path in state.keys() - found.keys():  # begun later in training
+        for path in state.keys() - found.keys():  # created later in training
             owner, _, key = path.rpartition("/")
             if owner in owners:
                 _set(owners[owner], key, state[path])
@@ -155,30 +164,30 @@ class Attributes:
         yield from ((name, item) for name, item, _ in self._named)
         yield from ((f"{n}:{type(callback).__qualname__}", callback) for n, callback in enumerate(self._callbacks))
 
-    def _found(self) -> Iterator[tuple[str, Any, str, Any]]:
+    def _storable_attributes(self) -> Iterator[tuple[str, Any, str, Any]]:
         """Path, object, name and value of each attribute that can be stored."""
         keys = [k for _, _, k in self._named] + [_own_names(callback) for callback in self._callbacks]
         for (path, item), names in zip(self._owners(), keys, strict=True):
             for name in names:
                 if name in vars(item):
                     value = vars(item)[name]
-                    value = metrics_of(value) if isinstance(value, Metric) else value
+                    value = metric_states(value) if isinstance(value, Metric) else value
                     if _storable(value):
                         yield f"{path}/{name}", item, name, value
 
 
 def _set(item: Any, name: str, value: Any) -> None:
     if isinstance(vars(item).get(name), Metric):
-        put_metrics(vars(item)[name], value)
+        restore_metrics(vars(item)[name], value)
     else:
         setattr(item, name, value)
 
 
 def _own_names(callback: Callback) -> list[str]:
-    """Attributes of a callback's instance that are the user's, and those that Lightning's classes forget."""
+    """Attributes of a callback's instance that are the user's, and those that Lightning's classes do not save."""
     theirs = [kind for kind in type(callback).__mro__ if kind.__module__.startswith("lightning.")]
     known = {name for kind in theirs for function in vars(kind).values() for name in _names_in(function)}
-    forgotten = [name for kind in theirs for name in _OWN.get(kind, ())]
+    forgotten = [name for kind in theirs for name in _CALLBACK_STATE.get(kind, ())]
     metrics = [name for name, value in vars(callback).items() if isinstance(value, Metric)]
     return [*dict.fromkeys([*forgotten, *metrics, *(n for n in vars(callback) if n not in known)])]
 
@@ -193,21 +202,21 @@ def _names_in(function: Any) -> tuple[str, ...]:
 
 def _storable(value: Any) -> bool:
     try:
-        encode(value, where="")
+        encode(value, root="")
     except HookStateError:
         return False
     return True
 
 
-def _copied(value: Any) -> tuple[Tensors, Any]:
-    tensors, data = encode(value, where="")
+def _encode_copy(value: Any) -> tuple[Tensors, Any]:
+    tensors, data = encode(value, root="")
     return {name: tensor.clone() for name, tensor in tensors.items()}, data
 
 
-def _same(before: tuple[Tensors, Any] | None, value: Any) -> bool:
+def _is_same(before: tuple[Tensors, Any] | None, value: Any) -> bool:
     if before is None:
         return False
-    tensors, data = encode(value, where="")
+    tensors, data = encode(value, root="")
     same = data == before[1] and tensors.keys() == before[0].keys()
     return same and digest(tensors.values()) == digest(before[0].values())
 
@@ -216,23 +225,25 @@ def _same(before: tuple[Tensors, Any] | None, value: Any) -> bool:
 
 
 class Additions:
-    """What hooks made of a checkpoint: the keys they added, replaced or removed, without what the checkpoint had before.
+    """The hooks' changes to a checkpoint: the keys they added, replaced or removed, without the original content.
 
-    ``checkpoint`` is shared with the hooks. Within ``state_dict`` and ``callbacks`` single entries are told apart.
+    ``checkpoint`` is shared with the hooks. Within ``state_dict`` and ``callbacks`` changes are tracked per entry.
     """
 
-    PARTED: Final = ("state_dict", "callbacks")
+    TRACKED_PARTS: Final = ("state_dict", "callbacks")
 
     def __init__(self, checkpoint: State) -> None:
         self._checkpoint = checkpoint
         self._before = dict(checkpoint)
-        self._parts = {key: dict(checkpoint[key]) for key in self.PARTED}
+        self._parts = {key: dict(checkpoint[key]) for key in self.TRACKED_PARTS}
 
-    def found(self) -> State:
-        """Call it once the hooks have run."""
+    def changes(self) -> State:
+        """The changes; call it after the hooks have run."""
         now = self._checkpoint
         return {
-            "put": {k: self._parted(v) for k, v in now.items() if k not in self._before or v is not self._before[k]},
+            "put": {
+                k: self._without_weights(v) for k, v in now.items() if k not in self._before or v is not self._before[k]
+            },
             "gone": [key for key in self._before if key not in now],
             "parts": {
                 key: [
@@ -244,19 +255,19 @@ class Additions:
             },
         }
 
-    def _parted(self, value: Any) -> State:
-        """Tensors that are the module's own, under their own names, are not stored twice."""
-        for key in self.PARTED:
+    def _without_weights(self, value: Any) -> State:
+        """Avoid storing tensors twice that are the module's own, under their own names."""
+        for key in self.TRACKED_PARTS:
             if value is self._before[key]:
                 return {"is": key}
         weights = self._parts["state_dict"]
-        if isinstance(value, dict) and value and any(_one_memory(v, weights.get(k)) for k, v in value.items()):
-            own = [k for k, v in value.items() if _one_memory(v, weights.get(k))]
+        if isinstance(value, dict) and value and any(_share_memory(v, weights.get(k)) for k, v in value.items()):
+            own = [k for k, v in value.items() if _share_memory(v, weights.get(k))]
             return {"names": [*value], "own": own, "value": {k: v for k, v in value.items() if k not in own}}
         return {"value": value}
 
     @classmethod
-    def put(cls, checkpoint: State, found: State) -> State:
+    def apply(cls, checkpoint: State, found: State) -> State:
         """``checkpoint`` as the hooks left it, for ``on_load_checkpoint``."""
         weights, before = dict(checkpoint["state_dict"]), dict(checkpoint)
         for key, (changed, gone) in found["parts"].items():
@@ -275,7 +286,7 @@ class Additions:
         return checkpoint
 
 
-def _one_memory(a: Any, b: Any) -> bool:
+def _share_memory(a: Any, b: Any) -> bool:
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
     same = (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)

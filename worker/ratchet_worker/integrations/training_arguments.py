@@ -1,4 +1,4 @@
-"""``TrainingArguments`` of a Trainer that is a job's: those that no resume could honour, and those of DDP."""
+"""``TrainingArguments`` of a Trainer in a job: the arguments that no resume could honour, and those of DDP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEARCH: Final = "a search over hyperparameters is many jobs; submit one for each
 _DDP_ALONE: Final = "not supported within a job, which trains with DDP; drop it"
 _REFUSED: Final[dict[str, str]] = {
     "enable_jit_checkpoint": "the job saves itself when it is stopped, and resumes by itself; drop it",
-    "ignore_data_skip": "a job's data go on where they were; drop it",
+    "ignore_data_skip": "a job's data continue at their position; drop it",
     "auto_find_batch_size": "another batch size would be found in each attempt; choose one",
     **dict.fromkeys(("deepspeed", "fsdp", "parallelism_config"), _DDP_ALONE),
 }
@@ -22,10 +22,10 @@ _DDP: Final = {
     "ddp_broadcast_buffers": "broadcast_buffers",
     "ddp_static_graph": "static_graph",
 }
-"""Arguments by the names that they have in ``ddp`` of the spec."""
+"""Argument names, mapped to their names in ``ddp`` of the spec."""
 
 
-def refuse(args: TrainingArguments) -> None:
+def check_arguments(args: TrainingArguments) -> None:
     """Raises ``UserError`` for an argument that no resume could honour."""
     for name, why in _REFUSED.items():
         if getattr(args, name, None):
@@ -40,19 +40,21 @@ def refuse(args: TrainingArguments) -> None:
         )
 
 
-def ddp_of(args: TrainingArguments) -> dict[str, Any]:
-    """``ddp`` for ``Session``: what ``args`` say of it. That of unused parameters has a default of the Trainer's own."""
+def ddp_arguments(args: TrainingArguments) -> dict[str, Any]:
+    """``ddp`` for ``Session``, from ``args``. ``find_unused_parameters`` is left out, since the Trainer has a default of its own
+    for it."""
     return {theirs: value for ours, theirs in _DDP.items() if (value := getattr(args, ours)) is not None}
 
 
 def make_generator(collator: Any, workers: int) -> None:
-    """A collator of transformers with a ``seed`` makes a generator of its own with its first batch, which is too late for a
-    resume to find it: now. Raises ``UserError`` where that would be in a DataLoader worker, whose state is lost."""
+    """Make the generator of a transformers collator with a ``seed`` now: otherwise the collator makes it with its first batch,
+    which is too late for a resume to find it. Raises ``UserError`` where that would be in a DataLoader worker, whose state is
+    lost."""
     if getattr(collator, "seed", None) is None or not hasattr(collator, "create_rng"):
         return
     if workers > 0:
         raise UserError(
-            "data_collator: its seed makes a generator in every DataLoader worker, which a resume cannot put back; leave seed "
-            "out: it then draws from torch's own, which come back; or dataloader_num_workers=0"
+            "data_collator: its seed makes a generator in every DataLoader worker, which a resume cannot restore; leave seed "
+            "out: it then draws from torch's own, which is restored; or dataloader_num_workers=0"
         )
     collator.create_rng()

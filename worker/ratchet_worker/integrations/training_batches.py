@@ -1,4 +1,4 @@
-"""The DataLoader of a Trainer as the job's data: its own batches, in its own order, from where the job's data stand."""
+"""A Trainer's DataLoader as the job's data: its own batches, in its own order, from the position of the job's data."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ratchet_worker.integrations import data_loader_shard
 
 
 class TrainingBatches:
-    """``loader``, with a ``position`` that a checkpoint has. A pass begins with an epoch, and after a resume within one. Length
-    and attributes are the loader's. Raises ``UserError`` for a loader whose position could not be put back."""
+    """``loader``, with a ``position`` that checkpoints save. A pass begins with an epoch, or, after a resume, within one. Length
+    and attributes are the loader's. Raises ``UserError`` for a loader whose position cannot be restored."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._ahead = type(loader) is DataLoaderShard
         base = loader.base_dataloader if self._ahead else loader
-        if not isinstance(base, DataLoader) or not sampler_position.fits(base):
+        if not isinstance(base, DataLoader) or not sampler_position.is_supported(base):
             raise UserError(
-                f"train_dataset: the Trainer's {type(loader).__name__} has no position that a resume could put back: give data "
-                "with a length and __getitem__, and of get_train_dataloader a torch DataLoader over such"
+                f"train_dataset: the Trainer's {type(loader).__name__} has no position that a resume can restore: use data "
+                "with a length and __getitem__, and return a torch DataLoader over them from get_train_dataloader"
             )
         if self._ahead:
-            data_loader_shard.make_ready(loader)
+            data_loader_shard.prepare_loader(loader)
         self.position = SamplerPosition(base, ahead=self._ahead)
 
     def __len__(self) -> int:
@@ -40,19 +40,19 @@ class TrainingBatches:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        """What is left of the epoch, or the next one. Nothing is drawn before the first batch is asked for."""
+        """The rest of the epoch, or the next one. Nothing is drawn before the first batch is requested."""
         position = self.position
         if self._ahead:
-            data_loader_shard.begin(self._loader, within=position.position > 0)
+            data_loader_shard.begin_pass(self._loader, is_resumed=position.position > 0)
         if not position.position:
             position.begin(position.epoch)
-        while position.more():
+        while position.has_more():
             batch = position.take()
             if self._ahead:
-                batch = data_loader_shard.handed_out(self._loader, batch, position.more)
+                batch = data_loader_shard.deliver_batch(self._loader, batch, position.has_more)
             if position.position < len(self):
                 yield batch
-            else:  # the Trainer asks for no more than there are
+            else:  # the Trainer requests no more batches than the length
                 position.end()
                 yield batch
                 return

@@ -1,19 +1,20 @@
-"""Hugging Face's Trainer as a job, in a script that stays as it was but for one line behind the imports of transformers::
+"""Hugging Face's Trainer in a job. A script changes by one line, after the imports of transformers::
 
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
     from ratchet.transformers import Trainer
 
-Seed, DataLoader, order of the data, checkpoints in ``output_dir`` and logs are those of the plain Trainer, and so are the bits of
-a run that nobody disturbs. ``train()`` makes the rank's ``Session``, or takes the one that the script has made: in a job the
-job's, else one that saves to ``output_dir/_ratchet-checkpoints``. Hook, DDP's settings, ranks and devices are those of the spec.
+Seed, DataLoader, order of the data, checkpoints in ``output_dir`` and logs are those of the plain Trainer, and an uninterrupted
+run has the same bits. ``train()`` makes the rank's ``Session``, or uses the one that the script has made: in a job the job's,
+else one that saves to ``output_dir/_ratchet-checkpoints``. Hook, DDP settings, ranks and devices are those of the spec.
 
-A step of the job is one of the optimizer. It ends when the Trainer asks for the next batches: what callbacks, logs, evaluations
-and checkpoints in ``output_dir`` did until then belongs to it. Then it is counted, saved when a checkpoint is due, and stopped at
-when a stop was asked for. Saved are model, optimizer, scheduler, scaler, data position, generators, buffers, hook, the Trainer's
-own progress, and callbacks with ``state`` and ``attributes`` (``ExportableState``). What the Trainer logs are the job's metrics.
+A step of the job is an optimizer step. It ends when the Trainer requests the next batches: what callbacks, logs, evaluations and
+checkpoints in ``output_dir`` did until then belongs to it. Then it is counted, saved if a checkpoint is due, and stopped at if a
+stop was requested. Saved are model, optimizer, scheduler, scaler, data position, generators, buffers, hook, the Trainer's own
+progress, and callbacks with ``state`` and ``attributes`` (``ExportableState``). Values that the Trainer logs are the job's
+metrics.
 
-A Trainer of one's own has this one for its base, or beside it: ``class Mine(Trainer, SFTTrainer)``. Arguments that no resume
-could honour are refused by name. A stop waits for the end of an evaluation.
+A custom Trainer derives from this class, alone or together with another one: ``class Mine(Trainer, SFTTrainer)``. Arguments that
+no resume could honour are refused with an error that names them. A stop waits for the end of an evaluation.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ try:
 except ImportError as error:
     raise ImportError("transformers is not installed: pip install 'ratchet-train[worker,transformers]'") from error
 
-from ratchet_contract import environment
+from ratchet_contract import env_vars
 from ratchet_contract.errors import UserError
-from ratchet_contract.messages import LaunchFile
+from ratchet_contract.paths import RUN_DIRECTORY
+from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_worker.data.sampler_position import SamplerPosition
 from ratchet_worker.integrations import accelerate
-from ratchet_worker.integrations.steps import Steps, goes_on
-from ratchet_worker.integrations.training_arguments import SEARCH, ddp_of, make_generator, refuse
+from ratchet_worker.integrations.session_steps import Steps, continues_own_job
+from ratchet_worker.integrations.training_arguments import SEARCH, check_arguments, ddp_arguments, make_generator
 from ratchet_worker.integrations.training_batches import TrainingBatches
-from ratchet_worker.runtime import Runtime
-from ratchet_worker.session import Session
-from ratchet_worker.session_arguments import DIRECTORY
+from ratchet_worker.session.session import Session
+from ratchet_worker.training.runtime import Runtime
 
 if not all(
     hasattr(transformers.Trainer, name) for name in ("_run_epoch", "_init_training_state", "_prepare_for_training")
 ):
     raise ImportError("a Trainer as a job needs transformers 5: pip install 'transformers[torch]>=5'")
 
-if environment.RANK in os.environ and not torch.cuda.is_available():
-    # Else TrainingArguments makes each rank that torchrun starts on a CPU a training of its own. In a job it is set.
+if env_vars.RANK in os.environ and not torch.cuda.is_available():
+    # Otherwise TrainingArguments makes each rank that torchrun starts on a CPU a separate training. In a job it is already set.
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 __all__ = ["Seq2SeqTrainer", "Trainer"]
@@ -70,22 +71,24 @@ _PROGRESS: Final = (
 
 
 class Trainer(transformers.Trainer):
-    """See the module's text. Its arguments are the Trainer's own. Raises ``UserError``."""
+    """See the module's docstring. Takes the arguments of the original Trainer. Raises ``UserError``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._session: Session | None = None  # from train() on
+        self._session: Session | None = None  # set by train()
         self._progress = _Progress(self)
         super().__init__(*args, **kwargs)
-        self.callback_handler.callbacks.insert(0, RatchetJob(self))  # first: others see the epoch that it puts right
+        self.callback_handler.callbacks.insert(
+            0, RatchetJob(self)
+        )  # first, so that others see the epoch that it corrects
 
     @override
     def create_accelerator_and_postprocess(self) -> None:
-        refuse(self.args)  # before the Trainer makes anything of its arguments
+        check_arguments(self.args)  # before the Trainer uses its arguments
         super().create_accelerator_and_postprocess()
 
     @property
     def session(self) -> Session:
-        """The rank's, while ``train()`` runs and behind it."""
+        """The rank's Session, during ``train()`` and after it."""
         assert self._session is not None
         return self._session
 
@@ -102,44 +105,44 @@ class Trainer(transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """The Trainer's, once per job. A job goes on from its own checkpoints: ``resume_from_checkpoint`` is not read, which is
-        told. Raises ``UserError`` for what cannot be honoured, and ``Stopped``."""
+        """The Trainer's, once per job. A job resumes from its own checkpoints: ``resume_from_checkpoint`` is not read, which is
+        reported. Raises ``UserError`` for arguments that cannot be honoured, and ``Stopped``."""
         if trial is not None:
             raise UserError(f"trial: {SEARCH}")
-        directory = Path(str(self.args.output_dir), f"_{DIRECTORY}")  # what begins so push_to_hub leaves out
-        ddp = ddp_of(self.args)
-        self._session = accelerate.session_of_rank(lambda: Session._of_package(directory, ddp))
+        directory = Path(str(self.args.output_dir), f"_{RUN_DIRECTORY}")  # push_to_hub skips names that begin with "_"
+        ddp = ddp_arguments(self.args)
+        self._session = accelerate.rank_session(lambda: Session._for_package(directory, ddp))
         if self._runtime.restored:
-            raise UserError("trainer.train() comes once per job: do all epochs in one call")
-        self._steps = Steps(self.session, "the Trainer", self._progress.settle)
+            raise UserError("call trainer.train() only once per job, for all epochs")
+        self._steps = Steps(self.session, "the Trainer", self._progress.undo_trainer_changes)
         with self.session:
             if self.session.rank == 0 and self.args.ddp_timeout != TrainingArguments.ddp_timeout:
                 self._runtime.reporter.note(
                     "ddp-timeout",
-                    f"ddp_timeout={self.args.ddp_timeout} counts until train() only: in it the job's limit does, "
-                    "policy.step_deadline, and without a service 1800 s",
+                    f"ddp_timeout={self.args.ddp_timeout} applies only before train(): within it the limit is "
+                    "policy.step_deadline of the job, and without a service 1800 s",
                 )
-            self._refuse_other_start(resume_from_checkpoint)
+            self._check_start(resume_from_checkpoint)
             return super().train(None, None, ignore_keys_for_eval)
 
-    def _refuse_other_start(self, checkpoint: str | bool | None) -> None:
-        """Raises ``UserError`` for a ``checkpoint`` that this job has not written, where it begins at step 0."""
+    def _check_start(self, checkpoint: str | bool | None) -> None:
+        """Raises ``UserError`` for a ``checkpoint`` that this job has not written, where the job begins at step 0."""
         if checkpoint is True:
             output = Path(str(self.args.output_dir))
             checkpoint = get_last_checkpoint(str(output)) if output.is_dir() else None  # type: ignore[no-untyped-call]
         if not checkpoint:
             return
         session = self.session
-        if not session.resumed and not _is_of(Path(str(checkpoint)), self._runtime.launch):
+        if not session.resumed and not _is_written_by(Path(str(checkpoint)), self._runtime.launch):
             raise UserError(
                 f"resume_from_checkpoint: {checkpoint} was not written by this job, which begins at step 0. To begin with its "
-                "weights name it as the model (model_name_or_path), or in the spec's start_from; to leave it out take another "
+                "weights name it as the model (model_name_or_path), or in the spec's start_from; to ignore it use another "
                 "output_dir"
             )
         if session.rank == 0:
             self._runtime.reporter.note(
                 "resume-from-checkpoint",
-                f"resume_from_checkpoint: {checkpoint} is not read: the job goes on from its own step {session.step}",
+                f"resume_from_checkpoint: {checkpoint} is not read: the job continues from its own step {session.step}",
             )
 
     @override
@@ -150,21 +153,22 @@ class Trainer(transformers.Trainer):
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """The epoch to begin with; what is left of it is for ``_run_epoch`` to know."""
+        """Return the epoch to begin with; ``_run_epoch`` handles the rest of that epoch."""
         super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
         self._progress.steps_per_epoch = num_update_steps_per_epoch
-        # The Trainer makes them, with the same values, behind the restore; what has state is asked for it before that.
+        # The Trainer sets these, to the same values, after the restore; but the state is read before that.
         self._tr_loss, self._total_loss_scalar = torch.tensor(0.0, device=self.args.device), 0.0
         self._globalstep_last_logged = 0
         return self.session.step // num_update_steps_per_epoch, 0
 
     @override
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """In DDP as the spec has it. Unused parameters are looked for where the Trainer or the spec wants it."""
+        """Wrap the model in DDP with the spec's settings. DDP looks for unused parameters if the Trainer or the spec requests
+        it."""
         if not training or self._runtime.state.ddp is not None:
             wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
             return wrapped
-        accelerate.refuse_other_ranks(self.session, self.accelerator)
+        accelerate.check_same_ranks(self.session, self.accelerator)
         handler: Any = self.accelerator.ddp_handler
         wrap = partial(self._runtime.wrap, find_unused_parameters=handler.find_unused_parameters)
         prepared: nn.Module = accelerate.prepare_model(self.accelerator, model, wrap)
@@ -187,7 +191,8 @@ class Trainer(transformers.Trainer):
 
     @override
     def _run_epoch(self, **given: Any) -> None:  # type: ignore[override]
-        """An epoch, or what is left of it: the data are there already, so the loop gets fewer steps instead of a skip."""
+        """Train an epoch, or the rest of it: the data are already at their position, so the loop gets fewer steps instead of a
+        skip."""
         if self._runtime.done or self._progress.ended:
             self.control.should_training_stop = True
             return
@@ -205,9 +210,9 @@ class Trainer(transformers.Trainer):
 
     @override
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Where a step begins, and the one before it ends. Raises ``Stopped``."""
-        self._steps.next()
-        self._runtime.trial.batch(num_batches)
+        """A step begins here, and the previous one ends. Raises ``Stopped``."""
+        self._steps.next_step()
+        self._runtime.trial.count_batches(num_batches)
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if len(samples) != num_batches:
             raise UserError("the data ended before their epoch did: steps_per_epoch promised more batches")
@@ -215,8 +220,8 @@ class Trainer(transformers.Trainer):
 
     @override
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """The last step ends, and the final checkpoint is made: before the best model is loaded in place of the last one."""
-        self._progress.settle()
+        """End the last step and save the final checkpoint, before the best model is loaded in place of the last one."""
+        self._progress.undo_trainer_changes()
         self.session.finish()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
         return output
@@ -226,18 +231,19 @@ class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
     """``Trainer``, with generation in evaluations."""
 
 
-def _is_of(checkpoint: Path, launch: LaunchFile) -> bool:
-    """Has this job written a checkpoint of the Trainer's? One that is not whole a kill has left, of an earlier attempt."""
+def _is_written_by(checkpoint: Path, launch: LaunchFile) -> bool:
+    """True if this job has written this checkpoint of the Trainer. An incomplete one was left by a kill, in an earlier
+    attempt."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
     except (OSError, ValueError):
-        return launch.epoch > 1
+        return launch.attempt > 1
     job = state.get("stateful_callbacks", {}).get(RatchetJob.__name__, {})
     return bool(job.get("attributes", {}).get("job_id") == launch.job_id)
 
 
 class RatchetJob(TrainerCallback, ExportableState):
-    """Signs of life, and metrics. The Trainer's checkpoints say by its ``state`` which job wrote them."""
+    """Progress ticks and metrics. Its ``state`` records in the Trainer's checkpoints which job wrote them."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -246,7 +252,7 @@ class RatchetJob(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"job_id": self._trainer._runtime.launch.job_id}}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The Trainer has counted from where this attempt began the epoch."""
+        """Correct the epoch: the Trainer has counted from where this attempt began it."""
         progress = self._trainer._progress
         epoch, batches = progress.epoch
         done = (state.global_step - epoch * progress.steps_per_epoch) * args.gradient_accumulation_steps
@@ -258,16 +264,18 @@ class RatchetJob(TrainerCallback, ExportableState):
         trainer = self._trainer
         if trainer._session is None or not (trainer.is_in_train and trainer._runtime.restored):
             return
-        again = trainer._progress.behind_a_resume and goes_on(trainer.session)  # of a step that was told of already
+        again = trainer._progress.is_before_first_step and continues_own_job(
+            trainer.session
+        )  # of a step that was logged already
         if not again:
             trainer.session.log({k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))})
 
-    def _alive(
+    def _tick(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:  # many batches, or a long evaluation, are no hang
         self._trainer._runtime.counter.tick()
 
-    on_substep_end: Callable[..., None] = _alive
+    on_substep_end: Callable[..., None] = _tick
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -277,30 +285,29 @@ class RatchetJob(TrainerCallback, ExportableState):
         runtime = self._trainer._runtime
         runtime.counter.tick()
         if runtime.restored and not runtime.finished:
-            runtime.trial.evaluates(runtime.step, runtime.checkpointer.drain)
+            runtime.trial.record_evaluation(runtime.step, runtime.checkpointer.drain)
 
 
 class _Progress:
-    """The Trainer's own state: what it has counted and logged, and its callbacks'. Without the time and the memory that
-    something took."""
+    """The Trainer's own state: its counters, its log, and its callbacks' state. Without measured times and memory."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._loaded: dict[str, Any] | None = None
-        self.steps_per_epoch = 0  # of the optimizer
-        self.epoch = 0, 1  # the one that is trained, and its batches
-        self.ended = False  # a callback, or the last step, had ended this job's training; a fork's goes on
+        self.steps_per_epoch = 0  # optimizer steps
+        self.epoch = 0, 1  # the current epoch, and its number of batches
+        self.ended = False  # a callback, or the last step, had ended this job's training; a fork's continues
 
     @property
-    def behind_a_resume(self) -> bool:
-        """No step has begun since the state was put back: what runs now is ``eval_on_start``."""
+    def is_before_first_step(self) -> bool:
+        """True while no step has begun since the restore: what runs then is ``eval_on_start``."""
         return self._loaded is not None
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         state: dict[str, Any] = {name: deepcopy(getattr(trainer.state, name)) for name in _PROGRESS}
-        state["log_history"] = [_lasting(entry) for entry in state["log_history"]]
-        state["stateful_callbacks"].pop(RatchetJob.__name__, None)  # it names this job, and a fork is another
+        state["log_history"] = [_without_measurements(entry) for entry in state["log_history"]]
+        state["stateful_callbacks"].pop(RatchetJob.__name__, None)  # it names this job, and a fork is another job
         return {
             "steps_per_epoch": self.steps_per_epoch,
             "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
@@ -314,7 +321,7 @@ class _Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ``ValueError`` where an epoch has other steps than the recorded one."""
+        """Raises ``ValueError`` where an epoch has another number of steps than the recorded one."""
         now = {"steps_per_epoch": self.steps_per_epoch}
         now["gradient_accumulation_steps"] = self._trainer.args.gradient_accumulation_steps
         for name, value in now.items():
@@ -323,23 +330,23 @@ class _Progress:
                     f"{name} was {state[name]}, now it is {value}: keep the data, and the samples that a step has on all "
                     "ranks together (on half of the ranks twice per_device_train_batch_size)"
                 )
-        further = self._trainer._runtime.goes_further
-        self._loaded, self.ended = state, state["ended"] and goes_on(self._trainer.session) and not further
-        self._put()
+        further = self._trainer._runtime.is_extended
+        self._loaded, self.ended = state, state["ended"] and continues_own_job(self._trainer.session) and not further
+        self._apply_loaded()
 
-    def settle(self) -> None:
+    def undo_trainer_changes(self) -> None:
         """Undo what the Trainer did between the restore and the first step: counters set to 0, and ``eval_on_start``, which runs
-        in every attempt, with what callbacks made of it."""
+        in every attempt, with its effects on callbacks."""
         if self._loaded is None:
             return
-        self._put()
+        self._apply_loaded()
         trainer, state, self._loaded = self._trainer, self._loaded, None
         trainer._tr_loss.copy_(state["loss"])
         trainer._total_loss_scalar, trainer._globalstep_last_logged = state["total_loss"], state["last_logged"]
         trainer.control.should_training_stop = self.ended
-        trainer._initial_global_step = 0  # training_loss is the mean of all of the job's steps
+        trainer._initial_global_step = 0  # training_loss is the mean over all of the job's steps
 
-    def _put(self) -> None:
+    def _apply_loaded(self) -> None:
         assert self._loaded is not None
         state: Any = self._trainer.state
         of_this_job = state.stateful_callbacks
@@ -352,7 +359,7 @@ class _Progress:
                 setattr(callback, attribute, deepcopy(value))
 
     def _callbacks(self) -> Iterator[tuple[str, Any]]:
-        """Those with a state, by class and place among those of their class."""
+        """Callbacks with a state, by class and index among those of their class."""
         seen: dict[str, int] = {}
         for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, ExportableState) and not isinstance(callback, RatchetJob):
@@ -361,5 +368,5 @@ class _Progress:
                 yield f"{name}.{seen[name]}", callback
 
 
-def _lasting(entry: dict[str, Any]) -> dict[str, Any]:
+def _without_measurements(entry: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in entry.items() if not k.endswith(("_runtime", "_per_second")) and "_mem_" not in k}

@@ -1,1 +1,1 @@
-"""Tasks on real data that needs no download."""
+"""Example tasks on real data that needs no download."""

@@ -1,6 +1,6 @@
 """``bytelm``: a byte-level transformer language model over the source files of the Python standard library.
 
-The data are described in ``stdlib_bytes``; the model to beat in ``baseline``. With the arguments' defaults it beats that model
+The data are described in ``stdlib_bytes``, the model to beat in ``byte_baseline``. With the default arguments it beats that model
 in bits per byte on held-back files, with all-reduce and with PowerSGD of rank 2 (CPython 3.11, two ranks: 1.97 and 2.13
 against 2.60).
 """
@@ -25,7 +25,7 @@ from ratchet_worker.tasks.stdlib_bytes import load_corpus
 _VOCABULARY = 256
 _LONGEST_GRAM = 4
 _KNUTH = 2654435761  # 2^32 / golden ratio, The Art of Computer Programming, vol. 3, 6.4
-# Flash attention on CPU, plain mathematics where there is none for the dtype: both give the same bits each time.
+# Flash attention on the CPU, plain mathematics if it does not support the dtype: both give the same bits each time.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
@@ -46,7 +46,7 @@ class Windows:
 
 
 def crop(sample: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A window of half the length + 1 that begins at random: inputs and, one further, targets."""
+    """A window of half the length + 1 at a random start: the inputs and, shifted by one, the targets."""
     context = len(sample) // 2
     start = int(torch.randint(0, context, (), generator=generator))
     return sample[start : start + context + 1]
@@ -76,9 +76,9 @@ class Block(nn.Module):
 class ByteTransformer(nn.Module):
     """Bytes (batch, length), any integer dtype, to logits (batch, length, 256) of each next byte.
 
-    A position's input is the sum of embeddings of its byte, of its place, and of the 2, 3 and 4 bytes that end there, these
-    hashed into ``grams`` rows for each length (hash n-gram embeddings as in Pagnoni et al. 2024, arXiv 2412.09871, section
-    3.2.1): short histories need not be learnt, which is what lets a small model train in seconds.
+    A position's input is the sum of the embeddings of its byte, of its place, and of the last 2, 3 and 4 bytes, which are hashed
+    into ``grams`` rows for each length (hash n-gram embeddings as in Pagnoni et al. 2024, arXiv 2412.09871, section 3.2.1). Short
+    histories need not be learnt, so a small model trains in seconds.
     """
 
     def __init__(self, width: int, layers: int, heads: int, context: int, dropout: float, grams: int) -> None:
@@ -107,7 +107,7 @@ class ByteTransformer(nn.Module):
 
     def _hashes(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of ``grams``, int64 of shape (lengths, batch, length): Knuth's multiplicative hash of the bytes as a number."""
-        before = functional.pad(x, (_LONGEST_GRAM - 1, 0))  # NUL: what stands between files
+        before = functional.pad(x, (_LONGEST_GRAM - 1, 0))  # NUL, the separator between files
         code, rows = x, []
         for k in range(1, _LONGEST_GRAM):
             code = code * _VOCABULARY + before[:, _LONGEST_GRAM - 1 - k :][:, : x.shape[1]]
@@ -189,19 +189,20 @@ class ByteLMTask:
         return ByteTransformer(self.width, self.layers, self.heads, self.context, self.dropout, self.grams)
 
     def parameter_shapes(self) -> list[tuple[int, ...]]:
-        """Of the model that ``build`` makes, without its memory."""
+        """The parameter shapes of the model that ``build`` makes, without allocating its memory."""
         with torch.device("meta"):
             return [tuple(p.shape) for p in self._model().parameters()]
 
     def _rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to 5 % at the last step; the factor of the peak after ``step`` steps."""
+        """The learning rate after ``step`` steps as a factor of the peak: linear warm-up, then a cosine down to 5 % at the last
+        step."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
         return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
 
     def _share(self, data: torch.Tensor, rank: int, world_size: int) -> list[torch.Tensor]:
-        """This rank's windows of ``context + 1`` bytes (the last may be shorter); targets are each byte but the first once."""
+        """This rank's windows of ``context + 1`` bytes (the last may be shorter). Each byte but the first is a target once."""
         starts = range(0, len(data) - 1, self.context)
         return [data[starts[i] : starts[i] + self.context + 1] for i in shard(len(starts), rank, world_size)]
 
@@ -224,6 +225,6 @@ class ByteLMTask:
 
 
 def _nats(model: nn.Module, windows: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Cross-entropy of each byte of (batch, length) given those before it, the first excepted."""
+    """Cross-entropy in nats of each byte of (batch, length) except the first, given those before it."""
     logits = model(windows[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten().long(), reduction=reduction)

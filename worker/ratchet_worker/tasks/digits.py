@@ -44,9 +44,9 @@ class Digits:
 
 
 def load_digits() -> tuple[Digits, Digits]:
-    """(training data, held-back data). Raises ``UserError`` where scikit-learn is not installed.
+    """Return (training data, held-back data). Raises ``UserError`` if scikit-learn is not installed.
 
-    Reads the package's file without importing the package, which would cost every rank a second at its start.
+    Reads the package's file without importing the package, which would cost every rank a second at start-up.
     """
     spec = importlib.util.find_spec("sklearn")
     places = [Path(p) / _FILE for p in (spec.submodule_search_locations or [])] if spec else []
@@ -61,7 +61,7 @@ def load_digits() -> tuple[Digits, Digits]:
 
 
 def shift(sample: tuple[torch.Tensor, torch.Tensor], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Moves the image by -1, 0 or 1 pixel in both directions; what comes in is background."""
+    """Shift the image by -1, 0 or 1 pixel in both directions; new pixels are background."""
     image, label = sample
     down, right = torch.randint(0, 3, (2,), generator=generator).tolist()
     return functional.pad(image, (1, 1, 1, 1))[:, down : down + 8, right : right + 8], label
@@ -70,7 +70,7 @@ def shift(sample: tuple[torch.Tensor, torch.Tensor], generator: torch.Generator)
 def make_net(width: int, dropout: float) -> nn.Sequential:
     """188 394 parameters at width 32; PowerSGD compresses the matrices (2w, 9w), (2w, 18w), (4w, 32w) and, at rank 2, (10, 4w).
 
-    A convolution of stride 2 stands for pooling, whose backward pass on CUDA has no fixed order of additions.
+    A convolution of stride 2 replaces pooling, whose backward pass on CUDA has no fixed order of additions.
     """
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1, bias=False),
@@ -93,7 +93,7 @@ def make_net(width: int, dropout: float) -> nn.Sequential:
 class DigitsTask:
     """Arguments: ``epochs``, ``batch_size`` (per rank, or of the whole group with ``batch_is="global"``), peak ``lr``,
     ``momentum``, ``weight_decay``, ``dropout``, ``width`` (channels of the first layer), ``num_workers`` (0: load in the
-    rank), ``steps`` (stop after so many steps instead of ``epochs``), ``evaluate`` (False: no evaluation).
+    rank), ``steps`` (number of steps to train, instead of ``epochs``), ``evaluate`` (False: no evaluation).
 
     Metrics: ``loss`` and ``accuracy`` of the training batches, ``test_loss`` and ``test_accuracy`` after every epoch.
     """
@@ -138,7 +138,7 @@ class DigitsTask:
             model.parameters(), lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, nesterov=True
         )
         total = self.steps or self.epochs * loader.steps_per_epoch
-        # One step more than there are: the loop steps the scheduler after the last optimizer step, too.
+        # One more than the number of steps: the loop steps the scheduler after the last optimizer step, too.
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=total + 1, cycle_momentum=False)
         return Parts(
             model,
@@ -151,7 +151,7 @@ class DigitsTask:
         )
 
     def parameter_shapes(self) -> list[tuple[int, ...]]:
-        """Of the model that ``build`` makes, without its memory."""
+        """The parameter shapes of the model that ``build`` makes, without allocating its memory."""
         with torch.device("meta"):
             return [tuple(p.shape) for p in make_net(self.width, self.dropout).parameters()]
 

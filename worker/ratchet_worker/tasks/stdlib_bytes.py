@@ -39,7 +39,8 @@ class ByteCorpus:
 
 
 def load_corpus(train_bytes: int, held_back_bytes: int, root: Path | None = None) -> ByteCorpus:
-    """At most so many bytes of each half (the last file is cut). Raises ``UserError`` where there are no source files."""
+    """The corpus, with at most ``train_bytes`` and ``held_back_bytes`` bytes (the last file is cut). Raises ``UserError`` if
+    there are no source files."""
     base = root or Path(sysconfig.get_path("stdlib"))
     ranked = sorted((hashlib.sha256(name.encode()).digest(), name) for name in _source_files(base))
     record: list[tuple[str, int, str]] = []
@@ -58,7 +59,7 @@ def load_corpus(train_bytes: int, held_back_bytes: int, root: Path | None = None
 def _source_files(base: Path) -> list[str]:
     names: list[str] = []
     for folder, below, files in os.walk(base):
-        below[:] = [name for name in below if name not in _NOT_IN]  # does not even look into installed packages
+        below[:] = [name for name in below if name not in _NOT_IN]  # skip these directories entirely
         names += (
             (Path(folder) / name).relative_to(base).as_posix()
             for name in files

@@ -1,4 +1,4 @@
-"""``ratchet doctor``: can this machine run Ratchet, and what to do where it cannot?"""
+"""``ratchet doctor``: checks whether this machine can run Ratchet, and prints what to do if it cannot."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ratchet_client.cli import output
-from ratchet_client.cli.common import SETUP, JsonFlag, Settings, settings
-from ratchet_client.cli.exits import Exit
-from ratchet_contract.plural import counted
+from ratchet_client.cli.shared import output
+from ratchet_client.cli.shared.exit_codes import Exit
+from ratchet_client.cli.shared.options import SETUP, JsonFlag, Settings, settings
+from ratchet_contract.plural import pluralize
 
 if TYPE_CHECKING:
     from ratchet_client.cli.doctor.checks import Diagnosis
     from ratchet_client.cli.doctor.exactness import Proof
-    from ratchet_contract.findings import Finding
+    from ratchet_contract.doctor.findings import Finding
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +34,7 @@ def doctor(
         typer.Option("--hook", help="With --exactness: only this hook; may be repeated. (default: all available)"),
     ] = [],  # noqa: B006
     home: Annotated[
-        Path | None, typer.Option(help="Run directory to look at. (default: RATCHET_HOME, else ./.ratchet)")
+        Path | None, typer.Option(help="Run directory to check. (default: RATCHET_HOME, else ./.ratchet)")
     ] = None,
     python: Annotated[
         str | None,
@@ -42,27 +42,27 @@ def doctor(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check whether this machine can run Ratchet, and say what to do where it cannot. Changes nothing."""
+    """Check whether this machine can run Ratchet, and print a remedy for each problem. Changes nothing."""
     if sys.platform == "win32":
-        output.note("ratchet: doctor looks at the machine that trains, which runs Linux: call it there, or in WSL2")
+        output.note("ratchet: doctor checks the training machine, which must run Linux: run it there, or in WSL2")
         raise typer.Exit(Exit.FAULT)
-    from ratchet_client.cli.doctor.checks import examine
+    from ratchet_client.cli.doctor.checks import run_checks
     from ratchet_client.cli.doctor.progress import Progress
-    from ratchet_client.cli.signals import interruptible
+    from ratchet_client.cli.shared.signals import interruptible
 
     if hooks and not exactness:
-        raise typer.BadParameter("--hook chooses what --exactness proves: give both")
+        raise typer.BadParameter("--hook selects hooks for --exactness: specify both")
     python = None if python is None else _interpreter(python)
     given = settings(ctx)
-    wanted = _known(hooks) if exactness else []
+    wanted = _checked_hooks(hooks) if exactness else []
     chosen = Settings(given.server, home or given.home)
     with interruptible(), Progress() as progress:
-        found = examine(chosen, python, progress)
+        found = run_checks(chosen, python, progress)
     if not as_json:
         _show(found.findings)
     proofs: list[Proof] = []
     if exactness:
-        from ratchet_client.discovery import home_directory
+        from ratchet_client.http.discovery import home_directory
 
         proofs = _prove(found, home_directory(chosen.home), python, wanted)
         found.findings += [proof.finding() for proof in proofs]
@@ -77,14 +77,14 @@ def doctor(
         raise typer.Exit(Exit.FAULT)
 
 
-def _interpreter(given: str) -> str:
-    """As the spec's ``python``: a file, or a virtual environment's directory; here a name on the PATH too."""
-    path = Path(given)
-    return str(path / "bin" / "python") if path.is_dir() else shutil.which(given) or given
+def _interpreter(value: str) -> str:
+    """Return the interpreter for a file or a virtual environment's directory, as in the spec's ``python``, or a name on PATH."""
+    path = Path(value)
+    return str(path / "bin" / "python") if path.is_dir() else shutil.which(value) or value
 
 
-def _known(hooks: list[str]) -> list[str]:
-    """Raises ``typer.BadParameter``."""
+def _checked_hooks(hooks: list[str]) -> list[str]:
+    """Return ``hooks``, or all available hooks if it is empty. Raises ``typer.BadParameter`` for an unavailable one."""
     from ratchet_client.cli.doctor.exactness import available
 
     known = available()
@@ -93,17 +93,17 @@ def _known(hooks: list[str]) -> list[str]:
     return hooks or known
 
 
-def _prove(found: Diagnosis, home: Path, python: str | None, hooks: list[str]) -> list[Proof]:
+def _prove(diagnosis: Diagnosis, home: Path, python: str | None, hooks: list[str]) -> list[Proof]:
     from ratchet_client.cli.doctor.exactness import prove
     from ratchet_client.cli.doctor.progress import Progress
 
     with Progress(lines=True) as progress:
-        return prove(found, home, python, hooks, progress)
+        return prove(diagnosis, home, python, hooks, progress)
 
 
 def _show(findings: list[Finding]) -> None:
-    """All checks, then what is to be done, one after the other."""
-    output.table(("CHECK", "STATUS", "FOUND"), [(f.name, f.status, _found(f)) for f in findings])
+    """Print all checks, then the remedies, one per line."""
+    output.table(("CHECK", "STATUS", "FOUND"), [(f.name, f.status, _found_text(f)) for f in findings])
     complaints = [f for f in findings if f.status != "ok"]
     if complaints:
         output.line()
@@ -111,7 +111,7 @@ def _show(findings: list[Finding]) -> None:
         output.line(f"{finding.name}: {finding.cure}")
 
 
-def _found(finding: Finding) -> str:
+def _found_text(finding: Finding) -> str:
     return f"{finding.value} ({finding.detail})" if finding.detail else finding.value
 
 
@@ -131,7 +131,7 @@ def _summary(findings: list[Finding]) -> None:
     bad, warned, open_ = (sum(f.status == status for f in findings) for status in ("failed", "warning", "not-checked"))
     words = (
         [f"{bad} failed"] * (bad > 0)
-        + [counted(warned, "warning")] * (warned > 0)
+        + [pluralize(warned, "warning")] * (warned > 0)
         + [f"{open_} not checked"] * (open_ > 0)
     )
-    output.note(f"{counted(len(findings), 'check')}: {', '.join(words) or 'all ok'}")
+    output.note(f"{pluralize(len(findings), 'check')}: {', '.join(words) or 'all ok'}")

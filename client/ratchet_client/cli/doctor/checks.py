@@ -1,4 +1,4 @@
-"""All checks in their order: the disk alone, so that its speed is its own; then slow processes and quick checks at once."""
+"""Runs all checks in order: first the disk alone, so that nothing slows it; then slow processes and quick checks concurrently."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from ratchet_client.cli.common import Settings
 from ratchet_client.cli.doctor import disk, machine, network, probes
 from ratchet_client.cli.doctor.progress import Progress
-from ratchet_client.discovery import home_directory
-from ratchet_contract.findings import Finding
+from ratchet_client.cli.shared.options import Settings
+from ratchet_client.http.discovery import home_directory
+from ratchet_contract.doctor.findings import Finding
 
 DISK_SECONDS: Final = 60.0
 QUICK_SECONDS: Final = 30.0
@@ -26,18 +26,18 @@ class Diagnosis:
     gpus: list[str] = field(default_factory=list)
 
     def failed(self, name: str) -> bool:
-        """Whether the check of this name failed or could not even begin."""
+        """True if the check of this name failed or did not run."""
         found = [f.status for f in self.findings if f.name == name]
         return not found or "failed" in found
 
 
-def examine(given: Settings, python: str | None, say: Progress) -> Diagnosis:
-    """Everything but the proof of exactness."""
-    home = home_directory(given.home)
-    say("the disk of the run directory ...")
-    on_disk = probes.within(DISK_SECONDS, "run directory", lambda: disk.probe(home))
+def run_checks(settings: Settings, python: str | None, report_progress: Progress) -> Diagnosis:
+    """Run all checks except the proof of exactness."""
+    home = home_directory(settings.home)
+    report_progress("the disk of the run directory ...")
+    on_disk = probes.with_timeout(DISK_SECONDS, "run directory", lambda: disk.probe(home))
     with probes.worker(python or sys.executable) as worker, probes.database(home) as database:
-        say("this machine ...")
+        report_progress("this machine ...")
         limits = machine.cgroup_limits()
         quick: tuple[tuple[str, Callable[[], list[Finding]]], ...] = (
             ("python", machine.installation),
@@ -53,12 +53,12 @@ def examine(given: Settings, python: str | None, say: Progress) -> Diagnosis:
             ),
             ("clock", machine.clock),
             ("loopback", lambda: [network.loopback(), *network.proxies()]),
-            ("service", lambda: network.service(given)),
+            ("service", lambda: network.service(settings)),
         )
-        rows = {name: probes.within(QUICK_SECONDS, name, check) for name, check in quick}
-        say("database ...")
+        rows = {name: probes.with_timeout(QUICK_SECONDS, name, check) for name, check in quick}
+        report_progress("database ...")
         stored = database()
-        say("torch, devices, and two processes that meet (some seconds) ...")
+        report_progress("torch, devices, and a rendezvous of two processes (some seconds) ...")
         trains = worker()
     order = [
         rows["python"],

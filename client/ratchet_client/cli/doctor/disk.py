@@ -1,4 +1,4 @@
-"""The run directory's file system: room, speed, what it promises. Tried in a throw-away directory, of which nothing stays."""
+"""Checks of the run directory's file system: free space, speed, guarantees. They use a temporary directory, which is removed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from ratchet_contract.findings import Finding, failed, not_checked, ok, warning
+from ratchet_contract.doctor.findings import Finding, failed, not_checked, ok, warning
 
-MIN_FREE: Final = 1 << 30
-SLOW: Final = 20.0
-"""MB/s below which saves get in the way of training: a checkpoint of 100 MB would take five seconds."""
+MIN_FREE_BYTES: Final = 1 << 30
+MIN_MB_PER_SECOND: Final = 20.0
+"""MB/s below which saves slow down training: a checkpoint of 100 MB would take five seconds."""
 NETWORK: Final = (
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "beegfs", "gpfs", "ceph", "glusterfs", "afs", "pvfs2", "panfs", "wekafs",
     "9p", "virtiofs", "fuse.",
 )  # fmt: skip
-"""Types whose names begin so (s3fs, sshfs and their like are ``fuse.*``): files on another machine, or behind another kernel."""
+"""Prefixes of type names (s3fs, sshfs and similar are ``fuse.*``): files on another machine, or managed by another kernel."""
 MEMORY: Final = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _SECONDS: Final = 20.0
 _PIECE: Final = 4 << 20
@@ -40,18 +40,18 @@ _TRY_LOCK: Final = (
 )
 
 
-def place_of(home: Path) -> Path:
-    """The directory to look at: the run directory, or the nearest one above it that is there. It is not created."""
+def nearest_directory(home: Path) -> Path:
+    """Return the directory to check: the run directory, or its nearest parent that exists. Nothing is created."""
     while not home.is_dir() and home != home.parent:
         home = home.parent
     return home
 
 
 def probe(home: Path) -> list[Finding]:
-    """Everything about the disk of ``home``. Raises nothing for what the disk cannot do."""
-    place = place_of(home)
-    there = "" if place == home else f"{home} is not there yet: looked at {place}"
-    found = [_kind(place), _room(place)]
+    """Return all findings about the disk of ``home``. What the disk cannot do is a finding, not an exception."""
+    place = nearest_directory(home)
+    there = "" if place == home else f"{home} does not exist yet: checked {place}"
+    found = [_kind(place), _free_space(place)]
     try:
         folder = Path(tempfile.mkdtemp(prefix=".ratchet-doctor-", dir=place))
     except OSError as error:
@@ -75,7 +75,7 @@ def probe(home: Path) -> list[Finding]:
             try:
                 found += check(folder)
             except OSError as error:
-                found.append(_impossible(name, place, error))
+                found.append(_failed_check(name, place, error))
             except subprocess.TimeoutExpired:
                 found.append(failed(name, "hangs", detail=f"{place}: no answer in {_SECONDS:g} s", cure=_ELSEWHERE))
     finally:
@@ -83,32 +83,33 @@ def probe(home: Path) -> list[Finding]:
     return [ok("run directory", "writable", there or str(home)), *found]
 
 
-def _impossible(name: str, place: Path, error: OSError) -> Finding:
+def _failed_check(name: str, place: Path, error: OSError) -> Finding:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     cure = f"free space on {place} (`ratchet delete` removes old jobs), or {_ELSEWHERE}" if full else _ELSEWHERE
     return failed(name, "no space" if full else "not possible", detail=f"{place}: {error.strerror}", cure=cure)
 
 
-def _room(place: Path) -> Finding:
+def _free_space(place: Path) -> Finding:
     usage = shutil.disk_usage(place)
     value = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
-    if usage.free < MIN_FREE:
+    if usage.free < MIN_FREE_BYTES:
         return warning(
             "disk space",
             value,
-            detail="a save that finds no room fails, and the job with it",
+            detail="a save without enough free space fails, and so does its job",
             cure=f"free space on {place}, set checkpoint.keep_last lower, or {_ELSEWHERE}",
         )
     return ok("disk space", value)
 
 
-# --- what kind -----------------------------------------------------------------------------------------------------------
+# --- file system type -----------------------------------------------------------------------------------------------------------
 
 
-def file_system(place: Path, table: str) -> str | None:
-    """The type of the mount that holds ``place``, from the text of ``/proc/self/mountinfo``; the last of equal ones is on top."""
+def file_system(place: Path, mountinfo: str) -> str | None:
+    """Return the type of the mount that holds ``place``, from the text of ``/proc/self/mountinfo``; of equal mount points the
+    last one is on top."""
     best: tuple[int, str] | None = None
-    for line in table.splitlines():
+    for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
         fields = left.split()
         if len(fields) < 5 or not right:
@@ -125,13 +126,15 @@ def _kind(place: Path) -> Finding:
     except OSError:
         kind = None
     if kind is None:
-        return not_checked("file system", "unknown", detail="/proc/self/mountinfo does not tell", cure=f"df -T {place}")
+        return not_checked(
+            "file system", "unknown", detail="/proc/self/mountinfo does not contain it", cure=f"df -T {place}"
+        )
     if kind.startswith(NETWORK):
         return warning(
             "file system",
             kind,
             cure=f"{_ELSEWHERE}; or keep the database elsewhere: RATCHET_DATABASE_URL with PostgreSQL",
-            detail="a network file system: SQLite's WAL needs shared memory, which works on one machine only, and locks may lie",
+            detail="a network file system: SQLite's WAL needs shared memory, which works on one machine only; locks may not hold",
         )
     if kind in MEMORY:
         return warning(
@@ -140,14 +143,14 @@ def _kind(place: Path) -> Finding:
             detail="in memory: checkpoints are gone after a restart, and count as memory",
             cure=_ELSEWHERE,
         )
-    return ok("file system", kind, "goes with the container" if kind == "overlay" else None)
+    return ok("file system", kind, "is deleted with the container" if kind == "overlay" else None)
 
 
-# --- what it does --------------------------------------------------------------------------------------------------------
+# --- capabilities --------------------------------------------------------------------------------------------------------
 
 
 def _speed(folder: Path) -> list[Finding]:
-    """Up to 64 MiB, for a second at most; the file has no name any more while it is written."""
+    """Measure the speed with up to 64 MiB, written for at most a second; the file is unlinked before it is written."""
     piece = os.urandom(_PIECE)
     pieces = max(1, min(_PIECES, shutil.disk_usage(folder).free // 4 // _PIECE))
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -157,17 +160,17 @@ def _speed(folder: Path) -> list[Finding]:
             written += file.write(piece)
         os.fsync(file.fileno())
         write = written / (time.monotonic() - begin) / 1e6
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else memory would be measured
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # otherwise the page cache would be measured
         file.seek(0)
         begin, room = time.monotonic(), bytearray(_PIECE)
         while file.readinto(room):
             pass
         read = written / (time.monotonic() - begin) / 1e6
     amount = f"{written >> 20} MiB"
-    slow = "checkpoints will hold up training"
+    slow = "checkpoints will slow down training"
     return [
         ok("disk write", f"{write:.0f} MB/s", f"{amount} and fsync")
-        if write >= SLOW
+        if write >= MIN_MB_PER_SECOND
         else warning(
             "disk write",
             f"{write:.0f} MB/s",
@@ -175,7 +178,7 @@ def _speed(folder: Path) -> list[Finding]:
             cure=f"save less often (checkpoint.every_steps), or {_ELSEWHERE}",
         ),
         ok("disk read", f"{read:.0f} MB/s", amount)
-        if read >= SLOW
+        if read >= MIN_MB_PER_SECOND
         else warning(
             "disk read", f"{read:.0f} MB/s", detail=f"{amount}: a resume reads and verifies every byte", cure=_ELSEWHERE
         ),
@@ -183,7 +186,7 @@ def _speed(folder: Path) -> list[Finding]:
 
 
 def _locks(folder: Path) -> list[Finding]:
-    """Another process must be refused the lock that this one holds: it is how a dead agent is told from a live one."""
+    """Check that another process cannot take a lock that this one holds: such locks distinguish a dead agent from a live one."""
     path = folder / "lock"
     command = [sys.executable, "-I", "-S", "-c", _TRY_LOCK, str(path)]
     with path.open("a") as file:
@@ -196,14 +199,14 @@ def _locks(folder: Path) -> list[Finding]:
         failed(
             "file locks",
             "do not work",
-            detail="flock does not keep a second process out: a dead agent would look alive, or a live one dead",
+            detail="flock does not exclude a second process: a dead agent would look alive, or a live one dead",
             cure=f"mount it with locking (NFS: without nolock or local_lock), or {_ELSEWHERE}",
         )
     ]
 
 
 def _rename(folder: Path) -> list[Finding]:
-    """Onto a file that is there, with the directory synced: how a checkpoint becomes one."""
+    """Check a rename onto an existing file with the directory synced, which is how a checkpoint is committed."""
     old, new = folder / "old", folder / "new"
     old.write_text("old")
     new.write_text("new")
@@ -216,12 +219,12 @@ def _rename(folder: Path) -> list[Finding]:
     if old.read_text() == "new" and not new.exists():
         return [ok("rename", "works", "onto an existing file, directory synced")]
     return [
-        failed("rename", "does not work", detail="a file that was renamed over another is not there", cure=_ELSEWHERE)
+        failed("rename", "does not work", detail="a file that was renamed over another is missing", cure=_ELSEWHERE)
     ]
 
 
 def _sqlite(folder: Path) -> list[Finding]:
-    """A database in WAL mode that a second connection reads while the first one writes."""
+    """Check that in WAL mode a second connection can read the database while the first one writes."""
     path = folder / "probe.db"
     try:
         with closing(_connect(path)) as one, closing(_connect(path)) as two:

@@ -1,6 +1,6 @@
-"""``ratchet doctor --exactness``: on this machine's own devices, does a killed job end with the bits of one that nobody touched?
+"""``ratchet doctor --exactness``: checks on this machine that a killed job ends with the same bits as an undisturbed one.
 
-Per hook and device two jobs run under a real service: one undisturbed, one of which a rank is killed (SIGKILL, from outside)
+Per hook and device two jobs run under a real service: one undisturbed, and one with a rank that is killed (SIGKILL, from outside)
 between two checkpoints, after compression has begun. Every tensor and every rank's state of the final checkpoints is compared.
 """
 
@@ -18,33 +18,33 @@ from typing import Any, Final, Literal
 
 from ratchet_client.cli.doctor.checks import Diagnosis
 from ratchet_client.cli.doctor.progress import Progress
-from ratchet_client.cli.doctor.throwaway import throw_away_service
-from ratchet_client.cli.service_process import started_below
-from ratchet_client.client import RatchetClient
-from ratchet_contract.api import AttemptView, JobView
-from ratchet_contract.counter import finished_step
+from ratchet_client.cli.doctor.throwaway import temporary_service
+from ratchet_client.cli.shared.service_process import was_started_below
+from ratchet_client.resources.client import RatchetClient
+from ratchet_contract.api.views import AttemptView, JobView
+from ratchet_contract.doctor.findings import Finding, failed, ok
 from ratchet_contract.errors import RatchetError
-from ratchet_contract.findings import Finding, failed, ok
 from ratchet_contract.paths import MANIFEST_NAME, HomePaths
 from ratchet_contract.phases import Cause, JobPhase
-from ratchet_contract.plural import counted
-from ratchet_hooks.registry import HOOKS, HookEntry
+from ratchet_contract.plural import pluralize
+from ratchet_contract.protocol.counter_layout import finished_step
+from ratchet_hooks.specs.registry import HOOKS, HookEntry
 
 Device = Literal["cpu", "cuda"]
 STEPS: Final = 60
-EVERY: Final = 20
-COMPRESS: Final = 8
+CHECKPOINT_EVERY_STEPS: Final = 20
+COMPRESSION_START: Final = 8
 """The iteration at which PowerSGD begins to compress: before the first checkpoint, so that its state is in every one."""
-SECONDS: Final = 300.0
-_LOOK: Final = 0.004
-"""Seconds between two looks at the step counters: a step takes about as long, and the window is some ten steps wide."""
-_ASK: Final = 0.5
-_MOST_NAMES: Final = 10
+TIMEOUT_SECONDS: Final = 300.0
+_POLL_SECONDS: Final = 0.004
+"""Seconds between two polls of the step counters: a step takes about as long, and the window is some ten steps wide."""
+_STATUS_POLL_SECONDS: Final = 0.5
+_MAX_NAMES: Final = 10
 
 
 @dataclass
 class Proof:
-    """One hook on one device. ``identical`` None: nothing could be compared, ``problems`` say why."""
+    """The result for one hook on one device. ``identical`` is None if nothing could be compared; ``problems`` has the reasons."""
 
     hook: str
     device: Device
@@ -76,7 +76,7 @@ class Proof:
     def finding(self) -> Finding:
         name = f"exactness {self.hook} {self.device}"
         words = (
-            f"{counted(self.ranks, 'rank')} on {self.model}, {counted(self.tensors, 'tensor')}, {STEPS} steps, "
+            f"{pluralize(self.ranks, 'rank')} on {self.model}, {pluralize(self.tensors, 'tensor')}, {STEPS} steps, "
             f"{self.lost} of them done again"
         )
         if self.identical and not self.problems:
@@ -93,43 +93,45 @@ class Proof:
             name,
             "not proved",
             detail=detail,
-            cure="mend the failed checks above, then `ratchet doctor --exactness` again",
+            cure="fix the failed checks above, then run `ratchet doctor --exactness` again",
         )
 
 
-def prove(found: Diagnosis, home: Path, python: str | None, hooks: Collection[str], say: Progress) -> list[Proof]:
-    """One proof per hook of ``hooks`` and device of this machine; where the set-up fails, proofs that say why."""
-    proofs = [proof for device in _devices(found) for proof in _planned(found, device, hooks)]
-    lacking = [name for name in ("torch", "extra worker", "extra service") if found.failed(name)]
+def prove(
+    diagnosis: Diagnosis, home: Path, python: str | None, hooks: Collection[str], report_progress: Progress
+) -> list[Proof]:
+    """Return one proof per hook of ``hooks`` and device of this machine; if the set-up fails, ``problems`` has the reason."""
+    proofs = [proof for device in _devices(diagnosis) for proof in _planned_proofs(diagnosis, device, hooks)]
+    lacking = [name for name in ("torch", "extra worker", "extra service") if diagnosis.failed(name)]
     if lacking:
-        return [_blocked(proof, f"{', '.join(lacking)}: see above") for proof in proofs]
-    say("exactness: starting a service of its own ...")
+        return [_mark_blocked(proof, f"{', '.join(lacking)}: see above") for proof in proofs]
+    report_progress("exactness: starting a temporary service ...")
     try:
-        with throw_away_service(home) as (client, paths):
-            for device in _devices(found):
-                _run(client, paths, [p for p in proofs if p.device == device], python, say)
+        with temporary_service(home) as (client, paths):
+            for device in _devices(diagnosis):
+                _run(client, paths, [p for p in proofs if p.device == device], python, report_progress)
     except RatchetError as error:
-        return [p if p.identical is not None else _blocked(p, error.detail) for p in proofs]
+        return [p if p.identical is not None else _mark_blocked(p, error.detail) for p in proofs]
     return proofs
 
 
-def _devices(found: Diagnosis) -> tuple[Device, ...]:
-    return ("cpu", "cuda") if found.gpus else ("cpu",)
+def _devices(diagnosis: Diagnosis) -> tuple[Device, ...]:
+    return ("cpu", "cuda") if diagnosis.gpus else ("cpu",)
 
 
 def available() -> list[str]:
-    """Names of the hooks that can be proved."""
+    """Return the names of the hooks that can be proved."""
     return [entry.name for entry in HOOKS.values() if entry.available]
 
 
-def _planned(found: Diagnosis, device: Device, hooks: Collection[str]) -> list[Proof]:
-    backend, model = ("gloo", found.cpu) if device == "cpu" else ("nccl", found.gpus[0])
-    ranks = 2 if device == "cpu" else min(2, len(found.gpus))
+def _planned_proofs(diagnosis: Diagnosis, device: Device, hooks: Collection[str]) -> list[Proof]:
+    backend, model = ("gloo", diagnosis.cpu) if device == "cpu" else ("nccl", diagnosis.gpus[0])
+    ranks = 2 if device == "cpu" else min(2, len(diagnosis.gpus))
     return [Proof(name, device, model, ranks) for name in hooks if backend in HOOKS[name].backends]
 
 
-def _blocked(proof: Proof, why: str) -> Proof:
-    proof.problems.append(why)
+def _mark_blocked(proof: Proof, reason: str) -> Proof:
+    proof.problems.append(reason)
     return proof
 
 
@@ -137,13 +139,13 @@ def _blocked(proof: Proof, why: str) -> Proof:
 
 
 def _hook(entry: HookEntry) -> dict[str, Any]:
-    """As a user would name it, with compression early enough to be killed in."""
+    """Return the hook as a user would specify it, with compression starting early enough that the kill comes after it."""
     known = {parameter.name for parameter in fields(entry.spec)}
-    return {"name": entry.name} | {key: COMPRESS for key in ("start_powerSGD_iter",) if key in known}
+    return {"name": entry.name} | {key: COMPRESSION_START for key in ("start_powerSGD_iter",) if key in known}
 
 
 def spec_of(proof: Proof, python: str | None) -> dict[str, Any]:
-    """The job that both runs are."""
+    """Return the spec of both runs."""
     return {
         "name": f"doctor-{proof.hook.lower().replace('_', '-')}-{proof.device}",
         "task": {
@@ -155,59 +157,61 @@ def spec_of(proof: Proof, python: str | None) -> dict[str, Any]:
         "resources": {"cpus_per_rank": 1},
         "ddp": {"bucket_cap_mb": 0.05},
         "hook": _hook(HOOKS[proof.hook]),
-        "checkpoint": {"every_steps": EVERY, "keep_last": 2},
+        "checkpoint": {"every_steps": CHECKPOINT_EVERY_STEPS, "keep_last": 2},
         "policy": {"max_failures": 3, "backoff": 0.1},
         "seed": 7,
     }
 
 
-def _run(client: RatchetClient, paths: HomePaths, proofs: list[Proof], python: str | None, say: Progress) -> None:
-    """All jobs of one device at once, as many as the machine has room for; then the comparisons."""
+def _run(
+    client: RatchetClient, paths: HomePaths, proofs: list[Proof], python: str | None, report_progress: Progress
+) -> None:
+    """Run all jobs of one device at once, as many as the service has slots for; then compare them."""
     for proof in proofs:
         proof.killed = client.submit(spec_of(proof, python)).id
         proof.undisturbed = client.submit(spec_of(proof, python)).id
-    jobs = _until_ended(client, paths, proofs, say)
+    jobs = _wait_until_ended(client, paths, proofs, report_progress)
     for proof in proofs:
-        say(f"exactness: comparing {proof.hook} on {proof.device} ...")
-        _judge(client, proof, jobs)
+        report_progress(f"exactness: comparing {proof.hook} on {proof.device} ...")
+        _evaluate(client, proof, jobs)
 
 
-def _until_ended(client: RatchetClient, paths: HomePaths, proofs: list[Proof], say: Progress) -> dict[str, JobView]:
-    """The jobs after their end. Each look may strike a job that is where it should be struck."""
+def _wait_until_ended(
+    client: RatchetClient, paths: HomePaths, proofs: list[Proof], report_progress: Progress
+) -> dict[str, JobView]:
+    """Return the jobs once all have ended, or after ``TIMEOUT_SECONDS``. Each pass kills a rank of the jobs at the right step."""
     ids = [job for proof in proofs for job in (proof.undisturbed, proof.killed)]
-    end, asked, shown = time.monotonic() + SECONDS, 0.0, ""
+    end, asked, shown = time.monotonic() + TIMEOUT_SECONDS, 0.0, ""
     jobs: dict[str, JobView] = {}
     while time.monotonic() < end:
         for proof in proofs:
             if not proof.struck:
-                proof.struck = _strike(paths, proof)
-        if time.monotonic() - asked >= _ASK:
+                proof.struck = _kill_rank(paths, proof)
+        if time.monotonic() - asked >= _STATUS_POLL_SECONDS:
             jobs = {job.id: job for job in client.jobs() if job.id in ids}
             ended = sum(job.phase.terminal for job in jobs.values())
             if ended == len(ids):
                 break
             struck = sum(proof.struck for proof in proofs)
-            text = (
-                f"exactness: {proofs[0].device}, {ended} of {len(ids)} jobs done, {counted(struck, 'rank')} killed ..."
-            )
+            text = f"exactness: {proofs[0].device}, {ended} of {len(ids)} jobs done, {pluralize(struck, 'rank')} killed ..."
             if text != shown:
-                say(text)
+                report_progress(text)
             asked, shown = time.monotonic(), text
-        time.sleep(_LOOK)
+        time.sleep(_POLL_SECONDS)
     return jobs
 
 
-def _strike(paths: HomePaths, proof: Proof) -> bool:
-    """SIGKILL the last rank if the first attempt is between two checkpoints, the first of them committed."""
+def _kill_rank(paths: HomePaths, proof: Proof) -> bool:
+    """SIGKILL the last rank if the first attempt is between two checkpoints and the first of these is committed. True if done."""
     job = paths.job(proof.killed)
     attempt = job.attempt(1)
     step = finished_step(attempt.counter(0))
-    if step < EVERY or not 2 <= step % EVERY <= EVERY - 5:
+    if step < CHECKPOINT_EVERY_STEPS or not 2 <= step % CHECKPOINT_EVERY_STEPS <= CHECKPOINT_EVERY_STEPS - 5:
         return False
-    if not (job.checkpoint(step - step % EVERY, 1) / MANIFEST_NAME).exists():
+    if not (job.checkpoint(step - step % CHECKPOINT_EVERY_STEPS, 1) / MANIFEST_NAME).exists():
         return False
     pid = _pid(attempt.spool(proof.ranks - 1))
-    if pid is None or not started_below(pid, paths.home):
+    if pid is None or not was_started_below(pid, paths.home):
         return False
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -216,7 +220,7 @@ def _strike(paths: HomePaths, proof: Proof) -> bool:
 
 
 def _pid(spool: Path) -> int | None:
-    """What a rank said of itself in its first message."""
+    """Return the process id from a rank's first message."""
     with suppress(OSError, ValueError, KeyError):
         with spool.open() as lines:
             message = json.loads(next(lines, ""))
@@ -228,13 +232,13 @@ def _pid(spool: Path) -> int | None:
 # --- the verdict ---------------------------------------------------------------------------------------------------------
 
 
-def _judge(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> None:
-    """Fill in what was found; every breach of the promise is a line in ``problems``."""
+def _evaluate(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> None:
+    """Fill in the results; every violation of exactness is a line in ``problems``."""
     bad = proof.problems.append
     unfinished = [job for job in (jobs[proof.undisturbed], jobs[proof.killed]) if job.phase is not JobPhase.SUCCEEDED]
     for job in unfinished:
         role = "killed" if job.id == proof.killed else "undisturbed"
-        why = job.message or job.reason or f"no end within {SECONDS:g} s"
+        why = job.message or job.reason or f"did not end within {TIMEOUT_SECONDS:g} s"
         bad(f"the {role} job is {job.phase} at step {job.progress.step}: {why}")
     if unfinished:
         return
@@ -255,19 +259,19 @@ def _check_attempts(attempts: list[AttemptView], bad: Any) -> None:
         bad(f"the killed attempt ended as {attempts[0].cause}: {attempts[0].message}")
     for attempt in attempts[1:]:
         report = attempt.resume_report
-        if report is None or report.verdict != "exact" or report.base.step < EVERY:
+        if report is None or report.verdict != "exact" or report.base.step < CHECKPOINT_EVERY_STEPS:
             said = "no report" if report is None else f"{report.verdict}, from step {report.base.step}"
             bad(f"attempt {attempt.number} did not resume exactly: {said}")
 
 
 def _compare(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> None:
-    """Bit for bit, by the service, which reads checkpoints."""
+    """Have the service, which can read checkpoints, compare the final ones bit for bit."""
     first, second = (jobs[job].last_checkpoint for job in (proof.undisturbed, proof.killed))
     found = client.compare(proof.undisturbed, proof.killed, checkpoint=first, with_checkpoint=second)
     proof.tensors = found.tensors
     if not found.identical:
-        more = found.different - _MOST_NAMES
-        names = ", ".join(one.place for one in found.differences[:_MOST_NAMES]) + (
+        more = found.different - _MAX_NAMES
+        names = ", ".join(one.place for one in found.differences[:_MAX_NAMES]) + (
             f" and {more} more" if more > 0 else ""
         )
         proof.problems.append(f"{found.different} differ: {names}")

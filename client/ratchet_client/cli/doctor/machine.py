@@ -1,4 +1,4 @@
-"""The machine below the interpreter: packages, cores, memory, limits, clock. Standard library only; nothing is changed."""
+"""Checks the machine: packages, cores, memory, limits, clock. Uses the standard library only; changes nothing."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from ratchet_contract import environment
-from ratchet_contract.findings import Finding, failed, not_checked, ok, warning
-from ratchet_contract.installation import packages
-from ratchet_contract.plural import counted
+from ratchet_contract import env_vars
+from ratchet_contract.doctor.findings import Finding, failed, not_checked, ok, warning
+from ratchet_contract.doctor.installed_packages import required_packages
+from ratchet_contract.plural import pluralize
 
 BUILD_YEAR: Final = 2026
-"""Before this year no Ratchet existed: a clock that says so is wrong."""
+"""Ratchet did not exist before this year: a clock with an earlier one is wrong."""
 MIN_OPEN_FILES: Final = 1024
 MIN_PROCESSES: Final = 512
 MIN_MEMORY: Final = 2 << 30
-MIN_SHARED: Final = 256 << 20  # container engines give 64 MiB unless told otherwise
+MIN_SHARED: Final = 256 << 20  # container engines provide 64 MiB by default
 _TIME_ERROR: Final = 5
 _STA_UNSYNC: Final = 0x40
 _UNLIMITED: Final = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
 def installation() -> list[Finding]:
-    """This interpreter, and the extras that the service needs; the worker's are asked of the interpreter that trains."""
+    """Check this interpreter and the service's extras; the worker's extras are checked in the interpreter that trains."""
     version = platform.python_version()
     found = [ok("python", version, sys.executable)]
     try:
@@ -50,17 +50,17 @@ def installation() -> list[Finding]:
 
 
 def _wants_postgres() -> bool:
-    return os.environ.get(environment.DATABASE_URL, "").startswith("postgres")
+    return os.environ.get(env_vars.DATABASE_URL, "").startswith("postgres")
 
 
 def _extra(name: str, *, needed: bool) -> Finding:
-    wanted = packages(name)
-    bad = [p for p in wanted if not p.fits]
+    wanted = required_packages(name)
+    bad = [p for p in wanted if not p.is_satisfied]
     if not bad:
-        return ok(f"extra {name}", "installed", ", ".join(f"{p.name} {p.found}" for p in wanted))
-    if not needed and all(p.found is None for p in bad):
+        return ok(f"extra {name}", "installed", ", ".join(f"{p.name} {p.installed}" for p in wanted))
+    if not needed and all(p.installed is None for p in bad):
         return ok(f"extra {name}", "not installed", "not needed: the database is SQLite")
-    words = "; ".join(f"{p.name} {p.found or 'is missing'}, wanted {p.wanted}" for p in bad)
+    words = "; ".join(f"{p.name} {p.installed or 'is missing'}, wanted {p.required}" for p in bad)
     return failed(f"extra {name}", "incomplete", detail=words, cure=f"pip install 'ratchet-train[{name}]'")
 
 
@@ -69,7 +69,7 @@ def _extra(name: str, *, needed: bool) -> Finding:
 
 @dataclass(frozen=True)
 class CgroupLimits:
-    """What the control groups allow this process: cores (a fraction may be), bytes, bytes in use; None: no limit."""
+    """Limits that the control groups set for this process: cores (may be fractional), bytes, bytes in use; None: no limit."""
 
     cores: float | None = None
     memory: int | None = None
@@ -77,7 +77,7 @@ class CgroupLimits:
 
 
 def cgroup_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> CgroupLimits:
-    """The tightest limits of this process's groups and all above them, of cgroup v2 and v1."""
+    """Return the tightest limits of this process's groups and all their parents, for cgroup v2 and v1."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -107,7 +107,7 @@ def _mounted(root: Path, controllers: str, name: str) -> Path:
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """The group's directory and those above it, as far as they can be seen: in a container the upper ones cannot."""
+    """Yield the group's directory and its parents, as far as they are visible: in a container the upper ones are not."""
     parts = [p for p in path.split("/") if p and p != ".."]
     for count in range(len(parts), -1, -1):
         folder = mount.joinpath(*parts[:count])
@@ -140,9 +140,9 @@ def _memory(limit: Path, used: Path) -> list[tuple[int, int | None]]:
 
 
 def cores(limits: CgroupLimits) -> Finding:
-    """Ratchet lends out the cores of its affinity mask; a quota below that makes ranks wait for one another."""
+    """Check the CPU quota. Ratchet allocates the cores of its affinity mask; a lower quota makes ranks wait for one another."""
     usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    value = f"{usable} of {counted(total, 'core')}"
+    value = f"{usable} of {pluralize(total, 'core')}"
     if limits.cores is not None and limits.cores < usable:
         slots = max(1, math.floor(limits.cores))
         return warning(
@@ -171,13 +171,13 @@ def memory(limits: CgroupLimits) -> Finding:
             "memory",
             value,
             detail="a rank takes about 0.5 GiB before its model",
-            cure="end what holds it, raise the container's limit, or run one rank at a time: ratchet serve --cpu-slots 1",
+            cure="stop what uses it, raise the container's limit, or run one rank at a time: ratchet serve --cpu-slots 1",
         )
     return ok("memory", value, note)
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
-    """What DataLoader workers hand their batches over in."""
+    """Check the shared memory, through which DataLoader workers pass their batches."""
     cure = "docker run --shm-size=2g (or --ipc=host), in Kubernetes an emptyDir of medium Memory at /dev/shm; or num_workers=0"
     try:
         stat = os.statvfs(path)
@@ -190,7 +190,7 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
             "shared memory",
             value,
             cure=cure,
-            detail="DataLoader workers hand batches over in it; too small, they die of a bus error",
+            detail="DataLoader workers pass batches through it; if it is too small, a bus error kills them",
         )
     return ok("shared memory", value, str(path))
 
@@ -210,7 +210,7 @@ def open_files() -> Finding:
 
 
 def most_processes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Finding:
-    """The tightest bound on processes and threads: ``ulimit -u``, or what a container or a systemd unit allows (``pids.max``)."""
+    """Check the tightest limit on processes and threads: ``ulimit -u``, or that of a container or systemd unit (``pids.max``)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     bounds = [(soft, "ulimit -u")] if soft != resource.RLIM_INFINITY and os.geteuid() != 0 else []
     try:
@@ -239,7 +239,7 @@ def most_processes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
 
 
 def clock() -> list[Finding]:
-    """Plausible, and kept right by somebody. Nothing exact rests on it; times in events, back-off and ttl do."""
+    """Check that the clock is plausible and synchronised. Exactness does not depend on it; event times, back-off and ttl do."""
     now = datetime.now(UTC)
     shown = now.strftime("%Y-%m-%dT%H:%M:%SZ")
     if now.year < BUILD_YEAR:
@@ -247,7 +247,7 @@ def clock() -> list[Finding]:
             failed(
                 "clock",
                 shown,
-                detail=f"this Ratchet is of {BUILD_YEAR}: the clock is wrong",
+                detail=f"this Ratchet was built in {BUILD_YEAR}: the clock is wrong",
                 cure="timedatectl set-ntp true, or set it with date -s (of a container: on its host)",
             ),
             _synchronised(),
@@ -256,7 +256,7 @@ def clock() -> list[Finding]:
 
 
 class _Timex(ctypes.Structure):
-    """``struct timex`` of <sys/timex.h>, up to the field that is read; the rest is room."""
+    """``struct timex`` of <sys/timex.h>, up to the last field that is read; the rest is padding."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -270,7 +270,7 @@ class _Timex(ctypes.Structure):
 
 
 def _synchronised() -> Finding:
-    """The kernel's own word, from adjtimex(2) with no mode set, which only reads."""
+    """Check the kernel's synchronisation status with adjtimex(2); with no mode set the call only reads."""
     name = "clock synchronised"
     cure = "timedatectl set-ntp true (systemd-timesyncd, chrony or ntpd keeps it right; of a container: on its host)"
     try:
@@ -279,9 +279,11 @@ def _synchronised() -> Finding:
     except (OSError, AttributeError):
         answer, state = -1, _Timex()
     if answer < 0:
-        return not_checked(name, "unknown", detail="this system does not tell (adjtimex)", cure="timedatectl status")
+        return not_checked(
+            name, "unknown", detail="this system does not report it (adjtimex)", cure="timedatectl status"
+        )
     if answer == _TIME_ERROR or state.status & _STA_UNSYNC:
         return warning(
-            name, "no", detail="nobody keeps this clock right: times in events and a job's ttl may be wrong", cure=cure
+            name, "no", detail="this clock is not synchronised: times in events and a job's ttl may be wrong", cure=cure
         )
     return ok(name, "yes", f"estimated error {state.esterror / 1000:.1f} ms")

@@ -1,4 +1,4 @@
-"""Loopback, proxies, and the service: is one there, is it this Ratchet's, do the clocks agree?"""
+"""Checks loopback, proxies and the service: whether one runs, whether it is of this Ratchet, and whether the clocks agree."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import ValidationError
 
-from ratchet_client.cli.common import Settings
-from ratchet_client.discovery import SEVERAL, find_target, home_directory, is_loopback, start_it
-from ratchet_client.errors import ServiceUnreachable
-from ratchet_contract import environment
+from ratchet_client.cli.shared.options import Settings
+from ratchet_client.http.discovery import SEVERAL, find_target, home_directory, is_loopback, start_hint
+from ratchet_client.http.errors import ServiceUnreachable
+from ratchet_contract import env_vars
+from ratchet_contract.doctor.findings import Finding, failed, not_checked, ok, warning
 from ratchet_contract.errors import RatchetError
-from ratchet_contract.findings import Finding, failed, not_checked, ok, warning
-from ratchet_contract.messages import ServiceFile
 from ratchet_contract.paths import HomePaths
+from ratchet_contract.protocol.messages import ServiceFile
 from ratchet_contract.version import PROTOCOL_HEADER, PROTOCOL_VERSION, RATCHET_VERSION
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy")
 
 
 def loopback() -> Finding:
-    """Bind a free port, connect, and carry a few bytes both ways: the service, the rendezvous and gloo all live on it."""
+    """Bind a free port, connect, and send a few bytes both ways: the service, the rendezvous and gloo all use loopback."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(SECONDS)
@@ -64,7 +64,7 @@ def loopback() -> Finding:
 
 
 def proxies() -> list[Finding]:
-    """Nothing where no proxy is set. Ratchet itself asks no proxy for a service on this machine; other programs would."""
+    """Return a finding if a proxy is set. Ratchet uses no proxy for a service on this machine, but other programs would."""
     names = [name for name in _PROXIES if os.environ.get(name) or os.environ.get(name.upper())]
     if not names or urllib.request.proxy_bypass("127.0.0.1"):
         return []
@@ -78,15 +78,15 @@ def proxies() -> list[Finding]:
     ]
 
 
-def service(given: Settings) -> list[Finding]:
-    """Whether one runs is information, not a fault; one that is there must answer and be of this Ratchet's protocol."""
-    home = HomePaths(home_directory(given.home))
+def service(settings: Settings) -> list[Finding]:
+    """Check the service. That none runs is not a fault; a running one must respond and use this Ratchet's protocol."""
+    home = HomePaths(home_directory(settings.home))
     try:
-        target = find_target(given.server, given.home)
+        target = find_target(settings.server, settings.home)
         url = target.url()
     except ServiceUnreachable:
         return (
-            [_unreadable(home)] if home.service_file.exists() else [ok("service", "not running", start_it(home.home))]
+            [_unreadable(home)] if home.service_file.exists() else [ok("service", "not running", start_hint(home.home))]
         )
     except RatchetError as error:
         if error.code == "protocol-mismatch":
@@ -98,7 +98,7 @@ def service(given: Settings) -> list[Finding]:
                 "service",
                 "wrong address",
                 detail=error.detail,
-                cure=f"mend --server, {environment.SERVER} or the configuration file",
+                cure=f"correct --server, {env_vars.SERVER} or the configuration file",
             )
         ]
     described = None if target.server else _described(HomePaths(Path(target.home.value)).service_file)
@@ -109,19 +109,19 @@ def service(given: Settings) -> list[Finding]:
             health, ready = client.get(url + "/healthz"), client.get(url + "/readyz")
             now = datetime.now(UTC)
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-        return [_silent(url, home, described, error)]
+        return [_unresponsive(url, home, described, error)]
     if health.status_code != 200 or not health.headers.get("content-type", "").startswith("application/json"):
         return [
             failed(
                 "service",
                 "not Ratchet's",
                 detail=f"{url}/healthz answers {health.status_code}",
-                cure=f"check the address, or {start_it(home.home)}",
+                cure=f"check the address, or {start_hint(home.home)}",
             )
         ]
-    found = [_ready(url, ready, is_loopback(url))]
+    found = [_check_ready(url, ready, is_loopback(url))]
     found.append(_version(health.headers.get(PROTOCOL_HEADER), str(health.json().get("version"))))
-    return [*found, _skew(health.headers.get("date"), now)]
+    return [*found, _check_clock_skew(health.headers.get("date"), now)]
 
 
 def _described(path: Path) -> ServiceFile | None:
@@ -133,19 +133,21 @@ def _described(path: Path) -> ServiceFile | None:
 
 def _unreadable(home: HomePaths) -> Finding:
     return failed(
-        "service", "unknown", detail=f"{home.service_file} cannot be read", cure=f"{start_it(home.home)} again"
+        "service", "unknown", detail=f"{home.service_file} cannot be read", cure=f"{start_hint(home.home)} again"
     )
 
 
-def _silent(url: str, home: HomePaths, described: ServiceFile | None, error: Exception) -> Finding:
-    """A killed service leaves its file behind: that is the same as none running."""
+def _unresponsive(url: str, home: HomePaths, described: ServiceFile | None, error: Exception) -> Finding:
+    """Return the finding for a service that does not respond. A killed one leaves its file behind and counts as not running."""
     if described is not None and not Path(f"/proc/{described.pid}").exists():
-        return ok("service", "not running", f"the one at {url} (pid {described.pid}) was killed; {start_it(home.home)}")
+        return ok(
+            "service", "not running", f"the one at {url} (pid {described.pid}) was killed; {start_hint(home.home)}"
+        )
     return failed(
         "service",
         "no answer",
         detail=f"{url}: {error or type(error).__name__}",
-        cure=f"{start_it(home.home)}, or check --server / {environment.SERVER} and the network",
+        cure=f"{start_hint(home.home)}, or check --server / {env_vars.SERVER} and the network",
     )
 
 
@@ -157,29 +159,29 @@ def _problem(answer: httpx.Response) -> tuple[str, str]:
         return f"status {answer.status_code}", "without a reason"
 
 
-def _ready(url: str, ready: httpx.Response, here: bool) -> Finding:
+def _check_ready(url: str, ready: httpx.Response, here: bool) -> Finding:
     unencrypted = url.startswith("http://") and not here
-    where = f"{url}, {'this machine' if here else 'another machine: its disks and GPUs were not looked at'}"
+    where = f"{url}, {'this machine' if here else 'another machine: its disks and GPUs were not checked'}"
     if ready.status_code != 200:
         code, detail = _problem(ready)
         return failed(
             "service",
             "not ready",
             detail=f"{where}; {code}: {detail}",
-            cure="docs/troubleshooting.md, under The service does not answer, has this code; the service's log has more",
+            cure="docs/troubleshooting.md, under The service does not answer, explains this code; see also the service's log",
         )
     if unencrypted:
         return warning(
             "service",
             "running",
-            detail=f"{where}; by plain HTTP: whoever sees the traffic has the token",
-            cure="start it with --tls-cert and --tls-key, or behind a proxy that ends TLS, and use https://",
+            detail=f"{where}; over plain HTTP: anyone who can read the traffic obtains the token",
+            cure="start it with --tls-cert and --tls-key, or behind a proxy that terminates TLS, and use https://",
         )
     return ok("service", "running", where)
 
 
 def _version(protocol: str | None, version: str) -> Finding:
-    """``protocol``: of the answer's header, None where the answer has none."""
+    """Check the versions. ``protocol``: from the response's header, None if it is absent."""
     name = "service version"
     if protocol is not None and protocol != str(PROTOCOL_VERSION):
         detail = f"protocol {protocol}, this installation speaks {PROTOCOL_VERSION}: its agents will be refused"
@@ -189,7 +191,7 @@ def _version(protocol: str | None, version: str) -> Finding:
     return ok(name, version, f"protocol {protocol}")
 
 
-def _skew(header: str | None, now: datetime) -> Finding:
+def _check_clock_skew(header: str | None, now: datetime) -> Finding:
     name = "service clock"
     try:
         there = parsedate_to_datetime(header or "")
@@ -205,5 +207,5 @@ def _skew(header: str | None, now: datetime) -> Finding:
             detail="against this machine: ages and `logs --since` will be off by as much",
             cure="timedatectl set-ntp true, on both machines (of a container: on its host)",
         )
-    # The header's time is up to a second old when it is written, and is cut to a whole one.
+    # The header's time may be a second old when it is written, and is truncated to whole seconds.
     return ok(name, "agrees" if abs(seconds) <= _EXACT else f"{seconds:+.0f} s", "against this machine")

@@ -1,4 +1,4 @@
-"""Checks that need more than the standard library, as processes with a deadline; and the deadline for all the others."""
+"""Runs checks that need more than the standard library as processes with a deadline, and all other checks with a deadline."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import Final, TypeAlias
 
 from pydantic import ValidationError
 
-from ratchet_contract.findings import Finding, ProbeReport, failed, not_checked
+from ratchet_contract.doctor.findings import Finding, ProbeReport, failed, not_checked
 
 WORKER_SECONDS: Final = 90.0
-"""For torch from a cold disk, twice, and the meeting of two processes."""
+"""Enough to load torch from a cold disk twice, and for the rendezvous of two processes."""
 SERVICE_SECONDS: Final = 40.0
 _GRACE: Final = 10.0
 
 
-Answer: TypeAlias = Callable[[], ProbeReport]
+ProbeResult: TypeAlias = Callable[[], ProbeReport]
 
 
 @dataclass(frozen=True)
-class Question:
-    """A command that prints a ``ProbeReport`` within ``seconds``; ``name``: of the finding when it does not."""
+class Probe:
+    """A command that prints a ``ProbeReport`` within ``seconds``; ``name`` is the name of the finding if it does not."""
 
     name: str
     command: list[str]
@@ -41,13 +41,13 @@ class Question:
         return self.command[0]
 
 
-def worker(python: str) -> AbstractContextManager[Answer]:
-    """What the interpreter that trains says of itself."""
-    return asked(Question("worker python", [python, "-P", "-m", "ratchet_worker.doctor"], "worker", WORKER_SECONDS))
+def worker(python: str) -> AbstractContextManager[ProbeResult]:
+    """Start the worker's checks in the interpreter that trains."""
+    return start_probe(Probe("worker python", [python, "-P", "-m", "ratchet_worker.doctor"], "worker", WORKER_SECONDS))
 
 
-def database(home: Path) -> AbstractContextManager[Answer]:
-    """What the service's own code says of its database."""
+def database(home: Path) -> AbstractContextManager[ProbeResult]:
+    """Start the checks of the database, which run the service's own code."""
     if find_spec("sqlalchemy") is None or find_spec("alembic") is None:
         detail = "the service's packages are not installed here"
         return nullcontext(
@@ -56,24 +56,24 @@ def database(home: Path) -> AbstractContextManager[Answer]:
             )
         )
     command = [sys.executable, "-P", "-m", "ratchet_service.doctor", "--home", str(home)]
-    return asked(Question("database", command, "service", SERVICE_SECONDS))
+    return start_probe(Probe("database", command, "service", SERVICE_SECONDS))
 
 
 @contextmanager
-def asked(question: Question) -> Iterator[Answer]:
-    """Begin to ask; the answer is waited for when it is called for. At the end of the block whatever still lives is killed."""
+def start_probe(probe: Probe) -> Iterator[ProbeResult]:
+    """Start the command and yield a function that waits for its report. On exit the processes that still run are killed."""
     try:
         process = subprocess.Popen(
-            question.command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            probe.command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
         )  # fmt: skip
     except OSError as error:
-        detail, cure = f"{question.python}: {error.strerror}", "name an interpreter with --python PATH"
-        report = _only(failed(question.name, "not found", detail=detail, cure=cure))
+        detail, cure = f"{probe.python}: {error.strerror}", "name an interpreter with --python PATH"
+        report = _only(failed(probe.name, "not found", detail=detail, cure=cure))
         yield lambda: report
         return
     try:
-        yield lambda: _answer(question, process)
+        yield lambda: _read_report(probe, process)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -83,21 +83,21 @@ def asked(question: Question) -> Iterator[Answer]:
                 stream.close()
 
 
-def _answer(question: Question, process: subprocess.Popen[str]) -> ProbeReport:
+def _read_report(probe: Probe, process: subprocess.Popen[str]) -> ProbeReport:
     try:
-        out, err = process.communicate(timeout=question.seconds)
+        out, err = process.communicate(timeout=probe.seconds)
     except subprocess.TimeoutExpired:
-        detail = f"no answer in {question.seconds:g} s from {' '.join(question.command)}"
-        cure = "run that command by hand and see where it stops"
-        return _only(failed(question.name, "hangs", detail=detail, cure=cure))
+        detail = f"no answer in {probe.seconds:g} s from {' '.join(probe.command)}"
+        cure = "run that command by hand to see where it hangs"
+        return _only(failed(probe.name, "hangs", detail=detail, cure=cure))
     try:
         return ProbeReport.model_validate_json(out.splitlines()[-1] if out.strip() else "")
     except ValidationError:
-        return _only(_mute(question.name, question.python, question.extra, process.returncode, err))
+        return _only(_probe_failed(probe.name, probe.python, probe.extra, process.returncode, err))
 
 
-def _mute(name: str, python: str, extra: str, code: int, err: str) -> Finding:
-    """An interpreter that could not run the probe at all: too old, without Ratchet, or broken."""
+def _probe_failed(name: str, python: str, extra: str, code: int, err: str) -> Finding:
+    """Return the finding for an interpreter that could not run the probe at all: too old, without Ratchet, or broken."""
     version = _version(python)
     if version is not None and version < (3, 11):
         return failed(
@@ -113,7 +113,7 @@ def _mute(name: str, python: str, extra: str, code: int, err: str) -> Finding:
             detail=f"{python} cannot import ratchet_{extra}",
             cure=f"{python} -m pip install 'ratchet-train[{extra}]'",
         )
-    last = (err.strip().splitlines() or [f"it ended with {code} and said nothing"])[-1]
+    last = (err.strip().splitlines() or [f"it ended with {code} and printed nothing"])[-1]
     return failed(
         name, "no answer", detail=f"{python}: {last}", cure=f"{python} -m pip install 'ratchet-train[{extra}]'"
     )
@@ -136,20 +136,23 @@ def _only(finding: Finding) -> ProbeReport:
     return ProbeReport(findings=[finding])
 
 
-def within(seconds: float, name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
-    """The findings of ``check``, or after ``seconds`` the finding that it hangs: a dead network file system never answers.
+def with_timeout(seconds: float, name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+    """Return the findings of ``check``, or after ``seconds`` a finding that it hangs: a dead network file system never responds.
 
-    What hangs is left in a thread that ends with this process.
+    A check that hangs stays in a thread that ends with this process.
     """
     box: list[Finding] = []
 
     def run() -> None:
         try:
             box.extend(check())
-        except Exception as error:  # a check that breaks is a check not made, not the end of all others
+        except Exception as error:  # an error in one check must not stop the others
             box.append(
                 not_checked(
-                    name, "unknown", detail=f"{type(error).__name__}: {error}", cure="report it: this check has a fault"
+                    name,
+                    "unknown",
+                    detail=f"{type(error).__name__}: {error}",
+                    cure="report this: the check itself failed",
                 )
             )
 
@@ -158,7 +161,7 @@ def within(seconds: float, name: str, check: Callable[[], list[Finding]]) -> lis
     try:
         thread.join(seconds)
     except KeyboardInterrupt:
-        thread.join(_GRACE)  # it takes away what it has made
+        thread.join(_GRACE)  # lets the check remove its files
         raise
     if thread.is_alive():
         return [
@@ -166,7 +169,7 @@ def within(seconds: float, name: str, check: Callable[[], list[Finding]]) -> lis
                 name,
                 "hangs",
                 detail=f"no answer in {seconds:g} s",
-                cure="see what it waits for: a mount that is gone, a dead disk",
+                cure="find out what it waits for: an unreachable mount, a failed disk",
             )
         ]
     return box

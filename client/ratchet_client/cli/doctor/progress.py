@@ -1,4 +1,4 @@
-"""What is being done, on standard error: a line that goes away on a terminal, lines that stay (when asked for) elsewhere."""
+"""Shows the current step on standard error: as a transient line on a terminal, as permanent lines (if requested) elsewhere."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 from types import TracebackType
 from typing import Self
 
-from ratchet_client.cli import output
+from ratchet_client.cli.shared import output
 
 
 class Progress:
-    """A context. ``lines``: where standard error is no terminal, every step is a line; otherwise nothing is said there."""
+    """A context manager. If standard error is no terminal, every step is printed as a line with ``lines``, else nothing."""
 
     def __init__(self, *, lines: bool = False) -> None:
         self._lines = lines

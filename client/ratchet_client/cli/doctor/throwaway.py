@@ -1,4 +1,4 @@
-"""A service of its own on a run directory of its own, of which nothing is left: no process, no file."""
+"""A temporary service on a temporary run directory; neither processes nor files remain afterwards."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ratchet_client.cli.service_process import CannotStart, start_service, sweep, wait_ready, without_ratchets
-from ratchet_client.cli.signals import interruptible, undisturbed
-from ratchet_client.client import RatchetClient
+from ratchet_client.cli.shared.service_process import (
+    CannotStart,
+    kill_attempts,
+    start_service,
+    wait_ready,
+    without_ratchet_variables,
+)
+from ratchet_client.cli.shared.signals import interruptible, signals_ignored
+from ratchet_client.resources.client import RatchetClient
 from ratchet_contract.paths import HomePaths
 
 ROOM: Final = 512 << 20
-_SECONDS: Final = 600.0  # for one answer: comparing checkpoints takes as long as reading them
+_SECONDS: Final = 600.0  # timeout of one request: comparing checkpoints takes as long as reading them
 _JOBS_AT_ONCE: Final = 2
-"""Jobs per core: half of a small job's life is waiting (imports, meeting, files), and thread counts are fixed either way."""
+"""Jobs per core: a small job waits for half of its time (imports, rendezvous, files), and thread counts are fixed either way."""
 
 
 @contextmanager
-def throw_away_service(home: Path, *, slots: int = 0) -> Iterator[tuple[RatchetClient, HomePaths]]:
-    """A client of the service and its run directory, beside ``home`` if there is room, else among the temporary files. ``slots``:
-    CPU slots that it has at least.
+def temporary_service(home: Path, *, slots: int = 0) -> Iterator[tuple[RatchetClient, HomePaths]]:
+    """Yield a client of the service and its run directory, which is next to ``home`` if there is enough free space, else in the
+    directory for temporary files. ``slots``: minimum number of CPU slots.
 
-    Ctrl-C, SIGTERM and SIGHUP end the block with ``KeyboardInterrupt``; until all is cleaned up, further ones are ignored.
+    Ctrl-C, SIGTERM and SIGHUP end the block with ``KeyboardInterrupt``; during the clean-up further ones are ignored.
     Raises ``CannotStart``.
     """
     root: Path | None = None
@@ -42,11 +48,11 @@ def throw_away_service(home: Path, *, slots: int = 0) -> Iterator[tuple[RatchetC
             with RatchetClient(home=root, retry_for=5.0, timeout=_SECONDS) as client:
                 yield client, paths
         finally:
-            with undisturbed():
+            with signals_ignored():
                 if process is not None:
                     _kill(process)
                 if root is not None:
-                    sweep(root)
+                    kill_attempts(root)
                     _remove(root)
 
 
@@ -60,14 +66,15 @@ def _directory(home: Path) -> Path:
 
 
 def _start(paths: HomePaths, slots: int) -> subprocess.Popen[bytes]:
-    """Its pointer goes into the run directory, too: no other command is to find it."""
-    environ = without_ratchets(os.environ) | {"XDG_RUNTIME_DIR": str(paths.home)}
+    """Start the service. Its pointer file is in the run directory too, so that no other command finds the service."""
+    environ = without_ratchet_variables(os.environ) | {"XDG_RUNTIME_DIR": str(paths.home)}
     slots = max(slots, _JOBS_AT_ONCE * max(2, len(os.sched_getaffinity(0))))
     return start_service(paths, environ, "--cpu-slots", str(slots))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """No clean end is needed for what is thrown away. Its group: interpreters that it asks; agents have sessions of their own."""
+    """Kill the service without a clean shutdown, since its directory is removed. The process group includes the interpreters that
+    it queries; agents are in sessions of their own."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

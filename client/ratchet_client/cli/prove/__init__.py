@@ -1,4 +1,4 @@
-"""``ratchet prove``: does this code, on these devices, end with the same bits when it is interrupted?"""
+"""``ratchet prove``: checks that this code, on these devices, ends with the same bits when it is interrupted."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ratchet_client.cli import output
-from ratchet_client.cli.common import RUN, JsonFlag, UploadOption, is_path, job_id_of, open_client, settings
-from ratchet_client.cli.compare import COMPARE_SECONDS, MOST_LINES
-from ratchet_client.cli.exits import Exit
-from ratchet_client.cli.submit import override
-from ratchet_contract.plural import counted, first_of
+from ratchet_client.cli.commands.compare import COMPARE_SECONDS, MAX_LINES
+from ratchet_client.cli.commands.submit import apply_overrides
+from ratchet_client.cli.shared import output
+from ratchet_client.cli.shared.exit_codes import Exit
+from ratchet_client.cli.shared.options import RUN, JsonFlag, UploadOption, is_path, job_id_of, open_client, settings
+from ratchet_contract.plural import join_first, pluralize
 
 _UNPROVED: Final = {"not-exercised": "EQUAL, BUT NOT ALL WAS EXERCISED", "not-exact": "EQUAL, BUT NOT EXACT"}
 
 if TYPE_CHECKING:
     from ratchet_client.cli.doctor.progress import Progress
     from ratchet_client.cli.prove.proof import Proof
-    from ratchet_client.client import RatchetClient
-    from ratchet_contract.api import ComparisonView
+    from ratchet_client.resources.client import RatchetClient
+    from ratchet_contract.api.views import ComparisonView
 
 
 def register(app: typer.Typer) -> None:
@@ -40,7 +40,7 @@ def prove(
         int | None,
         typer.Option(
             min=1,
-            help="Where the runs end. (default: behind the end of an epoch, an evaluation and the hook's start, at most 1000)",
+            help="Last step of the runs. (default: after the end of an epoch, an evaluation and the hook's start, at most 1000)",
             show_default=False,
         ),
     ] = None,
@@ -54,7 +54,7 @@ def prove(
     """Prove on your own code, data and devices that an interrupted job ends with the same bits.
 
     SPEC: two short undisturbed runs, which must be equal, then one that is killed and preempted; every tensor, state and
-    metric is compared. Needs a Session or a Task. Without a running service on one of its own, on this machine. Exit code 0:
+    metric is compared. Needs a Session or a Task. If no service runs, starts a private one on this machine. Exit code 0:
     proved; 1: it differs; 3: equal, but a resume was not exact, or something in the spec was not exercised.
 
     JOB: a fork trains from its last checkpoint but one to the last, which must be equal. The job is not touched.
@@ -62,14 +62,14 @@ def prove(
     from ratchet_client.cli.doctor.progress import Progress
     from ratchet_client.cli.prove.proof import prove_job, prove_spec
     from ratchet_client.cli.prove.trials import TrialFailed, trials
-    from ratchet_client.cli.signals import interruptible
-    from ratchet_client.spec_file import read_spec
-    from ratchet_contract.spec_parse import parse_spec
+    from ratchet_client.cli.shared.signals import interruptible
+    from ratchet_client.resources.spec_file import read_spec
+    from ratchet_contract.spec.parse import parse_spec
 
     try:
         if target == "-" or is_path(target):
             spec = read_spec(target)
-            override(spec, sets, {})
+            apply_overrides(spec, sets, {})
             parse_spec(spec)  # before a service is started
             with (
                 interruptible(),
@@ -80,7 +80,9 @@ def prove(
                 proof = prove_spec(made, spec, steps, upload)
         else:
             if steps is not None or sets or upload is not None:
-                raise typer.BadParameter("--steps, --set and --upload are for a SPEC; a job is trained again as it is")
+                raise typer.BadParameter(
+                    "--steps, --set and --upload apply to a SPEC only; a JOB is retrained unchanged"
+                )
             job_id = job_id_of(ctx, target)
             with (
                 interruptible(),
@@ -106,19 +108,19 @@ def prove(
 
 @contextmanager
 def _service(ctx: typer.Context, spec: dict[str, Any], say: Progress) -> Iterator[RatchetClient]:
-    """The service that runs, so that the jobs run where the user's do; where none was named and none runs, one of its own."""
-    from ratchet_client.cli.doctor.throwaway import throw_away_service
-    from ratchet_client.discovery import find_target, home_directory
+    """Yield the running service, so that the jobs run where the user's do; a temporary one if none is specified or runs."""
+    from ratchet_client.cli.doctor.throwaway import temporary_service
+    from ratchet_client.http.discovery import find_target, home_directory
 
     given = settings(ctx)
     with open_client(ctx, timeout=COMPARE_SECONDS) as client:
         if find_target(given.server, given.home).server is not None or client.ready():
             yield client
             return
-    say("no service runs for the run directory: starting one of its own, on this machine ...")
+    say("no service runs for the run directory: starting a private one on this machine ...")
     world = spec.get("world")
     ranks = world.get("ranks_per_node", 1) if isinstance(world, dict) else 1
-    with throw_away_service(home_directory(given.home), slots=2 * ranks if isinstance(ranks, int) else 2) as (
+    with temporary_service(home_directory(given.home), slots=2 * ranks if isinstance(ranks, int) else 2) as (
         client,
         _,
     ):
@@ -126,24 +128,24 @@ def _service(ctx: typer.Context, spec: dict[str, Any], say: Progress) -> Iterato
 
 
 def _lines(proof: Proof) -> list[str]:
-    from ratchet_client.cli.compare import difference_lines
+    from ratchet_client.cli.commands.compare import difference_lines
 
     of = "" if proof.total is None or proof.total == proof.steps else f" of {proof.total}"
     seen = (
-        f"{counted(proof.comparison.tensors, 'tensor')}, every rank's state and {counted(proof.metrics, 'metric')} "
+        f"{pluralize(proof.comparison.tensors, 'tensor')}, every rank's state and {pluralize(proof.metrics, 'metric')} "
         f"after {proof.steps}{of} step{'s' * (proof.steps != 1)}"
     )
     found = proof.comparison
     if proof.verdict == "not-repeatable":
         found = found.model_copy(update={"advice": _why_not_repeatable(found)})
     elif proof.lost is not None:
-        first = f"what the resume has lost, as said above ({proof.lost}); the rest may follow from it"
+        first = f"what the resume lost, listed above ({proof.lost}); the other differences may result from it"
         found = found.model_copy(update={"advice": first})
     different = [] if found.identical else difference_lines(found)
     if proof.verdict == "not-repeatable":
         return [
             f"NOT REPEATABLE: two undisturbed runs of {proof.what} differ: {_first(proof)}",
-            "Training itself does not repeat. That is not the resume's doing, and no resume can be exact before it is mended",
+            "Training itself is not repeatable. The resume is not the cause, and no resume can be exact until this is fixed",
             *different,
             *_metrics(proof),
         ]
@@ -151,10 +153,10 @@ def _lines(proof: Proof) -> list[str]:
         how = "the interrupted run" if proof.interruptions else "the same steps done again"
         out = [f"DIFFERS: {how} of {proof.what} did not end as the undisturbed one: {_first(proof)}"]
         if proof.reports:
-            out += ["Why, as the resume reports say:", *(f"  {text}" for text in proof.reports)]
+            out += ["Causes, from the resume reports:", *(f"  {text}" for text in proof.reports)]
         return [*out, *different, *_metrics(proof)]
     done = (
-        f"interrupted {counted(len(proof.interruptions), 'time')}, {counted(proof.redone, 'step')} done again"
+        f"interrupted {pluralize(len(proof.interruptions), 'time')}, {pluralize(proof.redone, 'step')} done again"
         if proof.interruptions
         else "done again"
     )
@@ -170,7 +172,7 @@ def _lines(proof: Proof) -> list[str]:
 
 
 def _why_not_repeatable(found: ComparisonView) -> str:
-    names = first_of(found.unsaved)
+    names = join_first(found.unsaved)
     seen = f"training has changed {names}: if one of them is a generator, give it a fixed seed. Else " if names else ""
     return (
         f"{seen}look for a generator without a fixed seed, a seed that comes from the clock, an operation without a fixed order "
@@ -179,21 +181,21 @@ def _why_not_repeatable(found: ComparisonView) -> str:
 
 
 def _first(proof: Proof) -> str:
-    """Where they part."""
-    from ratchet_client.cli.compare import parted
+    """Return where the two runs diverge, as text."""
+    from ratchet_client.cli.commands.compare import divergence_text
 
     found = proof.comparison
     if found.identical:
         if proof.metrics_differ:
             return "in metrics alone"
         return "in steps that were done again" if proof.reports else "they ended after different steps"
-    return parted(found)
+    return divergence_text(found)
 
 
 def _metrics(proof: Proof) -> list[str]:
-    more = len(proof.metrics_differ) - MOST_LINES
-    out = [f"metric {text}" for text in proof.metrics_differ[:MOST_LINES]]
-    return [*out, *([f"... and {counted(more, 'more metric')}"] if more > 0 else [])]
+    more = len(proof.metrics_differ) - MAX_LINES
+    out = [f"metric {text}" for text in proof.metrics_differ[:MAX_LINES]]
+    return [*out, *([f"... and {pluralize(more, 'more metric')}"] if more > 0 else [])]
 
 
 def _show_exercised(proof: Proof) -> None:

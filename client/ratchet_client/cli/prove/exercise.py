@@ -1,4 +1,4 @@
-"""What a proof has exercised of a spec, and what not. Pure."""
+"""Determines which parts of a spec a proof has exercised. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pydantic import BaseModel
 
 from ratchet_client.cli.prove.fault_plan import Fault
 from ratchet_client.cli.prove.trials import Facts
-from ratchet_contract.plural import counted
+from ratchet_contract.plural import pluralize
 
 Status = Literal["exercised", "not exercised", "none seen"]
 
 
 class Exercise(BaseModel):
-    """``not exercised``: the job has it, and the runs did not come to it; ``none seen``: as far as Ratchet sees, it has none."""
+    """``not exercised``: the job has the part, but the runs did not reach it; ``none seen``: Ratchet sees no such part."""
 
     name: str
     status: Status
@@ -23,7 +23,7 @@ class Exercise(BaseModel):
 
 
 def exercises(facts: Facts, hook: Mapping[str, Any], faults: list[Fault]) -> list[Exercise]:
-    """``hook``: its part of the spec; ``faults``: those that were carried out."""
+    """Return the status of each part. ``hook``: the spec's ``hook``; ``faults``: those that were carried out."""
     last = max((fault.step for fault in faults), default=0)
     return [
         _hook(facts, hook, last),
@@ -42,7 +42,7 @@ def _hook(facts: Facts, hook: Mapping[str, Any], last: int) -> Exercise:
         enough = start + 10
         told = f"{name}: only its warm-up; {_ACTS[name]} starts at step {start} ({key}), the runs had {facts.step}"
         if facts.total is not None and facts.total <= start:
-            told += f"; the job itself ends at step {facts.total}, and never comes to it: lower hook.{key}"
+            told += f"; the job itself ends at step {facts.total}, and never reaches it: lower hook.{key}"
         else:
             told += f": `--steps {enough}`, or `--set hook.{key}=10`"
         return Exercise(name="hook phase", status="not exercised", detail=told)
@@ -59,7 +59,7 @@ _ACTS = {"powerSGD": "compression", "batched_powerSGD": "compression", "post_loc
 
 
 def _start(hook: Mapping[str, Any]) -> tuple[str, int]:
-    """The key that says when the hook begins, and its value."""
+    """Return the key of the step at which the hook starts, and its value."""
     keys = [key for key in ("start_powerSGD_iter", "start_localSGD_iter") if key in hook]
     return (keys[0], int(hook[keys[0]])) if keys else ("its start", 0)
 
@@ -73,7 +73,7 @@ def _epoch(facts: Facts) -> Exercise:
         return Exercise(name="end of an epoch", status="none seen", detail=text)
     if facts.step == facts.total:
         return Exercise(name="end of an epoch", status="none seen", detail="the job ends within its first epoch")
-    text = f"none within {counted(facts.step, 'step')}: give more `--steps`"
+    text = f"none within {pluralize(facts.step, 'step')}: give more `--steps`"
     return Exercise(name="end of an epoch", status="not exercised", detail=text)
 
 
@@ -85,23 +85,23 @@ def _evaluation(facts: Facts, faults: list[Fault]) -> Exercise:
         )
         return Exercise(name="evaluation", status="exercised", detail=text)
     if facts.expects_evaluation and facts.step != facts.total:
-        text = f"none within {counted(facts.step, 'step')}: give more `--steps`"
+        text = f"none within {pluralize(facts.step, 'step')}: give more `--steps`"
         return Exercise(name="evaluation", status="not exercised", detail=text)
     text = (
-        "none that Ratchet knows of. One of the script's own ran in all runs and is compared with all else; a rank is killed "
-        "within it where it stands in `with session.evaluation():`"
+        "none known to Ratchet. The script's own evaluation, if any, ran in all runs and is compared, too. If a script has a "
+        "Session, a rank is killed within an evaluation within `with session.evaluation():`"
     )
     return Exercise(name="evaluation", status="none seen", detail=text)
 
 
 def _scheduler(facts: Facts) -> Exercise:
     if not facts.schedulers:
-        return Exercise(name="scheduler", status="none seen", detail="none that the Session was given counts steps")
+        return Exercise(name="scheduler", status="none seen", detail="none registered with the Session counts steps")
     still = [name for name, steps in facts.schedulers.items() if steps < 1]
     if still and facts.step != facts.total:
-        text = f"{', '.join(still)} was not stepped within {counted(facts.step, 'step')}: give more `--steps`"
+        text = f"{', '.join(still)} was not stepped within {pluralize(facts.step, 'step')}: give more `--steps`"
         return Exercise(name="scheduler", status="not exercised", detail=text)
-    text = ", ".join(f"{name}: {counted(steps, 'step')}" for name, steps in facts.schedulers.items())
+    text = ", ".join(f"{name}: {pluralize(steps, 'step')}" for name, steps in facts.schedulers.items())
     return Exercise(name="scheduler", status="exercised", detail=text)
 
 
@@ -112,6 +112,6 @@ def _accumulation(facts: Facts) -> Exercise:
     text = (
         "each step is one batch, so none is cut within a step; gradients summed over steps are compared like all state"
         if facts.batches
-        else "the script makes its batches by itself: how many a step has is not seen. A step that was cut is done again whole"
+        else "the script makes its own batches: their number per step is unknown. An interrupted step is redone as a whole"
     )
     return Exercise(name="accumulation", status="none seen", detail=text)

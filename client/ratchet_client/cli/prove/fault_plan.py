@@ -1,4 +1,4 @@
-"""Where a run is to be interrupted, by what undisturbed runs have come by. Pure."""
+"""Plans where to interrupt a run, from the facts of undisturbed runs. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 from ratchet_client.cli.prove.trials import EVERY, Facts
 
 REDONE: Final = 2
-"""Steps that each kill loses at least."""
+"""Minimum number of steps that each kill loses."""
 _WORDS: Final = {
     "kill-rank": "rank {rank} killed", "kill-agent": "the agent of rank {rank} killed", "preempt": "preempted",
     "kill-in-evaluation": "rank {rank} killed in the evaluation",
@@ -26,11 +26,11 @@ class Fault:
     kind: str
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         return f"{_WORDS[self.kind].format(rank=self.rank)} after step {self.step}"
 
-    def data(self) -> dict[str, Any]:
-        """For the spec."""
+    def to_spec(self) -> dict[str, Any]:
+        """Return the fault as the spec has it."""
         return {"attempt": self.attempt, "rank": self.rank, "step": self.step, "kind": self.kind}
 
 
@@ -43,10 +43,10 @@ class FaultPlan:
 
 
 def fault_plan(facts: Facts, ranks: int) -> FaultPlan | None:
-    """A kill within the first epoch, one in an evaluation, one of an agent behind the end of the epoch and the start of the hook,
-    then a preemption; as many of them as fit. None: not even one does."""
+    """Plan a kill within the first epoch, one in an evaluation, one of an agent after the end of the epoch and the start of the
+    hook, then a preemption; as many of them as fit. None if no kill fits."""
     plans = [FaultPlan(every, _faults(facts, ranks, every)) for every in (EVERY, *range(3, 2 * EVERY))]
-    best = max(plans, key=lambda plan: len(plan.faults))  # of equals the first
+    best = max(plans, key=lambda plan: len(plan.faults))  # the first of equal ones
     return best if any(fault.kind.startswith("kill") for fault in best.faults) else None
 
 

@@ -1,4 +1,4 @@
-"""``ratchet prove``: undisturbed runs against each other, then an interrupted one, or a stretch of a job done again."""
+"""``ratchet prove``: compares undisturbed runs with each other and with an interrupted run, or redoes some steps of a job."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 
-from ratchet_client.cli.common import absent
-from ratchet_client.cli.compare import MOST_LINES
+from ratchet_client.cli.commands.compare import MAX_LINES
 from ratchet_client.cli.prove.exercise import Exercise, exercises
 from ratchet_client.cli.prove.fault_plan import REDONE, Fault, fault_plan
 from ratchet_client.cli.prove.trials import EVERY, LABEL, TRACKERS_OFF, Run, TrialFailed, Trials, trial_spec
-from ratchet_contract.api import AttemptView, CheckpointView, ComparisonView, JobView, ResumeReportView
-from ratchet_contract.api_requests import ForkRequest
+from ratchet_client.cli.shared.options import absence_message
+from ratchet_contract.api.requests import ForkRequest
+from ratchet_contract.api.views import AttemptView, CheckpointView, ComparisonView, JobView, ResumeReportView
 from ratchet_contract.errors import Conflict, Refused
 from ratchet_contract.phases import Cause
-from ratchet_contract.plural import counted
+from ratchet_contract.plural import pluralize
 
 Verdict = Literal["proved", "not-exercised", "not-exact", "differs", "not-repeatable"]
 _CAUSES: Final[dict[str, frozenset[Cause]]] = {
@@ -27,11 +27,11 @@ _CAUSES: Final[dict[str, frozenset[Cause]]] = {
 
 
 class Proof(BaseModel):
-    """``comparison``: of what differs, else of the interrupted run; ``redone``: steps that were lost and done again;
-    ``metrics``: series that were compared, ``metrics_differ``: what differs in them; ``times``: series that differ between
-    undisturbed runs, while all tensors are equal: they are not judged; ``reports``: what resumes were not exact in, and their
-    notes; ``lost``: the component that the first of them has lost; ``unseen``: variables of loops that no checkpoint has, and
-    what else was not compared."""
+    """``comparison``: that of the undisturbed runs if they differ, else that of the interrupted run; ``redone``: number of steps
+    that were lost and redone; ``metrics``: number of series that were compared, ``metrics_differ``: their differences;
+    ``times``: series that differ between undisturbed runs although all tensors are equal: they are not judged; ``reports``: what
+    was not exact in resumes, and the notes of their reports; ``lost``: the component that the first inexact resume has lost;
+    ``unseen``: loop variables that no checkpoint has, and anything else that was not compared."""
 
     verdict: Verdict
     what: str
@@ -50,13 +50,13 @@ class Proof(BaseModel):
 
 
 def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, upload: bool | None) -> Proof:
-    """Two undisturbed runs, which must be equal, and an interrupted one. ``steps``: where they end; None: behind an epoch's end
-    and an evaluation. Raises ``SpecError``, ``TrialFailed``, ``Refused`` (``trial-too-short``)."""
+    """Make two undisturbed runs, which must be equal, and an interrupted one. ``steps``: where they end; None: after an epoch's
+    end and an evaluation. Raises ``SpecError``, ``TrialFailed``, ``Refused`` (``trial-too-short``)."""
     client = trials.client
-    client.plan(spec, upload=upload, note=trials.say)  # what is wrong with the user's own spec is told of that
+    client.plan(spec, upload=upload, note=trials.say)  # errors must refer to the user's spec, not to the trial's
 
     def submit(role: str, end_at: int | None, every: int, faults: list[Fault]) -> str:
-        data = trial_spec(spec, role, end_at, every, [fault.data() for fault in faults])
+        data = trial_spec(spec, role, end_at, every, [fault.to_spec() for fault in faults])
         return trials.add(client.submit(data, upload=upload, note=trials.say).view)
 
     roles = {submit(f"undisturbed-{n}", steps, EVERY, []): f"undisturbed run {n}" for n in (1, 2)}
@@ -69,7 +69,7 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
     plan = fault_plan(a.facts, world["nodes"] * world["ranks_per_node"])
     if plan is None:
         raise Refused(
-            f"the runs had {counted(a.facts.step, 'step')}, too few to be killed {REDONE} steps behind a checkpoint: "
+            f"the runs had {pluralize(a.facts.step, 'step')}, too few for a kill {REDONE} steps after a checkpoint: "
             "give more (--steps), or a job with more steps",
             code="trial-too-short",
         )
@@ -77,7 +77,7 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
     found = client.compare(a.job.id, c.job.id)
     times = sorted(different)
     metrics = [text for name, text in _different(a, c).items() if name not in times]
-    struck = _struck(c, plan.faults)
+    struck = _carried_out_faults(c, plan.faults)
     exercised = [
         _interruptions(struck, plan.faults),
         *exercises(a.facts, a.job.spec["hook"], [fault for fault, _ in struck]),
@@ -88,7 +88,7 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
         "not-exercised" if verdict == "proved" and lacking else verdict,
         a,
         found,
-        interruptions=[_told(fault, attempt) for fault, attempt in struck],
+        interruptions=[_fault_text(fault, attempt) for fault, attempt in struck],
         redone=sum(attempt.steps_lost or 0 for _, attempt in struck),
         metrics_differ=metrics,
         times=times,
@@ -101,17 +101,17 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
 
 def _too_few(job: JobView, stored: int) -> str:
     if not stored:
-        found = absent(job, f"job {job.id} has no checkpoint")
+        found = absence_message(job, f"job {job.id} has no checkpoint")
     else:
-        found = f"job {job.id} has {counted(stored, 'checkpoint')} stored"
+        found = f"job {job.id} has {pluralize(stored, 'checkpoint')} stored"
     text = f"{found}; two of different steps are needed, to train from one to the other. "
     if job.phase.terminal:
         return text + "`ratchet prove SPEC`, with the spec that it was submitted with, needs none"
-    return text + "Let it train on, or keep more (checkpoint.keep_last)"
+    return text + "Let it continue training, or keep more (checkpoint.keep_last)"
 
 
 def prove_job(trials: Trials, job_id: str) -> Proof:
-    """The steps between the job's last two checkpoints, done again by a fork. Raises ``Conflict`` (``too-few-checkpoints``) and
+    """Redo the steps between the job's last two checkpoints in a fork. Raises ``Conflict`` (``too-few-checkpoints``) and
     ``TrialFailed``."""
     client = trials.client
     job = client.view(job_id)
@@ -157,22 +157,22 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
 
 
 def _pin(trials: Trials, checkpoint: CheckpointView) -> None:
-    """Nobody's retention takes it away meanwhile."""
+    """Pin a checkpoint, so that retention does not delete it meanwhile; unpin it at the end."""
     if not checkpoint.pinned:
         trials.client.pin(checkpoint.job_id, checkpoint.id)
-        trials.later(lambda: trials.client.pin(checkpoint.job_id, checkpoint.id, False))
+        trials.on_cleanup(lambda: trials.client.pin(checkpoint.job_id, checkpoint.id, False))
 
 
 def _unpin_later(trials: Trials, checkpoint: CheckpointView) -> None:
-    """A fork pins what it starts from."""
+    """Unpin a checkpoint at the end: a fork pins the one that it starts from."""
     if not checkpoint.pinned:
-        trials.later(lambda: trials.client.pin(checkpoint.job_id, checkpoint.id, False))
+        trials.on_cleanup(lambda: trials.client.pin(checkpoint.job_id, checkpoint.id, False))
 
 
-def _proof(verdict: Verdict, run: Run, found: ComparisonView, **more: Any) -> Proof:
+def _proof(verdict: Verdict, run: Run, comparison: ComparisonView, **more: Any) -> Proof:
     facts = run.facts
     return Proof(
-        verdict=verdict, what=run.job.name.rpartition("-prove-")[0], steps=facts.step, total=facts.total, comparison=found,
+        verdict=verdict, what=run.job.name.rpartition("-prove-")[0], steps=facts.step, total=facts.total, comparison=comparison,
         metrics=len(run.metrics), **more,
     )  # fmt: skip
 
@@ -182,22 +182,22 @@ def _different(a: Run, b: Run) -> dict[str, str]:
 
 
 def _metrics_differ(a: Mapping[str, Mapping[int, float]], b: Mapping[str, Mapping[int, float]]) -> dict[str, str]:
-    """By the name of a series, the first step at which it differs, in words."""
+    """Return the first step at which each series differs, as text, by the name of the series."""
     out = {}
     for name in sorted({*a, *b}):
         x, y = a.get(name, {}), b.get(name, {})
         steps = (step for step in sorted({*x, *y}) if repr(x.get(step)) != repr(y.get(step)))
         if (step := next(steps, None)) is not None:
-            out[name] = f"{name} at step {step}: {_shown(x.get(step))} against {_shown(y.get(step))}"
+            out[name] = f"{name} at step {step}: {_format_value(x.get(step))} against {_format_value(y.get(step))}"
     return out
 
 
-def _shown(value: float | None) -> str:
+def _format_value(value: float | None) -> str:
     return "none" if value is None else f"{value:.9g}"
 
 
-def _struck(run: Run, faults: list[Fault]) -> list[tuple[Fault, AttemptView]]:
-    """Faults that were carried out as planned, each with the attempt that it ended."""
+def _carried_out_faults(run: Run, faults: list[Fault]) -> list[tuple[Fault, AttemptView]]:
+    """Return the faults that were carried out as planned, each with the attempt that it ended."""
     out = []
     for fault, attempt in zip(faults, run.attempts, strict=False):
         lost = attempt.steps_lost or 0
@@ -209,35 +209,35 @@ def _struck(run: Run, faults: list[Fault]) -> list[tuple[Fault, AttemptView]]:
     return out
 
 
-def _told(fault: Fault, attempt: AttemptView) -> str:
+def _fault_text(fault: Fault, attempt: AttemptView) -> str:
     lost = attempt.steps_lost or 0
-    return fault.words + (f", {counted(lost, 'step')} done again" if lost else "")
+    return fault.text + (f", {pluralize(lost, 'step')} done again" if lost else "")
 
 
-def _interruptions(struck: list[tuple[Fault, AttemptView]], faults: list[Fault]) -> Exercise:
-    missed = [fault.words for fault in faults if fault not in [one for one, _ in struck]]
+def _interruptions(carried_out: list[tuple[Fault, AttemptView]], faults: list[Fault]) -> Exercise:
+    missed = [fault.text for fault in faults if fault not in [one for one, _ in carried_out]]
     if missed:
         text = f"not carried out as planned: {'; '.join(missed)}"
         return Exercise(name="interruptions", status="not exercised", detail=text)
-    text = "; ".join(_told(fault, attempt) for fault, attempt in struck)
+    text = "; ".join(_fault_text(fault, attempt) for fault, attempt in carried_out)
     return Exercise(name="interruptions", status="exercised", detail=text)
 
 
 def _verdict(run: Run, *, equal: bool) -> Verdict:
-    """``equal``: in the end. A step that differed when it was done again counts, whatever became of the difference; so does a
-    resume that was not exact, though what it lost had no effect on these steps."""
+    """``equal``: the final states are equal. A redone step that differed makes the verdict ``differs`` even so; a resume that was
+    not exact makes it ``not-exact``, even if what it lost had no effect on these steps."""
     if not equal or any(attempt.redone.first_difference is not None for attempt in run.attempts):
         return "differs"
-    lost = any(_lost(attempt.resume_report) for attempt in run.attempts if attempt.resume_report is not None)
+    lost = any(_lost_state(attempt.resume_report) for attempt in run.attempts if attempt.resume_report is not None)
     return "not-exact" if lost else "proved"
 
 
-def _lost(report: ResumeReportView) -> list[str]:
-    """What a resume that is not exact has lost; the variables that switch experiment trackers off are the trial's own."""
+def _lost_state(report: ResumeReportView) -> list[str]:
+    """Return what an inexact resume has lost, without the variables that disable experiment trackers, which the trial sets."""
     if report.verdict != "not-exact":
         return []
     parts = [part for part in report.components if part.status != "exact"]
-    # The first where the job has no variables, the second where the file with its spec is gone.
+    # ``spec:env``: the job sets no variables; ``spec_digest``: the file with the job's spec is gone.
     own = {"spec:env", "spec_digest", *(f"spec:env.{name}" for name in TRACKERS_OFF)}
     others = [d for d in report.differences if d.key not in own]
     return [
@@ -259,12 +259,12 @@ def _lost_component(attempts: list[AttemptView]) -> str | None:
 
 
 def _reports(attempts: list[AttemptView]) -> list[str]:
-    """What the resume reports do not call exact, and what they note."""
+    """Return what the resume reports list as not exact, and their notes."""
     out: dict[str, None] = {}
     for attempt in attempts:
         report, redone = attempt.resume_report, attempt.redone.first_difference
         if redone is not None:
-            out[redone.sentence()] = None  # as a note of the report has it
+            out[redone.sentence()] = None  # the same text as the report's note, to list it once
         if report is not None and report.verdict != "fresh":
-            out |= dict.fromkeys([*_lost(report), *report.notes])
-    return list(out)[:MOST_LINES]
+            out |= dict.fromkeys([*_lost_state(report), *report.notes])
+    return list(out)[:MAX_LINES]

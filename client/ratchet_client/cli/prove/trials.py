@@ -1,4 +1,4 @@
-"""The jobs of a proof: the user's spec as a trial (an early end, faults, no trackers), submitted, watched, read, deleted."""
+"""The jobs of a proof: submits the user's spec as a trial (early end, faults, no trackers), watches, reads and deletes it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ratchet_client.cli.doctor.progress import Progress
-from ratchet_client.cli.signals import undisturbed
-from ratchet_client.client import RatchetClient
-from ratchet_contract.api import AttemptView, JobView
+from ratchet_client.cli.shared.signals import signals_ignored
+from ratchet_client.resources.client import RatchetClient
+from ratchet_contract.api.views import AttemptView, JobView
 from ratchet_contract.errors import RatchetError
 from ratchet_contract.phases import JobPhase
 
@@ -22,28 +22,28 @@ TRACKERS_OFF: Final = {
     "WANDB_MODE": "disabled", "MLFLOW_TRACKING_URI": "file:./mlruns", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug",
     "CLEARML_OFFLINE_MODE": "1", "SWANLAB_MODE": "disabled", "DISABLE_MLFLOW_INTEGRATION": "TRUE",
 }  # fmt: skip
-"""Variables by which the packages that send figures elsewhere keep still."""
+"""Variables that keep experiment trackers from sending metrics elsewhere."""
 EVERY: Final = 5
-"""Steps between checkpoints: two or more of them can be lost behind each, and a difference is found within as many."""
+"""Steps between checkpoints: two or more steps can be lost after each, and a difference is located to within this many."""
 _KEPT_FOR: Final = 86_400.0
 """Seconds after which the service deletes a job of a proof whose command was killed."""
 _LOOK: Final = 0.3
 _LOG_LINES: Final = 15
 _ENDED: Final = "note.trial-ended"
 _CARRIED: Final = "note.loop-variables"
-_PAUSE: Final = 15.0  # seconds between two lines that tell of steps alone
+_PAUSE: Final = 15.0  # seconds between two progress lines while no phase changes
 
 
 class TrialFailed(RatchetError):
-    """A run did not come to its end."""
+    """A run did not succeed."""
 
     code = "trial-failed"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a trial has come by (the event ``trial-ended``), in numbers of steps that were done then. ``phases``: of the hook,
-    with the first step of each; ``schedulers``: how often each was stepped; ``epochs``: has it data with epochs?"""
+    """What a trial has passed through (the event ``trial-ended``), as numbers of steps completed at that point. ``phases``: the
+    hook's phases with the first step of each; ``schedulers``: how often each was stepped; ``epochs``: the data have epochs."""
 
     step: int
     total: int | None
@@ -58,7 +58,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Run:
-    """A trial that has ended well. ``metrics``: values by name and step; ``carried``: loops' variables that no checkpoint has."""
+    """A trial that has succeeded. ``metrics``: values by name and step; ``carried``: loop variables that no checkpoint has."""
 
     job: JobView
     facts: Facts
@@ -77,8 +77,8 @@ class Run:
 def trial_spec(
     spec: Mapping[str, Any], role: str, end_at: int | None, every: int, faults: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The user's spec, but for what a trial must not have: it ends early, strikes itself, keeps its files in the job's own
-    directories, and goes when it is old."""
+    """Return the user's spec as a trial: it ends early, injects its own faults, keeps its files in the job's own directories, and
+    is deleted after a day."""
     out = deepcopy(dict(spec))
     out["name"] = f"{str(spec.get('name', 'job'))[:42].rstrip('-')}-prove-{role}"
     out |= changes(out, role, end_at, every, faults)
@@ -88,7 +88,7 @@ def trial_spec(
 def changes(
     spec: Mapping[str, Any], role: str, end_at: int | None, every: int, faults: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The parts of ``spec`` that a trial has otherwise, whole."""
+    """Return the top-level parts of ``spec`` that a trial changes, each of them complete."""
     checkpoint = {
         k: v for k, v in (spec.get("checkpoint") or {}).items() if k not in ("every_seconds", "keep_best", "uri")
     }
@@ -110,23 +110,23 @@ def changes(
 
 
 class Trials:
-    """Submits jobs and forgets none: what was made is cancelled and deleted when the block is left."""
+    """Tracks the submitted jobs: all are cancelled and deleted on exit from the block."""
 
-    def __init__(self, client: RatchetClient, say: Progress) -> None:
-        self.client, self.say = client, say
-        self._made: list[str] = []
-        self._later: list[Callable[[], object]] = []
+    def __init__(self, client: RatchetClient, report_progress: Progress) -> None:
+        self.client, self.say = client, report_progress
+        self._job_ids: list[str] = []
+        self._cleanup_actions: list[Callable[[], object]] = []
 
-    def later(self, act: Callable[[], object]) -> None:
-        """To be done once all jobs are gone."""
-        self._later.append(act)
+    def on_cleanup(self, action: Callable[[], object]) -> None:
+        """Register an action to run once all jobs are deleted."""
+        self._cleanup_actions.append(action)
 
     def add(self, job: JobView) -> str:
-        self._made.append(job.id)
+        self._job_ids.append(job.id)
         return job.id
 
     def wait(self, jobs: Mapping[str, str]) -> list[Run]:
-        """The runs of these jobs (id: what each is, in words), once all have ended. Raises ``TrialFailed``."""
+        """Wait until these jobs (id: description) have ended, and return their runs. Raises ``TrialFailed``."""
         ended: dict[str, JobView] = {}
         phases, said = "", 0.0
         while len(ended) < len(jobs):
@@ -138,14 +138,14 @@ class Trials:
                 told.append(f"{words}: {_where(job)}")
                 now += f"{job.phase} {job.attempt} "
                 if job.phase.terminal and job.phase is not JobPhase.SUCCEEDED:
-                    raise TrialFailed(self._why(job, words))
+                    raise TrialFailed(self._failure_reason(job, words))
             if now != phases or time.monotonic() - said > _PAUSE or sys.stderr.isatty():
                 self.say("; ".join(told))
                 phases, said = now, time.monotonic()
             time.sleep(_LOOK)
         return [self._read(ended[job_id]) for job_id in jobs]
 
-    def _why(self, job: JobView, words: str) -> str:
+    def _failure_reason(self, job: JobView, words: str) -> str:
         lines = [f"{words} is {job.phase} at step {job.progress.step}: {job.message or job.reason}"]
         with suppress(RatchetError):
             lines += [f"  {line.text.rstrip()}" for line in self.client.logs(job.id, rank=0, tail=_LOG_LINES)]
@@ -167,31 +167,31 @@ class Trials:
             _variables(e.data["data"] for e in events if e.type == _CARRIED),
         )
 
-    def forget(self) -> None:
-        for job_id in self._made:
+    def cleanup(self) -> None:
+        for job_id in self._job_ids:
             with suppress(RatchetError):
                 if not self.client.view(job_id).phase.terminal:
                     self.client.cancel(job_id)
                     self.client.wait(job_id, deadline=60.0)
                 self.client.delete(job_id, outputs=True)
-        for act in self._later:
+        for act in self._cleanup_actions:
             with suppress(RatchetError):
                 act()
 
 
 @contextmanager
-def trials(client: RatchetClient, say: Progress) -> Iterator[Trials]:
-    """Jobs that are gone afterwards, whatever happens."""
-    made = Trials(client, say)
+def trials(client: RatchetClient, report_progress: Progress) -> Iterator[Trials]:
+    """Yield a ``Trials`` whose jobs are deleted on exit, also after an error."""
+    made = Trials(client, report_progress)
     try:
         yield made
     finally:
-        with undisturbed():
-            made.forget()
+        with signals_ignored():
+            made.cleanup()
 
 
 def _variables(notes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """``best (train.py, line 3)``. An earlier version of the worker gives none."""
+    """Return the loop variables, like ``best (train.py, line 3)``. Earlier versions of the worker report none."""
     found = (f"{', '.join(note['names'])} ({note['place']})" for note in notes if "names" in note)
     return list(dict.fromkeys(found))
 

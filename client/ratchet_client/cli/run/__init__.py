@@ -1,4 +1,4 @@
-"""``ratchet run``: a script trained to its end by one command, with a service of its own where none runs."""
+"""``ratchet run``: trains a script to its end by one command, with a private service if none runs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ratchet_client.cli import output
-from ratchet_client.cli.common import PATIENCE, RUN, Settings, settings, steps, why
-from ratchet_client.cli.exits import Exit
-from ratchet_client.cli.signals import interruptible, undisturbed
-from ratchet_contract.plural import counted, first_of, short_digests
+from ratchet_client.cli.shared import output
+from ratchet_client.cli.shared.exit_codes import Exit
+from ratchet_client.cli.shared.options import PATIENCE, RUN, Settings, reason_text, settings, steps
+from ratchet_client.cli.shared.signals import interruptible, signals_ignored
+from ratchet_contract.plural import join_first, pluralize, short_digests
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from ratchet_client.cli.run.beginning import Begun
+    from ratchet_client.cli.commands.logs import EventFold
+    from ratchet_client.cli.run.beginning import SelectedJob
     from ratchet_client.cli.run.private_service import RunService
-    from ratchet_client.cli.streams import EventFold
-    from ratchet_client.client import RatchetClient
     from ratchet_client.init.proposal import Proposal
-    from ratchet_contract.api import JobView
+    from ratchet_client.resources.client import RatchetClient
+    from ratchet_contract.api.views import JobView
 
 _SPECS = (".yaml", ".yml", ".json")
 
@@ -58,11 +58,23 @@ def run(
     ] = [],  # noqa: B006  (typer copies it)
     new: Annotated[
         bool,
-        typer.Option("--new", help="Start a new job, though this command has an unfinished one, which is cancelled."),
+        typer.Option(
+            "--new", help="Start a new job even if this command has an unfinished one, which is then cancelled."
+        ),
     ] = False,
+    adopt: Annotated[
+        Path | None,
+        typer.Option(
+            "--adopt",
+            metavar="DIR",
+            help="Start a new job from the newest checkpoint of a run without a service, which saved to DIR.",
+        ),
+    ] = None,
     ranks: Annotated[
         str,
-        typer.Option(metavar="N,...|all", help="Whose output is shown; of several each line has the rank in front."),
+        typer.Option(
+            metavar="N,...|all", help="Ranks whose output is shown; if several, each line begins with the rank."
+        ),
     ] = "0",
     outputs: Annotated[
         Path | None,
@@ -70,91 +82,95 @@ def run(
             "--outputs",
             "-o",
             metavar="DIR",
-            help="Copy what a job that succeeded has written into DIR, over files of the same names.",
+            help="When the job has succeeded, copy into DIR the files it wrote, replacing files of the same names.",
         ),
     ] = None,
 ) -> None:
     """Train a script to its end; ranks that are killed start again from their checkpoint. Options of this command come first.
 
-    Standard output gets what rank 0 prints, standard error all else. Ctrl-C or SIGTERM saves a checkpoint and stops; the same
-    command goes on from there.
+    Standard output is rank 0's; all else goes to standard error. Ctrl-C or SIGTERM saves a checkpoint and stops; the same
+    command continues from there.
     """
-    from ratchet_client.cli.run.beginning import begin, unfinished
+    from ratchet_client.cli.commands.logs import EventFold
+    from ratchet_client.cli.run.beginning import begin, is_resumable
     from ratchet_client.cli.run.private_service import COMMAND_FILE, run_service, unfinished_elsewhere
-    from ratchet_client.cli.streams import EventFold
-    from ratchet_client.client import RatchetClient
-    from ratchet_client.discovery import home_directory
-    from ratchet_contract.spec_parse import parse_spec
+    from ratchet_client.http.discovery import home_directory
+    from ratchet_client.resources.client import RatchetClient
+    from ratchet_contract.spec.parse import parse_spec
 
     if settings(ctx).server is not None:
         raise typer.BadParameter(
-            "--server: run trains on this machine; `ratchet submit FILE --follow` uses another's service"
+            "--server: run trains on this machine; `ratchet submit FILE --follow` uses a service on another machine"
         )
     spec, mark, proof = _spec(words, nproc, name, sets)
     shown = _ranks(ranks, parse_spec(spec).world.size)
-    _say_slurm_nodes()
+    _warn_slurm_nodes()
     place = f"{spec['name']}-{mark[:8]}"
     base = home_directory(settings(ctx).home)
     with interruptible(), run_service(base, place) as service:
         ctx.obj = Settings(None, service.paths.home)
         with RatchetClient(home=service.paths.home, retry_for=PATIENCE, timeout=600.0) as client:
-            begun = begin(client, service.paths, spec, mark, new=new)
+            begun = begin(client, service.paths, spec, mark, new=new, adopt=adopt)
             if service.private:
                 for command in unfinished_elsewhere(service.paths, spec["name"]):
                     output.note(f"unfinished, of another command: {command}")
                 (service.paths.home / COMMAND_FILE).write_text(_typed(), encoding="utf-8")
             fold = EventFold()
             job = _train(ctx, client, service, begun, shown, fold)
-            if service.private and not unfinished(job):
+            if service.private and not is_resumable(job):
                 (service.paths.home / COMMAND_FILE).unlink(missing_ok=True)
-            # Without --home a service that runs for another directory may be taken, with another interpreter.
-            home = ["--home", _near(base)] if service.private else []
+            # Without --home, ``prove`` might use a service that runs for another directory, with another interpreter.
+            home = ["--home", _short_path(base)] if service.private else []
             proved = proof.prepare + shlex.join(["ratchet", *home, "prove", *proof.target])
-            code = _tell_end(client, service, job, outputs, proved, fold.once(why(job)))
+            code = _print_results(client, service, job, outputs, proved, fold.dedupe_errors(reason_text(job)))
             if code is Exit.JOB_FAILED and (misplaced := _own_options(ctx, words)):
                 output.note(
-                    f"{', '.join(misplaced)}: after the script that is an argument of the script; options of `ratchet run` come "
+                    f"{', '.join(misplaced)}: an option after the script is the script's; options of `ratchet run` come "
                     "before it"
                 )
     raise typer.Exit(code)
 
 
 class _Proof(NamedTuple):
-    """The command that pipes the spec to ``ratchet prove``, empty for a file, and the words after that."""
+    """The command that pipes the spec to ``ratchet prove`` (empty for a spec file), and the arguments of ``prove``."""
 
     prepare: str
     target: list[str]
 
 
 def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]) -> tuple[dict[str, Any], str, _Proof]:
-    """Of a spec file, or what ``ratchet init`` would write; the digest that the command is known by: of the spec in the file,
-    else of the command alone, whatever the script's text is by now; and its proof. Raises ``Refused``,
-    ``SpecError``, ``NotFound``."""
+    """Return the spec, from a spec file or as ``ratchet init`` would write it; the digest that identifies the command; and its
+    proof. The digest is of the spec in the file, else of the command alone, so that it does not depend on the script's text.
+    Raises ``Refused``, ``SpecError``, ``NotFound``."""
+    from ratchet_client.cli.commands.submit import apply_overrides
     from ratchet_client.cli.run.beginning import command_digest
-    from ratchet_client.cli.submit import override
-    from ratchet_client.init.command import count_ranks
+    from ratchet_client.init.command_line import count_ranks
     from ratchet_client.init.proposal import propose
-    from ratchet_client.spec_file import read_spec
-    from ratchet_contract.spec_parse import parse_spec
+    from ratchet_client.resources.spec_file import read_spec
+    from ratchet_contract.spec.parse import parse_spec
 
     given: dict[str, Any] = {}
-    override(given, sets, {})
+    apply_overrides(given, sets, {})
     made: Proposal | None = None
     if words[0].endswith(_SPECS):
         if len(words) > 1:
-            raise typer.BadParameter(f"a spec has its arguments in it: leave out {shlex.join(words[1:])}, or use --set")
+            raise typer.BadParameter(
+                f"a spec contains the script's arguments: leave out {shlex.join(words[1:])}, or use --set"
+            )
         spec = read_spec(words[0])
     else:
         made = propose(words, os.environ, given, code=None, name=name)
-        spec = made.whole_spec()
+        spec = made.full_spec()
         for note in made.notes:
             if note.serious:
                 output.note(f"warning: {note.text}")
     if nproc is not None:
         count, device = count_ranks(nproc)
-        override(spec, [f"world.ranks_per_node={count}", *([] if device == "auto" else [f"world.device={device}"])], {})
-    override(spec, sets, {})
-    if made is not None:  # the proposal has found where code and interpreter are
+        apply_overrides(
+            spec, [f"world.ranks_per_node={count}", *([] if device == "auto" else [f"world.device={device}"])], {}
+        )
+    apply_overrides(spec, sets, {})
+    if made is not None:  # the proposal has determined the paths of code and interpreter
         spec["code"]["path"] = str(made.place.code)
         spec |= {} if made.python is None else {"python": str(made.python)}
     if name is not None:
@@ -175,13 +191,13 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
 
 
 def _own_options(ctx: typer.Context, words: list[str]) -> list[str]:
-    """Those of ``words`` that are named as options of this command, which takes its own before ``words`` alone."""
+    """Return those of ``words`` that look like options of this command, which accepts its options only before ``words``."""
     own = {option for parameter in ctx.command.params for option in parameter.opts}
     return [word for word in words if word.startswith("--") and word.partition("=")[0] in own]
 
 
 def _ranks(text: str, size: int) -> Collection[int] | None:
-    """None: all. Raises ``typer.BadParameter``, also for one that a job of ``size`` ranks does not have."""
+    """Return the ranks to show; None: all. Raises ``typer.BadParameter``, also for one that a job of ``size`` ranks lacks."""
     if text == "all":
         return None
     parts = text.split(",")
@@ -189,7 +205,7 @@ def _ranks(text: str, size: int) -> Collection[int] | None:
         raise typer.BadParameter(f"--ranks takes numbers with commas between them, or all, not {text!r}")
     found = {int(part) for part in parts}
     if max(found) >= size:
-        raise typer.BadParameter(f"--ranks {text}: the job has {counted(size, 'rank')}, numbered from 0")
+        raise typer.BadParameter(f"--ranks {text}: the job has {pluralize(size, 'rank')}, numbered from 0")
     return found
 
 
@@ -197,7 +213,7 @@ def _typed() -> str:
     return shlex.join(["ratchet", *sys.argv[1:]])
 
 
-def _say_slurm_nodes() -> None:
+def _warn_slurm_nodes() -> None:
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if nodes != "1":
         output.note(
@@ -210,14 +226,15 @@ def _train(
     ctx: typer.Context,
     client: RatchetClient,
     service: RunService,
-    begun: Begun,
+    begun: SelectedJob,
     ranks: Collection[int] | None,
     fold: EventFold,
 ) -> JobView:
-    """Follow the job until it has ended or is suspended: the first signal suspends it, the second ends all at once."""
+    """Follow the job until it has ended or is suspended: the first signal suspends it, the second ends a private service and its
+    ranks at once."""
+    from ratchet_client.cli.commands.wait import pump
     from ratchet_client.cli.run.rank_output import RankOutput
     from ratchet_client.cli.run.view import RunView
-    from ratchet_client.cli.watch import pump
     from ratchet_contract.errors import Conflict
     from ratchet_contract.phases import JobPhase
 
@@ -225,43 +242,45 @@ def _train(
     paths = service.paths.job(job_id)
 
     def suspend() -> None:
-        with suppress(Conflict):  # it has ended meanwhile, or is being cancelled
+        with suppress(Conflict):  # the job has ended meanwhile, or is being cancelled
             client.suspend(job_id)
 
     with RankOutput(paths, ranks, begun.attempt) as shown:
-        view = RunView(paths, ranks, partial(_told, service, job_id), service.revive, shown.note)
+        view = RunView(paths, ranks, partial(_report, service, job_id), service.restart_if_ended, shown.note)
         try:
-            return pump(ctx, job_id, view, fold, after=begun.event, until=until, interrupted=suspend)
+            return pump(ctx, job_id, view, fold, after=begun.event, until=until, on_interrupt=suspend)
         except KeyboardInterrupt as error:
-            twice = isinstance(error.__context__, KeyboardInterrupt)  # while it showed what had come before the first
+            twice = isinstance(
+                error.__context__, KeyboardInterrupt
+            )  # a second one, while the remaining events were shown
         try:
             if twice:
                 raise KeyboardInterrupt
-            suspend()  # the first may have come before ``pump`` heeded it
+            suspend()  # the signal may have arrived before ``pump`` handled it
             shown.note("stopping after a checkpoint; a second Ctrl-C ends it at once, without one")
             return client.wait(job_id, until=until)
         except KeyboardInterrupt:
-            with undisturbed():
-                service.end_at_once()
-            output.note("ended at once; the same command goes on from the newest checkpoint, if there is one")
+            with signals_ignored():
+                service.kill()
+            output.note("ended at once; the same command continues from the newest checkpoint, if there is one")
             raise typer.Exit(Exit.INTERRUPTED) from None
 
 
-def _told(service: RunService, job_id: str, text: str) -> str:
+def _report(service: RunService, job_id: str, text: str) -> str:
     from ratchet_client.cli.run.view import private_commands
 
-    return private_commands(text, job_id, shlex.quote(_near(service.paths.home))) if service.private else text
+    return private_commands(text, job_id, shlex.quote(_short_path(service.paths.home))) if service.private else text
 
 
-def _tell_end(
+def _print_results(
     client: RatchetClient, service: RunService, job: JobView, outputs: Path | None, proof: str, reason: str
 ) -> Exit:
-    """On standard error: how it ended and its ``reason``, where what came of it lies, and the commands of its ``proof``."""
-    from ratchet_client.cli.files import shown, written
-    from ratchet_client.cli.run.beginning import unfinished
+    """Print on standard error how the job ended and its ``reason``, where its results are, and the commands of its ``proof``."""
+    from ratchet_client.cli.commands.files import escape_path, outputs_text
+    from ratchet_client.cli.run.beginning import is_resumable
 
     paths = service.paths.job(job.id)
-    told = f": {_told(service, job.id, reason)}" if reason else ""
+    told = f": {_report(service, job.id, reason)}" if reason else ""
     output.note(f"{job.id} {job.phase} at step {steps(job)}{told}")
     attempts = client.attempts(job.id)
     resumed = [
@@ -269,7 +288,7 @@ def _tell_end(
         if one.resume_report is not None and one.resume_report.verdict not in ("fresh", "unmanaged")
     ]  # fmt: skip
     if resumed:
-        output.note(f"resumes: {first_of(resumed)}")
+        output.note(f"resumes: {join_first(resumed)}")
     for attempt in attempts:
         report, redone = attempt.resume_report, attempt.redone.first_difference
         lost = report.sentence() if report is not None and report.verdict == "not-exact" else None
@@ -278,34 +297,32 @@ def _tell_end(
             output.note(text)
             break
     if job.phase == "SUSPENDED":
-        at = "there" if job.last_checkpoint is not None else "its first line: it has no checkpoint"
-        output.note(f"the same command goes on from {at}; --new starts another job")
+        at = "there" if job.last_checkpoint is not None else "its first line, since it has no checkpoint"
+        output.note(f"the same command continues from {at}; --new starts another job")
         return Exit.INTERRUPTED
     if job.phase == "SUCCEEDED" and job.last_checkpoint is not None:
-        output.note(f"model: {_near(paths.checkpoints / job.last_checkpoint)}")
-    found = written(client, job)
+        output.note(f"model: {_short_path(paths.checkpoints / job.last_checkpoint)}")
+    found = outputs_text(client, job)
     if found is not None:
-        output.note(f"outputs: {found}, in {_near(paths.work)}")
+        output.note(f"outputs: {found}, in {_short_path(paths.work_dir)}")
     if job.phase == "SUCCEEDED" and found is not None and outputs is not None:
         for file in client.fetch_files(job.id, outputs, force=True).files:
-            output.note(f"copied: {shown(str(file))}")
-    home = shlex.quote(_near(service.paths.home))
-    first = f"ratchet serve --home {home}, and beside it " if service.private else ""
+            output.note(f"copied: {escape_path(str(file))}")
+    home = shlex.quote(_short_path(service.paths.home))
+    first = f"ratchet serve --home {home}, and in another terminal " if service.private else ""
     if job.phase != "SUCCEEDED":
-        output.note(
-            f"more of it: {first}ratchet --home {home} attempts {job.id}, or ratchet --home {home} logs {job.id}"
-        )
-        if unfinished(job):
-            output.note("the same command goes on from its newest checkpoint; --new starts another job")
+        output.note(f"details: {first}ratchet --home {home} attempts {job.id}, or ratchet --home {home} logs {job.id}")
+        if is_resumable(job):
+            output.note("the same command continues from its newest checkpoint; --new starts another job")
         return Exit.JOB_FAILED
     more = [f"logs {job.id}"] if found is None else [f"cp {job.id}: DIR"]
     more += [] if job.last_checkpoint is None else [f"checkpoints export {job.id} -o model.safetensors"]
-    output.note(f"more of it: {first}{', or '.join(f'ratchet --home {home} {command}' for command in more)}")
+    output.note(f"details: {first}{', or '.join(f'ratchet --home {home} {command}' for command in more)}")
     if job.last_checkpoint is not None:
         output.note(f"does it end with the same bits when it is killed? {proof}")
     return Exit.OK
 
 
-def _near(path: Path) -> str:
-    """As seen from the current directory, where it lies below."""
+def _short_path(path: Path) -> str:
+    """Return ``path`` relative to the current directory if it is below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

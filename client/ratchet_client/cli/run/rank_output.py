@@ -1,4 +1,4 @@
-"""What ranks print, copied from their logs to standard output as it comes: bytes as they are, attempt after attempt."""
+"""Copies what ranks print from their logs to standard output as it arrives: unchanged bytes, attempt after attempt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, BinaryIO, Final
 
-from ratchet_client.cli import output
+from ratchet_client.cli.shared import output
 from ratchet_contract.paths import JobPaths
 
 _PERIOD: Final = 0.1
@@ -18,17 +18,22 @@ _BLOCK: Final = 1 << 16
 
 
 class RankOutput:
-    """A context manager; at its end everything is out that ended ranks have printed. One rank's bytes are not changed; of several
-    each line has ``ATTEMPT.RANK | `` in front, as ``ratchet logs`` has it."""
+    """A context manager; on exit everything that ended ranks have printed is copied. The bytes of one rank are not changed; with
+    several ranks each line is prefixed with ``ATTEMPT.RANK | ``, as in ``ratchet logs``."""
 
-    def __init__(self, job: JobPaths, ranks: Collection[int] | None, shown: int, to: BinaryIO | None = None) -> None:
-        """``ranks``: None: all of them. ``shown``: the last attempt whose output until now was shown before: it is left out."""
+    def __init__(
+        self, job: JobPaths, ranks: Collection[int] | None, last_displayed_attempt: int, to: BinaryIO | None = None
+    ) -> None:
+        """``ranks`` None: all of them. ``last_displayed_attempt``: the last attempt whose output up to now an earlier command has
+        shown; it is skipped."""
         self._job = job
         self._ranks = ranks
         self._to = to or sys.stdout.buffer
         self._prefixed = ranks is None or len(ranks) > 1
-        self._offsets = {path: path.stat().st_size for attempt, _, path in self._logs() if attempt <= shown}
-        self._first = shown
+        self._offsets = {
+            path: path.stat().st_size for attempt, _, path in self._logs() if attempt <= last_displayed_attempt
+        }
+        self._first = last_displayed_attempt
         self._open_line = False
         self._lock = threading.Lock()
         self._read_by_nobody = False
@@ -46,7 +51,7 @@ class RankOutput:
         self._thread.join()
 
     def note(self, text: str) -> None:
-        """``text`` on a line of its own also where standard error shows what the ranks print, whose line may be open."""
+        """Print ``text`` on a line of its own, even if standard error is the terminal where a rank's line is incomplete."""
         with self._lock:
             if self._open_line and _is_one_terminal(self._to, sys.stderr):
                 self._open_line = False
@@ -59,7 +64,7 @@ class RankOutput:
         self._poll(last=True)
 
     def _logs(self) -> list[tuple[int, int, Path]]:
-        """``(attempt, rank, file)`` of the logs that are there, in order."""
+        """Return ``(attempt, rank, file)`` of the existing logs, in order."""
         found = []
         for path in (self._job.root / "attempts").glob("*/logs/rank-*.log"):
             attempt, rank = int(path.parts[-3]), int(path.stem.removeprefix("rank-"))
@@ -79,34 +84,34 @@ class RankOutput:
                     self._copy(path, over)
         self._first = max(self._first, newest)
 
-    def _copy(self, path: Path, over: bool) -> None:
+    def _copy(self, path: Path, is_over: bool) -> None:
         while data := self._read(path, _BLOCK):
             self._offsets[path] += len(data)
             self._open_line = not data.endswith(b"\n")
             self._write(data)
-        if over and self._open_line:  # what the next attempt prints begins a line
+        if is_over and self._open_line:  # the next attempt's output starts on a new line
             self._open_line = False
             self._write(b"\n")
 
-    def _copy_lines(self, path: Path, prefix: bytes, over: bool) -> None:
-        """Whole lines; one without its end when it is ``over``, or longer than a block."""
+    def _copy_lines(self, path: Path, prefix: bytes, is_over: bool) -> None:
+        """Copy whole lines; an incomplete one only if the attempt is ``is_over``, or if it is longer than a block."""
         while data := self._read(path, _BLOCK):
             end = data.rfind(b"\n") + 1
             if not end:
-                if not over and len(data) < _BLOCK:
+                if not is_over and len(data) < _BLOCK:
                     return
                 end = len(data)
             self._offsets[path] += end
             self._write(b"".join(prefix + line + b"\n" for line in data[:end].removesuffix(b"\n").split(b"\n")))
 
     def _read(self, path: Path, size: int) -> bytes:
-        """From where it was read to, past what was left out of a long log."""
+        """Return the next bytes from the last offset, skipping the part that was omitted from a long log (a hole)."""
         try:
             with path.open("rb") as file:
                 at = os.lseek(file.fileno(), self._offsets.setdefault(path, 0), os.SEEK_DATA)
                 self._offsets[path] = at
                 return os.pread(file.fileno(), size, at)
-        except OSError:  # not there (yet), or no more data
+        except OSError:  # no such file (yet), or no more data
             return b""
 
     def _write(self, data: bytes) -> None:
@@ -117,8 +122,8 @@ class RankOutput:
             self._to.flush()
         except OSError as error:
             self._read_by_nobody = True
-            why = "nobody reads it any more" if isinstance(error, BrokenPipeError) else error.strerror
-            output.note(f"the ranks' output cannot be shown ({why}); training goes on, and the logs have it")
+            why = "its reader has closed it" if isinstance(error, BrokenPipeError) else error.strerror
+            output.note(f"the ranks' output cannot be shown ({why}); training continues, and the logs contain it")
 
 
 def _is_one_terminal(one: IO[Any], other: IO[Any]) -> bool:
@@ -130,7 +135,7 @@ def _is_one_terminal(one: IO[Any], other: IO[Any]) -> bool:
 
 
 def last_lines(job: JobPaths, attempt: int, rank: int, count: int) -> list[str]:
-    """The end of one rank's log."""
+    """Return the last lines of one rank's log."""
     try:
         with job.attempt(attempt).log(rank).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK))

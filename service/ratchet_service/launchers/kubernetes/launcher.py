@@ -1,6 +1,6 @@
 """Attempts as Jobs of a Kubernetes cluster: one Job per attempt, one pod per node.
 
-A poll reads what watches have brought. Only what changes something is a request, and the proof that an attempt is dead.
+A poll reads the state that watches have received. Only changes, and the proof that an attempt is dead, cost requests.
 """
 
 from __future__ import annotations
@@ -14,36 +14,43 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ratchet_contract.api import Warning_
+from ratchet_contract.api.views import Warning_
 from ratchet_contract.errors import FieldProblem
-from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths, HomePaths
-from ratchet_contract.spec import JobSpec
-from ratchet_service.launchers import files, planning
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.job import JobSpec
+from ratchet_service.launchers import attempt_files
+from ratchet_service.launchers import plan as planning
 from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineUnreachable, LaunchError, LaunchPlan
 from ratchet_service.launchers.kubernetes import manifests, spec_checks
-from ratchet_service.launchers.kubernetes.api import Api, Refusal
-from ratchet_service.launchers.kubernetes.cache import Cache
-from ratchet_service.launchers.kubernetes.creation import clear, create, delete, find_job, hand_over
-from ratchet_service.launchers.kubernetes.killing import Killing, delete_job, mark, marked
-from ratchet_service.launchers.kubernetes.mounts import code_dir
-from ratchet_service.launchers.kubernetes.patch import AGENT
-from ratchet_service.launchers.kubernetes.pods import Patience, Pod
-from ratchet_service.launchers.kubernetes.settings import Site, parse
-from ratchet_service.launchers.kubernetes.states import Seen, View, look
+from ratchet_service.launchers.kubernetes.client import Api, Refusal
+from ratchet_service.launchers.kubernetes.create import (
+    chown_job_files,
+    create_objects,
+    delete_object,
+    delete_secret_and_service,
+    find_job,
+)
+from ratchet_service.launchers.kubernetes.delete import AttemptKiller, delete_job, is_marked_deleted, mark_deleted
+from ratchet_service.launchers.kubernetes.job_status import ObservedState, View, evaluate
+from ratchet_service.launchers.kubernetes.pod_patch import AGENT
+from ratchet_service.launchers.kubernetes.pod_status import Patience, Pod
+from ratchet_service.launchers.kubernetes.settings import Site, parse_settings
+from ratchet_service.launchers.kubernetes.volumes import code_dir
+from ratchet_service.launchers.kubernetes.watch_cache import Cache
 
 _LOG_NODES: Final = 8
-"""Nodes whose logs are asked for."""
+"""The most nodes whose logs are requested."""
 _LOG_LINES: Final = 200
 
 
 def make(home: HomePaths, settings: Mapping[str, Any]) -> KubernetesLauncher:
-    """The factory that the table names. Touches no cluster. Raises ``ValueError`` for settings."""
-    return KubernetesLauncher(parse(home, settings))
+    """The factory that ``registry`` calls. Contacts no cluster. Raises ``ValueError`` for invalid settings."""
+    return KubernetesLauncher(parse_settings(home, settings))
 
 
 class KubernetesLauncher:
-    """See the module. ``environ``: where secrets' values are taken from."""
+    """See the module. ``environ``: the environment that secrets' values are read from."""
 
     kind = "kubernetes"
     slots = False
@@ -55,16 +62,16 @@ class KubernetesLauncher:
         self._site = site
         self._environ = dict(os.environ if environ is None else environ)
         self._api = Api(settings)
-        self._killing = Killing(self._api, site)
+        self._killer = AttemptKiller(self._api, site)
         self._patience = Patience(settings.fault_patience, settings.start_patience, settings.result_patience)
         self._lock = threading.Lock()
-        self._watching: Cache | None = None
+        self._watch_cache: Cache | None = None
 
     def close(self) -> None:
-        """End the watches."""
+        """Stop the watches."""
         with self._lock:
-            if self._watching is not None:
-                self._watching.close()
+            if self._watch_cache is not None:
+                self._watch_cache.close()
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
         return spec_checks.check(self._site, spec)
@@ -73,9 +80,9 @@ class KubernetesLauncher:
         launch = launch.model_copy(update={"service_url": self._site.settings.url, "code_dir": code_dir(launch)})
         paths = AttemptPaths(Path(launch.attempt_dir))
         argv = tuple(manifests.agent_command(launch))
-        asked = [manifests.job(self._site, launch), manifests.service(self._site, launch)]
+        asked = [manifests.job_manifest(self._site, launch), manifests.service_manifest(self._site, launch)]
         return LaunchPlan(
-            ref=AttemptRef(launch.job_id, launch.epoch, paths, launch.spec.world.nodes),
+            ref=AttemptRef(launch.job_id, launch.attempt, paths, launch.spec.world.nodes),
             launch=launch,
             argv=argv,
             secrets=planning.secret_sources(launch.spec),
@@ -86,113 +93,123 @@ class KubernetesLauncher:
     def submit(self, plan: LaunchPlan) -> None:
         values = planning.secret_values(self._environ, plan.secrets)
         try:
-            files.write_launch(plan.ref.paths, plan.launch)
-            hand_over(self._site, plan.launch)
+            attempt_files.write_launch(plan.ref.paths, plan.launch)
+            chown_job_files(self._site, plan.launch)
         except OSError as error:
             raise LaunchError(f"the attempt's directory cannot be prepared: {error}") from error
-        cache = self._cache()
-        cache.ready()  # a server that has just started refuses what it will allow in a moment, watches too
+        cache = self._started_cache()
+        cache.wait_ready()  # a server that has just started refuses requests, including watches, that it soon allows
         try:
-            job = create(self._api, self._site, plan.launch, values)
+            job = create_objects(self._api, self._site, plan.launch, values)
         except LaunchError:
             with suppress(EngineUnreachable):
-                clear(self._api, self._site, plan.ref.name)
+                delete_secret_and_service(self._api, self._site, plan.ref.name)
             raise
         cache.add_job(job, job["metadata"]["namespace"])
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        seen = self._seen(ref)
-        view = self._view(ref, seen)
-        # Nothing orders two watches: that of the pods may be ahead, and what was done to the Job may not have been told yet.
-        if (view.revoked and not seen.leaving) or (view.by_hand and not view.alive):
-            seen = self._asked(ref, seen)
-            view = self._view(ref, seen)
-        if view.revoked and not seen.leaving:
-            delete_job(self._api, self._site, ref.name)  # else whoever suspended it starts it again, as the same epoch
+        observed = self._observe(ref)
+        view = self._evaluate(ref, observed)
+        # Two watches are not ordered: the pods' may be ahead, and a change of the Job may not have been received yet.
+        if (view.revoked and not observed.is_deleting) or (view.pod_deleted_by_hand and not view.alive):
+            observed = self._refresh_job(ref, observed)
+            view = self._evaluate(ref, observed)
+        if view.revoked and not observed.is_deleting:
+            delete_job(
+                self._api, self._site, ref.name
+            )  # else it could be resumed, and would start again as the same attempt
         for node in range(ref.nodes):
             if not ref.paths.node(node).agent_file.exists():
-                _listed(ref, node)
-        nodes = files.node_states(ref, gone=lambda node: node in view.gone, notes=view.notes)
-        begun = all(node.seen for node in nodes) and not view.revoked  # the agents' files may be ahead of the watches
-        return AttemptState(view.alive, nodes, None if begun else view.waiting, view.ends)
+                _list_node_files(ref, node)
+        nodes = attempt_files.node_states(ref, gone=lambda node: node in view.gone_nodes, notes=view.notes)
+        all_started = (
+            all(node.seen for node in nodes) and not view.revoked
+        )  # the agents' files may be newer than the watches' state
+        return AttemptState(view.alive, nodes, None if all_started else view.waiting, view.ends)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """The pods get SIGTERM and the time of their own grace, which was made for saving."""
-        mark(ref)
+        """Delete the Job: its pods get SIGTERM and their own grace period, which allows for a save."""
+        mark_deleted(ref)
         delete_job(self._api, self._site, ref.name)
 
     def kill(self, ref: AttemptRef) -> list[str]:
-        left = self._killing.kill(ref, self._seen(ref))
+        left = self._killer.kill(ref, self._observe(ref))
         if not left:
-            clear(self._api, self._site, ref.name)
+            delete_secret_and_service(self._api, self._site, ref.name)
         return left
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
-        pods = sorted(self._seen(ref).pods, key=lambda pod: pod.node)[:_LOG_NODES]
+        pods = sorted(self._observe(ref).pods, key=lambda pod: pod.node)[:_LOG_NODES]
         parts = []
         for pod in pods:
-            text = self._log(pod).strip()[-(limit // len(pods)) :]
+            text = self._pod_log(pod).strip()[-(limit // len(pods)) :]
             if text:
                 parts.append(f"node {pod.node}: {text}" if ref.nodes > 1 else text)
         return "\n".join(parts)[-limit:]
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
-        cache = self._cache()
-        cache.ready()
-        found = cache.names()
+        cache = self._started_cache()
+        cache.wait_ready()
+        found = cache.live_attempts()
         orphans = sorted(set(found) - set(known(found))) if found else []
         for name in orphans:
             delete_job(self._api, self._site, name)
-            clear(self._api, self._site, name)
-            for pod in cache.seen(name).pods:
-                if not pod.over:
-                    delete(self._api, pod.path)
+            delete_secret_and_service(self._api, self._site, name)
+            for pod in cache.observe(name).pods:
+                if not pod.has_ended:
+                    delete_object(self._api, pod.path)
         return orphans
 
-    def _cache(self) -> Cache:
+    def _started_cache(self) -> Cache:
         with self._lock:
-            if self._watching is None:
-                chosen = manifests.selector(self._site.instance)
-                self._watching = Cache(self._api, self._site.namespaces, chosen)
-                self._watching.start()
-            return self._watching
+            if self._watch_cache is None:
+                chosen = manifests.label_selector(self._site.instance)
+                self._watch_cache = Cache(self._api, self._site.namespaces, chosen)
+                self._watch_cache.start()
+            return self._watch_cache
 
-    def _seen(self, ref: AttemptRef) -> Seen:
-        cache = self._cache()
-        cache.ready()
-        seen = cache.seen(ref.name)
-        return replace(seen, ours=seen.leaving and marked(ref))
+    def _observe(self, ref: AttemptRef) -> ObservedState:
+        cache = self._started_cache()
+        cache.wait_ready()
+        observed = cache.observe(ref.name)
+        return replace(observed, deleted_by_service=observed.is_deleting and is_marked_deleted(ref))
 
-    def _asked(self, ref: AttemptRef, seen: Seen) -> Seen:
-        """With the Job as the server has it now."""
-        assert seen.job is not None
-        job = find_job(self._api, seen.job["metadata"]["namespace"], ref.name)
+    def _refresh_job(self, ref: AttemptRef, observed: ObservedState) -> ObservedState:
+        """``observed`` with the Job's current state from the server."""
+        assert observed.job is not None
+        job = find_job(self._api, observed.job["metadata"]["namespace"], ref.name)
         if job is not None:
-            self._cache().refresh(job, job["metadata"]["namespace"])
-        return self._seen(ref) if job is not None else replace(seen, deleted=True, ours=marked(ref))
+            self._started_cache().refresh(job, job["metadata"]["namespace"])
+        return (
+            self._observe(ref)
+            if job is not None
+            else replace(observed, deleted=True, deleted_by_service=is_marked_deleted(ref))
+        )
 
-    def _view(self, ref: AttemptRef, seen: Seen) -> View:
+    def _evaluate(self, ref: AttemptRef, observed: ObservedState) -> View:
         now = time.monotonic()
-        return look(seen, ref.nodes, lambda: _began(ref), lambda node: _has_result(ref, node), now, self._patience)
+        return evaluate(
+            observed, ref.nodes, lambda: _has_started(ref), lambda node: _has_result(ref, node), now, self._patience
+        )
 
-    def _log(self, pod: Pod) -> str:
-        """Of the agent's container; where the log is gone, what the pod's status has kept of it."""
+    def _pod_log(self, pod: Pod) -> str:
+        """The log of the agent's container; if it is gone, the part that the pod's status contains."""
         if not pod.deleted and pod.status.get("state", {}).keys() & {"running", "terminated"}:
             with suppress(Refusal):
-                return self._api.text(f"{pod.path}/log", container=AGENT, tailLines=_LOG_LINES)
+                return self._api.get_text(f"{pod.path}/log", container=AGENT, tailLines=_LOG_LINES)
         return str((pod.terminated or {}).get("message") or "")
 
 
-def _began(ref: AttemptRef) -> bool:
+def _has_started(ref: AttemptRef) -> bool:
     return any(ref.paths.node(node).agent_file.exists() for node in range(ref.nodes))
 
 
 def _has_result(ref: AttemptRef, node: int) -> bool:
-    return ref.paths.node(node).result_file in _listed(ref, node)
+    return ref.paths.node(node).result_file in _list_node_files(ref, node)
 
 
-def _listed(ref: AttemptRef, node: int) -> list[Path]:
-    """A node's files. Listing makes a network file system forget for how long it knew that one was not there."""
+def _list_node_files(ref: AttemptRef, node: int) -> list[Path]:
+    """A node's files. Listing the directory makes a network file system drop its cached result that a file did not exist."""
     with suppress(OSError):
         return list(ref.paths.node(node).root.iterdir())
     return []

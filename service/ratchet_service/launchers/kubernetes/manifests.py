@@ -1,8 +1,8 @@
-"""From a launch to what Kubernetes is asked for: a Job of one pod per node, a Service for their names, a Secret. Pure.
+"""The Kubernetes objects of a launch: a Job with one pod per node, a Service for the pods' names, a Secret. Pure.
 
-Restarts are Ratchet's: ``backoffLimit: 0``, and the failure policy *fails* the Job. With ``Ignore`` the controller would make a
-pod anew within the same Job, which is the same epoch. The rules' order is that of their evaluation: an evicted pod mostly ends
-with 143, and the Job's condition should tell of the eviction. Codes that are not reserved meet ``backoffLimit``.
+Ratchet does the restarts: ``backoffLimit: 0``, and the failure policy *fails* the Job. With ``Ignore`` the controller would
+create a new pod within the same Job, which is the same attempt. The rules are evaluated in order, disruptions first: an evicted
+pod mostly ends with 143, and the Job's condition should report the eviction. ``backoffLimit`` covers all other exit codes.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
-from ratchet_contract import environment as names
+from ratchet_contract import env_vars as names
 from ratchet_contract.exit_codes import CAUSE_OF_EXIT_CODE
-from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import AttemptPaths
-from ratchet_contract.spec_engines import KubernetesLauncherSpec
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.launcher import KubernetesLauncherSpec
 from ratchet_service.launchers.base import attempt_name, stop_seconds
-from ratchet_service.launchers.kubernetes import patch
-from ratchet_service.launchers.kubernetes.mounts import TMP, Mounted, disk_bytes, mounted
+from ratchet_service.launchers.kubernetes import pod_patch
 from ratchet_service.launchers.kubernetes.settings import Site
+from ratchet_service.launchers.kubernetes.volumes import TMP, Mounted, max_disk_bytes, pod_volumes
 
 Manifest = dict[str, Any]
 
 JOB_ID: Final = "ratchet.dev/job-id"
-EPOCH: Final = "ratchet.dev/epoch"
+ATTEMPT: Final = "ratchet.dev/attempt"
 INSTANCE: Final = "ratchet.dev/instance"
 JOB_NAME: Final = "ratchet.dev/job-name"
 MANAGED_BY: Final = {"app.kubernetes.io/managed-by": "ratchet"}
@@ -35,22 +35,22 @@ QUEUE_TOPOLOGY: Final = {
     "preferred": "kueue.x-k8s.io/podset-preferred-topology",
 }
 INDEX_VARIABLE: Final = "JOB_COMPLETION_INDEX"
-"""The Job controller gives it to every container of an Indexed Job's pods."""
+"""The Job controller sets it in every container of an Indexed Job's pods."""
 
 _COMPONENT: Final = {"app.kubernetes.io/name": "ratchet", "app.kubernetes.io/component": "worker"}
 _HOST: Final = "kubernetes.io/hostname"
 _MEMORY_PER_RANK: Final = 2
-"""GiB, asked for where the spec names no memory: a pod that asks for none is the first to be evicted."""
+"""GiB, requested if the spec names no memory: a pod that requests none is the first to be evicted."""
 _DISK_REQUEST: Final = "1Gi"
 _LOGS: Final = 2**30
-"""Bytes of disk for what is printed before the agent keeps the logs."""
+"""Bytes of disk for output that is printed before the agent manages the logs."""
 _UNREACHABLE: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _UNREACHABLE_SECONDS: Final = 30
-"""Kubernetes' own default is 300: a job would wait five minutes for a node that is gone."""
+"""Kubernetes' default is 300: a job would wait five minutes for a lost node."""
 
 
-def selector(instance: str) -> str:
-    """What finds everything of one service."""
+def label_selector(instance: str) -> str:
+    """The label selector for all objects of one service."""
     labels = MANAGED_BY | {INSTANCE: instance}
     return ",".join(f"{key}={value}" for key, value in labels.items())
 
@@ -62,12 +62,12 @@ def agent_command(launch: LaunchFile) -> list[str]:
 
 def labels_of(site: Site, launch: LaunchFile) -> dict[str, str]:
     return _COMPONENT | MANAGED_BY | {
-        INSTANCE: site.instance, JOB_ID: launch.job_id, EPOCH: str(launch.epoch),
+        INSTANCE: site.instance, JOB_ID: launch.job_id, ATTEMPT: str(launch.attempt),
     }  # fmt: skip
 
 
-def job(site: Site, launch: LaunchFile) -> Manifest:
-    spec, launcher = launch.spec, site.launcher(launch.spec)
+def job_manifest(site: Site, launch: LaunchFile) -> Manifest:
+    spec, launcher = launch.spec, site.effective_launcher(launch.spec)
     nodes = spec.world.nodes
     labels = launcher.labels | labels_of(site, launch)
     codes = sorted(code for code in CAUSE_OF_EXIT_CODE if code != 0)
@@ -82,7 +82,7 @@ def job(site: Site, launch: LaunchFile) -> Manifest:
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 {
                     "action": "FailJob",
-                    "onExitCodes": {"containerName": patch.AGENT, "operator": "In", "values": codes},
+                    "onExitCodes": {"containerName": pod_patch.AGENT, "operator": "In", "values": codes},
                 },
             ]
         },
@@ -93,33 +93,33 @@ def job(site: Site, launch: LaunchFile) -> Manifest:
         body["suspend"] = True
     if launcher.queue_priority is not None:
         labels[QUEUE_PRIORITY] = launcher.queue_priority
-    template = _bounded(patch.apply(pod_template(site, launch), launcher.pod_patch))
+    template = _with_disk_limit(pod_patch.apply(pod_template(site, launch), launcher.pod_patch))
     metadata = _metadata(site, launch, labels) | {"annotations": _annotations(launch, launcher)}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body | {"template": template}}
 
 
-def service(site: Site, launch: LaunchFile) -> Manifest | None:
-    """Headless: gives the pods names, NAME-0.NAME and so on, from their first moment. One pod needs none."""
+def service_manifest(site: Site, launch: LaunchFile) -> Manifest | None:
+    """A headless Service that gives the pods DNS names, NAME-0.NAME and so on, from their creation. One pod needs none."""
     if launch.spec.world.nodes == 1:
         return None
     labels = labels_of(site, launch)
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
-        "selector": {key: labels[key] for key in (JOB_ID, EPOCH, INSTANCE)},
+        "selector": {key: labels[key] for key in (JOB_ID, ATTEMPT, INSTANCE)},
     }
     return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(site, launch, labels), "spec": spec}
 
 
-def owned_by(job: Manifest) -> Manifest:
-    """A merge patch: the object goes when the Job does."""
+def owner_patch(job: Manifest) -> Manifest:
+    """A merge patch by which an object is deleted with the Job."""
     metadata = job["metadata"]
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"]}
     return {"metadata": {"ownerReferences": [owner]}}
 
 
-def secret(site: Site, launch: LaunchFile, values: dict[str, str]) -> Manifest | None:
-    """Of this attempt alone, with the values that its spec takes from the service's environment."""
+def secret_manifest(site: Site, launch: LaunchFile, values: dict[str, str]) -> Manifest | None:
+    """The attempt's own Secret, with the values that its spec takes from the service's environment; None if there are none."""
     if not values:
         return None
     return {
@@ -133,25 +133,25 @@ def secret(site: Site, launch: LaunchFile, values: dict[str, str]) -> Manifest |
 
 
 def pod_template(site: Site, launch: LaunchFile) -> Manifest:
-    """The template before the job's own patch."""
-    spec, launcher = launch.spec, site.launcher(launch.spec)
-    seen = mounted(site, launch, launcher)
+    """The pod template before the job's own patch."""
+    spec, launcher = launch.spec, site.effective_launcher(launch.spec)
+    mounted_volumes = pod_volumes(site, launch, launcher)
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": math.ceil(stop_seconds(launch)),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": _pod_security(site, launcher),
-        "containers": [_container(site, launch, launcher, seen)],
-        "volumes": seen.volumes,
+        "containers": [_container(site, launch, launcher, mounted_volumes)],
+        "volumes": mounted_volumes.volumes,
         "tolerations": _tolerations(launch, launcher),
     }
     if spec.world.nodes > 1:
-        pod["subdomain"] = attempt_name(launch.job_id, launch.epoch)
+        pod["subdomain"] = attempt_name(launch.job_id, launch.attempt)
     optional = {
         "nodeSelector": launcher.node_selector,
         "affinity": launcher.affinity,
-        "topologySpreadConstraints": _spread(site, launch, launcher),
+        "topologySpreadConstraints": _topology_spread(site, launch, launcher),
         "priorityClassName": launcher.priority_class,
         "serviceAccountName": launcher.service_account,
         "imagePullSecrets": [{"name": name} for name in launcher.image_pull_secrets],
@@ -165,16 +165,18 @@ def pod_template(site: Site, launch: LaunchFile) -> Manifest:
     return {"metadata": metadata, "spec": pod}
 
 
-def _container(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec, seen: Mounted) -> dict[str, Any]:
+def _container(
+    site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec, mounted_volumes: Mounted
+) -> dict[str, Any]:
     return {
-        "name": patch.AGENT,
+        "name": pod_patch.AGENT,
         "image": site.image(launch.spec),
         "imagePullPolicy": launcher.image_pull_policy,
         "command": agent_command(launch),
         "env": _env(launch),
         "resources": _resources(launch),
-        "volumeMounts": seen.mounts,
-        "terminationMessagePolicy": "FallbackToLogsOnError",  # the end of what it printed outlives the pod's log
+        "volumeMounts": mounted_volumes.mounts,
+        "terminationMessagePolicy": "FallbackToLogsOnError",  # the end of its output outlives the pod's log
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -184,26 +186,27 @@ def _container(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec,
 
 
 def _env(launch: LaunchFile) -> list[dict[str, Any]]:
-    """HOME and USER: whoever asks for them finds no entry of this user in the image."""
+    """The container's environment. HOME and USER are set because the image has no passwd entry for this user."""
     out: list[dict[str, Any]] = [
         {"name": names.NODE_ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "HOME", "value": TMP},
         {"name": "USER", "value": "ratchet"},
     ]
-    if launch.resolved.device == "cpu":  # else an image that asks for all GPUs would see those of others
+    if launch.resolved.device == "cpu":  # else an image that requests all GPUs would see those of other jobs
         out.append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"})
     for name, source in launch.spec.secrets.items():
         if source.from_secret is not None:
             key = {"name": source.from_secret.name, "key": source.from_secret.key}
         else:
-            key = {"name": attempt_name(launch.job_id, launch.epoch), "key": name}
+            key = {"name": attempt_name(launch.job_id, launch.attempt), "key": name}
         out.append({"name": name, "valueFrom": {"secretKeyRef": key}})
     return out
 
 
 def _resources(launch: LaunchFile) -> dict[str, Any]:
-    """CPUs are asked for, not limited: a limit would stop threads in the middle of a step. Memory is both, so that a job that
-    takes too much of it ends alone. GPUs are not divisible, and Kubernetes wants both to be equal. Little disk is asked for."""
+    """Requests and limits. CPUs are requested, not limited: a limit would stop threads in the middle of a step. Memory is both,
+    so that a job that uses too much of it ends alone. GPUs are not divisible, and Kubernetes requires request and limit to be
+    equal. Little disk is requested."""
     resources, ranks = launch.spec.resources, launch.spec.world.ranks_per_node
     requests = {
         "cpu": str(ranks * (resources.cpus_per_rank or launch.resolved.threads_per_rank)),
@@ -218,12 +221,12 @@ def _resources(launch: LaunchFile) -> dict[str, Any]:
     return {"requests": requests, "limits": limits}
 
 
-def _bounded(template: Manifest) -> Manifest:
-    """Of its machine's disk a pod takes no more than its directories may hold, those of the job's own patch too: without a limit
-    one job fills the disk. One of them without a limit is the job's wish."""
-    disk = disk_bytes(template["spec"]["volumes"])
+def _with_disk_limit(template: Manifest) -> Manifest:
+    """Limit a pod's disk usage to what its directories may hold, including those of the job's own patch: without a limit one job
+    could fill its machine's disk. There is no limit if the job specifies a directory without one."""
+    disk = max_disk_bytes(template["spec"]["volumes"])
     if disk is not None:
-        (agent,) = [one for one in template["spec"]["containers"] if one["name"] == patch.AGENT]
+        (agent,) = [one for one in template["spec"]["containers"] if one["name"] == pod_patch.AGENT]
         most = {"ephemeral-storage": f"{math.ceil((disk + _LOGS) / 2**20)}Mi"}
         agent["resources"]["limits"] = most | agent["resources"]["limits"]
     return template
@@ -240,20 +243,20 @@ def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any
     }
 
 
-def _spread(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
+def _topology_spread(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
     labels = labels_of(site, launch)
-    ours = {"labelSelector": {"matchLabels": {key: labels[key] for key in (JOB_ID, EPOCH, INSTANCE)}}}
+    selector_fields = {"labelSelector": {"matchLabels": {key: labels[key] for key in (JOB_ID, ATTEMPT, INSTANCE)}}}
     if launcher.topology_spread is not None:
-        return [ours | given for given in launcher.topology_spread]
+        return [selector_fields | given for given in launcher.topology_spread]
     if launch.spec.world.nodes == 1:
         return []
-    return [{"maxSkew": 1, "topologyKey": _HOST, "whenUnsatisfiable": "ScheduleAnyway"} | ours]
+    return [{"maxSkew": 1, "topologyKey": _HOST, "whenUnsatisfiable": "ScheduleAnyway"} | selector_fields]
 
 
 def _tolerations(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
     given = {toleration.get("key") for toleration in launcher.tolerations}
     gpu = launch.spec.resources.gpu
-    # A slice (nvidia.com/mig-1g.5gb) lies on machines that have the taint of the whole GPU.
+    # Machines with GPU slices (nvidia.com/mig-1g.5gb) have the taint of the whole GPU.
     taints = dict.fromkeys((gpu, f"{gpu.partition('/')[0]}/gpu")) if gpu is not None else ()
     own: list[dict[str, Any]] = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
     own += [
@@ -265,7 +268,7 @@ def _tolerations(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[d
 
 def _metadata(site: Site, launch: LaunchFile, labels: dict[str, str]) -> dict[str, Any]:
     return {
-        "name": attempt_name(launch.job_id, launch.epoch),
+        "name": attempt_name(launch.job_id, launch.attempt),
         "namespace": site.namespace(launch.spec),
         "labels": labels,
     }

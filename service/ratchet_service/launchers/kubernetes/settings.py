@@ -1,4 +1,4 @@
-"""What the launchers file says of Kubernetes, and what follows from it for one job."""
+"""The launchers file's settings for Kubernetes, and the effective values for one job."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Annotated, Any, Final
 from pydantic import Field, ValidationError, field_validator
 
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.spec import JobSpec
-from ratchet_contract.spec_base import Seconds, SpecModel
-from ratchet_contract.spec_engines import KubernetesLauncherSpec
+from ratchet_contract.spec.job import JobSpec
+from ratchet_contract.spec.launcher import KubernetesLauncherSpec
+from ratchet_contract.spec.types import Seconds, SpecModel
 
 _NAME: Final = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 _LABEL: Final = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
@@ -29,19 +29,23 @@ class Settings(SpecModel):
         description="PersistentVolumeClaim (ReadWriteMany) that holds the run directory; in every namespace.",
     )
     url: str = Field(pattern=r"^https?://[^\s]+$", description="The service's address as pods see it.")
-    namespace: str = Field("default", pattern=_LABEL, description="Of jobs that name none.")
-    namespaces: list[Annotated[str, Field(pattern=_LABEL)]] = Field([], description="Others that jobs may name.")
-    image: str | None = Field(None, description="Of jobs that name none.")
-    sub_path_prefix: str = Field("", description="Where in the claim the run directory lies; empty: the claim is it.")
-    kubeconfig: str | None = Field(None, description="A file; null: the pod's service account, else KUBECONFIG.")
-    context: str | None = Field(None, description="Of the kubeconfig.")
-    run_as_user: _ID = Field(None, description="Of the pods; null: the service's own user.")
+    namespace: str = Field("default", pattern=_LABEL, description="Default of jobs that name none.")
+    namespaces: list[Annotated[str, Field(pattern=_LABEL)]] = Field(
+        [], description="Other namespaces that jobs may name."
+    )
+    image: str | None = Field(None, description="Default of jobs that name none.")
+    sub_path_prefix: str = Field("", description="Path of the run directory in the claim; empty: the claim's root.")
+    kubeconfig: str | None = Field(
+        None, description="Kubeconfig file; null: the pod's service account, else KUBECONFIG."
+    )
+    context: str | None = Field(None, description="Context of the kubeconfig.")
+    run_as_user: _ID = Field(None, description="User id of the pods; null: the service's own user.")
     run_as_group: _ID = Field(None, description="null: the service's own group.")
     fs_group: _ID = Field(
-        None, description="Owner of volumes that Kubernetes gives to a group; null: the group of the pods."
+        None, description="Group that Kubernetes makes the owner of volumes (fsGroup); null: the group of the pods."
     )
     defaults: KubernetesLauncherSpec = Field(
-        KubernetesLauncherSpec(), description="Keys of a job's `launcher`, for jobs that do not give them."
+        KubernetesLauncherSpec(), description="Defaults for keys of a job's `launcher`."
     )
     max_nodes: int | None = Field(None, ge=1, le=1024)
     allow_host_access: bool = Field(
@@ -53,16 +57,16 @@ class Settings(SpecModel):
     )
     fault_patience: Seconds = Field(
         300.0,
-        description="Until a pod is given up whose image cannot be pulled, whose container cannot be made, whose claim is not "
-        "there, or that the cluster forbids.",
+        description="Time limit of a pod whose image cannot be pulled, whose container cannot be created, whose claim does "
+        "not exist, or that the cluster forbids.",
     )
     start_patience: Seconds = Field(
-        1800.0, description="From a pod's node to its container's start, image pull included."
+        1800.0, description="From a pod's scheduling to its container's start, image pull included."
     )
     lost_after: Seconds | None = Field(
         300.0,
-        description="Seconds after the end of its grace that a pod on a node that does not answer counts as fenced, and the job "
-        "goes on; null: never, a person decides.",
+        description="Seconds after the end of its grace that a pod on a node that does not answer counts as fenced, and the "
+        "job continues; null: never, until an administrator deletes the pod.",
     )
     result_patience: float = Field(
         15.0, ge=0, description="Seconds that a file system may take to show an ended pod's last file."
@@ -70,7 +74,7 @@ class Settings(SpecModel):
 
     @field_validator("sub_path_prefix")
     @classmethod
-    def _within(cls, value: str) -> str:
+    def _check_sub_path(cls, value: str) -> str:
         if value.startswith("/") or ".." in value.split("/"):
             raise ValueError("must be a path below the claim's root, without '..'")
         return value.strip("/")
@@ -78,7 +82,7 @@ class Settings(SpecModel):
 
 @dataclass(frozen=True)
 class Site:
-    """The settings with what this process knows besides: the run directory, and who its files belong to."""
+    """The settings together with the run directory and the owner of its files."""
 
     settings: Settings
     home: HomePaths
@@ -87,41 +91,42 @@ class Site:
 
     @property
     def instance(self) -> str:
-        """Whose the objects in a namespace are: of the service on this claim, wherever in it and here the run directory lies."""
+        """Identifies the service to which objects in a namespace belong: a hash of the run directory's instance and its place in
+        the claim."""
         settings = self.settings
-        text = f"{self.home.instance} {settings.claim} {settings.sub_path_prefix}"
+        text = f"{self.home.instance_id} {settings.claim} {settings.sub_path_prefix}"
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     @property
     def namespaces(self) -> tuple[str, ...]:
         return (self.settings.namespace, *(n for n in self.settings.namespaces if n != self.settings.namespace))
 
-    def launcher(self, spec: JobSpec) -> KubernetesLauncherSpec:
-        """The job's keys over the site's defaults, key by key."""
+    def effective_launcher(self, spec: JobSpec) -> KubernetesLauncherSpec:
+        """The job's keys, with the site's defaults for those that it does not set."""
         assert isinstance(spec.launcher, KubernetesLauncherSpec)
-        return spec.launcher.over(self.settings.defaults)
+        return spec.launcher.with_defaults(self.settings.defaults)
 
     def namespace(self, spec: JobSpec) -> str:
-        return self.launcher(spec).namespace or self.settings.namespace
+        return self.effective_launcher(spec).namespace or self.settings.namespace
 
     def image(self, spec: JobSpec) -> str | None:
         return spec.image or self.settings.image
 
 
-def parse(home: HomePaths, given: Mapping[str, Any]) -> Site:
-    """Raises ``ValueError`` with a sentence that names the key."""
+def parse_settings(home: HomePaths, raw_settings: Mapping[str, Any]) -> Site:
+    """Parse the settings. Raises ``ValueError`` with a message that names the key."""
     if find_spec("kubernetes") is None:
         raise ValueError("the launcher kubernetes needs a package: pip install 'ratchet-train[kubernetes]'")
     try:
-        settings = Settings.model_validate(dict(given))
+        settings = Settings.model_validate(dict(raw_settings))
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
         raise ValueError(f"the settings of the launcher kubernetes: {'; '.join(faults)}") from None
     user = settings.run_as_user or os.getuid()
     if user == 0:
         raise ValueError(
-            "the settings of the launcher kubernetes: run_as_user: the service runs as root, and no pod does: name the user "
-            "of the pods, to whom the jobs' directories will be given"
+            "the settings of the launcher kubernetes: run_as_user: the service runs as root, but pods do not: name the user "
+            "of the pods, who will own the jobs' directories"
         )
     group = settings.run_as_group or os.getgid() or user
     return Site(settings, home, user, group)

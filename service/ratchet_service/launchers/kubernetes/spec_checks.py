@@ -1,4 +1,4 @@
-"""What of a job's spec Kubernetes cannot honour, told by JSON pointers into the spec, before the job is taken."""
+"""Parts of a job's spec that Kubernetes cannot honour, by JSON pointer, reported before the job is accepted."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ratchet_contract.api import Warning_
+from ratchet_contract.api.views import Warning_
 from ratchet_contract.errors import FieldProblem
-from ratchet_contract.messages import LaunchFile
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.spec import JobSpec, Resolved
-from ratchet_contract.spec_base import size_in_bytes
-from ratchet_contract.spec_engines import KubernetesLauncherSpec
-from ratchet_service.launchers.kubernetes import checks, manifests, patch
-from ratchet_service.launchers.kubernetes.mounts import CODE, SHM, TMP
-from ratchet_service.launchers.kubernetes.patch import pointer
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.job import JobSpec, Resolved
+from ratchet_contract.spec.launcher import KubernetesLauncherSpec
+from ratchet_contract.spec.types import size_in_bytes
+from ratchet_service.launchers.kubernetes import api_rules, manifests, pod_patch
+from ratchet_service.launchers.kubernetes.pod_patch import json_pointer
 from ratchet_service.launchers.kubernetes.settings import Site
+from ratchet_service.launchers.kubernetes.volumes import CODE, SHM, TMP
 
 _CODE: Final = "launcher-cannot"
 _LABEL_VALUE: Final = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
@@ -37,50 +37,53 @@ _PRIVILEGES: Final = (
     "allowPrivilegeEscalation",
     "hostPort",
 )
-_HAVE_KEYS: Final = {manifests.QUEUE: "queue", manifests.QUEUE_PRIORITY: "queue_priority"} | dict.fromkeys(
+_LAUNCHER_KEYS: Final = {manifests.QUEUE: "queue", manifests.QUEUE_PRIORITY: "queue_priority"} | dict.fromkeys(
     manifests.QUEUE_TOPOLOGY.values(), "queue_topology"
 )
-_PARTS: Final = {
+_POD_SPEC_KEYS: Final = {
     "tolerations": "tolerations", "affinity": "affinity", "topologySpreadConstraints": "topology_spread",
 }  # fmt: skip
-"""Keys of ``launcher`` that are parts of the pod's spec."""
+"""Parts of the pod's spec -> keys of ``launcher``."""
 _NO_JOB: Final = "job-000000000000"
 
 
 def check(site: Site, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-    """Warnings and problems. Asks no cluster."""
-    launcher = site.launcher(spec)
-    found = [*_of_spec(site, spec, launcher), *_of_launcher(site, launcher), *_of_volumes(site, spec)]
-    found += _of_withheld(site, spec, launcher)
+    """Warnings and problems of ``spec``. Contacts no cluster."""
+    launcher = site.effective_launcher(spec)
+    found = [*_check_spec(site, spec, launcher), *_check_launcher(site, launcher), *_check_volumes(site, spec)]
+    found += _check_withheld_names(site, spec, launcher)
     if site.image(spec) is not None:
-        found += _of_manifest(site, spec, launcher, told=bool(found))
+        found += _check_manifest(site, spec, launcher, has_other_faults=bool(found))
     return list(_warnings(spec, launcher)), [FieldProblem(pointer=p, code=_CODE, detail=d) for p, d in found]
 
 
-def _of_spec(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
+def _check_spec(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
     image, gpu = site.image(spec), spec.resources.gpu
     if image is None:
         yield (
             "/image",
-            "pods need an image: name one with ratchet-train[worker], or ask for a default in the launchers file",
+            "pods need an image: name one with ratchet-train[worker], or have a default set in the launchers file",
         )
     elif _IMAGE.fullmatch(image) is None:
-        yield "/image", f"{image!r} is no image's name, like registry.example.com/team/worker:1.2"
+        yield "/image", f"{image!r} is not an image name like registry.example.com/team/worker:1.2"
     if spec.python is not None and "/" in spec.python and not spec.python.startswith("/"):
         yield (
             "/python",
             f"{spec.python!r} is relative: name a program on the image's PATH, or give an absolute path in it",
         )
     if gpu is not None and "/" not in gpu:
-        yield "/resources/gpu", f"{gpu!r} is no resource: on Kubernetes a GPU's name has a domain, like nvidia.com/gpu"
+        yield (
+            "/resources/gpu",
+            f"{gpu!r} is not a resource: on Kubernetes a GPU resource has a domain, like nvidia.com/gpu",
+        )
     if gpu is None and spec.world.device == "cuda":
-        yield "/resources/gpu", "device cuda, and no GPU asked for: name the resource, like nvidia.com/gpu"
+        yield "/resources/gpu", "device is cuda, but no GPU is requested: name the resource, like nvidia.com/gpu"
     if launcher.run_as_user is not None and launcher.run_as_user != site.user:
-        text = f"the run directory's files belong to user {site.user}, and {launcher.run_as_user} cannot read them: leave it out"
+        text = f"the run directory's files belong to user {site.user}, and {launcher.run_as_user} cannot read them: remove it"
         yield "/launcher/run_as_user", text
 
 
-def _of_launcher(site: Site, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
+def _check_launcher(site: Site, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
     if launcher.namespace is not None and launcher.namespace not in site.namespaces:
         text = (
             f"this service runs jobs in {', '.join(site.namespaces)}; its launchers file (namespaces) may name others"
@@ -89,36 +92,44 @@ def _of_launcher(site: Site, launcher: KubernetesLauncherSpec) -> Iterator[tuple
     for where, labels in (("labels", launcher.labels), ("node_selector", launcher.node_selector)):
         for key, value in labels.items():
             if _LABEL_KEY.fullmatch(key) is None or _LABEL_VALUE.fullmatch(value) is None:
-                text = f"{key}={value} is no label: letters, digits, '-', '_' and '.', at most 63 characters each"
-                yield pointer("launcher", where, key), text
+                text = (
+                    f"{key}={value} is not a valid label: letters, digits, '-', '_' and '.', at most 63 characters each"
+                )
+                yield json_pointer("launcher", where, key), text
     for where, given in (("labels", launcher.labels), ("annotations", launcher.annotations)):
         for key in given:
             if key.startswith(_RESERVED) or key in ("job-name", "controller-uid"):
-                yield pointer("launcher", where, key), f"{key} is Ratchet's or Kubernetes' own: take another key"
-            elif key in _HAVE_KEYS:
-                yield pointer("launcher", where, key), f"use launcher.{_HAVE_KEYS[key]}"
+                yield (
+                    json_pointer("launcher", where, key),
+                    f"{key} is reserved for Ratchet or Kubernetes: use another key",
+                )
+            elif key in _LAUNCHER_KEYS:
+                yield json_pointer("launcher", where, key), f"use launcher.{_LAUNCHER_KEYS[key]}"
             elif where == "annotations" and _LABEL_KEY.fullmatch(key) is None:
-                yield pointer("launcher", where, key), f"{key!r} is no key of an annotation"
+                yield json_pointer("launcher", where, key), f"{key!r} is not a valid annotation key"
     for key in ("queue_priority", "queue_topology"):
         if getattr(launcher, key) is not None and launcher.queue is None:
             yield (
-                pointer("launcher", key),
-                "it is Kueue's, and the job goes to no queue of Kueue: name one (launcher.queue)",
+                json_pointer("launcher", key),
+                "it belongs to Kueue, but the job names no Kueue queue: set launcher.queue",
             )
     for how, label in (launcher.queue_topology or {}).items():
         if _LABEL_KEY.fullmatch(label) is None:
-            yield pointer("launcher", "queue_topology", how), f"{label!r} is no key of a label"
+            yield json_pointer("launcher", "queue_topology", how), f"{label!r} is not a valid label key"
     for i, name in enumerate(launcher.image_pull_secrets):
         if _NAME.fullmatch(name) is None:
             yield f"/launcher/image_pull_secrets/{i}", f"{name!r} is not a valid name of a Secret"
 
 
-def _of_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
+def _check_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
     own = (TMP, SHM, CODE, str(site.home.home))
     for i, volume in enumerate(spec.volumes):
         here, at = f"/volumes/{i}", volume.mount_path.rstrip("/") or "/"
         if volume.host_path is not None and not site.settings.allow_host_access:
-            text = "this service gives no directories of nodes to jobs (allow_host_access in its launchers file): use a claim"
+            text = (
+                "this service does not let jobs mount directories of nodes (allow_host_access in its launchers file): "
+                "use a claim"
+            )
             yield f"{here}/host_path", text
         if volume.claim == site.settings.claim:
             yield f"{here}/claim", f"{volume.claim} is the service's own run directory, with the files of all jobs"
@@ -126,51 +137,51 @@ def _of_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
             yield f"{here}/read_only", f"a {volume.source} cannot be written to"
         if volume.sub_path is not None and (volume.sub_path.startswith("/") or ".." in volume.sub_path.split("/")):
             yield f"{here}/sub_path", "must be a path below the source's root, without '..'"
-        hidden = next((path for path in own if _within(path, at) or path == at), None)
+        hidden = next((path for path in own if _is_within(path, at) or path == at), None)
         if hidden is not None:
-            yield f"{here}/mount_path", f"{at} would hide {hidden}, which is mounted already: choose another path"
-        elif _within(at, str(site.home.home)):
+            yield f"{here}/mount_path", f"{at} would hide {hidden}, which is already mounted: choose another path"
+        elif _is_within(at, str(site.home.home)):
             yield f"{here}/mount_path", f"{at} lies in the run directory: choose another path"
 
 
-def _of_manifest(
-    site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec, *, told: bool
+def _check_manifest(
+    site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec, *, has_other_faults: bool
 ) -> Iterator[tuple[str, str]]:
-    """Faults of the Job as it would be sent. A patch that is refused is not applied. ``told``: other keys have faults already,
-    and what is wrong without the patch comes from them."""
-    launch = _example(site, spec)
+    """Faults of the Job as it would be sent. A refused patch is not applied. ``has_other_faults``: faults of other keys are
+    reported already, and cause the faults of the Job without its patch."""
+    launch = _example_launch(site, spec)
     template = manifests.pod_template(site, launch)
-    given = launcher.pod_patch
-    refused = dict(patch.refused(template, given, spec.resources.gpu))
+    patch = launcher.pod_patch
+    refused = dict(pod_patch.refused_fields(template, patch, spec.resources.gpu))
     yield from ((f"/launcher/pod_patch{where}", detail) for where, detail in refused.items())
     if refused:
         return
-    job = manifests.job(site, launch)
-    plain = {fault.path for fault in checks.faults(_unpatched(job, template))}
-    for fault in checks.faults(job):
+    job = manifests.job_manifest(site, launch)
+    plain = {fault.path for fault in api_rules.find_faults(_unpatched(job, template))}
+    for fault in api_rules.find_faults(job):
         if fault.path not in plain:
-            yield _patch_pointer(given, fault.path), f"{'/'.join(fault.path[2:])}: {fault.detail}"
-        elif fault.path[3] in _PARTS:
-            yield pointer("launcher", _PARTS[fault.path[3]], *fault.path[4:]), fault.detail
-        elif not told:
+            yield _patch_pointer(patch, fault.path), f"{'/'.join(fault.path[2:])}: {fault.detail}"
+        elif fault.path[3] in _POD_SPEC_KEYS:
+            yield json_pointer("launcher", _POD_SPEC_KEYS[fault.path[3]], *fault.path[4:]), fault.detail
+        elif not has_other_faults:
             yield "/launcher", f"{'/'.join(fault.path)}: {fault.detail}"
-    ours = {volume["name"] for volume in template["spec"]["volumes"]}
+    own_names = {volume["name"] for volume in template["spec"]["volumes"]}
     pod = job["spec"]["template"]["spec"]
-    added = [volume for volume in pod.get("volumes", []) if volume["name"] not in ours]
+    added = [volume for volume in pod.get("volumes", []) if volume["name"] not in own_names]
     if not site.settings.allow_host_access:
-        yield from _privileges(added, given)
-    yield from _others_files(pod, added, site)
+        yield from _check_privileges(added, patch)
+    yield from _check_foreign_files(pod, added, site)
 
 
 def _unpatched(job: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
     return job | {"spec": job["spec"] | {"template": template}}
 
 
-def _privileges(added: list[dict[str, Any]], given: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What would let a job out of its pod."""
-    may = "allow_host_access in the service's launchers file would allow it"
-    for path, key, value in _walk(given.get("spec"), ()):
-        where = pointer("launcher", "pod_patch", "spec", *path, key)
+def _check_privileges(added: list[dict[str, Any]], patch: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Settings that would let a job reach beyond its pod."""
+    may = "it requires allow_host_access in the service's launchers file"
+    for path, key, value in _walk(patch.get("spec"), ()):
+        where = json_pointer("launcher", "pod_patch", "spec", *path, key)
         if key in _PRIVILEGES and value:
             yield where, f"{key} reaches beyond the pod: {may}"
         elif (key == "runAsNonRoot" and value is False) or (key == "runAsUser" and value == 0):
@@ -186,8 +197,9 @@ def _privileges(added: list[dict[str, Any]], given: dict[str, Any]) -> Iterator[
             yield "/launcher/pod_patch/spec/volumes", f"{volume['name']} holds a token of the service account: {may}"
 
 
-def _others_files(pod: dict[str, Any], added: list[dict[str, Any]], site: Site) -> Iterator[tuple[str, str]]:
-    """The run directory is the agent's alone, and there only the job's own part of it."""
+def _check_foreign_files(pod: dict[str, Any], added: list[dict[str, Any]], site: Site) -> Iterator[tuple[str, str]]:
+    """Volumes and mounts that would expose other jobs' files: only the agent's container sees the run directory, and only the
+    job's own part of it."""
     for volume in added:
         if (volume.get("persistentVolumeClaim") or {}).get("claimName") == site.settings.claim:
             text = f"{site.settings.claim} is the service's own run directory, with the files of all jobs"
@@ -199,11 +211,11 @@ def _others_files(pod: dict[str, Any], added: list[dict[str, Any]], site: Site) 
 
 
 _ATTEMPT: Final = re.compile(r"job-[0-9a-z]{12}-a[0-9]{4,}")
-"""Named so (``attempt_name``) are the Secrets that hold other jobs' values."""
+"""Names (``attempt_name``) of the Secrets that hold jobs' values."""
 
 
-def _of_withheld(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
-    """Names that the site keeps to itself, wherever a job might use them."""
+def _check_withheld_names(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
+    """Uses of names that the site withholds from jobs, wherever a job might use them."""
     used: list[tuple[str, Any]] = []
     used += [
         (f"/secrets/{name}", source.from_secret.name) for name, source in spec.secrets.items() if source.from_secret
@@ -213,11 +225,11 @@ def _of_withheld(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) ->
     if "service_account" in spec.launcher.model_fields_set:
         used.append(("/launcher/service_account", launcher.service_account))
     used += [
-        (pointer("launcher", "pod_patch", *path, key), value) for path, key, value in _walk(launcher.pod_patch, ())
+        (json_pointer("launcher", "pod_patch", *path, key), value) for path, key, value in _walk(launcher.pod_patch, ())
     ]
     for where, name in used:
         if isinstance(name, str) and (name in site.settings.withheld or _ATTEMPT.fullmatch(name)):
-            yield where, f"{name} is the service's own and given to no job: use another name"
+            yield where, f"{name} is reserved for the service, and no job may use it: use another name"
 
 
 def _warnings(spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[Warning_]:
@@ -230,13 +242,13 @@ def _warnings(spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[Warni
         yield Warning_(pointer="/launcher/shm_size", code="shm-beyond-memory", detail=text)
 
 
-def _example(site: Site, spec: JobSpec) -> LaunchFile:
-    """A launch of the spec: what has no part in a check is made up."""
+def _example_launch(site: Site, spec: JobSpec) -> LaunchFile:
+    """An example launch of the spec; values that no check uses are made up."""
     home = HomePaths(site.home.home)
     job = home.job(_NO_JOB)
     return LaunchFile(
         job_id=_NO_JOB,
-        epoch=1,
+        attempt=1,
         world_size=spec.world.size,
         ranks=list(range(spec.world.ranks_per_node)),
         spec=spec,
@@ -248,7 +260,7 @@ def _example(site: Site, spec: JobSpec) -> LaunchFile:
         ),
         job_root=str(job.root),
         attempt_dir=str(job.attempt(1).root),
-        workdir=str(job.work),
+        workdir=str(job.work_dir),
         report_token="",
         service_file=str(home.service_file),
     )
@@ -261,16 +273,16 @@ def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
         yield from _walk(item, (*path, str(key)))
 
 
-def _patch_pointer(given: Any, path: tuple[str, ...]) -> str:
-    """The part of the patch that a path in the Job comes from, as near as lists allow."""
-    at, out = given, ["launcher", "pod_patch"]
+def _patch_pointer(patch: Any, path: tuple[str, ...]) -> str:
+    """A pointer to the part of the patch that sets ``path`` in the Job; it ends at the first list."""
+    at, out = patch, ["launcher", "pod_patch"]
     for key in path[2:]:
         if not isinstance(at, dict) or key not in at:
             break
         out.append(key)
         at = at[key]
-    return pointer(*out)
+    return json_pointer(*out)
 
 
-def _within(path: str, folder: str) -> bool:
+def _is_within(path: str, folder: str) -> bool:
     return folder == "/" or path.startswith(folder + "/")

@@ -1,4 +1,4 @@
-"""Slurm's commands as processes: each with a deadline, none with options from the environment, none left when we are killed."""
+"""Run Slurm's commands: each has a deadline, gets no options from the environment, and ends if the service is killed."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from typing import Final
 
 from ratchet_service.launchers.base import EngineUnreachable
 
-_AWAY: Final = re.compile(
+_UNREACHABLE_ERROR: Final = re.compile(
     "unable to contact slurm|connection refused|connection timed out|timed out on send/recv|zero bytes were transmitted|"
     "standby mode|configuration source|unable to establish|no route to host|address .* failed|authentication|munge",
     re.IGNORECASE,
 )
-"""Of slurmctld, the network or munge, not of the request: it may be answered later."""
-_OPTIONS: Final = ("SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SCONTROL_", "SLURM_")
-_KEPT: Final = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
+"""Errors of slurmctld, the network or munge rather than of the request, which may succeed later."""
+_OPTION_PREFIXES: Final = ("SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SCONTROL_", "SLURM_")
+_KEPT_VARIABLES: Final = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
 
 
 class Refused(Exception):
-    """The command says no; in its own words."""
+    """The command failed; the exception's text is the command's error message."""
 
 
 class Commands:
-    """``folder``: where they are (None: on PATH); ``seconds``: how long each may take; ``environ``: the service's environment."""
+    """``folder``: where the commands are (None: on PATH); ``seconds``: time limit of each; ``environ``: the service's
+    environment."""
 
     def __init__(self, folder: str | None, seconds: float, environ: Mapping[str, str]) -> None:
         self._folder = folder
         self._seconds = seconds
         self._environ = dict(environ)
-        self._guard = shutil.which("setpriv")
+        self._setpriv = shutil.which("setpriv")
 
     def run(self, name: str, *arguments: str, text: str = "", environ: Mapping[str, str] | None = None) -> str:
-        """What the command prints. ``text``: its standard input; ``environ``: what a job gets, in place of the service's own.
-        Raises ``EngineUnreachable``, also where there is no such command or it takes too long, and ``Refused``."""
+        """Return the command's standard output. ``text``: its standard input; ``environ``: the environment of a job, in place of
+        the service's own. Raises ``EngineUnreachable``, also if the command does not exist or takes too long, and ``Refused``."""
         program = name if self._folder is None else f"{self._folder}/{name}"
         command = [program, *arguments]
-        if (
-            self._guard is not None
-        ):  # an sbatch that outlived the service could submit what is submitted again meanwhile
-            command = [self._guard, "--pdeathsig", "KILL", *command]
+        if self._setpriv is not None:  # an sbatch that outlived the service could submit a job a second time
+            command = [self._setpriv, "--pdeathsig", "KILL", *command]
         try:
             done = subprocess.run(
                 command,
@@ -60,24 +59,26 @@ class Commands:
             raise EngineUnreachable(f"Slurm: {name} cannot be run: {error}") from None
         if done.returncode == 0:
             return done.stdout
-        said = _words(done.stderr, name) or f"exit code {done.returncode}"
-        if done.returncode == 127 or _AWAY.search(said):
-            raise EngineUnreachable(f"Slurm: {name}: {said}")
-        raise Refused(said)
+        message = _error_text(done.stderr, name) or f"exit code {done.returncode}"
+        if done.returncode == 127 or _UNREACHABLE_ERROR.search(message):
+            raise EngineUnreachable(f"Slurm: {name}: {message}")
+        raise Refused(message)
 
 
 def without_options(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without variables that would change what commands do: they count for more than a script's own lines. What a service that
-    itself runs within a job has of that job goes with them."""
-    return {k: v for k, v in environ.items() if k in _KEPT or not k.startswith(_OPTIONS)} | {"LC_ALL": "C.UTF-8"}
+    """``environ`` without variables that would change what commands do: they override a script's own lines. This also removes the
+    variables of a Slurm job that the service itself runs in."""
+    return {k: v for k, v in environ.items() if k in _KEPT_VARIABLES or not k.startswith(_OPTION_PREFIXES)} | {
+        "LC_ALL": "C.UTF-8"
+    }
 
 
 def own_user() -> str:
-    """As squeue takes it."""
+    """The user id, as squeue accepts it."""
     return str(os.getuid())
 
 
-def _words(stderr: str, name: str) -> str:
-    """The message without the command's own name, in one line."""
+def _error_text(stderr: str, name: str) -> str:
+    """The error message on one line, without the command's name."""
     lines = [line.removeprefix(f"{name}: ").removeprefix("error: ").strip() for line in stderr.splitlines()]
     return "; ".join(dict.fromkeys(line for line in lines if line))

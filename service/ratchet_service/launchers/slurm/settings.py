@@ -1,4 +1,4 @@
-"""The service's settings for Slurm, from its launchers file, and how they lie under what a job gives."""
+"""The service's settings for Slurm, from its launchers file, and how a job's keys override their defaults."""
 
 from __future__ import annotations
 
@@ -8,37 +8,39 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ratchet_contract.spec import JobSpec
-from ratchet_contract.spec_engines import SlurmLauncherSpec
+from ratchet_contract.spec.job import JobSpec
+from ratchet_contract.spec.launcher import SlurmLauncherSpec
 
 
 class Settings(BaseModel):
-    """Under ``slurm:`` of the launchers file."""
+    """The keys under ``slurm:`` in the launchers file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    defaults: SlurmLauncherSpec = Field(
-        SlurmLauncherSpec(), description="Keys of a job's `launcher` that jobs leave out."
+    defaults: SlurmLauncherSpec = Field(SlurmLauncherSpec(), description="Defaults for keys of a job's `launcher`.")
+    commands: str | None = Field(
+        None, pattern="^/", description="Directory of sbatch and the other Slurm commands; null: on PATH."
     )
-    commands: str | None = Field(None, pattern="^/", description="Directory of sbatch and the others; null: on PATH.")
-    python: str = Field(sys.executable, pattern="^/", description="Of agents, and of ranks whose spec names none.")
+    python: str = Field(
+        sys.executable, pattern="^/", description="Interpreter of agents, and of ranks whose spec names none."
+    )
     image_python: str = Field("python", min_length=1, description="The interpreter within a job's `image`.")
-    poll_seconds: float = Field(2.0, gt=0, le=60, description="Between two questions to squeue, for all jobs together.")
+    poll_seconds: float = Field(2.0, gt=0, le=60, description="Interval of calls of squeue, one for all jobs.")
     file_seconds: float = Field(
-        15.0, ge=0, le=120, description="Until a file that was written on a node is seen here at the latest."
+        15.0, ge=0, le=120, description="Longest time until a file written on a node is visible here."
     )
-    command_seconds: float = Field(10.0, ge=1, le=120, description="Until a command that does not answer is given up.")
+    command_seconds: float = Field(10.0, ge=1, le=120, description="Time limit of a command.")
 
-    def launcher_of(self, spec: JobSpec) -> SlurmLauncherSpec:
-        """What holds for a job: the keys that it gives, and the defaults for the others."""
+    def effective_launcher(self, spec: JobSpec) -> SlurmLauncherSpec:
+        """The effective launcher keys of a job: those that it sets, and the defaults for the others."""
         assert isinstance(spec.launcher, SlurmLauncherSpec)
-        return spec.launcher.over(self.defaults)
+        return spec.launcher.with_defaults(self.defaults)
 
 
-def read(given: Mapping[str, Any]) -> Settings:
-    """The settings. Raises ``ValueError`` with a sentence that names the key."""
+def parse_settings(raw_settings: Mapping[str, Any]) -> Settings:
+    """Parse the settings. Raises ``ValueError`` with a message that names the key."""
     try:
-        return Settings.model_validate(dict(given))
+        return Settings.model_validate(dict(raw_settings))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(str(part) for part in first["loc"])

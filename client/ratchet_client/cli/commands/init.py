@@ -1,0 +1,204 @@
+"""``ratchet init``: writes a spec for a command such as ``torchrun --nproc-per-node 4 train.py --lr 0.1``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ratchet_client.cli.shared import output
+from ratchet_client.cli.shared.exit_codes import Exit
+from ratchet_client.cli.shared.options import RUN, UNMANAGED, open_client
+from ratchet_contract.errors import Refused
+
+if TYPE_CHECKING:
+    from ratchet_client.init.advice import Note
+    from ratchet_client.init.command_line import Command
+    from ratchet_client.init.proposal import Proposal
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+        rich_help_panel=RUN,
+    )(init)
+
+
+def init(
+    ctx: typer.Context,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[torchrun] [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]",
+            show_default=False,
+            help="Your training command: `torchrun --nproc-per-node 4 train.py --lr 0.1`, `python train.py`, or the script.",
+        ),
+    ],
+    file: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write. (default: SCRIPT's name with .yaml, in this directory)"),
+    ] = None,
+    code: Annotated[Path | None, typer.Option(help="Directory to snapshot. (default: the script's)")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job. (default: the script's)")] = None,
+    sets: Annotated[
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the spec, like hook.name=powerSGD.")
+    ] = [],  # noqa: B006  (typer copies it)
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    to_stdout: Annotated[
+        bool, typer.Option("--print", help="Write the spec to standard output instead of a file.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found and the spec as JSON.")] = False,
+    patch: Annotated[
+        bool,
+        typer.Option(
+            "--patch",
+            help="Print the change that the script needs to resume bit for bit, as a unified diff; nothing is modified. Takes "
+            "no other option.",
+        ),
+    ] = False,
+) -> None:
+    """Write a spec for an existing training command. The script is read, never run; options of this command come first.
+
+    Every torchrun option is applied, reported as not needed, or refused with an alternative.
+    """
+    if patch:
+        if any((file, code, name, sets, force, to_stdout, as_json)):
+            raise Refused("--patch takes only a script: leave out the other options")
+        _patch(words)
+        return
+    from ratchet_client.cli.commands.submit import apply_overrides
+    from ratchet_client.init import render_yaml
+    from ratchet_client.init.proposal import propose
+
+    given: dict[str, Any] = {}
+    apply_overrides(given, sets, {})
+    made = propose(words, os.environ, given, code=code, name=name)
+    apply_overrides(made.spec, sets, {})
+    for key in ("code", "python"):  # the proposal has applied them already (``place``, ``python``)
+        made.spec.pop(key, None)
+    if "include" in given.get("code", {}):
+        made.spec["code"] = {"include": given["code"]["include"]}
+    target = file or Path(f"{made.place.script.stem}.yaml")
+    if not to_stdout and target.exists() and not force:
+        raise Refused(
+            f"{target} already exists: --force overwrites it, --output names another file, --print shows the spec"
+        )
+    text = render_yaml.render(
+        made.spec, made.notes, made.facts, made.place, made.way, command=made.command, typed=_command_line(words),
+        file=str(target),
+        python=made.python, base=Path.cwd() if to_stdout else target.absolute().parent.resolve(),
+    )  # fmt: skip
+    if not to_stdout:
+        target.write_text(text, encoding="utf-8")
+    if as_json:
+        output.line(_document(made, None if to_stdout else target))
+    elif to_stdout:
+        output.line(text.rstrip("\n"))
+    _print_notes(made.notes, made.command)
+    if not to_stdout:
+        _print_next_steps(ctx, target, exact=made.way != "unmanaged")
+
+
+def _patch(words: list[str]) -> None:
+    """Print the diff; print on standard error the places that the user must change, one line each."""
+    from ratchet_client.init import project
+    from ratchet_client.init.advice import training_place
+    from ratchet_client.init.command_line import parse_command
+    from ratchet_client.init.patch.diff import patch_of, remaining_remarks
+    from ratchet_client.init.read_script import read_script
+    from ratchet_contract.script.unmanaged_script import is_unmanaged
+
+    place = project.locate(parse_command(words, os.environ).script, None)
+    name = os.path.relpath(place.script)
+    if name.startswith(".."):
+        raise Refused(f"patch takes no path from above: cd {shlex.quote(str(place.code))} first")
+    if not is_unmanaged(place.script.read_bytes()):
+        output.note(f"{name} already uses Ratchet: no change is needed")
+        for remark in remaining_remarks(place.script):
+            output.note(f"{name}, line {remark.line}: {remark.text}")
+        return
+    made = patch_of(place.script, name)
+    sys.stdout.buffer.write(made.diff.encode(made.encoding))
+    for remark in made.remarks:
+        then = made.moved.get(remark.line, remark.line)
+        moved = f" (line {then} of the changed file)" if then != remark.line else ""
+        output.note(f"{name}, line {remark.line}: {remark.text}{moved}")
+    if made.is_complete:
+        command = shlex.join(words) if made.starts_ranks else _with_ranks(words)
+        spec = shlex.quote(f"{place.script.stem}.yaml")
+        output.note(f"next: ratchet init --patch {shlex.quote(name)} | patch -p0, then: ratchet init {command}, then: "
+                    f"ratchet prove {spec}, then: ratchet run {command}")  # fmt: skip
+    elif made.remarks:
+        output.note("these places are left to you (docs/adoption.md)")
+    else:
+        there = training_place(read_script(place.script, place.code))
+        where = f"; {there} has it: ratchet init --patch {os.path.relpath(place.code / there.file)}" if there else ""
+        output.note(f"{name}: found no Trainer of Lightning or transformers, Accelerator or DistributedDataParallel{where} "
+                    "(docs/adoption.md has the change for other scripts)")  # fmt: skip
+    if not made.is_complete:
+        raise typer.Exit(Exit.REFUSED)
+
+
+def _command_line(words: list[str]) -> str:
+    """Return the command as one line; a command without a launcher is prefixed with ``torchrun``."""
+    first = Path(words[0]).name
+    whole = (
+        words if first.startswith(("python", "torchrun")) or "=" in words[0] or first == "env" else ["torchrun", *words]
+    )
+    return shlex.join(word for i, word in enumerate(whole) if not (word == "--" and i == 2 and whole is not words))
+
+
+def _with_ranks(words: list[str]) -> str:
+    """Return the command as one line; a bare script is prefixed with ``torchrun --nproc-per-node 2``."""
+    bare = not words[0].startswith("-") and Path(words[0]).suffix == ".py"
+    return shlex.join(["torchrun", "--nproc-per-node", "2", *words] if bare else words)
+
+
+def _document(proposal: Proposal, target: Path | None) -> str:
+    import json
+    from dataclasses import asdict
+
+    document = {
+        "file": None if target is None else str(target.absolute()),
+        "spec": proposal.full_spec(),
+        "found": [asdict(note) for note in proposal.notes],
+        "dropped": proposal.command.dropped,
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False)
+
+
+def _print_notes(notes: list[Note], command: Command) -> None:
+    for note in notes:
+        output.note(f"{'warning' if note.serious else 'found'}: {note.text}")
+    for option, why in command.dropped.items():
+        output.note(f"not needed: {option}: {why}")
+
+
+def _print_next_steps(ctx: typer.Context, target: Path, *, exact: bool) -> None:
+    """Print a running service's warnings about the spec or its refusal, and the command to type next.
+
+    ``exact``: the job resumes exactly, so ``ratchet prove`` is suggested.
+    """
+    from ratchet_client.cli.commands.submit import print_warnings
+    from ratchet_client.http.errors import ServiceUnreachable
+    from ratchet_client.resources.spec_file import read_spec
+    from ratchet_contract.errors import RatchetError
+
+    output.note(f"wrote {target}")
+    submit = f"ratchet submit {shlex.quote(str(target))} --follow"
+    try:
+        with open_client(ctx, retry_for=0) as client:
+            plan = client.plan(read_spec(str(target)))
+    except ServiceUnreachable:
+        prove = f"ratchet prove {shlex.quote(str(target))}, then: " if exact else ""
+        output.note(f"next: {prove}ratchet run {shlex.quote(str(target))}")
+        output.note(f"or, with a service: ratchet serve (in another terminal), then: {submit}")
+    except RatchetError as error:
+        output.note(f"the service would refuse this spec: {error.detail}\nnext: correct {target}, then: {submit}")
+    else:
+        print_warnings([warning for warning in plan.warnings if warning.code != UNMANAGED])  # printed above
+        output.note(f"next: {submit}")

@@ -1,0 +1,236 @@
+"""Options, settings, the client and the JOB argument, which several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ratchet_client.cli.shared import completion
+from ratchet_contract.paths import is_job_id
+from ratchet_contract.plural import pluralize
+
+if TYPE_CHECKING:
+    from ratchet_client.resources.client import RatchetClient
+    from ratchet_contract.api.views import JobView
+
+RUN, LOOK, STEER, SAVED, SETUP = (
+    "Run and watch jobs", "Inspect a job", "Stop, resume, change", "Checkpoints", "Service and set-up"
+)  # fmt: skip
+"""The groups of commands in ``ratchet --help``."""
+
+PATIENCE = 120.0
+"""Seconds for which following and waiting commands retry while the service is unreachable."""
+RETRY_FOR = 3.0
+"""Seconds for which a command retries, since the service may be restarting, before it reports that it does not respond."""
+UNMANAGED = "unmanaged-script"
+"""Code of the warning for a job whose script has no Session."""
+_SAID_WHICH = "ratchet.said-which"
+JOB_NAMED = "ratchet.job"
+"""Key under which a command's context stores its JOB argument, for hints at errors."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    server: str | None
+    home: Path | None
+
+
+def settings(ctx: typer.Context) -> Settings:
+    found = ctx.find_object(Settings)
+    assert found is not None
+    return found
+
+
+def open_client(ctx: typer.Context, retry_for: float = RETRY_FOR, timeout: float = 30.0) -> RatchetClient:
+    from ratchet_client.resources.client import RatchetClient
+
+    given = settings(ctx)
+    _note_service(ctx, given)
+    return RatchetClient(given.server, given.home, timeout=timeout, retry_for=retry_for)
+
+
+def _note_service(ctx: typer.Context, given: Settings) -> None:
+    """Print once per command that it uses a running service that is neither specified nor the one of this directory."""
+    from ratchet_client.cli.shared import output
+    from ratchet_client.http.discovery import RUNNING, find_target
+
+    target = find_target(given.server, given.home)
+    if target.home.source == RUNNING and not ctx.resilient_parsing and not ctx.meta.get(_SAID_WHICH):
+        ctx.meta[_SAID_WHICH] = True
+        output.note(f"using the service of {target.home.value} (set RATCHET_HOME to it to omit this note)")
+
+
+def job_id_of(ctx: typer.Context, value: str) -> str:
+    """Return the id of the job that ``value`` names. An id is returned unchanged, without a request.
+
+    Raises ``NotFound`` and ``AmbiguousName``, like the client's ``job_id``.
+    """
+    ctx.meta[JOB_NAMED] = value
+    if ctx.resilient_parsing or is_job_id(value):
+        return value
+    with open_client(ctx) as client:
+        return client.job_id(value)
+
+
+def _newest_job_id_of(ctx: typer.Context, value: str) -> str:
+    """Return the id of the job with this id or name, for a command that only reads. If several jobs have the name and all have
+    ended: the newest, with a note; if one has not ended, raises ``AmbiguousName`` as ``job_id_of`` does."""
+    from ratchet_client.cli.shared import output
+    from ratchet_client.http.errors import AmbiguousName
+
+    try:
+        return job_id_of(ctx, value)
+    except AmbiguousName as error:
+        found: list[JobView] = error.extra["jobs"]
+        if not all(job.phase.terminal for job in found):
+            raise
+        newest = found[0].id
+        output.note(
+            f"{len(found)} jobs have the name {value}; this is the newest, {newest}; all: ratchet list --name {value}"
+        )
+        return newest
+
+
+def is_path(value: str) -> bool:
+    """True for a path: neither a job's id nor its name has a slash or a dot."""
+    return "/" in value or "." in value
+
+
+def _job_or_path(ctx: typer.Context, value: str) -> str:
+    return value if is_path(value) else job_id_of(ctx, value)
+
+
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print JSON: one document, or one object per line when following.")
+]
+_JOB = "Job id, or a name that only one job, or only one unfinished job, has."
+JobId = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help=_JOB,
+        show_default=False,
+        callback=job_id_of,
+        autocompletion=completion.jobs,
+    ),
+]
+ReadJobId = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="Job id or name; if several jobs have the name, the one that has not ended, else the newest.",
+        show_default=False,
+        callback=_newest_job_id_of,
+        autocompletion=completion.jobs,
+    ),
+]
+MaybeJobId = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="JOB",
+        help=_JOB,
+        show_default=False,
+        callback=lambda ctx, value: None if value is None else job_id_of(ctx, value),
+        autocompletion=completion.jobs,
+    ),
+]
+JobOrPath = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB|PATH",
+        help="Job id or name; or paths of directories, with a slash or a dot in them.",
+        show_default=False,
+        callback=_job_or_path,
+        autocompletion=completion.jobs,
+    ),
+]
+UploadOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--upload/--no-upload",
+        help="Upload code.path from this machine, or take it as a path on the service's machine. (default: upload to a service "
+        "on another machine, if the directory exists here)",
+        show_default=False,
+    ),
+]
+Phases = Annotated[
+    list[str],
+    typer.Option("--phase", help="Only jobs in this phase; may be repeated.", autocompletion=completion.phases),
+]
+Labels = Annotated[list[str], typer.Option("--label", metavar="KEY=VALUE", help="Only jobs with this label.")]
+Name = Annotated[str | None, typer.Option("--name", help="Only jobs with this name.", autocompletion=completion.names)]
+Sort = Annotated[
+    str | None,
+    typer.Option(
+        "--sort",
+        help="created, name or priority; with - before it descending, like -priority. (default: -created)",
+        autocompletion=completion.sorts,
+    ),
+]
+
+
+def active_phases() -> list[str]:
+    """Return the phases of jobs that run or are queued: neither ended nor suspended."""
+    from ratchet_contract.phases import JobPhase
+
+    return [phase.value for phase in JobPhase if not phase.terminal and phase is not JobPhase.SUSPENDED]
+
+
+def parse_phases(values: Sequence[str], option: str) -> list[str]:
+    """Return the phases as the service spells them. Raises ``typer.BadParameter`` for an unknown one."""
+    from ratchet_contract.phases import JobPhase
+
+    known = set(JobPhase)
+    if strange := [text for text in values if text.upper() not in known]:
+        raise typer.BadParameter(f"{option}: {strange[0]!r} is not a phase; phases: {', '.join(JobPhase)}")
+    return [text.upper() for text in values]
+
+
+def parse_pairs(items: Sequence[str], option: str) -> dict[str, str]:
+    """Return ``["k=v", ...]`` as a mapping. Raises ``typer.BadParameter``."""
+    out = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not key or not equals:
+            raise typer.BadParameter(f"{option} takes KEY=VALUE, not {item!r}")
+        out[key] = value
+    return out
+
+
+def steps(job: JobView) -> str:
+    """Return ``120/600``, or ``120`` if the total is unknown; ``-`` for a script without a Session, which reports no steps."""
+    progress = job.progress
+    if not progress.step and any(warning.code == UNMANAGED for warning in job.warnings):
+        return "-"
+    return str(progress.step) if progress.total_steps is None else f"{progress.step}/{progress.total_steps}"
+
+
+def step_text(job: JobView) -> str:
+    """Return ``step 120/600``, or ``steps not reported``."""
+    shown = steps(job)
+    return "steps not reported" if shown == "-" else f"step {shown}"
+
+
+def reason_text(job: JobView) -> str:
+    return job.message or job.reason or ""
+
+
+def absence_message(job: JobView, what: str, running: str = " yet") -> str:
+    """Return a message that a job lacks something that a Session reports or saves: ``what``, then the reason; the reason is
+    ``running`` if it may still arrive."""
+    if any(warning.code == "unmanaged-script" for warning in job.warnings):
+        return f"{what}: {job.spec['script'][0]} has no Session of Ratchet (docs/adoption.md)"
+    return f"{what}: the job has ended" if job.phase.terminal else f"{what}{running}"
+
+
+def queue_position_text(job: JobView) -> str:
+    """Return ``position 12 in the queue``; empty if the job has none, or the service does not report it."""
+    if job.position is not None:
+        return f"position {job.position} in the queue"
+    return (
+        "" if job.ahead_at_least is None else f"{pluralize(job.ahead_at_least, 'job')} or more ahead of it in the queue"
+    )

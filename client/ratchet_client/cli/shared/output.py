@@ -1,0 +1,260 @@
+"""The commands' output: rich on a terminal, plain aligned text elsewhere (no colour codes, no wrapping), JSON on request."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from rich.console import Console
+    from rich.table import Table
+
+_STYLES = {
+    "RUNNING": "cyan", "STARTING": "cyan", "STOPPING": "yellow", "QUEUED": "yellow", "SUSPENDED": "magenta",
+    "SUCCEEDED": "green", "succeeded": "green", "exact": "green", "ok": "green", "committed": "green", "LAUNCHING": "cyan",
+    "FAILED": "bold red", "failed": "red", "lost": "red", "damaged": "bold red", "quarantined": "red", "not-exact": "bold red",
+    "warning": "yellow", "not-checked": "yellow", "CANCELLED": "dim", "ENDED": "dim", "deleted": "dim", "preempted": "yellow",
+}  # fmt: skip
+
+
+_TEXT = 24
+"""Minimum width of a cell of running text; if it does not fit, other columns are omitted."""
+_CUT = 100
+"""Maximum width of a truncated text if no terminal sets a limit."""
+
+
+def on_terminal() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=False)
+
+
+def style_of(word: str) -> str:
+    return _STYLES.get(word.partition(", ")[0].partition(" (")[0], "")
+
+
+def line(text: str = "") -> None:
+    """Print one line unchanged: no markup, no wrapping."""
+    sys.stdout.write(text + "\n")
+
+
+def sentence(text: str, indent: str = "") -> None:
+    """Print one line of running text, wrapped between words on a terminal."""
+    line(wrap_text(text, indent))
+
+
+def wrap_text(text: str, indent: str = "") -> str:
+    """Return running text wrapped between words for a terminal; one line elsewhere."""
+    if not on_terminal():
+        return indent + text
+    later = indent or "  "
+    parts = textwrap.wrap(text, console().width, initial_indent=indent, subsequent_indent=later, break_on_hyphens=False)
+    return "\n".join(parts)
+
+
+def flush() -> None:
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Print a message for people on stderr, so that it is never part of what a script reads."""
+    sys.stdout.flush()
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def emit(data: BaseModel | Sequence[BaseModel] | dict[str, Any]) -> None:
+    """Print one JSON document."""
+    line(json.dumps(_plain(data), indent=2, ensure_ascii=False))
+
+
+def emit_line(data: BaseModel | dict[str, Any]) -> None:
+    """Print one line of JSON lines and flush it."""
+    line(json.dumps(_plain(data), separators=(",", ":"), ensure_ascii=False))
+    sys.stdout.flush()
+
+
+def _plain(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {k: _plain(v) for k, v in data.items()}
+    if isinstance(data, list | tuple):
+        return [_plain(item) for item in data]
+    if isinstance(data, float) and not math.isfinite(data):
+        return "NaN" if math.isnan(data) else "Infinity" if data > 0 else "-Infinity"
+    # Not model_dump: only model_dump_json writes non-finite numbers as strings, as the API does.
+    return json.loads(data.model_dump_json()) if hasattr(data, "model_dump_json") else data
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), drop: Sequence[str] = (),
+    cut: str | None = None, empty: str = "",
+) -> list[str]:  # fmt: skip
+    """Print a table with a header; the columns in ``right`` are right-aligned. ``empty`` is printed on stderr if there is no row.
+    If the terminal is too narrow, the columns of ``drop`` are omitted in that order, and named below the table. ``cut``: a column
+    of running text; with it each row is one line, on a terminal with an ellipsis where it is too long, elsewhere with at most
+    ``_CUT`` characters in that column. Returns the omitted columns."""
+    body = [[" ".join(cell.split()) if "\n" in cell else cell for cell in row] for row in rows]
+    if not body and empty:
+        note(empty)
+        return []
+    if on_terminal():
+        screen = console()
+        shown, missing = render_table(columns, body, right, drop, screen.width, cut is not None)
+        screen.print(shown)
+        if missing:
+            screen.print(f"too narrow for: {', '.join(missing)}", style="dim")
+        return missing
+    body = _truncate_column(columns, body, cut)
+    widths = [max(len(c), *(len(r[i]) for r in body)) if body else len(c) for i, c in enumerate(columns)]
+    for row in [list(columns), *body]:
+        cells = (v.rjust(w) if c in right else v.ljust(w) for v, w, c in zip(row, widths, columns, strict=True))
+        line("  ".join(cells).rstrip())
+    return []
+
+
+def _truncate_column(columns: Sequence[str], rows: Sequence[Sequence[str]], cut: str | None) -> list[list[str]]:
+    """Return ``rows`` with at most ``_CUT`` characters in the column ``cut``."""
+
+    def short(text: str) -> str:
+        return text if len(text) <= _CUT else text[: _CUT - 1].rstrip() + "…"
+
+    return [[short(text) if name == cut else text for name, text in zip(columns, row, strict=True)] for row in rows]
+
+
+def render_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], drop: Sequence[str], width: int,
+    one_line: bool = False,
+) -> tuple[Table, list[str]]:  # fmt: skip
+    """Return a table for a terminal of ``width`` columns, and the omitted columns. ``one_line``: rows are not wrapped; the widest
+    columns are truncated with an ellipsis instead."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    missing = _columns_to_omit(columns, rows, drop, width)
+    # Two spaces between columns, none around: what `_columns_to_omit` counts.
+    shown = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for column in columns:
+        if column not in missing:
+            justify: Any = "right" if column in right else "left"
+            shown.add_column(column, justify=justify, no_wrap=column in ("ID", "AGE"), overflow="fold")
+    for row in rows:
+        kept = [value for column, value in zip(columns, row, strict=True) if column not in missing]
+        # no_wrap on the text, not on its column: rich shrinks only columns that may be wrapped.
+        cells = [Text(v, style=style_of(v), no_wrap=one_line, overflow="ellipsis" if one_line else None) for v in kept]
+        shown.add_row(*cells)
+    return shown, missing
+
+
+def _columns_to_omit(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], drop: Sequence[str], width: int
+) -> list[str]:
+    """Return the columns of ``drop`` to omit. There are two spaces between columns; long text is wrapped, so that it needs at
+    most ``_TEXT``."""
+    needs = {c: min(max(len(c), *(len(row[i]) for row in rows), 0), _TEXT) for i, c in enumerate(columns)}
+    missing: list[str] = []
+    for column in drop:
+        if sum(needs.values()) + 2 * (len(needs) - 1) <= width:
+            break
+        if column in needs:
+            del needs[column]
+            missing.append(column)
+    return missing
+
+
+@contextmanager
+def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """Show a bar over ``total`` bytes on stderr if it is a terminal; yield the function that advances it."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield lambda _count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    parts = (TextColumn("{task.description}"), BarColumn(20), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*parts, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=max(1, total))
+        yield lambda count: bar.advance(task, count)
+
+
+def fields(*groups: Iterable[tuple[str, object]]) -> None:
+    """Print ``name  value`` lines, with a blank line between groups; None and empty values are omitted."""
+    said = [[(name, str(value)) for name, value in group if value is not None and value != ""] for group in groups]
+    shown = [group for group in said if group]
+    width = max((len(name) for group in shown for name, _ in group), default=0)
+    for group in shown:
+        if group is not shown[0]:
+            line()
+        for name, value in group:
+            if on_terminal():
+                from rich.text import Text
+
+                console().print(Text.assemble((name.ljust(width) + "  ", "bold"), (value, style_of(value))))
+            else:
+                line(f"{name.ljust(width)}  {value}")
+
+
+def age(moment: datetime | None, now: datetime | None = None) -> str:
+    """Return how long ago ``format_time`` was, in one unit: 12s, 5m, 3h, 2d."""
+    if moment is None:
+        return "-"
+    seconds = max(0, int(((now or datetime.now(UTC)) - moment).total_seconds()))
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds // size}{unit}"
+    return f"{seconds}s"
+
+
+def span(start: datetime | None, end: datetime | None) -> str:
+    """Return the duration from ``start`` to ``end`` (None: now) as 1m 23s; ``-`` before the start."""
+    return "-" if start is None else duration(max(0.0, ((end or datetime.now(UTC)) - start).total_seconds()))
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as 4.2s, 1m 23s, 5h 02m, 3d 04h."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s"
+    hours = minutes // 60
+    return f"{hours}h {minutes % 60:02d}m" if hours < 24 else f"{hours // 24}d {hours % 24:02d}h"
+
+
+def size(count: int | None) -> str:
+    """Return a number of bytes in binary units."""
+    if count is None:
+        return "-"
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{count} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def count(number: int) -> str:
+    """Return a number with three digits and a unit: 512, 73.5 k, 1.99 M."""
+    value, units = float(number), ["", " k", " M", " G", " T", " P"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.3g}{units[0]}"
+
+
+def format_time(value: datetime | None) -> str | None:
+    """Return the time as RFC 3339, UTC, whole seconds."""
+    return None if value is None else value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def dash(value: object) -> str:
+    return "-" if value is None or value == "" else str(value)

@@ -1,0 +1,1 @@
+"""HTTP transport of the client, discovery of the service, configuration file."""

@@ -1,0 +1,91 @@
+"""The errors that a call may raise, in addition to the classes of ``ratchet_contract.errors`` for the service's problems.
+
+RatchetError
+├── (SpecError, NotFound, Conflict, Refused, ...)   4xx, rebuilt from problem+json with code and field errors
+├── ServiceUnreachable                              no response
+├── ServiceFault                                    a 5xx response, or a response that is not from the API
+├── AmbiguousName                                   several jobs have the name
+└── DeadlineReached                                 ``wait`` gave up; the job continues
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from pydantic import ValidationError
+
+from ratchet_contract.errors import Conflict, NotFound, Problem, RatchetError, Refused, SpecError
+
+if TYPE_CHECKING:
+    import httpx
+
+
+NOT_A_SERVICE: Final = "not-a-service"
+"""Code of the ``ServiceFault`` for a response from another program, for which retries are useless."""
+
+
+class ServiceUnreachable(RatchetError):
+    """The service does not respond, or no service was found."""
+
+    code = "service-unreachable"
+
+
+class ServiceFault(RatchetError):
+    """The service responded with 5xx, or the response is not from its API."""
+
+    code = "service-fault"
+
+
+class AmbiguousName(RatchetError):
+    """Several jobs have the requested name. ``extra["jobs"]`` has them, newest first."""
+
+    code = "ambiguous-name"
+
+
+class DeadlineReached(RatchetError):
+    """``wait`` or ``poll`` gave up after its ``deadline``; the job continues."""
+
+    code = "deadline-reached"
+
+
+_BY_STATUS: dict[int, type[RatchetError]] = {404: NotFound, 409: Conflict}
+_SPEC_CODES = frozenset({"invalid-spec", "invalid-yaml", "invalid-value", "invalid-body"})
+
+
+def error_from_response(response: httpx.Response) -> RatchetError:
+    """Return the exception for a 4xx or 5xx response. Its ``extra`` has ``status`` (int) and, if known, ``request_id``."""
+    status = response.status_code
+    problem = _problem(response)
+    if problem is None:
+        return no_service(response)
+    return _class_of(status, problem)(problem.detail, code=problem.code, errors=problem.errors, status=status)
+
+
+def no_service(response: httpx.Response) -> ServiceFault:
+    """Return the exception for a response that is not from the API."""
+    url = response.request.url
+    address = str(url.copy_with(path="/", query=None)).rstrip("/")
+    https = ", or does it want https://?" if url.scheme == "http" and response.status_code == 400 else ""
+    lacks = "a protocol's number" if response.is_success else "a problem document"
+    return ServiceFault(
+        f"{address} is not a Ratchet service: {response.request.method} {url.path} answered {response.status_code} without "
+        f"{lacks}{https}. Another program listens there: check --server and RATCHET_SERVER (`ratchet serve` prints its "
+        "address when it starts)",
+        code=NOT_A_SERVICE,
+        status=response.status_code,
+    )
+
+
+def _problem(response: httpx.Response) -> Problem | None:
+    try:
+        return Problem.model_validate(response.json())
+    except (ValidationError, ValueError):
+        return None
+
+
+def _class_of(status: int, problem: Problem) -> type[RatchetError]:
+    if problem.code in _SPEC_CODES:
+        return SpecError
+    if status >= 500:
+        return ServiceFault
+    return _BY_STATUS.get(status, Refused)

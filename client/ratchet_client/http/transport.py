@@ -1,0 +1,228 @@
+"""Requests with retries. GET and PUT are always safe to repeat; so is a POST, since it carries an Idempotency-Key."""
+
+from __future__ import annotations
+
+import os
+import random
+import ssl
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ratchet_client.http.discovery import NEVER_STARTED, Target, find_target, is_loopback, protocol_mismatch
+from ratchet_client.http.errors import ServiceUnreachable, error_from_response, no_service
+from ratchet_contract import env_vars
+from ratchet_contract.errors import Refused
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.version import PROTOCOL_HEADER, PROTOCOL_VERSION, RATCHET_VERSION
+
+Params = Mapping[str, str | int | float | bool | Sequence[str | int] | None]
+_RETRY_STATUS = frozenset({429, 502, 503, 504})
+_FIRST_DELAY, _LONGEST_DELAY = 0.1, 2.0
+_CONNECT = 10.0
+_TAKEN = 600.0
+"""Seconds that the service may take to store a large body, once it has been sent."""
+
+
+def _without_none(params: Params | None) -> dict[str, Any]:
+    return {k: v for k, v in (params or {}).items() if v is not None}
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body too large for memory. ``parts`` returns a new iterator for each retry; ``size`` is in bytes. The response may take
+    longer."""
+
+    media_type: str
+    size: int
+    parts: Callable[[], Iterator[bytes]]
+
+
+class TokenInClearWarning(UserWarning):
+    """A token is sent over plain HTTP to another machine: anyone on the network path can read it."""
+
+
+class Transport:
+    """The connection to one service, whose address is determined again for every request.
+
+    ``timeout``: seconds for one request (at most ten for the connection); ``retry_for``: seconds for all retries of one call.
+    ``token`` is sent as bearer token only to the server that it belongs to (``discovery.Target``).
+    """
+
+    def __init__(
+        self,
+        server: str | None,
+        home: str | os.PathLike[str] | None,
+        timeout: float,
+        retry_for: float,
+        token: str | None = None,
+    ) -> None:
+        self._arguments = server, home, token
+        self._timeout = httpx.Timeout(timeout, connect=min(timeout, _CONNECT))
+        self._retries_enabled = httpx.Timeout(timeout, connect=self._timeout.connect, read=max(timeout, _TAKEN))
+        self.retry_for = retry_for
+        self._reached = False
+        self._clients: dict[tuple[bool, bool], httpx.Client] = {}
+
+    @cached_property
+    def target(self) -> Target:
+        """The target, determined at first use; the configuration is not read again. Raises ``Refused``."""
+        return find_target(*self._arguments)
+
+    def address(self) -> str:
+        """Return the server's address, or the run directory of the service, without a request. Raises ``Refused``."""
+        return (self.target.server or self.target.home).value
+
+    def _authorization(self, url: str) -> dict[str, str]:
+        token = self.target.token_for(url)
+        if token is None:
+            return {}
+        if url.startswith("http:") and not is_loopback(url):
+            text = f"the token is sent to {url} unencrypted: use https, or a tunnel to this machine"
+            warnings.warn(text, TokenInClearWarning, stacklevel=1)  # a fixed location, so that it is shown once
+        return {"Authorization": f"Bearer {token}"}
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+
+    def request(self, method: str, path: str, *, params: Params | None = None, json: Any = None,
+                idempotency_key: str | None = None, body: Body | None = None) -> httpx.Response:  # fmt: skip
+        """Return the 2xx response. ``body``: instead of ``json``. Raises the service's problem as a ``RatchetError``,
+        ``ServiceUnreachable``, and any error from producing the body."""
+        headers = {}
+        if body is not None:
+            headers = {"Content-Type": body.media_type, "Content-Length": str(body.size)}
+        if method == "POST":
+            headers["Idempotency-Key"] = idempotency_key or str(uuid.uuid4())
+        end = time.monotonic() + self.retry_for
+        delay = _FIRST_DELAY
+        while True:
+            outcome = self._request_once(method, path, params, json, headers, body)
+            if isinstance(outcome, httpx.Response) and not _is_retryable(outcome):
+                if outcome.is_success:
+                    return outcome
+                raise error_from_response(outcome)
+            if time.monotonic() >= end or not self._may_retry(method, outcome):
+                raise error_from_response(outcome) if isinstance(outcome, httpx.Response) else outcome
+            time.sleep(min(delay * random.uniform(0.5, 1.0), max(0.0, end - time.monotonic())))
+            delay = min(delay * 2, _LONGEST_DELAY)
+
+    @contextmanager
+    def stream(
+        self, path: str, params: Params | None, headers: Mapping[str, str], read: float = 60.0
+    ) -> Iterator[httpx.Response]:
+        """Yield an open response to read incrementally. ``read``: seconds without a byte; it can be long, since the service sends
+        comments while idle."""
+        url = self.target.url()
+        timeout = httpx.Timeout(self._timeout.connect, read=read)
+        headers = {**headers, **self._authorization(url)}
+        try:
+            with self._client(url).stream(
+                "GET", url + path, params=_without_none(params), headers=headers, timeout=timeout
+            ) as response:
+                _raise_if_foreign(response)
+                self._reached = True
+                if not response.is_success:
+                    response.read()
+                    raise error_from_response(response)
+                yield response
+        except httpx.TransportError as error:
+            raise self._unreachable(url, error) from error
+
+    def _client(self, url: str) -> httpx.Client:
+        """Return the HTTP client for ``url``, created at first use: loading certificates is slow, and not always needed."""
+        secure, local = url.startswith("https:"), is_loopback(url)
+        if (secure, local) not in self._clients:
+            # A proxy from the environment would break requests to this machine; for other machines it is wanted.
+            self._clients[secure, local] = httpx.Client(
+                timeout=self._timeout, trust_env=not local, verify=self._authorities() if secure else not local,
+                headers={"User-Agent": f"ratchet-client/{RATCHET_VERSION}"},
+            )  # fmt: skip
+        return self._clients[secure, local]
+
+    def _authorities(self) -> ssl.SSLContext | bool:
+        """Return the certificate authorities that verify a server: those of the variable, those that the service stored in the
+        run directory, else the system's. Raises ``Refused``."""
+        given = os.environ.get(env_vars.CA_FILE)
+        file = Path(given) if given else HomePaths(Path(self.target.home.value)).service_authorities
+        if not given and (self.target.server is not None or not file.exists()):
+            return True
+        try:
+            return ssl.create_default_context(cafile=file)
+        except (OSError, ValueError) as error:
+            text = f"the CA certificates in {file} cannot be used ({error}): they must be PEM ({env_vars.CA_FILE})"
+            raise Refused(text, code="invalid-config") from None
+
+    def _request_once(self, method: str, path: str, params: Params | None, json: Any, headers: dict[str, str],
+              body: Body | None) -> httpx.Response | ServiceUnreachable:  # fmt: skip
+        try:
+            url = self.target.url()
+        except ServiceUnreachable as error:
+            return error
+        headers = headers | self._authorization(url)
+        try:
+            response = self._client(url).request(
+                method, url + path, params=_without_none(params), json=json, headers=headers,
+                content=None if body is None else body.parts(),
+                timeout=self._timeout if body is None else self._retries_enabled,
+            )  # fmt: skip
+            _raise_if_foreign(response)
+            self._reached = True
+            return response
+        except httpx.TransportError as error:
+            return self._unreachable(url, error)
+        except httpx.InvalidURL as error:
+            raise Refused(f"server address {url!r} is not valid: {error}", code="invalid-address") from None
+
+    def _may_retry(self, method: str, outcome: httpx.Response | ServiceUnreachable) -> bool:
+        """True if the request may be retried. A service that was never started is not waited for. A DELETE that may have arrived
+        is not retried: the second response (404) would misreport the first."""
+        if isinstance(outcome, httpx.Response):
+            return method != "DELETE"
+        if outcome.code == NEVER_STARTED and not self._reached:
+            return False
+        return method != "DELETE" or not outcome.extra.get("sent", False)
+
+    def _is_foreign(self, error: httpx.TransportError) -> bool:
+        """True if another program may be at the address, rather than a service that was killed while it responded."""
+        return isinstance(error, httpx.RemoteProtocolError) and self.target.server is not None and not self._reached
+
+    def _unreachable(self, url: str, error: httpx.TransportError) -> ServiceUnreachable:
+        sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+        what = str(error) or type(error).__name__
+        if "WRONG_VERSION_NUMBER" in what:
+            cure = f"it speaks plain HTTP there: write http://{url.removeprefix('https://')}"
+        elif self._is_foreign(error) and url.startswith("http:"):
+            cure = f"the program there does not speak HTTP: check the address, or write https://{url.removeprefix('http://')}"
+        elif is_loopback(url):
+            cure = f"service not running? {self.target.start_hint()}"
+        else:
+            cure = "check the address and the network, and that the service runs there"
+        return ServiceUnreachable(f"no answer from {url} ({what}): {cure}", sent=sent)
+
+
+def _raise_if_foreign(response: httpx.Response) -> None:
+    """Raises ``Refused`` for a service with another protocol, ``ServiceFault`` for another program at this address."""
+    protocol = response.headers.get(PROTOCOL_HEADER)
+    address = str(response.request.url.copy_with(path="/", query=None)).rstrip("/")
+    if protocol is not None and protocol != str(PROTOCOL_VERSION):
+        raise protocol_mismatch(f"the service at {address}", protocol)
+    if protocol is None and response.is_success:  # every response of the API has the header
+        raise no_service(response)
+
+
+def _is_retryable(response: httpx.Response) -> bool:
+    if response.status_code in _RETRY_STATUS:
+        return True
+    # A request whose response was lost may still be in progress: its key is rejected until it is done.
+    return response.status_code == 409 and error_from_response(response).code == "idempotency-in-progress"

@@ -1,0 +1,1 @@
+"""Static analysis of a training script by its syntax tree."""

@@ -1,0 +1,264 @@
+"""Plain variables that a loop carries from one iteration to the next. No checkpoint has them unless a Session keeps them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator
+from typing import Final
+
+from ratchet_client.init.analysis.epoch_loops import Loop, Loops, exits, parameters
+from ratchet_client.init.analysis.loop_ranges import called_as
+from ratchet_client.init.analysis.script_source import Patching
+from ratchet_client.init.analysis.source_edits import Source
+from ratchet_client.init.analysis.step_loops import Counted, StepLoop
+from ratchet_contract.script.loop_variables import carried_variables, only_displayed
+
+_NOT_SAVED: Final = frozenset({"iter", "open", "cycle", "chain", "zip", "map", "enumerate"})
+"""Functions whose results cannot be saved in a checkpoint."""
+_PURE: Final = frozenset(
+    {"print", "max", "min", "sum", "abs", "float", "int", "round", "len", "str", "repr", "range", "format"}
+)
+"""Functions that do not modify their arguments."""
+_SIMPLE: Final = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr)
+_Names = dict[str, ast.Name]
+
+
+def save_carried(patching: Patching, loop: Loop | StepLoop, session: str, prepared: Collection[str] = ()) -> None:
+    """Insert code that keeps the loop's carried variables in an object of the Session, if their values are known at the end of an
+    iteration; add a remark for each other one. ``session``: the name of the Session. ``prepared``: names that it has already."""
+    source, node = patching.source, loop.node
+    carrying = _Carrying(patching, loop, prepared)
+    names = [name for name in carrying.needed if carrying.obstacle(name) is None]
+    if names:
+        kept = "kept" if "kept" not in patching.bound_names() else "ratchet_kept"
+        listed, held = ", ".join(names), ", ".join(f"{kept}.{name}" for name in names)
+        for declared in carrying.declarations:
+            if declared.names[0] in names:
+                source.replace(declared, f"{declared.names[0]} = {_first_value(source, declared.names[0])}")
+        block = source.siblings(node)
+        before = block[block.index(node) - 1] if block[0] is not node else None
+        line = f"{kept} = {session}.keep({', '.join(f'{name}={name}' for name in names)})"
+        source.insert(line, behind=before) if before is not None else source.insert(line, before=node)
+        source.insert_in(node, f"{listed} = {held}")
+        source.insert(f"{held} = {listed}", behind=loop.last)
+        again = [name for name in names if is_read_after(source, node, name)]
+        if again:
+            source.insert(f"{', '.join(again)} = {', '.join(f'{kept}.{name}' for name in again)}", behind=node)
+    _add_remarks(patching, carrying, session, names)
+
+
+def add_remarks(patching: Patching, loop: Loop | StepLoop, session: str) -> None:
+    """Add a remark for each carried variable, without changing the script."""
+    _add_remarks(patching, _Carrying(patching, loop, ()), session, ())
+
+
+def _add_remarks(patching: Patching, carrying: _Carrying, session: str, saved: Collection[str]) -> None:
+    loop = carrying.loop
+    for name, node in carrying.needed.items():
+        if name not in saved:
+            cure = (
+                carrying.obstacle(name)
+                or f"kept = {{session}}.keep({name}=...) before the loop, and kept.{name} from there on"
+            )
+            text = (
+                f"{name} is carried from one iteration to the next, and no checkpoint contains it: "
+                f"{cure.format(session=session)}"
+            )
+            patching.add_remark(node, text)
+    for name, node in carrying.shown.items():
+        patching.add_remark(
+            node, f"{name} starts from its initial value after a resume; it is only printed", needed=False
+        )
+    if isinstance(loop, StepLoop):
+        return
+    loops, scope = Loops(patching.source), patching.source.scope(loop.node)
+    inner = (n for n in ast.walk(loop.node) if isinstance(n, ast.For) and n is not loop.node)
+    own = [(batches, loop.node) for batches in inner if loops.trains(batches)]
+    others = [(one.node, patching.source.scope(one.node)) for one in loop.passes]
+    others = [(batches, function) for batches, function in others if function is not scope]
+    for batches, around in (*own, *others):
+        found = _assigned_before(batches, around)
+        shown = only_displayed(around, found)
+        for name, node in found.items():
+            if name in carrying.needed or (around is loop.node and name in carrying.shown):
+                continue
+            text = f"{name} starts from its initial value where a resume continues within an epoch"
+            if name in shown:
+                text += "; it is only printed"
+            else:
+                text += (
+                    f": keep it by kept = {session}.keep({name}=...) and reset kept.{name} only if loader.start == 0"
+                )
+            patching.add_remark(node, text, needed=around is loop.node and name not in shown)
+
+
+class _Carrying:
+    """``needed``: variables that training or a file may depend on; ``shown``: those that are only printed. Both map a name to the
+    place where it is read."""
+
+    def __init__(self, patching: Patching, loop: Loop | StepLoop, prepared: Collection[str]) -> None:
+        self.loop, self._source, self._prepared = loop, patching.source, prepared
+        self._scope = self._source.scope(loop.node)
+        found = _assigned_before(loop.node, self._scope)
+        if isinstance(loop, StepLoop) and isinstance(loop.over, Counted):
+            found.pop(loop.over.counter.id, None)
+        shown = only_displayed(self._scope, found)
+        self._loops = Loops(self._source)
+        found = self._changed_in_functions() | found
+        stored = {n.id for n in _names(loop.node) if not isinstance(n.ctx, ast.Load)}
+        found = {name: node for name, node in found.items() if name not in prepared or name in stored}
+        self.needed = {name: node for name, node in found.items() if name not in shown}
+        self.shown = {name: node for name, node in found.items() if name in shown}
+        self.declarations = [
+            n for n in ast.walk(self._scope) if isinstance(n, ast.Global) and self._source.scope(n) is self._scope
+        ]
+
+    def _changed_in_functions(self) -> _Names:
+        """Return variables of other functions and of the module that a function called in the loop assigns."""
+        found: _Names = {}
+        for n in self._loops.reachable_nodes(self.loop.node):
+            if isinstance(n, ast.Global | ast.Nonlocal) and (home := self._source.scope(n)) is not self._scope:
+                stored = {one.id: one for one in _names(home) if isinstance(one.ctx, ast.Store)}
+                found |= {name: stored[name] for name in n.names if name in stored}
+        return found
+
+    def obstacle(self, name: str) -> str | None:
+        """Return what to do by hand (with ``{session}``) if a line at the beginning of each iteration and one at its end do not
+        preserve the variable; None if they do. They do if each iteration runs to its end, and if the code before the last batch
+        may run again with the value from the beginning of the iteration, as it does after a resume within an epoch."""
+        source, node = self._source, self.loop.node
+        kept, left = f"kept = {{session}}.keep({name}=...) before the loop", exits(node.body)
+        if isinstance(self.loop, StepLoop) and self.loop.removed_break in left:
+            left.remove(self.loop.removed_break)
+        if name in self._prepared:
+            return "session.prepare returns it: give the other value another name"
+        if any(called_as(call) in _NOT_SAVED for value in self._values(name) for call in _calls(value)):
+            return "a checkpoint cannot contain an iterator or a file: create it again from the step number"
+        if self._is_changed_elsewhere(name):
+            return f"{kept}, and kept.{name} wherever a function uses it"
+        if not self._is_assigned_before(name):
+            return f"give it a value on every rank before the loop, then {kept}, and kept.{name} from there on"
+        if node.orelse or any(isinstance(one, ast.Continue) for one in left):
+            return f"{kept}, {name} = kept.{name} first in each iteration, and kept.{name} = {name} before each exit from it"
+        if left and is_read_after(source, node, name):
+            return f"{kept}, and kept.{name} in the loop and after it"
+        if node.body[0].lineno == node.lineno:
+            return f"{kept}, and kept.{name} from there on"
+        if isinstance(self.loop, StepLoop):
+            return None
+        training = [s for s in node.body if self._loops.trains(s)]
+        for change in self._changes(name):
+            around = next(s for s in (change, *source.ancestors(change)) if s in node.body)
+            if around not in training and change.lineno < training[-1].lineno:
+                return "code before an epoch's batches runs again on a resume: change it after them"
+            if around in training and not self._is_within_steps(around, change):
+                return f"{kept}, and kept.{name} where the batches change it"
+        return None
+
+    def _values(self, name: str) -> Iterator[ast.expr]:
+        """Yield the expressions that the file assigns to it."""
+        for one in ast.walk(self._source.tree):
+            if isinstance(one, ast.Assign) and name in [n.id for t in one.targets for n in _names(t)]:
+                yield one.value
+
+    def _is_changed_elsewhere(self, name: str) -> bool:
+        """True if another function changes it, or if it is a global that others use too."""
+        others = (
+            n for n in ast.walk(self._source.tree) if isinstance(n, ast.Global | ast.Nonlocal) and name in n.names
+        )
+        declared = any(name in one.names for one in self.declarations)
+        return any(self._source.scope(n) is not self._scope for n in others) or (
+            declared and not self._can_be_local(name)
+        )
+
+    def _can_be_local(self, name: str) -> bool:
+        """True if the global variable is used only in this function and has a ``global`` statement of its own, so that it can
+        start there with the constant that the module assigns: a change of a module's variable is never restored."""
+        uses = [n for n in _names(self._source.tree) if n.id == name and self._source.scope(n) is not self._scope]
+        alone = [one.names for one in self.declarations if name in one.names] == [[name]]
+        return alone and len(uses) == 1 and _first_value(self._source, name) is not None
+
+    def _is_assigned_before(self, name: str) -> bool:
+        """True if it has a value before the loop, unconditionally."""
+        if any(name in one.names for one in self.declarations) or name in parameters(self._scope):
+            return True
+        around = [self.loop.node, *self._source.ancestors(self.loop.node)]
+        blocks = [
+            self._source.siblings(s) for s in around if isinstance(s, ast.stmt) and self._source.scope(s) is self._scope
+        ]
+        assigned = [
+            s for block in blocks for s in block if isinstance(s, ast.Assign) and s.lineno < self.loop.node.lineno
+        ]
+        assigned_with_type = [
+            s.target for block in blocks for s in block
+            if isinstance(s, ast.AnnAssign) and s.value is not None and s.lineno < self.loop.node.lineno
+        ]  # fmt: skip
+        targets = [*assigned_with_type, *(t for s in assigned for t in s.targets)]
+        flat = [e for t in targets for e in (t.elts if isinstance(t, ast.Tuple | ast.List) else [t])]
+        flat = [e.value if isinstance(e, ast.Starred) else e for e in flat]
+        return any(isinstance(one, ast.Name) and one.id == name for one in flat)
+
+    def _changes(self, name: str) -> Iterator[ast.Name]:
+        """Yield the places where the body assigns another value to the variable, or may change the value in place."""
+        for n in (n for s in self.loop.node.body for n in _names(s)):
+            if n.id == name:
+                parent = next(self._source.ancestors(n))
+                of_it = isinstance(parent, ast.Attribute | ast.Subscript) and parent.value is n
+                given = isinstance(parent, ast.Call) and n is not parent.func and called_as(parent) not in _PURE
+                if not isinstance(n.ctx, ast.Load) or of_it or given or isinstance(parent, ast.keyword | ast.Starred):
+                    yield n
+
+    def _is_within_steps(self, around: ast.stmt, change: ast.Name) -> bool:
+        """True if a loop over batches changes it in place, or a training statement assigns it after the training."""
+        if isinstance(around, _SIMPLE):
+            return not any(change in _names(call) for call in _calls(around) if self._loops.trained_by(call))
+        return isinstance(around, ast.For) and isinstance(change.ctx, ast.Load)
+
+
+def _assigned_before(loop: ast.For | ast.While, scope: ast.AST) -> _Names:
+    """Return the variables that ``loop`` carries and that have a value before it."""
+    given = {n.id for n in _names(scope) if isinstance(n.ctx, ast.Store) and n.lineno < loop.lineno}
+    given |= {name for n in ast.walk(scope) if isinstance(n, ast.Global) for name in n.names}
+    given |= parameters(scope)
+    return {name: node for name, node in carried_variables(loop, scope).items() if name in given}
+
+
+def _first_value(source: Source, name: str) -> str | None:
+    """Return the source of the constant that the module assigns to ``name``, or None."""
+    for statement in source.tree.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=target)], value=ast.Constant() as value) if target == name:
+                return source.segment(value)
+    return None
+
+
+def is_read_after(source: Source, loop: ast.For | ast.While, name: str) -> bool:
+    """True if the variable is read after the loop in its function; a variable of the module also in another function, whenever
+    that is called."""
+    scope, end = source.scope(loop), loop.end_lineno or loop.lineno
+    for n in _names(source.tree):
+        if n.id == name and isinstance(n.ctx, ast.Load):
+            home = source.scope(n)
+            if home is scope:
+                if n.lineno > end:
+                    return True
+            elif (isinstance(scope, ast.Module) or scope in source.ancestors(home)) and not _binds(home, name):
+                return True
+    return False
+
+
+def _binds(function: ast.AST, name: str) -> bool:
+    """True if ``name`` is a local variable of the function."""
+    nodes = list(ast.walk(function))
+    if any(isinstance(n, ast.Global | ast.Nonlocal) and name in n.names for n in nodes):
+        return False
+    arguments = any(isinstance(n, ast.arg) and n.arg == name for n in nodes)
+    return arguments or any(n.id == name and not isinstance(n.ctx, ast.Load) for n in _names(function))
+
+
+def _names(node: ast.AST) -> Iterator[ast.Name]:
+    return (n for n in ast.walk(node) if isinstance(n, ast.Name))
+
+
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
+    return (n for n in ast.walk(node) if isinstance(n, ast.Call))

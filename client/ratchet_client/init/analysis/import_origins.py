@@ -1,0 +1,60 @@
+"""Resolves the names of a file to their origins by its imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection
+from typing import Final
+
+LIGHTNING_TRAINERS: Final = frozenset(
+    {"lightning.Trainer", "lightning.pytorch.Trainer", "lightning.pytorch.trainer.Trainer"}
+)
+OLD_LIGHTNING_TRAINERS: Final = frozenset({"pytorch_lightning.Trainer", "pytorch_lightning.trainer.Trainer"})
+"""Of the predecessor package, whose classes are different ones."""
+LIGHTNING_CLI: Final = frozenset({"lightning.pytorch.cli.LightningCLI"})
+ACCELERATORS: Final = frozenset({"accelerate.Accelerator", "accelerate.accelerator.Accelerator"})
+DDP: Final = frozenset(
+    {"torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel"}
+)
+
+LOADERS: Final = frozenset({"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"})
+
+
+def is_hugging_face_trainer(origin: str) -> bool:
+    """True for ``Trainer`` and its variants, like ``Seq2SeqTrainer`` and trl's ``SFTTrainer``."""
+    return origin.startswith(("transformers.", "trl.")) and origin.endswith("Trainer")
+
+
+def makes_a_session(origin: str) -> bool:
+    """True for names from the integrations, which contain or create a Session."""
+    return origin.startswith(
+        ("ratchet.lightning.", "ratchet.transformers.", "ratchet.accelerate.", "ratchet_worker.integrations.")
+    )
+
+
+class Origins:
+    """The origins of names. A name that several imports bind (``try`` and ``except``) has several."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self.names: dict[str, set[str]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    name = alias.asname or alias.name.partition(".")[0]
+                    self.names.setdefault(name, set()).add(alias.name if alias.asname else name)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    self.names.setdefault(alias.asname or alias.name, set()).add(f"{node.module}.{alias.name}")
+
+    def origins_of(self, node: ast.expr) -> set[str]:
+        """Return the origins as dotted names; empty for other expressions, and for names that no import binds."""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id, set())
+        if isinstance(node, ast.Attribute):
+            return {f"{origin}.{node.attr}" for origin in self.origins_of(node.value)}
+        return set()
+
+    def is_one(self, node: ast.expr, expected: Collection[str]) -> bool:
+        """True if all origins of ``node`` are in ``expected``, so that it does not matter which import takes effect."""
+        found = self.origins_of(node)
+        return bool(found) and found <= set(expected)

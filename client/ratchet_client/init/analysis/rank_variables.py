@@ -1,0 +1,140 @@
+"""Finds where a script reads torchrun's variables, which python does not set, and where it chooses a device as a Session does."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Final
+
+from ratchet_client.init.analysis.script_source import Patching
+from ratchet_client.init.analysis.source_edits import Scope
+
+_NAMES: Final = {"LOCAL_RANK": "local_rank", "RANK": "rank", "WORLD_SIZE": "world_size"}
+"""Variables and the corresponding attributes of a Session."""
+_DEVICE: Final = frozenset({"torch.device"})
+_SET_DEVICE: Final = frozenset({"torch.cuda.set_device"})
+
+
+class RankVariables:
+    def __init__(self, patching: Patching) -> None:
+        self._patching, self._source, self._origins = patching, patching.source, patching.origins
+
+    # --- devices -------------------------------------------------------------------------------------------------------
+
+    def device(self, statement: ast.stmt) -> str | None:
+        """Return the name to which ``statement`` assigns the chosen device, if it does nothing else: ``device =
+        torch.device("cuda", local_rank)``, also as a choice between that and the CPU, in one line or by ``if`` and ``else``.
+        ``"cuda"`` alone is the current device, and is kept."""
+        values: list[ast.expr] = []
+        name = self._chosen([statement], values)
+        made = [value for value in values if not isinstance(value, ast.Constant)]
+        return name if any("cuda" in ast.unparse(value) for value in made) else None
+
+    def is_text(self, name: str | None) -> bool:
+        """True if the script uses the device of this name as a string: ``"cuda" in device``, ``device.startswith("cuda")``."""
+        for node in ast.walk(self._source.tree):
+            match node:
+                case ast.Compare(comparators=[ast.Name(id=used)], ops=[ast.In() | ast.NotIn()]) if used == name:
+                    return True
+                case ast.Attribute(value=ast.Name(id=used), attr=method) if used == name and hasattr(str, method):
+                    return True
+        return False
+
+    def _chosen(self, block: list[ast.stmt], values: list[ast.expr]) -> str | None:
+        names: set[str | None] = set()
+        for statement in block:
+            match statement:
+                case ast.If() if self._source.begins_with(statement, "if"):
+                    names |= {self._chosen(statement.body, values), self._chosen(statement.orelse, values)}
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    choices = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+                    names.add(name if all(map(self._names_device, choices)) else None)
+                    values += choices
+                case ast.Expr(value=ast.Call(func=function)) if self._origins.is_one(function, _SET_DEVICE):
+                    pass
+                case _:
+                    return None
+        return names.pop() if len(names) == 1 else None
+
+    def _names_device(self, value: ast.expr) -> bool:
+        if isinstance(value, ast.Call):
+            return self._origins.is_one(value.func, _DEVICE)
+        first = value.values[0] if isinstance(value, ast.JoinedStr) and value.values else value
+        text = first.value if isinstance(first, ast.Constant) else None
+        return isinstance(text, str) and text.partition(":")[0] in ("cuda", "cpu")
+
+    def sets_device(self, statement: ast.stmt) -> bool:
+        """True for ``torch.cuda.set_device(local_rank)``, which a Session has done already."""
+        match statement:
+            case ast.Expr(value=ast.Call(func=function, args=[ast.expr() as given])):
+                if isinstance(given, ast.Name):
+                    stored = self._stored(self._source.scope(statement), given.id)
+                    made = self._source.statement(stored[0]) if len(stored) == 1 else None
+                    given = made.value if isinstance(made, ast.Assign) and made.targets == stored else given
+                return self._origins.is_one(function, _SET_DEVICE) and self._value(given) == "LOCAL_RANK"
+        return False
+
+    # --- variables -----------------------------------------------------------------------------------------------------
+
+    def reads(self) -> Iterator[tuple[ast.expr, str]]:
+        """Yield each expression that fails without torchrun, with the attribute of a Session: ``os.environ["RANK"]``, including
+        ``int`` around it. A variable whose existence the script checks first is skipped."""
+        for node in ast.walk(self._source.tree):
+            name = self._name(node)
+            if name is None or not isinstance(node, ast.Subscript):
+                continue
+            around = list(self._source.ancestors(node))
+            asked = [n.test for n in around if isinstance(n, ast.If | ast.IfExp)]
+            if not any(isinstance(n, ast.Constant) and n.value == name for test in asked for n in ast.walk(test)):
+                whole = isinstance(around[0], ast.Call) and self._value(around[0]) == name
+                yield (around[0] if whole else node), _NAMES[name]  # type: ignore[misc]
+
+    def is_whole(self, read: ast.expr) -> bool:
+        """True if the read includes the conversion to a number."""
+        return isinstance(read, ast.Call)
+
+    def is_unused(self, statement: ast.stmt, gone: list[ast.AST]) -> bool:
+        """True for ``local_rank = int(os.environ["LOCAL_RANK"])`` if it is read only in ``gone``."""
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if self._value(value) is not None:
+                within = {id(n) for one in gone for n in ast.walk(one)}
+                scope = self._source.scope(statement)
+                uses = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name]
+                loads = [n for n in uses if isinstance(n.ctx, ast.Load) and id(n) not in within]
+                shared = any(
+                    isinstance(n, ast.Global | ast.Nonlocal) and name in n.names for n in ast.walk(self._source.tree)
+                )
+                alone = len(self._stored(scope, name)) == 1 and not shared
+                return alone and not loads and not isinstance(scope, ast.ClassDef)
+        return False
+
+    def needs_session(self, statement: ast.stmt, gone: list[ast.AST]) -> bool:
+        """True for a statement before the process group's creation that must use attributes of the Session instead."""
+        if self.device(statement) is not None:
+            return True
+        reads = {id(read) for read, _ in self.reads() if self.is_whole(read)}
+        simple = isinstance(statement, ast.Assign) and any(id(n) in reads for n in ast.walk(statement))
+        return simple and not self.is_unused(statement, gone)
+
+    def _stored(self, scope: Scope, name: str) -> list[ast.expr]:
+        return [
+            n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load)
+        ]
+
+    def _value(self, node: ast.expr) -> str | None:
+        """Return the variable of ``int(os.environ["RANK"])``."""
+        match node:
+            case ast.Call(func=ast.Name(id="int"), args=[value], keywords=[]):
+                return self._name(value)
+        return None
+
+    def _name(self, node: ast.AST) -> str | None:
+        """Return the variable of ``os.environ["RANK"]``, ``os.environ.get("RANK", 0)`` and ``os.getenv("RANK", 0)``."""
+        match node:
+            case ast.Subscript(value=of, slice=ast.Constant(value=name), ctx=ast.Load()):
+                known = self._origins.is_one(of, {"os.environ"})
+            case ast.Call(func=of, args=[ast.Constant(value=name), *_]):
+                known = self._origins.is_one(of, {"os.environ.get", "os.getenv"})
+            case _:
+                return None
+        return name if known and name in _NAMES else None

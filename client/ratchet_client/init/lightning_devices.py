@@ -1,0 +1,69 @@
+"""Determines how many ranks Lightning, which starts its ranks itself, would start, if the command does not specify it."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from typing import Final
+
+from ratchet_client.init.command_line import Command, count_gpus
+from ratchet_client.init.script_facts import Facts, Framework
+
+_ALL: Final = ("auto", "-1")
+
+
+def with_devices(command: Command, facts: Facts) -> Command:
+    """Return ``command`` with the ranks of Lightning's Trainer, if the command starts one process and their number is known."""
+    trainer = lightning(facts)
+    if trainer is None or command.given is not None:
+        return command
+    count = device_count(command, facts, trainer)
+    if count is None:
+        return command
+    gpus = 0 if trainer.cpu else count_gpus()
+    shown = f"devices={trainer.devices}" if trainer.devices is not None else "devices"
+    return replace(
+        command, ranks=count, device="cuda" if gpus else "auto", given=f"{shown} of {trainer.name} ({trainer.place})"
+    )
+
+
+def lightning(facts: Facts) -> Framework | None:
+    """Return the script's only Lightning Trainer; None if there are several."""
+    found = [one for one in facts.frameworks if one.name == "Lightning's Trainer"]
+    return found[0] if len(found) == 1 else None
+
+
+def device_count(command: Command, facts: Facts, trainer: Framework) -> int | None:
+    """Return the number of devices; None if it is not known from the script and its arguments."""
+    value = _value(command, facts, trainer.devices)
+    if value is None:
+        return None
+    if value in _ALL:
+        return (0 if trainer.cpu else count_gpus()) or (1 if value == "auto" else None)
+    try:
+        given = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return None
+    if isinstance(given, list | tuple):
+        return len(given) or None
+    return given if isinstance(given, int) and given > 0 else None
+
+
+def _value(command: Command, facts: Facts, text: str | None) -> str | None:
+    """Return the value of ``text``: a literal itself; for ``args.devices`` the command's argument, or the option's default."""
+    if text is None:
+        return "auto"
+    node = ast.parse(text, mode="eval").body
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if not isinstance(node, ast.Attribute):
+        return text
+    options = [option for option in facts.options if option.flags[0].startswith("-") and option.name == node.attr]
+    if len(options) != 1:
+        return None
+    words = command.arguments
+    for word, following in zip(words, [*words[1:], None], strict=False):
+        flag, equals, value = word.partition("=")
+        if flag in options[0].flags:
+            return value if equals else following
+    return options[0].default

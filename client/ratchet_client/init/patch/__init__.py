@@ -1,0 +1,1 @@
+"""``ratchet init --patch``: the change that a script needs, as a unified diff."""

@@ -1,0 +1,94 @@
+"""``ratchet init --patch``: the change that a script needs so that Ratchet resumes it bit for bit, as a unified diff."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from ratchet_client.init.analysis import carried_variables
+from ratchet_client.init.analysis.script_source import Patching, Remark
+from ratchet_client.init.analysis.source_edits import Source, moved_lines, unified_diff
+from ratchet_client.init.analysis.step_loops import training_loops
+from ratchet_client.init.patch import accelerate, lightning, trainer, training_loop
+from ratchet_contract.errors import NotFound, Refused
+
+_KINDS: Final = (lightning.patch, trainer.patch, accelerate.patch, training_loop.patch)
+
+
+@dataclass
+class Patch:
+    """``diff`` is empty if nothing is changed. ``known``: the script trains in a supported way. ``starts_ranks``: it starts its
+    ranks itself, as Lightning does. ``encoding``: that of the script and the diff."""
+
+    diff: str
+    known: bool
+    starts_ranks: bool
+    encoding: str
+    remarks: list[Remark] = field(default_factory=list)
+    moved: dict[int, int] = field(default_factory=dict)
+    """Maps the unchanged lines of the script to their numbers in the changed script."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing is left to do by hand once the diff is applied."""
+        return bool(self.diff) and not any(remark.needed for remark in self.remarks)
+
+
+def patch_of(script: Path, name: str) -> Patch:
+    """Return the patch of ``script``. ``name``: that of the file in the diff. Raises ``NotFound``, and ``Refused`` for a file
+    that is not Python."""
+    text, encoding, patching = _read(script)
+    known = [kind(patching) for kind in _KINDS]
+    changed = _without_unused_imports(text, patching.source.edited_text())
+    return Patch(
+        unified_diff(text, changed, name), any(known), known[0], encoding, _sorted(patching), moved_lines(text, changed)
+    )
+
+
+def remaining_remarks(script: Path) -> list[Remark]:
+    """Return remarks on the variables that the loops of a script that uses Ratchet already carry. Raises as ``patch_of``."""
+    _, _, patching = _read(script)
+    for loop in training_loops(patching):
+        carried_variables.add_remarks(patching, loop, "session")
+    return _sorted(patching)
+
+
+def _sorted(patching: Patching) -> list[Remark]:
+    return sorted(set(patching.remarks), key=lambda remark: (remark.line, remark.text))
+
+
+def _read(script: Path) -> tuple[str, str, Patching]:
+    """Return the text, its encoding, and its ``Patching``."""
+    try:
+        data = script.read_bytes()
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        encoding = encoding.removesuffix("-sig")
+        text = data.decode(encoding)
+        return text, encoding, Patching.parse(text)
+    except OSError as error:
+        raise NotFound(f"cannot read {script}: {error.strerror or error}") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        reason = error.msg if isinstance(error, SyntaxError) else str(error) or "nested too deeply"
+        raise Refused(f"{script}{line} is not valid Python: {reason}") from None
+
+
+def _without_unused_imports(old: str, new: str) -> str:
+    """Return ``new`` without the imported names that are used in ``old`` but not in ``new``."""
+    if new == old:
+        return new
+    source = Source(new)
+    gone = _used(Source(old).tree) - _used(source.tree)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            source.remove_names(node, gone)
+    return source.edited_text()
+
+
+def _used(tree: ast.AST) -> set[str]:
+    exported = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    return {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} | exported

@@ -1,0 +1,1 @@
+"""The client's API by resource."""

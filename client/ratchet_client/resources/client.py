@@ -1,0 +1,395 @@
+"""``RatchetClient``: the REST API as typed Python calls. Synchronous; safe to use from one thread at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import quote
+
+from pydantic import BaseModel
+
+from ratchet_client.http.errors import ServiceFault, ServiceUnreachable
+from ratchet_client.http.transport import Params, Transport
+from ratchet_client.resources.code_upload import Note, with_code
+from ratchet_client.resources.export_download import ExportFormat, fetch
+from ratchet_client.resources.follow import Following, WhichAttempt
+from ratchet_client.resources.job import Job
+from ratchet_client.resources.job_files import Bar, Fetched, no_progress
+from ratchet_client.resources.job_files import fetch as fetch_files
+from ratchet_client.resources.poll import TERMINAL, Series, Snapshot
+from ratchet_client.resources.requests import PAGE, quota_path
+from ratchet_client.resources.spec_file import Spec, spec_body
+from ratchet_client.resources.tokens import Access
+from ratchet_contract.api import queue as api_queue
+from ratchet_contract.api import quotas as api_quotas
+from ratchet_contract.api import requests, views
+
+__all__ = ["TERMINAL", "Job", "RatchetClient", "Series", "Snapshot", "WhichAttempt"]
+
+
+class RatchetClient(Following, Access):
+    """A client of one service, which it finds as the command line does.
+
+    ``base_url``: the service's address; default ``RATCHET_SERVER``, else that of the configuration file, else ``service.json`` in
+    the run directory ``home`` (default ``RATCHET_HOME``, else ``./.ratchet`` if it exists, else that of this user's only running
+    service). ``service.json`` is read again when a connection fails, so that a restarted service is found. ``token``: sent as
+    bearer token; default ``RATCHET_TOKEN``, else the configuration file's token for that server.
+    ``timeout``: seconds for one request. ``retry_for``: seconds for which one call is retried while the service does not respond.
+    Every method raises the errors of ``ratchet_contract.errors`` and ``ratchet_client.errors``. Lists are returned as lazy
+    iterators of models (``ratchet_contract.api``). While the service does not respond, calls are retried: a POST with the same
+    Idempotency-Key, so that it takes effect once; a PATCH, since it sets values; a DELETE only if it cannot have arrived.
+
+    >>> with ratchet.Client() as client:
+    ...     client.ready()
+    True
+    """
+
+    def __init__(self, base_url: str | None = None, home: str | os.PathLike[str] | None = None, timeout: float = 30.0,
+                 retry_for: float = 10.0, token: str | None = None) -> None:  # fmt: skip
+        self._transport = Transport(base_url, home, timeout, retry_for, token)
+
+    def __repr__(self) -> str:
+        return f"<RatchetClient {self._transport.address()}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._transport.close()
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    def submit(self, spec: Spec, *, adopt: str | os.PathLike[str] | None = None, idempotency_key: str | None = None,
+               upload: bool | None = None, note: Note | None = None) -> Job:  # fmt: skip
+        """Create a job from the path of a YAML file, a mapping or a ``JobSpec``. Raises ``SpecError`` with every invalid field.
+
+        Relative paths in the spec are relative to the file's directory, or to the current one if there is no file. The same
+        ``idempotency_key`` with the same spec returns the same job again.
+
+        ``adopt``: the directory, on the service's machine, of a run of the spec's script without a service. The job continues
+        from a copy of the run's newest checkpoint; the directory is not changed.
+
+        ``upload``: True: upload the directory ``code.path`` of this machine first; False: it is a directory of the service's
+        machine; None: upload it if the service's address is not this machine's and the directory exists here. A directory that
+        the service has already is not uploaded again. ``note``: a function that receives sentences about what ignore files leave
+        out (without it a ``UserWarning``), and about the progress of a large upload.
+
+        >>> task = {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 1}}
+        >>> job = client.submit({"name": "from-python", "task": task, "world": {"device": "cpu"}}, idempotency_key=key)
+        >>> client.submit({"name": "from-python", "task": task, "world": {"device": "cpu"}}, idempotency_key=key).id == job.id
+        True
+        >>> job.cancel().view.desired.value in ("cancel", "run")
+        True
+        """
+        body = with_code(self._transport, spec_body(spec), upload, note)
+        params: Params = {"adopt": _absolute(adopt)}
+        view = self._post("/v1/jobs", views.JobView, params=params, json=body, idempotency_key=idempotency_key)
+        return Job(self, view)
+
+    def job(self, job: str | Job) -> Job:
+        """Return the current state of the job with this id or unique name. Raises ``NotFound``, ``AmbiguousName``.
+
+        >>> client.job(job_id).phase.value
+        'SUCCEEDED'
+        """
+        return Job(self, self.view(job))
+
+    def plan(self, spec: Spec, *, adopt: str | os.PathLike[str] | None = None, upload: bool | None = None,
+             note: Note | None = None) -> views.PlanView:  # fmt: skip
+        """Return what ``submit`` would run for ``spec``, after all checks, including those of ``adopt``. No job is stored; code
+        is uploaded as by ``submit``, and the service keeps it for ten minutes.
+
+        >>> client.plan("examples/digits-powersgd.yaml").resolved.backend
+        'gloo'
+        """
+        body = with_code(self._transport, spec_body(spec), upload, note)
+        return self._post("/v1/jobs", views.PlanView, params={"dry_run": "true", "adopt": _absolute(adopt)}, json=body)
+
+    def jobs(self, *, phase: Collection[str] = (), label: Mapping[str, str] | None = None, name: str | None = None,
+             sort: str | None = None, owner: str | None = None, page_size: int = PAGE) -> Iterator[views.JobView]:  # fmt: skip
+        """Yield all matching jobs, newest first unless ``sort`` is set (``created``, ``name``, ``priority``; prefixed with ``-``:
+        descending); pages are fetched while iterating. ``phase``: in one of these phases; ``label``: with all of these labels;
+        ``name``: with this name; ``owner``: of this owner.
+
+        >>> job_id in [job.id for job in client.jobs(phase=["SUCCEEDED"])]
+        True
+        """
+        labels = [f"{k}={v}" for k, v in (label or {}).items()]
+        params: Params = {
+            "phase": list(phase),
+            "label": labels,
+            "name": name,
+            "sort": sort,
+            "owner": owner,
+            "limit": page_size,
+        }
+        return self._pages("/v1/jobs", views.JobView, params)
+
+    def suspend(self, job: str | Job) -> views.JobView:
+        """Save a checkpoint, stop, and stay stopped until ``resume``. Like all actions, raises ``Conflict`` in an unsuitable
+        phase."""
+        return self._act(job, "suspend")
+
+    def resume(self, job: str | Job, from_step: int | None = None, *, world: int | None = None, nodes: int | None = None,
+               hook: dict[str, Any] | str | None = None, on_hook_mismatch: str | None = None,
+               code: str | os.PathLike[str] | None = None, include: Sequence[str] | None = None,
+               upload: bool | None = None, note: Note | None = None) -> views.JobView:  # fmt: skip
+        """Resume a suspended, failed or cancelled job. ``from_step``: from an older checkpoint; ``world``: with another number
+        of ranks (per node), and optionally of ``nodes``; ``hook``: with another hook, or changes of its parameters; the resume
+        report describes both. ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute). ``code``: a
+        directory with other code, of which a new snapshot is taken; without it the job continues with the code that it was
+        submitted with. ``include``: with ``code``, the job's ``code.include`` from now on. ``upload``, ``note``: as in
+        ``submit``, for ``code``."""
+        job = self.job_id(job)
+        given: dict[str, Any] = {"from_step": from_step, "hook": hook, "on_hook_mismatch": on_hook_mismatch}
+        if world is not None:
+            given["world"] = requests.WorldChange(ranks_per_node=world, nodes=nodes)
+        if code is not None:
+            named = {"path": str(Path(code).expanduser().absolute())}
+            if include is None:
+                include = (self.view(job).spec.get("code") or {}).get("include", [])
+            given["code"] = with_code(self._transport, {"code": {**named, "include": include}}, upload, note)["code"]
+        request = requests.ResumeRequest.model_validate({k: v for k, v in given.items() if v is not None})
+        return self._act(job, "resume", request)
+
+    def cancel(self, job: str | Job) -> views.JobView:
+        """Cancel the job; a running attempt saves a checkpoint first."""
+        return self._act(job, "cancel")
+
+    def preempt(self, job: str | Job) -> views.JobView:
+        """Save a checkpoint, stop, and queue the job again."""
+        return self._act(job, "preempt")
+
+    def checkpoint_now(self, job: str | Job) -> views.JobView:
+        """Request a checkpoint from the running attempt at its next agreed step; returns before it is written."""
+        return self._act(job, "checkpoint")
+
+    def fork(self, job: str | Job, request: requests.ForkRequest, *, upload: bool | None = None,
+             note: Note | None = None) -> Job:  # fmt: skip
+        """Create a new job from a checkpoint of this one, with a changed spec: ``request`` has the step or the checkpoint, and
+        the keys of the spec that change. ``upload``, ``note``: as in ``submit``, for a ``code.path`` in the request.
+
+        >>> fork = client.fork(job_id, ratchet.ForkRequest(spec={"task": {"args": {"epochs": 3}}}))
+        >>> fork.view.forked_from.startswith(job_id), fork.cancel().id == fork.id
+        (True, True)
+        """
+        job = self.job_id(job)
+        spec = with_code(self._transport, request.spec, upload, note, within="/spec")
+        if spec is not request.spec:
+            request = request.model_copy(update={"spec": spec})
+        return Job(self, self._act(job, "fork", request))
+
+    def patch(self, job: str | Job, request: requests.PatchRequest) -> views.JobView:
+        """Set labels and priority: ``request`` has the changes.
+
+        >>> client.patch(job_id, ratchet.PatchRequest(labels={"team": "vision"})).labels["team"]
+        'vision'
+        """
+        body = request.model_dump(mode="json", exclude_unset=True)
+        return views.JobView.model_validate(self._transport.request("PATCH", self._path(job), json=body).json())
+
+    def delete(self, job: str | Job, *, keep_checkpoints: bool = False, outputs: bool = False) -> views.DeleteResult:
+        """Delete a job that has ended, its logs, and its checkpoints unless ``keep_checkpoints`` is true. The files in its
+        working directory are kept, and the result has their path, unless ``outputs`` is true, now or in a later call. Raises
+        ``Conflict`` for a job that has not ended."""
+        params: Params = {
+            "keep_checkpoints": "true" if keep_checkpoints else None,
+            "outputs": "true" if outputs else None,
+        }
+        return views.DeleteResult.model_validate(
+            self._transport.request("DELETE", self._path(job), params=params).json()
+        )
+
+    # --- attempts and checkpoints ----------------------------------------------------------------------------------------
+
+    def attempts(self, job: str | Job) -> list[views.AttemptView]:
+        """Return all attempts, oldest first.
+
+        >>> newest = client.attempts(job_id)[-1]
+        >>> newest.cause.value, newest.resume_report.verdict
+        ('completed', 'fresh')
+        """
+        return list(self._job_pages(views.AttemptView, {"limit": PAGE}, job, "attempts"))[::-1]
+
+    def attempt(self, job: str | Job, number: int | None = None) -> views.AttemptView:
+        """Return one attempt by its ``number``, starting at 1; by default the newest. Raises ``NotFound``."""
+        job = self.job_id(job)
+        if number is None:
+            number = self.view(job).attempt
+        return self._get(self._path(job, "attempts", str(number)), views.AttemptView)
+
+    def checkpoints(self, job: str | Job) -> Iterator[views.CheckpointView]:
+        """Yield the stored checkpoints, newest step first."""
+        return self._job_pages(views.CheckpointView, {"limit": PAGE}, job, "checkpoints")
+
+    def checkpoint(self, job: str | Job, checkpoint_id: str) -> views.CheckpointDetail:
+        """Return one checkpoint with its manifest. Raises ``NotFound``."""
+        return self._get(self._path(job, "checkpoints", checkpoint_id), views.CheckpointDetail)
+
+    def verify(self, job: str | Job, checkpoint_id: str) -> views.VerifyResult:
+        """Verify a checkpoint: the service reads every byte and compares it with the digests.
+
+        >>> client.verify(job_id, client.job(job_id).last_checkpoint).verification
+        'ok'
+        """
+        return self._post(self._path(job, "checkpoints", checkpoint_id, "verify"), views.VerifyResult)
+
+    def compare(self, job: str | Job, with_job: str | Job, *, checkpoint: str | None = None,
+                with_checkpoint: str | None = None) -> views.ComparisonView:  # fmt: skip
+        """Compare every tensor and every rank's state of two jobs' checkpoints. The result is for the first step at which they
+        differ, among the steps of which both have a checkpoint; if they are all equal, for the newest one. ``checkpoint`` (of
+        ``job``) and ``with_checkpoint`` (of ``with_job``) select the checkpoints instead. Raises ``Conflict`` if the jobs have no
+        step in common.
+
+        >>> client.compare(job_id, job_id).identical
+        True
+        """
+        params: Params = {"checkpoint": checkpoint, "with_checkpoint": with_checkpoint}
+        return self._get(self._path(job, "compare", self.job_id(with_job)), views.ComparisonView, params)
+
+    def export(self, job: str | Job, checkpoint_id: str, target: str | os.PathLike[str], *,
+               format: ExportFormat = "safetensors") -> list[str]:  # fmt: skip
+        """Write a checkpoint as files for other programs; ``target`` must not exist. Returns notes for the reader of the files.
+
+        ``format``: ``safetensors``: one file, only the model. ``torch``: a directory with one file per rank, for ``torch.load``.
+        ``dcp``: a directory for ``torch.distributed.checkpoint.load``.
+
+        >>> client.export(job_id, client.job(job_id).last_checkpoint, directory / "model.safetensors")
+        []
+        """
+        return fetch(self._transport, self._path(job, "checkpoints", checkpoint_id, "export"), format, Path(target))
+
+    def pin(self, job: str | Job, checkpoint_id: str, pinned: bool = True) -> views.CheckpointView:
+        """Exempt a checkpoint from retention, or with ``pinned=False`` undo that.
+
+        >>> client.pin(job_id, client.job(job_id).last_checkpoint).pinned
+        True
+        """
+        body = requests.PinRequest(pinned=pinned).model_dump(mode="json")
+        return self._post(self._path(job, "checkpoints", checkpoint_id, "pin"), views.CheckpointView, json=body)
+
+    def prune(self, job: str | Job, *, dry_run: bool = False, quarantined: bool = False) -> views.PruneResult:
+        """Delete checkpoints that no attempt will start from: those of branches that a resume from an earlier step abandoned.
+
+        ``dry_run``: only return what would be deleted. ``quarantined``: also delete damaged checkpoints that were quarantined.
+
+        >>> client.prune(job_id, dry_run=True).checkpoints
+        []
+        """
+        body = requests.PruneRequest(dry_run=dry_run, quarantined=quarantined).model_dump(mode="json")
+        return self._post(self._path(job, "checkpoints", "prune"), views.PruneResult, json=body)
+
+    # --- files in a job's working directory ---------------------------------------------------------------------
+
+    def files(self, job: str | Job, path: str = "", *, recursive: bool = True, everything: bool = False,
+              page_size: int = 1000) -> Iterator[views.FileView]:  # fmt: skip
+        """Yield the files and directories below ``path`` in the job's working directory, each directory before its contents; with
+        ``recursive=False`` without the contents of directories. ``everything``: include unchanged files of the job's code.
+
+        >>> [file.path for file in client.files(job_id)]
+        []
+        """
+        params: Params = {
+            "path": path or None,
+            "recursive": None if recursive else "false",
+            "all": "true" if everything else None,
+            "limit": page_size,
+        }
+        return self._job_pages(views.FileView, params, job, "files")
+
+    def read_file(self, job: str | Job, path: str, start: int = 0, end: int | None = None) -> bytes:
+        """Return the bytes of the file ``path`` from ``start`` up to ``end`` (default: the current end of the file), in memory.
+
+        Raises ``NotFound`` (``file-not-found``), ``Refused`` (``range-not-satisfiable``: no such bytes, ``symbolic-link`` ...).
+        """
+        if end is not None and end <= start:
+            return b""
+        ranged = {} if (start, end) == (0, None) else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+        with self._transport.stream(self._path(job, "files", "content"), {"path": path}, ranged) as response:
+            return response.read()
+
+    def fetch_files(self, job: str | Job, target: str | os.PathLike[str], path: str = "", *, everything: bool = False,
+                    force: bool = False, bar: Callable[[int], Bar] = no_progress) -> Fetched:  # fmt: skip
+        """Download the file or directory ``path`` of the job's working directory into the directory ``target``, under its own
+        name; without ``path`` the whole directory. No file is replaced without ``force``; nothing is written unless everything
+        has arrived. ``everything``: include the files of the job's code. ``bar``: a progress display (``job_files.fetch``).
+
+        >>> client.fetch_files(job_id, directory / "outputs").files
+        []
+        """
+        params = {"path": path or None, "all": "true" if everything else None}
+        return fetch_files(self._transport, self._path(job, "files", "archive"), params, Path(target), force, bar)
+
+    # --- queue and quotas ---------------------------------------------------------------------------------------------
+
+    def queue(self, limit: int = 50) -> list[api_queue.QueuedView]:
+        """Return the first ``limit`` queued jobs of all owners, in the order in which they start, and why each waits.
+
+        >>> [one.position for one in client.queue()] in ([], [1])
+        True
+        """
+        return list(islice(self._pages("/v1/queue", api_queue.QueuedView, {"limit": min(limit, 100)}), limit))
+
+    def queue_view(self, limit: int = 50, job: str | Job | None = None) -> api_queue.QueueView:
+        """Return one page of at most ``limit`` (maximum 100) queued jobs, with the total number; or with ``job`` only its
+        place: no item if it is not queued."""
+        params: Params = {"limit": limit} if job is None else {"job_id": self.job_id(job)}
+        return self._get("/v1/queue", api_queue.QueueView, params)
+
+    def quotas(self) -> Iterator[api_quotas.QuotaView]:
+        """Yield the quotas that are set, with the current usage of their owners."""
+        return self._pages("/v1/quotas", api_quotas.QuotaView, {})
+
+    def quota(self, owner: str) -> api_quotas.QuotaView:
+        """Return the quota that applies to an owner, which may be that of ``*`` or none, and the owner's current usage.
+
+        >>> client.quota("local").in_use.jobs >= 0
+        True
+        """
+        return self._get(quota_path(owner), api_quotas.QuotaView)
+
+    def set_quota(self, owner: str, request: api_quotas.QuotaRequest) -> api_quotas.QuotaView:
+        """Replace the quota of an owner, or of ``*``: each owner without its own quota. What ``request`` omits has no limit."""
+        body = request.model_dump(mode="json")
+        return api_quotas.QuotaView.model_validate(self._transport.request("PUT", quota_path(owner), json=body).json())
+
+    def delete_quota(self, owner: str) -> None:
+        """Delete the quota of an owner; after that the quota of ``*`` applies, if it is set. Raises ``NotFound``."""
+        self._transport.request("DELETE", quota_path(owner))
+
+    # --- the service --------------------------------------------------------------------------------------------------
+
+    def hooks(self) -> list[views.HookInfo]:
+        """Return all known hooks, with their parameters.
+
+        >>> [hook.name for hook in client.hooks() if hook.available][:3]
+        ['allreduce', 'fp16_compress', 'bf16_compress']
+        """
+        return list(self._pages("/v1/hooks", views.HookInfo, {}))
+
+    def hook_info(self, name: str) -> views.HookInfo:
+        """Return the hook ``name``, with its parameters as a JSON schema. Raises ``NotFound``."""
+        return self._get(f"/v1/hooks/{quote(name, safe='')}", views.HookInfo)
+
+    def ready(self) -> bool:
+        """True if the service responds and its database does too."""
+        try:
+            self._transport.request("GET", "/readyz")
+        except (ServiceUnreachable, ServiceFault):
+            return False
+        return True
+
+    def _act(self, job: str | Job, action: str, body: BaseModel | None = None) -> views.JobView:
+        data = None if body is None else body.model_dump(mode="json", exclude_unset=True)
+        return self._post(self._path(job, action), views.JobView, json=data)
+
+
+def _absolute(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().absolute())

@@ -1,0 +1,231 @@
+"""The reading half of the client: series, logs, events, waiting. All iterators are lazy: a request is sent only when its result
+is needed, and closing an iterator (or leaving the loop and dropping it) closes its connection."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, TYPE_CHECKING, Literal, TypeAlias, TypeVar
+
+from pydantic import BaseModel
+
+from ratchet_client.http import sse
+from ratchet_client.http.errors import ServiceFault, ServiceUnreachable
+from ratchet_client.http.transport import Params
+from ratchet_client.resources.poll import TERMINAL, Pace, Series, Snapshot, poll_until
+from ratchet_client.resources.requests import PAGE, Calls
+from ratchet_contract.api import views
+from ratchet_contract.phases import JobPhase
+
+if TYPE_CHECKING:
+    from ratchet_client.resources.job import Job
+
+M = TypeVar("M", bound=BaseModel)
+WhichAttempt: TypeAlias = int | Literal["all"] | None
+"""The attempt whose logs are read. None: the newest (and, when following, later ones)."""
+_MOST_POINTS = 10_000
+_PATIENCE = 120.0
+
+
+class Following(Calls):
+    """The part of ``RatchetClient`` that only reads, once or repeatedly."""
+
+    def view(self, job: str | Job) -> views.JobView:
+        """Return the current state of the job as data. Raises ``NotFound``."""
+        return self._get(self._path(job), views.JobView)
+
+    def hook(self, job: str | Job) -> views.HookView:
+        """Return the state of the communication hook: phase, iteration, compression rate, residual norm per rank.
+
+        >>> hook = client.hook(job_id)
+        >>> hook.name, hook.phase, hook.iteration == client.job(job_id).progress.step
+        ('powerSGD', 'compressing', True)
+        """
+        return self._get(self._path(job, "hook"), views.HookView)
+
+    def hook_history(self, job: str | Job, *, rank: int | None = None) -> Iterator[views.HookSampleView]:
+        """Yield the stored hook summaries by step and rank, oldest first; with ``rank`` only those of one rank.
+
+        >>> {sample.summary.phase for sample in client.hook_history(job_id, rank=0)} == {"warm-up", "compressing"}
+        True
+        """
+        params: Params = {"rank": rank, "limit": PAGE}
+        return self._job_pages(views.HookSampleView, params, job, "hook", "history")
+
+    def hook_series(self, job: str | Job, figure: str = "residual_norm") -> dict[int, Series]:
+        """Return ``figure`` of ``HookSummary`` (``compression_rate``, ``bytes_after`` ...) over the steps, by rank; without steps
+        at which the hook has no value.
+
+        >>> norms = client.hook_series(job_id)
+        >>> sorted(norms), len(norms[0].steps) == len(norms[0].values) > 0
+        ([0], True)
+        """
+        out: dict[int, Series] = {}
+        for sample in self.hook_history(job):
+            value = getattr(sample.summary, figure)
+            if value is not None:
+                curve = out.setdefault(sample.summary.rank, Series([], []))
+                curve.steps.append(sample.summary.step)
+                curve.values.append(value)
+        return out
+
+    # --- series -------------------------------------------------------------------------------------------------------
+
+    def metrics(
+        self, job: str | Job, *, name: Collection[str] = (), max_points: int | None = None
+    ) -> views.MetricsView:
+        """Return series over steps with attempt and time of each point, for the names ``name`` or all; a series longer than
+        ``max_points`` is thinned, but always has its last point."""
+        params: Params = {"name": list(name), "max_points": max_points}
+        return self._get(self._path(job, "metrics"), views.MetricsView, params)
+
+    def series(self, job: str | Job, *names: str) -> dict[str, Series]:
+        """Return curves by name, all of them without ``names``; thinned beyond 10000 points. Steps that a later attempt redid
+        occur once. A name that has not been reported (yet) has an empty curve.
+
+        >>> loss = client.series(job_id, "loss")["loss"]
+        >>> loss.steps[-1] == client.job(job_id).progress.step, len(loss.steps) == len(loss.values)
+        (True, True)
+        """
+        found = self.metrics(job, name=names, max_points=_MOST_POINTS).series
+        return {s.name: Series([p.step for p in s.points], [p.value for p in s.points]) for s in found}
+
+    # --- logs and events ----------------------------------------------------------------------------------------------
+
+    def events(
+        self, job: str | Job, *, attempt: int | None = None, type: str | None = None, page_size: int = PAGE
+    ) -> Iterator[views.EventView]:
+        """Yield the events so far, oldest first; optionally of one ``attempt`` or one ``type``.
+
+        >>> next(client.events(job_id)).type
+        'submitted'
+        """
+        params: Params = {"attempt": attempt, "type": type, "limit": page_size}
+        return self._job_pages(views.EventView, params, job, "events")
+
+    def logs(self, job: str | Job, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
+             grep: str | None = None, since: str | None = None) -> Iterator[views.LogLine]:  # fmt: skip
+        """Yield the lines of the ranks' logs so far. ``tail``: only the last lines of each rank; ``grep``: only lines with this
+        text; ``since`` (RFC 3339): only lines written since then, to within about six seconds. If the middle of a log was
+        discarded, a line with ``left_out`` has the number of bytes."""
+        params: Params = {"rank": rank, "attempt": attempt, "tail": tail, "grep": grep, "since": since}
+        return self._job_pages(views.LogLine, params, job, "logs")
+
+    def download_logs(self, job: str | Job, file: str | os.PathLike[str], *, rank: int | None = None,
+                      attempt: WhichAttempt = "all") -> Path:  # fmt: skip
+        """Write the current logs to ``file``, which appears once the download is complete; without ``rank``, each line begins
+        with ``[attempt.rank]``. An interrupted download is restarted within the client's ``retry_for``.
+
+        >>> client.download_logs(job_id, directory / "job.log", rank=0).name
+        'job.log'
+        """
+        target, job = Path(file), self.job_id(job)
+        end = time.monotonic() + self._transport.retry_for
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as part:
+            partial = Path(part.name)
+            try:
+                while not self._download(job, part, {"rank": rank, "attempt": attempt}, time.monotonic() >= end):
+                    time.sleep(0.5)
+                part.close()
+                partial.chmod(0o644)
+                return partial.replace(target)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def _download(self, job: str | Job, part: IO[bytes], params: Params, last: bool) -> bool:
+        part.seek(0)
+        part.truncate()
+        try:
+            with self._transport.stream(self._path(job, "logs"), params, {"Accept": "text/plain"}) as response:
+                for block in response.iter_bytes():
+                    part.write(block)
+        except (ServiceUnreachable, ServiceFault):
+            if last:
+                raise
+            return False
+        return True
+
+    # --- following ----------------------------------------------------------------------------------------------------
+
+    def follow_events(self, job: str | Job, *, after: int | None = None,
+                      on_gap: Callable[[str], None] | None = None) -> Generator[views.EventView]:  # fmt: skip
+        """Yield events from the first (or after the event with id ``after``) until the job has ended, across restarts of the
+        service. ``on_gap`` is called once per interruption.
+
+        >>> seen = [event.id for event in client.follow_events(job_id)]
+        >>> [event.id for event in client.follow_events(job_id, after=seen[2])] == seen[3:]
+        True
+        """
+        last = None if after is None else str(after)
+        return self._follow(job, "events", {"follow": "true"}, views.EventView, last, on_gap)
+
+    def follow_logs(self, job: str | Job, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
+                    grep: str | None = None, since: str | None = None, after: Collection[str] = (),
+                    on_gap: Callable[[str], None] | None = None) -> Generator[views.LogLine]:  # fmt: skip
+        """Yield log lines as they are written, until the job has ended. ``after``: continue after these lines, given as the
+        ``id`` of the last line read of each rank. ``on_gap`` is called once per interruption.
+
+        >>> read = [line.id for line in client.follow_logs(job_id, rank=0, attempt="all")]
+        >>> [line.id for line in client.follow_logs(job_id, rank=0, attempt="all", after=read[:1])] == read[1:]
+        True
+        """
+        params: Params = {
+            "follow": "true", "rank": rank, "attempt": attempt, "tail": tail, "grep": grep, "since": since
+        }  # fmt: skip
+        return self._follow(job, "logs", params, views.LogLine, ",".join(after) or None, on_gap)
+
+    def _follow(self, job: str | Job, what: str, params: Params, model: type[M], last: str | None,
+                on_gap: Callable[[str], None] | None) -> Generator[M]:  # fmt: skip
+        job = self.job_id(job)
+        found = sse.follow(
+            self._transport, self._path(job, what), params, lambda: self.view(job).phase.terminal, last, on_gap
+        )
+        with closing(found):
+            for event in found:
+                yield model.model_validate_json(event.data)
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+
+    def wait(self, job: str | Job, until: Collection[JobPhase] = TERMINAL, deadline: float | None = None,
+             on_change: Callable[[views.JobView], None] | None = None) -> views.JobView:  # fmt: skip
+        """Wait until the job's phase is one of ``until``, or the job has ended, and return the job.
+
+        Raises ``DeadlineReached`` after ``deadline`` seconds. An unreachable service is waited for until then; without a
+        deadline, for ``retry_for`` seconds. ``on_change`` is called at every new phase or reason.
+
+        >>> client.wait(job_id, deadline=60).phase.value
+        'SUCCEEDED'
+        """
+        told, job = None, self.job_id(job)
+        for now in poll_until(job, lambda: self.view(job), lambda view: view, until, deadline, Pace(0.1, 1.0)):
+            if (now.phase, now.reason) != told and on_change is not None:
+                on_change(now)
+            told = (now.phase, now.reason)
+        return now
+
+    def poll(self, job: str | Job, every: float = 1.0, until: Collection[JobPhase] | None = None,
+             deadline: float | None = None) -> Iterator[Snapshot]:  # fmt: skip
+        """Yield a snapshot every ``every`` seconds, for a plot that refreshes; the last one shows the job ended, or in a phase of
+        ``until``. A loop body that takes longer than ``every`` delays the next snapshot.
+
+        Raises ``DeadlineReached`` after ``deadline`` seconds. A restarted service is found again; an unreachable one is waited
+        for until the deadline or, without one, for two minutes, after which ``ServiceUnreachable`` is raised.
+
+        >>> for now in client.poll(job_id, every=0.5, deadline=60):
+        ...     print(now.job.phase.value, now.hook.phase, "loss" in now.metrics)
+        SUCCEEDED compressing True
+        """
+        pace, job = Pace(every, every, _PATIENCE), self.job_id(job)
+        yield from poll_until(job, lambda: self._snapshot(job), lambda seen: seen.job, until or (), deadline, pace)
+
+    def _snapshot(self, job: str | Job) -> Snapshot:
+        view = self.view(job)
+        newest = self.metrics(job, max_points=2).series if view.attempt else []
+        values = {s.name: s.points[-1].value for s in newest if s.points}
+        return Snapshot(view, self.hook(job), MappingProxyType(values), datetime.now(UTC))

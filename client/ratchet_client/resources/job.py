@@ -1,0 +1,198 @@
+"""``Job``: what ``submit``, ``fork`` and ``job`` of the client return. It has the job's id and its state when last read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ratchet_client.resources.job_files import Fetched
+from ratchet_client.resources.poll import TERMINAL, Series, Snapshot
+from ratchet_contract.api import views
+from ratchet_contract.api.view_text import html_table
+from ratchet_contract.errors import NotFound
+from ratchet_contract.phases import JobPhase
+
+if TYPE_CHECKING:
+    from ratchet_client.resources.client import RatchetClient
+    from ratchet_client.resources.export_download import ExportFormat
+    from ratchet_client.resources.follow import WhichAttempt
+    from ratchet_contract.api.requests import ForkRequest
+
+
+class Job:
+    """One job, and the client that accesses it.
+
+    ``view`` and the properties are the job's state when it was last read: by ``refresh``, ``wait``, ``poll`` or an action.
+    Methods without a description are the client's methods of the same name.
+
+    >>> job = client.job(job_id)
+    >>> job.phase.value, job.progress.step == job.metrics("loss")["loss"].steps[-1]
+    ('SUCCEEDED', True)
+    """
+
+    def __init__(self, client: RatchetClient, view: views.JobView) -> None:
+        self._client = client
+        self.view = view
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id} {self.name!r} {self.phase}, step {self.progress.step_text()}, attempt {self.attempt}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks with the most important values; ``view`` has all of them."""
+        view, step = self.view, self.progress.step_text()
+        rows = {
+            "id": view.id, "phase": view.phase, "reason": view.reason, "message": view.message, "step": step,
+            "last checkpoint": view.last_checkpoint, "attempt": view.attempt, "hook": view.hook,
+            "device": view.resolved.device, "labels": ", ".join(f"{k}={v}" for k, v in sorted(view.labels.items())),
+            "warnings": ", ".join(warning.code for warning in view.warnings), "created": view.created_at,
+            "started": view.started_at, "ended": view.ended_at,
+        }  # fmt: skip
+        return html_table(view.name, rows)
+
+    @property
+    def id(self) -> str:
+        """``job-`` and twelve letters and digits; never changes, and is never reused."""
+        return self.view.id
+
+    @property
+    def name(self) -> str:
+        """The name in the spec; other jobs may have the same name."""
+        return self.view.name
+
+    @property
+    def phase(self) -> JobPhase:
+        """``QUEUED``, ``STARTING``, ``RUNNING``, ``STOPPING``, ``SUSPENDED``, ``SUCCEEDED``, ``FAILED`` or ``CANCELLED``."""
+        return self.view.phase
+
+    @property
+    def attempt(self) -> int:
+        """Number of the newest attempt; 0 before the first."""
+        return self.view.attempt
+
+    @property
+    def progress(self) -> views.ProgressView:
+        """``step`` of ``total_steps``, ``data_epoch``, ``steps_at_risk`` since the last checkpoint, ``steps_per_second``."""
+        return self.view.progress
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """Id of the newest committed checkpoint that the job can resume from."""
+        return self.view.last_checkpoint
+
+    @property
+    def message(self) -> str | None:
+        """Why the job waits or how it ended, and what to do next."""
+        return self.view.message
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> Job:
+        """Read the job again."""
+        self.view = self._client.view(self.id)
+        return self
+
+    def wait(self, until: Collection[JobPhase] = TERMINAL, deadline: float | None = None,
+             on_change: Callable[[views.JobView], None] | None = None) -> Job:  # fmt: skip
+        """Wait until the job's phase is one of ``until``, or it has ended. Raises ``DeadlineReached`` after ``deadline`` seconds.
+        ``on_change`` is called at every new phase or reason."""
+        self.view = self._client.wait(self.id, until, deadline, on_change)
+        return self
+
+    def poll(self, every: float = 1.0, until: Collection[JobPhase] | None = None,
+             deadline: float | None = None) -> Iterator[Snapshot]:  # fmt: skip
+        for now in self._client.poll(self.id, every, until, deadline):
+            self.view = now.job
+            yield now
+
+    def metrics(self, *names: str) -> dict[str, Series]:
+        """Return curves by name, all of them without ``names``: ``plt.plot(*job.metrics()["loss"])``."""
+        return self._client.series(self.id, *names)
+
+    def hook(self) -> views.HookView:
+        return self._client.hook(self.id)
+
+    def hook_series(self, figure: str = "residual_norm") -> dict[int, Series]:
+        return self._client.hook_series(self.id, figure)
+
+    def logs(self, *, follow: bool = False, rank: int | None = None, attempt: WhichAttempt = None,
+             tail: int | None = None, grep: str | None = None, since: str | None = None) -> Iterator[views.LogLine]:  # fmt: skip
+        """Yield the log lines so far, or with ``follow`` as they are written until the job has ended. ``rank``, ``attempt``,
+        ``tail``, ``grep``, ``since``: as in the client's ``logs``."""
+        read = self._client.follow_logs if follow else self._client.logs
+        return read(self.id, rank=rank, attempt=attempt, tail=tail, grep=grep, since=since)
+
+    def events(self, *, follow: bool = False) -> Iterator[views.EventView]:
+        """Yield the events so far, oldest first, or with ``follow`` until the job has ended."""
+        return self._client.follow_events(self.id) if follow else self._client.events(self.id)
+
+    def attempts(self) -> list[views.AttemptView]:
+        return self._client.attempts(self.id)
+
+    def checkpoints(self) -> Iterator[views.CheckpointView]:
+        return self._client.checkpoints(self.id)
+
+    def files(self, path: str = "", *, everything: bool = False) -> Iterator[views.FileView]:
+        """Yield the files and directories below ``path`` in the job's working directory, each directory before its contents.
+        ``everything``: include unchanged files of the job's code."""
+        return self._client.files(self.id, path, everything=everything)
+
+    def fetch_files(self, target: str | os.PathLike[str], path: str = "", *, force: bool = False) -> Fetched:
+        """Download the file or directory ``path`` of the job's working directory into the directory ``target``, under its own
+        name; without ``path`` the whole directory. No file is replaced without ``force``; nothing is written unless everything
+        has arrived."""
+        return self._client.fetch_files(self.id, target, path, force=force)
+
+    # --- actions -------------------------------------------------------------------------------------------------------
+
+    def suspend(self) -> Job:
+        return self._now(self._client.suspend(self.id))
+
+    def resume(self, from_step: int | None = None, **changes: Any) -> Job:
+        """Resume the job. ``from_step``: from an older checkpoint. ``changes``: further keyword arguments of the client's
+        ``resume``."""
+        return self._now(self._client.resume(self.id, from_step, **changes))
+
+    def cancel(self) -> Job:
+        return self._now(self._client.cancel(self.id))
+
+    def preempt(self) -> Job:
+        return self._now(self._client.preempt(self.id))
+
+    def checkpoint_now(self) -> Job:
+        return self._now(self._client.checkpoint_now(self.id))
+
+    def fork(self, request: ForkRequest, *, upload: bool | None = None) -> Job:
+        """Create a new job from a checkpoint of this one, with a changed spec. ``request``, ``upload``: as in the client's
+        ``fork``."""
+        return self._client.fork(self.id, request, upload=upload)
+
+    def delete(self, *, keep_checkpoints: bool = False, outputs: bool = False) -> views.DeleteResult:
+        return self._client.delete(self.id, keep_checkpoints=keep_checkpoints, outputs=outputs)
+
+    # --- checkpoints: by default the newest one ------------------------------------------------------------
+
+    def verify(self, checkpoint_id: str | None = None) -> views.VerifyResult:
+        """Verify the checkpoint ``checkpoint_id``: the service reads every byte and compares it with the digests. Raises
+        ``NotFound`` if the job has no checkpoint."""
+        return self._client.verify(self.id, self._checkpoint(checkpoint_id))
+
+    def export(self, target: str | os.PathLike[str], checkpoint_id: str | None = None, *,
+               format: ExportFormat = "safetensors") -> list[str]:  # fmt: skip
+        """Write the checkpoint ``checkpoint_id`` as files for other programs. ``target``, ``format``: as in the client's
+        ``export``."""
+        return self._client.export(self.id, self._checkpoint(checkpoint_id), target, format=format)
+
+    def pin(self, checkpoint_id: str | None = None, pinned: bool = True) -> views.CheckpointView:
+        """Exempt the checkpoint ``checkpoint_id`` from retention, or with ``pinned=False`` undo that."""
+        return self._client.pin(self.id, self._checkpoint(checkpoint_id), pinned)
+
+    def _checkpoint(self, checkpoint_id: str | None) -> str:
+        found = checkpoint_id or self.refresh().last_checkpoint
+        if found is None:
+            raise NotFound(f"job {self.id} has no checkpoint at step {self.progress.step_text()}")
+        return found
+
+    def _now(self, view: views.JobView) -> Job:
+        self.view = view
+        return self

@@ -1,0 +1,171 @@
+"""Downloads files from a job's working directory: all files arrive before any of them gets its final name."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ratchet_client.http.errors import ServiceFault, ServiceUnreachable
+from ratchet_client.http.transport import Transport
+from ratchet_client.resources.export_download import Body, link, temporary_sibling, write_error
+from ratchet_contract.errors import Refused
+from ratchet_contract.plural import pluralize
+
+_READ_SECONDS: Final = 600.0
+"""Timeout for the first byte: the service reads the whole directory tree before it responds."""
+_CHUNK: Final = 1 << 20
+_SHOWN: Final = 5
+Bar = AbstractContextManager[Callable[[int], object]]
+
+
+def no_progress(total: int) -> Bar:
+    """A progress display that shows nothing."""
+    return nullcontext(lambda _count: None)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """``files``: the files that were written. ``notes``: sentences about files of the job that are not among them."""
+
+    files: list[Path]
+    notes: list[str]
+
+
+def fetch(
+    transport: Transport,
+    path: str,
+    params: Mapping[str, str | None],
+    folder: Path,
+    force: bool,
+    bar: Callable[[int], Bar] = no_progress,
+) -> Fetched:
+    """Extract the archive at ``path`` of the service below ``folder``, which is created if necessary. ``bar`` is called with the
+    size of all files in bytes and opens a progress display, which is called with the number of bytes of each block that arrives.
+
+    The files are in a temporary directory in ``folder`` until all are complete, then each gets its name. Without ``force``
+    nothing is written if a file with one of the names exists. Raises ``Refused`` (``output-exists``, ``output-not-written``),
+    ``ServiceUnreachable`` for a truncated response, ``ServiceFault`` for one that would write elsewhere, and the service's
+    errors.
+    """
+    made = not folder.exists()
+    try:
+        with transport.stream(path, params, {}, read=_READ_SECONDS) as response:
+            folder.mkdir(exist_ok=True)
+            total = int(response.headers.get("Ratchet-Size", "0"))
+            with temporary_sibling(folder / "ratchet-cp") as temporary, bar(total) as arrived:
+                body: Any = Body(response.iter_bytes(_CHUNK))
+                staged = _unpack(body, temporary, arrived)
+                while body.read(_CHUNK):  # only the end of a response shows that it is complete
+                    pass
+                files = _move_into_place(temporary, staged, folder, force)
+        notes = [str(note) for note in json.loads(response.headers.get("Ratchet-Notes", "[]"))]
+        if (gone := int(response.headers.get("Ratchet-Entries", "0")) - len(staged)) > 0:
+            notes.append(f"{gone} left out: gone before being copied")
+        return Fetched(files, notes)
+    except ServiceUnreachable as error:
+        text = f"{error.detail}. Nothing was written to {folder}; the next copy starts over"
+        raise ServiceUnreachable(text, **error.extra) from error
+    except OSError as error:
+        raise write_error(folder, error) from error
+    finally:
+        if made:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+def _unpack(body: Any, temporary: Path, on_bytes: Callable[[int], object]) -> list[str]:
+    """Extract a tar of files and directories below ``temporary`` and return their names. Raises ``ServiceFault``, ``OSError``."""
+    staged = []
+    try:
+        with tarfile.open(fileobj=body, mode="r|", encoding="utf-8", errors="surrogateescape") as tar:
+            for member in tar:
+                place = temporary / _safe_path(member.name)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                source = tar.extractfile(member) if member.isreg() else None
+                if member.isdir():
+                    place.mkdir(exist_ok=True)
+                elif source is None:
+                    raise _unsafe_member_error(member.name)
+                else:
+                    _write(source, place, member, on_bytes)
+                staged.append(member.name.rstrip("/"))
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ServiceFault(f"the service sent a name twice ({error.filename}): nothing was kept") from error
+    except tarfile.TarError as error:
+        raise ServiceFault(f"the service's response is incomplete ({error}): nothing was kept, try again") from error
+    return staged
+
+
+def _safe_path(name: str) -> Path:
+    """Return ``name`` as a path. Raises ``ServiceFault`` if it could lead out of the directory that it is used in, on this
+    system."""
+    path = Path(name)
+    if not path.parts or path.anchor or ".." in path.parts:
+        raise _unsafe_member_error(name)
+    return path
+
+
+def _unsafe_member_error(name: str) -> ServiceFault:
+    return ServiceFault(f"the service sent {name!r}, which is not a job's file: nothing was kept")
+
+
+def _write(source: Any, place: Path, member: tarfile.TarInfo, on_bytes: Callable[[int], object]) -> None:
+    with place.open("xb") as out:
+        while block := source.read(_CHUNK):
+            out.write(block)
+            on_bytes(len(block))
+        out.flush()
+        os.fsync(out.fileno())
+    if member.mode & 0o100:
+        place.chmod(place.stat().st_mode | (place.stat().st_mode & 0o444) >> 2)
+    with suppress(OSError, OverflowError):  # a time that this file system cannot store
+        os.utime(place, (member.mtime, member.mtime))
+
+
+def _move_into_place(temporary: Path, staged: list[str], folder: Path, force: bool) -> list[Path]:
+    """Give all files their names in ``folder``. Raises ``Refused`` (``output-exists``) before any has one, ``OSError``."""
+    files = [name for name in staged if not (temporary / name).is_dir()]
+    within = dict.fromkeys(part for name in staged for part in (*reversed(Path(name).parents), Path(name)))
+    taken = [
+        name for name in within if name.parts and not _is_replaceable(folder / name, (temporary / name).is_dir(), force)
+    ]
+    if taken:
+        shown = ", ".join(repr(str(folder / name)) for name in taken[:_SHOWN])
+        more = f" and {len(taken) - _SHOWN} more" if len(taken) > _SHOWN else ""
+        cure = (
+            "remove them first" if force else "name another directory, or replace files: --force, in Python force=True"
+        )
+        raise Refused(f"already exists: {shown}{more}; {cure}. Nothing was written", code="output-exists")
+    written: list[Path] = []
+    try:
+        for name in staged:
+            target = folder / name
+            if (temporary / name).is_dir():
+                target.mkdir(parents=True, exist_ok=True)
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if force:
+                (temporary / name).replace(target)
+            else:
+                link(temporary / name, target)
+            written.append(target)
+    except OSError as error:  # another process changes the directory
+        before = f"{len(written)} of {pluralize(len(files), 'file')} had been written before it"
+        text = f"{target} was not written: {error.strerror or error}; {before}"
+        raise Refused(text, code="output-not-written") from error
+    return written
+
+
+def _is_replaceable(target: Path, directory: bool, force: bool) -> bool:
+    """True if a fetched file, or with ``directory`` a fetched directory, may be put at ``target``: if nothing is there; for a
+    directory, if a directory is there, which is kept and filled; for a file, with ``force``, if no directory is there: what is
+    there is replaced. A link to a directory is neither followed nor replaced."""
+    if not os.path.lexists(target):
+        return True
+    return target.is_dir() and not target.is_symlink() if directory else force and not target.is_dir()

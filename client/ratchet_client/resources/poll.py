@@ -1,0 +1,118 @@
+"""Polls a job until it reaches a phase, across restarts of the service."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, NamedTuple, TypeVar
+
+from ratchet_client.http.errors import DeadlineReached, ServiceUnreachable
+from ratchet_contract.api.views import HookView, JobView
+from ratchet_contract.phases import JobPhase
+from ratchet_contract.plural import pluralize
+
+T = TypeVar("T")
+TERMINAL: Final = frozenset(phase for phase in JobPhase if phase.terminal)
+_GROWTH = 1.5
+_SHOWN = 5
+"""Metrics in a snapshot's ``repr``."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A job at one moment. ``metrics`` has the newest value of every series (read-only); ``at`` is this machine's time, UTC.
+
+    The job is read before hook and metrics, so if it has ended, they are final.
+    """
+
+    job: JobView
+    hook: HookView
+    metrics: Mapping[str, float]
+    at: datetime
+
+    def __repr__(self) -> str:
+        newest = [f"{name} {value:.6g}" for name, value in self.metrics.items()]
+        shown = [*newest[:_SHOWN], *([f"{len(newest) - _SHOWN} more"] if len(newest) > _SHOWN else [])]
+        where = f"{self.job.phase}, step {self.job.progress.step_text()}, attempt {self.job.attempt}"
+        return f"<Snapshot of {self.job.name}: {', '.join([where, *shown])}>"
+
+    def _repr_html_(self) -> str:
+        return self.job._repr_html_() + self.hook._repr_html_()
+
+
+class Series(NamedTuple):
+    """One curve: ``plt.plot(*series)`` or ``pandas.Series(series.values, series.steps)``. Steps increase; values may be NaN."""
+
+    steps: list[int]
+    values: list[float]
+
+    def __repr__(self) -> str:
+        if not self.steps:
+            return "Series(no point)"
+        points = pluralize(len(self.steps), "point")
+        return f"Series({points}, steps {self.steps[0]} to {self.steps[-1]}, last value {self.values[-1]:.6g})"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Times in seconds. ``first`` to ``longest``: the interval between the starts of two polls, which grows while the phase stays
+    the same. ``patience``: how long the service may be unreachable without a deadline, in addition to the retries of one call."""
+
+    first: float
+    longest: float
+    patience: float = 0.0
+
+
+def retry_poll(
+    fetch: Callable[[], T], patience: float, at_first: float | None = None
+) -> Iterator[T | ServiceUnreachable]:
+    """Call ``fetch`` at each iteration and yield its result, or the error while the service is unreachable.
+
+    Raises ``ServiceUnreachable`` after ``patience`` seconds without a response (``at_first``: if it has never responded).
+    """
+    away, reached = None, False
+    while True:
+        started = time.monotonic()
+        seen: T | ServiceUnreachable
+        try:
+            seen = fetch()
+        except ServiceUnreachable as error:
+            away = started if away is None else away
+            if time.monotonic() - away >= (patience if reached or at_first is None else at_first):
+                raise
+            seen = error
+        else:
+            away, reached = None, True
+        yield seen
+
+
+def poll_until(
+    job_id: str, fetch: Callable[[], T], job_of: Callable[[T], JobView], until: Collection[JobPhase],
+    deadline: float | None, pace: Pace,
+) -> Iterator[T]:  # fmt: skip
+    """Yield the results of ``fetch`` up to the one in which the job's phase is one of ``until`` or the job has ended.
+
+    Raises ``DeadlineReached`` after ``deadline`` seconds, ``ServiceUnreachable`` after ``pace.patience``.
+    """
+    begin = started = time.monotonic()
+    delay, phase, last = pace.first, None, ""
+    for seen in retry_poll(fetch, pace.patience if deadline is None else math.inf):
+        if isinstance(seen, ServiceUnreachable):
+            last = seen.detail
+        else:
+            job = job_of(seen)
+            if job.phase is not phase:
+                phase, delay = job.phase, pace.first
+            yield seen
+            if phase in until or phase in TERMINAL:
+                return
+            last = f"it is {phase}, step {job.progress.step}"
+        if deadline is not None and time.monotonic() + delay > begin + deadline:
+            wanted = ", ".join(sorted(until)) or "at its end"
+            raise DeadlineReached(f"job {job_id} was not {wanted} after {deadline:g} s: {last}; the job continues")
+        time.sleep(max(0.0, started + delay - time.monotonic()))
+        started = time.monotonic()
+        delay = min(delay * _GROWTH, pace.longest)

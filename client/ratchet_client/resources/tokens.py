@@ -1,0 +1,54 @@
+"""Calls about tokens and the caller's identity."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, Literal
+from urllib.parse import quote
+
+from ratchet_client.http.transport import Params
+from ratchet_client.resources.requests import PAGE, Calls
+from ratchet_contract.api import tokens as api_tokens
+from ratchet_contract.api.roles import Role, Scope
+
+
+class Access(Calls):
+    """The part of ``RatchetClient`` for tokens."""
+
+    def whoami(self) -> api_tokens.WhoAmI:
+        """Return the owner, role and scopes of the token that this client sends.
+
+        >>> client.whoami().role.value
+        'admin'
+        """
+        return self._get("/v1/whoami", api_tokens.WhoAmI)
+
+    def create_token(self, name: str = "token", *, owner: str | None = None, role: Role | str | None = None,
+                     scopes: Collection[Scope | str] = (), expires_days: float | Literal["never"] | None = None
+                     ) -> api_tokens.TokenMade:  # fmt: skip
+        """Create a token called ``name``. ``owner``, ``role`` and ``scopes`` are by default the caller's own. ``expires_days``:
+        by default 90, but no longer than the caller's token.
+
+        ``token`` of the result is the token's text, which is returned only once. Raises ``Refused`` (``not-allowed``) for more
+        rights than the caller has.
+
+        >>> made = client.create_token("notebook", role="viewer", expires_days=1)
+        >>> client.revoke_token(made.id).revoked_at is not None
+        True
+        """
+        body: dict[str, Any] = {"name": name, "owner": owner, "role": role, "scopes": list(scopes)}
+        if expires_days is not None:
+            body["expires_days"] = None if expires_days == "never" else expires_days
+        return self._post("/v1/tokens", api_tokens.TokenMade, json=body)
+
+    def tokens(self, *, owner: str | None = None, gone: bool = False) -> Iterator[api_tokens.TokenView]:
+        """Yield tokens without their text, newest first: the caller's own, for an admin all. ``gone``: include revoked and
+        expired ones."""
+        params: Params = {"owner": owner, "gone": "true" if gone else None, "limit": PAGE}
+        return self._pages("/v1/tokens", api_tokens.TokenView, params)
+
+    def revoke_token(self, token_id: str) -> api_tokens.TokenRevoked:
+        """Revoke the token with the id ``token_id``, and all tokens that were created with it. Raises ``NotFound``, and
+        ``Refused`` (``not-allowed``) for a token with a role or scopes that the caller does not have."""
+        answer = self._transport.request("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
+        return api_tokens.TokenRevoked.model_validate(answer.json())

@@ -1,0 +1,1 @@
+"""The records of a checkpoint: manifest, resume report, ring of step fingerprints."""

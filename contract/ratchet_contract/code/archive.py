@@ -1,0 +1,202 @@
+"""A tree of code as a tar: the same bytes wherever it is written; verified, and unpacked completely or not at all.
+
+Only files and links are unpacked, within the limits of a snapshot, and only content that the digest confirms is used. The sender
+of the archive is not trusted. The dialect is GNU's, without extended headers: the one that ``write_archive`` writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Final
+
+from ratchet_contract.code import tree
+from ratchet_contract.code.tree import Entry, Limits, TreeError
+
+MEDIA_TYPE: Final = "application/x-tar"
+_BLOCK: Final = 256 * 1024
+_LONG: Final = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+_MAX_LONG: Final = 4096 + tarfile.BLOCKSIZE
+"""Bytes of a long name or link, which ``tarfile`` holds in memory; Linux has none longer than PATH_MAX."""
+_PER_FILE: Final = 8192
+"""Maximum number of bytes around the content of a file: its header, its padding, and a long name and a long link with their own
+headers."""
+_BAD_NAME_ERRNOS: Final = frozenset(
+    {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ELOOP, errno.EINVAL}
+)
+"""Error numbers for names that no tree can have: the same one twice, a file in place of a directory, an empty link."""
+
+
+class BadArchive(Exception):
+    """The archive is not the requested one, or must not be unpacked."""
+
+
+def write_archive(entries: list[Entry]) -> Iterator[bytes]:
+    """A tar of sorted entries, with the same bytes whenever and wherever it is made. It contains no directories. Raises
+    ``OSError``."""
+    for entry in entries:
+        yield _header(entry)
+        if entry.link is None:
+            yield from _read_exactly(entry.source, entry.size)
+            yield b"\0" * _padding(entry)
+    yield b"\0" * (2 * tarfile.BLOCKSIZE)
+
+
+def archive_size(entries: list[Entry]) -> int:
+    """Size of ``write_archive`` in bytes, without reading a file."""
+    contents = sum(entry.size + _padding(entry) for entry in entries if entry.link is None)
+    return contents + sum(len(_header(entry)) for entry in entries) + 2 * tarfile.BLOCKSIZE
+
+
+def largest_archive(limits: Limits) -> int:
+    """Upper bound in bytes for the archive of a tree within ``limits``."""
+    return limits.max_bytes + limits.max_files * _PER_FILE + 2 * tarfile.BLOCKSIZE
+
+
+def _header(entry: Entry) -> bytes:
+    info = tarfile.TarInfo(entry.path)
+    info.mode, info.size = entry.mode, entry.size
+    if entry.link is not None:
+        info.type, info.linkname = tarfile.SYMTYPE, entry.link
+    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+
+
+def _padding(entry: Entry) -> int:
+    return -entry.size % tarfile.BLOCKSIZE
+
+
+def _read_exactly(path: Path, size: int) -> Iterator[bytes]:
+    """The file's content. Raises ``OSError`` for a file that has changed: the archive is then cut short, and not taken as
+    complete."""
+    sent = 0
+    for chunk in tree.read_chunks(path):
+        sent += len(chunk)
+        if sent > size:
+            break
+        yield chunk
+    if sent != size:
+        raise OSError(f"{os.fspath(path)!r} has changed: it had {size} bytes")
+
+
+def unpack(archive: IO[bytes], digest: str, target: Path, *, one_file: bool = False, limits: Limits = Limits()) -> None:
+    """Make ``target`` from a tar, read-only, completely or not at all. If another process makes it concurrently, the result is
+    the same.
+
+    Raises ``BadArchive``, ``OSError``, and the errors of reading ``write_archive``.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=".tmp-", dir=target.parent))
+    try:
+        found = _unpack_verified(archive, digest, made, one_file, limits)
+        _make_read_only(made, found)
+        try:
+            made.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+        else:
+            target.chmod(0o555)
+            _sync(target.parent)
+    finally:
+        _remove_tree(made)
+
+
+def _unpack_verified(archive: IO[bytes], digest: str, directory: Path, one_file: bool, limits: Limits) -> list[Entry]:
+    """Unpack below ``directory``. Returns the entries there, whose digest is ``digest``."""
+    try:
+        with tarfile.open(
+            fileobj=archive, mode="r|", encoding="utf-8", errors="surrogateescape", tarinfo=_Member
+        ) as tar:
+            count = _extract(tar, directory, None if one_file else limits)
+        found = [tree.file_entry(p) for p in directory.iterdir()] if one_file else tree.list_entries(directory, limits)
+    except (tarfile.TarError, RecursionError) as error:  # RecursionError: too many nested headers
+        raise BadArchive(f"it is not a valid archive: {error}") from None
+    except TreeError as error:
+        raise BadArchive(error.detail) from None
+    except OSError as error:
+        if error.errno not in _BAD_NAME_ERRNOS:
+            raise
+        raise BadArchive(f"it has names that the file system rejects: {error.strerror}") from None
+    if len(found) != count:  # the digest does not cover such files, but an import would find them
+        raise BadArchive("it has files that do not count as code, such as caches")
+    got = tree.tree_digest(found)
+    if got != digest:
+        raise BadArchive(f"its digest is {got}, not {digest}")
+    return found
+
+
+class _Member(tarfile.TarInfo):
+    """Refuses a header before anything is created, or held in memory, because of it."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> Any:
+        if self.type in _LONG:
+            if not 0 <= self.size <= _MAX_LONG:
+                raise BadArchive(f"a name in it is longer than {tree.MAX_PATH} bytes")
+        elif self.type not in (tarfile.REGTYPE, tarfile.SYMTYPE) or self.size < 0:
+            raise BadArchive(f"{self.name!r} in it is neither a file nor a symbolic link")
+        return super()._proc_member(tar)  # type: ignore[misc]  # tarfile's own place for this, unknown to typeshed
+
+
+def _extract(tar: tarfile.TarFile, target: Path, limits: Limits | None) -> int:
+    """Extract files first, and links after all files: no file is written through a link. Returns the number of entries."""
+    links: list[tuple[Path, str]] = []
+    count = total = 0
+    for member in tar:
+        name = PurePosixPath(member.name)
+        if name.is_absolute() or ".." in name.parts or not name.parts or "\0" in member.name:
+            raise BadArchive(f"it has the name {member.name!r}")
+        count, total = count + 1, total + member.size
+        if limits is not None and (count > limits.max_files or total > limits.max_bytes):
+            raise BadArchive(f"it has more than {limits.max_files} files or {limits.max_bytes >> 20} MiB")
+        if len(os.fsencode(member.name)) > tree.MAX_PATH:
+            raise BadArchive(f"a name in it is longer than {tree.MAX_PATH} bytes")
+        place = target / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if member.type == tarfile.SYMTYPE:
+            links.append((place, member.linkname))
+        else:
+            _write(tar, member, place)
+    for place, linked in links:
+        place.symlink_to(linked)
+    return count
+
+
+def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
+    source = tar.extractfile(member)
+    assert source is not None
+    with target.open("xb") as out:
+        while block := source.read(_BLOCK):
+            out.write(block)
+        out.flush()
+        os.fsync(out.fileno())
+    target.chmod(0o755 if member.mode & 0o111 else 0o644)
+
+
+def _make_read_only(root: Path, entries: list[Entry]) -> None:
+    """Make everything read-only and durable, except the outermost directory: a directory must be writable to be renamed."""
+    for entry in entries:
+        if entry.link is None:
+            entry.source.chmod(entry.mode)
+    for folder, _, _ in os.walk(root, topdown=False):
+        _sync(Path(folder))
+        if Path(folder) != root:
+            Path(folder).chmod(0o555)
+
+
+def _remove_tree(folder: Path) -> None:
+    for below, _, _ in os.walk(folder):
+        Path(below).chmod(0o755)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

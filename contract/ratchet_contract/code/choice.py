@@ -1,0 +1,196 @@
+"""The files of a user's directory that a snapshot includes: all except those that ``.gitignore`` and ``.ratchetignore`` name.
+
+The ignore files apply to their own directory and everything below, as in git: the last matching pattern decides, in the deepest
+directory that has one, and everything in an ignored directory stays ignored. In one directory ``.ratchetignore`` is read after
+``.gitignore``. Ignore files above the user's directory apply too, up to the directory that has ``.git``, if it has the same
+owner; without such a directory, or where they ignore the user's directory itself, none above applies. ``code.include`` of a spec
+names files and directories that are included nevertheless. ``code.tree.list_entries`` reads the copy, and leaves out nothing
+more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Final
+
+from ratchet_contract.code.tree import Entry, Limits, TreeError, walk, within_limits
+from ratchet_contract.plural import join_first
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+IGNORE_FILES: Final = (".gitignore", ".ratchetignore")
+LARGE: Final = 32 << 20
+"""Bytes from which on a file is reported as large."""
+_MAX_BYTES: Final = 64 << 10
+_MAX_STARS: Final = 3
+"""Within one part of a pattern: with more stars, matching one name may take minutes."""
+_MAX_NAMES: Final = 100_000
+"""Examined for one snapshot: names in a directory that is ignored as a whole do not count, files ignored one by one do."""
+
+
+Allowed = Callable[[Path], bool]
+"""True if the real path may be read."""
+
+
+def allow_all(_: Path) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``left_out``: ignored paths; a directory ends with ``/`` and stands for everything below."""
+
+    entries: list[Entry]
+    left_out: list[str]
+
+    def is_left_out(self, path: str) -> bool:
+        return any(_at_or_below(path, name.rstrip("/")) for name in self.left_out)
+
+    def notes(self) -> list[tuple[str, str]]:
+        """Notes for the submitter: a code and a sentence each."""
+        out = []
+        if self.left_out:
+            text = f"the snapshot of the code excludes files named in {' and '.join(IGNORE_FILES)}: {join_first(self.left_out)}"
+            text += ". code.include includes a file or directory again"
+            if any(name.endswith("/") for name in self.left_out):
+                text += (
+                    "; an excluded directory that the job writes to does not exist when it starts: create it in the code "
+                    "(os.makedirs)"
+                )
+            out.append(("code-left-out", text))
+        large = sorted((e for e in self.entries if e.size >= LARGE), key=lambda e: -e.size)
+        if large:
+            named = join_first([f"{e.path} ({e.size >> 20} MiB)" for e in large])
+            text = (
+                f"the snapshot of the code has large files: {named}. Keep data elsewhere, or name it in .ratchetignore"
+            )
+            out.append(("code-large-files", text))
+        return out
+
+
+def iter_chosen(root: Path) -> Iterator[Entry]:
+    """Entries that a snapshot of ``root`` would include, in the order of the walk and without limits. Raises ``TreeError``."""
+    return walk(root.resolve(), _Rules(root.resolve(), []).is_included)
+
+
+def choose(
+    root: Path, include: Sequence[str] = (), limits: Limits = Limits(), is_allowed: Allowed = allow_all
+) -> Choice:
+    """Choose the entries of a snapshot. ``is_allowed``: whether the repository above ``root`` may be read. Raises ``TreeError``:
+    those of ``code.tree.list_entries``, ``ignore-file`` and ``include-not-found``."""
+    rules = _Rules(root.resolve(), [str(PurePosixPath(name)) for name in include], is_allowed)
+    found = within_limits(root, walk(root.resolve(), rules.is_included), limits)
+    for name in rules.include:
+        if not any(_at_or_below(entry.path, name) for entry in found):
+            raise TreeError(
+                "include-not-found",
+                f"code.include names {name!r}, and a snapshot of {str(root)!r} has no such file: it does not exist, or is a "
+                "cache, version control, a virtual environment or checkpoints, which are never in a snapshot",
+            )
+    return Choice(found, sorted(rules.left_out))
+
+
+class _Rules:
+    def __init__(self, root: Path, include: list[str], is_allowed: Allowed = allow_all) -> None:
+        self.include, self.left_out = include, list[str]()
+        self._root, self._prefix = _repository(root, is_allowed), ""
+        self._specs: dict[str, GitIgnoreSpec | None] = {}
+        self._examined_count = 0
+        self._partly_ignored: set[str] = set()
+        """Directories that are ignored, but searched for included paths."""
+        for part in root.relative_to(self._root).parts:
+            if self._is_ignored(part, is_dir=True):  # but is wanted nevertheless
+                self._root, self._prefix, self._specs = root, "", {}
+                break
+            self._prefix += f"{part}/"
+
+    def is_included(self, path: str, is_dir: bool) -> bool:
+        """True if a file is included, or a directory is searched. Raises ``TreeError`` (``too-large``)."""
+        self._examined_count += 1
+        if self._examined_count > _MAX_NAMES:
+            raise TreeError(
+                "too-large",
+                f"the directory of the code has more than {_MAX_NAMES} names, including those that are excluded one by one "
+                f"(as {path!r}): exclude a directory of many files as a whole, with a line like data/ in .ratchetignore",
+            )
+        if any(_at_or_below(path, name) for name in self.include):
+            return True
+        parent = path.rpartition("/")[0]
+        wanted_below = is_dir and any(_at_or_below(name, path) for name in self.include)
+        if parent not in self._partly_ignored and not self._is_ignored(path, is_dir):
+            return True
+        if parent not in self._partly_ignored:
+            self.left_out.append(path + "/" * is_dir)
+        if wanted_below:
+            self._partly_ignored.add(path)
+        return wanted_below
+
+    def _is_ignored(self, path: str, is_dir: bool) -> bool:
+        path = folder = self._prefix + path
+        while folder:
+            folder = folder.rpartition("/")[0]
+            spec = self._spec(folder)
+            below = path[len(folder) + 1 :] if folder else path
+            if spec is not None and (said := spec.check_file(below + "/" * is_dir).include) is not None:
+                return said
+        return False
+
+    def _spec(self, folder: str) -> GitIgnoreSpec | None:
+        if folder not in self._specs:
+            lines = [line for name in IGNORE_FILES for line in _read_patterns(self._root / folder / name)]
+            self._specs[folder] = _compile_patterns(lines) if lines else None
+        return self._specs[folder]
+
+
+def _repository(root: Path, is_allowed: Allowed) -> Path:
+    """The directory at or above ``root`` that has ``.git``, if both have the same owner; else ``root``."""
+    for folder in (root, *root.parents):
+        try:
+            same = (folder / ".git").lstat().st_uid == root.stat().st_uid
+        except OSError:  # there is none
+            continue
+        return folder if same and is_allowed(folder) else root
+    return root
+
+
+def _compile_patterns(lines: list[str]) -> GitIgnoreSpec:
+    from pathspec import GitIgnoreSpec
+
+    return GitIgnoreSpec.from_lines(lines)
+
+
+def _read_patterns(path: Path) -> list[str]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # none, or a link, which git does not follow either
+        return []
+    with os.fdopen(fd, "rb") as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise TreeError("ignore-file", f"{str(path)!r} is longer than {_MAX_BYTES >> 10} KiB")
+    lines = [line.removesuffix("\r") for line in content.decode("utf-8", "surrogateescape").split("\n")]
+    for number, line in enumerate(lines, 1):
+        pattern = "" if line.startswith("#") else line
+        if pattern.count("**") > _MAX_STARS or any(p.count("*") > _MAX_STARS for p in pattern.split("/")):
+            raise TreeError(
+                "ignore-file",
+                f"{str(path)!r}, line {number}: {line!r} has more than {_MAX_STARS} stars in a part, or ** in all, and may take "
+                "minutes to be compared: write it with fewer, or remove it",
+            )
+    return [line for line in lines if _is_valid(line)]  # git ignores invalid ones too
+
+
+def _is_valid(pattern: str) -> bool:
+    try:
+        _compile_patterns([pattern])
+    except ValueError:
+        return False
+    return True
+
+
+def _at_or_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder}/")

@@ -1,0 +1,1 @@
+"""Contents of the report of ``ratchet doctor``: findings and installed packages."""

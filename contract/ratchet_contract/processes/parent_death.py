@@ -1,0 +1,43 @@
+"""Ends a process together with the one that it was started for, however that ended: the service of ``ratchet run``, and its
+agents.
+
+The kernel's mechanism (``PR_SET_PDEATHSIG``) follows a thread, and agents are not children of the process that they end with.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from ratchet_contract.env_vars import ENDS_WITH
+from ratchet_contract.processes.process_start import start_time
+
+_POLL_SECONDS: Final = 0.5
+"""Seconds between two polls."""
+
+
+def process_name(pid: int) -> str:
+    """The value of ``ENDS_WITH`` for a process: pid and start time, which no later process has."""
+    return f"{pid}:{start_time(pid)}"
+
+
+def is_alive(name: str) -> bool:
+    """True if the process that ``name`` (from ``process_name``) identifies exists, and is not a zombie."""
+    pid, _, started = name.partition(":")
+    return pid.isdigit() and str(start_time(int(pid))) == started
+
+
+def end_with_parent(environ: Mapping[str, str]) -> None:
+    """Send SIGTERM to this process once the process that ``ENDS_WITH`` names has ended; without the variable do nothing."""
+    if name := environ.get(ENDS_WITH):
+        threading.Thread(target=_watch, args=(name,), name="parent-death", daemon=True).start()
+
+
+def _watch(name: str) -> None:
+    while is_alive(name):
+        time.sleep(_POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)

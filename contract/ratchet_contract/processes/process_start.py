@@ -1,0 +1,17 @@
+"""Start time of a process: together with the pid a unique identifier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def start_time(pid: int) -> int | None:
+    """Field 22 of /proc/<pid>/stat: clock ticks since boot; None if there is no such process or it is a zombie.
+
+    Pids are reused, pairs of pid and start time are not.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,94 @@
+"""Pointers to a user's running services, so that ``ratchet`` finds them from any directory: one small file per run directory.
+
+They are in the user's runtime directory: in ``ratchet`` below ``XDG_RUNTIME_DIR``, else below ``/run/user/UID``, else in
+``/tmp/ratchet-UID``. They do not contain the address, which is in the run directory's ``service.json``. A service creates the
+file while it runs. A file that a killed service left behind names no running service, since no process has its pid and start
+time, and the next service removes it. A directory that belongs to another user, or that others may write to, is neither written
+to nor read.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.processes.process_start import start_time
+from ratchet_contract.protocol.messages import ServicePointer
+
+
+def pointers_directory() -> Path:
+    """The directory for this user's pointers, which may not exist."""
+    user = os.geteuid()
+    for runtime in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}"):
+        if runtime.startswith("/") and _is_own(Path(runtime)):
+            return Path(runtime) / "ratchet"
+    return Path(f"/tmp/ratchet-{user}")
+
+
+def create_pointer(home: Path) -> Path:
+    """Create this process's pointer to the run directory ``home``, by rename, and remove those of services that have ended.
+
+    Raises ``OSError``.
+    """
+    directory = pointers_directory()
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if not _is_own(directory):
+        raise PermissionError(f"{directory} belongs to another user, or is writable by others")
+    for path, pointer in _read_pointers(directory):
+        if not _is_running(pointer):
+            path.unlink(missing_ok=True)
+    started = start_time(os.getpid())
+    assert started is not None
+    made = directory / f"{HomePaths(home).instance_id}.json"
+    partial = made.with_suffix(".tmp")  # one name per run directory: a file that a kill leaves is overwritten
+    partial.write_text(ServicePointer(home=str(home), pid=os.getpid(), start_time=started).model_dump_json())
+    return partial.rename(made)
+
+
+def remove_pointer(pointer: Path) -> None:
+    """Remove the pointer if it is this process's."""
+    with suppress(OSError, ValidationError):
+        if ServicePointer.model_validate_json(pointer.read_bytes()).pid == os.getpid():
+            pointer.unlink()
+
+
+def running_services() -> list[Path]:
+    """Run directories of this user's services that run on this machine, sorted."""
+    directory = pointers_directory()
+    if not _is_own(directory):
+        return []
+    return sorted(Path(pointer.home) for _, pointer in _read_pointers(directory) if _is_running(pointer))
+
+
+def killed_services() -> list[Path]:
+    """Run directories of this user's services that ended without cleaning up: their ``service.json`` still exists."""
+    directory = pointers_directory()
+    if not _is_own(directory):
+        return []
+    left = [Path(pointer.home) for _, pointer in _read_pointers(directory) if not _is_running(pointer)]
+    return sorted(home for home in left if HomePaths(home).service_file.exists())
+
+
+def _is_running(pointer: ServicePointer) -> bool:
+    return start_time(pointer.pid) == pointer.start_time
+
+
+def _read_pointers(directory: Path) -> Iterator[tuple[Path, ServicePointer]]:
+    for path in directory.glob("*.json"):
+        with suppress(OSError, ValidationError):
+            yield path, ServicePointer.model_validate_json(path.read_bytes())
+
+
+def _is_own(directory: Path) -> bool:
+    """True if it is a directory, not a link to one, owned by this user and writable by no one else."""
+    try:
+        found = directory.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022

@@ -1,0 +1,1 @@
+"""Messages between agents, ranks and the service, and their time limits."""

@@ -1,0 +1,115 @@
+"""Combine several results of one attempt into one cause: the results of the nodes' agents, and the engine's reports on nodes
+whose agents left none. ``CAUSE_PRECEDENCE`` orders failures that happened at the same time; failures that caused others come
+before that.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from ratchet_contract.phases import CAUSE_PRECEDENCE, Cause, Outcome
+from ratchet_contract.protocol.messages import AttemptResult
+
+_MAX_CLOCK_SKEW_SECONDS: Final = 0.5
+"""Seconds by which the clocks of two nodes may differ (NTP on one network keeps them within milliseconds)."""
+
+_ROOT_CAUSES: Final = frozenset({Cause.USER_ERROR, Cause.LEASE_LOST, Cause.OOM, Cause.RANK_KILLED})
+"""Causes that a broken connection cannot produce: where one node ended by such a cause, the others' exceptions and hangs follow
+from it."""
+
+
+class EndSeen(NamedTuple):
+    """The end of one node, or an engine's report on it. ``node`` None: of the whole attempt."""
+
+    cause: Cause
+    node: int | None = None
+    rank: int | None = None
+    exit_code: int | None = None
+    message: str | None = None
+
+
+def combine_ends(
+    results: Sequence[AttemptResult], nodes: int, engine: Sequence[EndSeen] = (), *, killed: bool = False
+) -> EndSeen | None:
+    """Return the single end of an attempt on ``nodes`` nodes; None when there is neither a result nor a report of the engine.
+
+    A node without a result has lost its agent. No event on another node can cause that, so it comes first, with the engine's
+    cause if the engine knows one, else as unknown. If the caller has ``killed`` the remaining processes, after waiting in vain,
+    such a node is cut off: the other nodes then report only a broken connection. (``engine``: the reports from before the kill.)
+    A lease-lost result, which reports only the fence, counts as missing if the end has another reason: the engine's report on its
+    node, or the kill that the fence is part of. Next come the failures: those that cause others before those that others may
+    cause, the earliest first. Last come stops and completions, by precedence. A SIGTERM result takes the engine's cause, if it
+    has one: the engine sent the signal.
+    """
+    results = _without_fenced(results, engine, killed=killed)
+    silent = sorted(set(range(nodes)) - {r.node for r in results})
+    lost = _first_report(engine, silent)
+    if lost is not None:
+        return lost
+    if silent and killed and results:
+        return _network_partition_end(results, silent, nodes)
+    if silent and results:
+        text = f"the agent of node {', '.join(map(str, silent))} was killed: it left no result.json"
+        return EndSeen(Cause.UNKNOWN, silent[0], message=text)
+    if not results:
+        return None
+    primary = [r for r in results if not r.secondary] or list(results)
+    failures = [r for r in primary if r.cause.outcome in (Outcome.FAILED, Outcome.LOST)]
+    if failures:
+        return _end_of(_root_failure(failures), nodes)
+    chosen = min(primary, key=lambda r: (CAUSE_PRECEDENCE.index(r.cause), r.node))
+    if chosen.cause is Cause.SIGTERM and engine:
+        word = _first_report(engine, [chosen.node]) or engine[0]
+        return EndSeen(word.cause, chosen.node, chosen.rank, chosen.exit_code, f"{word.message}; {chosen.message}")
+    return _end_of(chosen, nodes)
+
+
+def _without_fenced(
+    results: Sequence[AttemptResult], engine: Sequence[EndSeen], *, killed: bool
+) -> Sequence[AttemptResult]:
+    others = [r for r in results if r.cause is not Cause.LEASE_LOST]
+    fenced = [r.node for r in results if r.cause is Cause.LEASE_LOST]
+    return others if _first_report(engine, fenced) is not None or (killed and others) else results
+
+
+def _network_partition_end(results: Sequence[AttemptResult], silent: Sequence[int], nodes: int) -> EndSeen:
+    told = combine_ends(results, 0)
+    assert told is not None
+    if (told.cause in _ROOT_CAUSES and told.exit_code != -signal.SIGABRT) or told.cause.outcome not in (
+        Outcome.FAILED,
+        Outcome.LOST,
+    ):
+        return told
+    where = ", ".join(map(str, silent))
+    text = f"node {where} is cut off: its agent did not end when the others did; their result: {told.message}"
+    return EndSeen(Cause.NODE_LOST, silent[0], message=text)
+
+
+def _first_report(engine: Sequence[EndSeen], nodes: Sequence[int]) -> EndSeen | None:
+    """The engine's earliest report on one of ``nodes``, or on the whole attempt."""
+    return next((word for word in engine if nodes and (word.node is None or word.node in nodes)), None)
+
+
+def _root_failure(failures: Sequence[AttemptResult]) -> AttemptResult:
+    candidates = [r for r in failures if r.cause in _ROOT_CAUSES and not _is_nccl_abort(r)] or list(failures)
+    first = min(_begin_time(r) for r in candidates)
+    tied = [r for r in candidates if _begin_time(r) <= first + _MAX_CLOCK_SKEW_SECONDS]
+    return min(tied, key=lambda r: (CAUSE_PRECEDENCE.index(r.cause), _begin_time(r), r.node))
+
+
+def _is_nccl_abort(result: AttemptResult) -> bool:
+    """True for a rank that NCCL's watchdog aborted, since its peer has broken the connection."""
+    return result.cause is Cause.RANK_KILLED and result.exit_code == -signal.SIGABRT
+
+
+def _begin_time(result: AttemptResult) -> float:
+    return result.began_at if result.began_at is not None else 0.0
+
+
+def _end_of(result: AttemptResult, nodes: int) -> EndSeen:
+    where = f"node {result.node}: " if nodes > 1 and result.message else ""
+    return EndSeen(
+        result.cause, result.node, result.rank, result.exit_code, f"{where}{result.message}" if result.message else None
+    )

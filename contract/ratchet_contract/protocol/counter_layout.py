@@ -1,0 +1,42 @@
+"""Layout of the step counters: a 64-byte file per rank, mapped by the rank, readable by any process, also after its death.
+
+Native 64-bit words: magic, ticks, steps started, steps finished, stage, saved within, two unused. Steps are numbers of global
+steps, 0 until the first one of the attempt is started or finished. Saved within: the step that ``checkpoint()`` has ended and
+saves, while the body of its loop continues; else 0.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from pathlib import Path
+from typing import Final
+
+COUNTER_MAGIC: Final = int.from_bytes(b"RATCHET1", sys.byteorder)
+COUNTER_WORDS: Final = struct.Struct("=8Q")
+COUNTER_SIZE: Final = COUNTER_WORDS.size
+TICKS, STARTED, FINISHED, STAGE, SAVED_WITHIN = 1, 2, 3, 4, 5
+
+
+def finished_step(path: Path) -> int:
+    """The last step that the rank finished in its attempt; 0 if it finished none, or the counter does not exist."""
+    return _read_word(path, FINISHED)
+
+
+def mid_step_save(path: Path) -> int:
+    """The step whose loop body had called ``checkpoint()`` and was still running when the rank ended; 0: none."""
+    return _read_word(path, SAVED_WITHIN)
+
+
+def _read_word(path: Path, index: int) -> int:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # user code may have put anything there
+        with os.fdopen(fd, "rb") as file:
+            data = file.read(COUNTER_SIZE + 1) or b""
+    except OSError:
+        return 0
+    if len(data) != COUNTER_SIZE:
+        return 0
+    words = COUNTER_WORDS.unpack(data)
+    return int(words[index]) if words[0] == COUNTER_MAGIC else 0

@@ -1,0 +1,65 @@
+"""The checkpoints that a job may be resumed from: a pure function of what its attempts recorded.
+
+Every attempt records its base, the checkpoint it started from, before it trains. So the checkpoints that lead to the current
+state form a chain: the newest attempt k that recorded a base owns its attempt's steps above base_k.step; below that, base_k is a
+checkpoint of attempt j, which owns the steps in (base_j.step, base_k.step]; and so on to the start. Any other checkpoint on disk
+is not an ancestor: a zombie's steps above the point that a later attempt started from, or the branch that an explicit "resume
+from step S" left behind. "The newest manifest wins" would accept both.
+
+The lineage is a list of ``Segment``, newest first. The numbers of attempts strictly decrease along the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ratchet_contract.checkpoint.resume_report import Base, Segment, lineage_contains
+from ratchet_contract.protocol.messages import ForkSource
+
+
+def lineage(
+    bases: Mapping[int, Base], *, resume_from: Base | None = None, fork: ForkSource | None = None
+) -> list[Segment]:
+    """The segments that the next attempt, or the newest one, belongs to.
+
+    - ``bases``: the recorded base by attempt number; attempts that died before they had one are absent.
+    - ``resume_from``: an explicit request that no attempt has used yet: the chain begins at exactly that checkpoint.
+    - ``fork``: the source of a forked job, whose attempts are another job's; the chain ends there.
+    """
+    if resume_from is not None:
+        attempt, until = resume_from.attempt, resume_from.step
+        return _chain(bases, attempt, until, fork) if attempt is not None else []
+    if not bases:
+        return []
+    return _chain(bases, max(bases), None, fork)
+
+
+def _chain(bases: Mapping[int, Base], attempt: int | None, until: int | None, fork: ForkSource | None) -> list[Segment]:
+    out: list[Segment] = []
+    while attempt is not None:
+        base = bases.get(attempt)
+        if base is None:
+            # The base of that attempt was never recorded, so only the checkpoint that the chain names is certain.
+            assert until is not None
+            out.append(Segment(attempt=attempt, after_step=until - 1, until_step=until))
+            break
+        out.append(Segment(attempt=attempt, after_step=base.step, until_step=until))
+        following = None if _is_fork(base, fork) else base.attempt
+        if following is not None and following >= attempt:
+            raise ValueError(f"attempt {attempt} records that it started from attempt {following}, which is later")
+        attempt, until = following, base.step
+    return out
+
+
+def _is_fork(base: Base, fork: ForkSource | None) -> bool:
+    """A digest covers the job's id, so a base with the fork's digest is never one of this job's own."""
+    return fork is not None and base.digest == fork.digest
+
+
+def fork_for_launch(
+    fork: ForkSource | None, segments: list[Segment], committed: list[tuple[int, int]]
+) -> ForkSource | None:
+    """The fork's source for the next launch; None once a checkpoint (step, attempt) of the job's own lineage is committed."""
+    if fork is None or any(lineage_contains(segments, step, attempt) for step, attempt in committed):
+        return None
+    return fork

@@ -1,0 +1,60 @@
+"""The sizes of a rank's log over time: an index file next to the log, from which the lines get their times.
+
+16 bytes per record, both numbers unsigned and little-endian: the log's size in bytes, and when the agent saw it, in microseconds
+since 1970. Neither ever decreases. The agent checks once a second and adds a record when the log has grown by ``SPACING_BYTES``
+bytes, or has grown at all and the last record is ``SPACING_SECONDS`` old. A line gets the time of the first record that reaches
+its end: it was written by then, and at most ``SPACING_SECONDS`` plus one check interval earlier. Lines after the last record have
+no time (yet).
+
+There are no line numbers: a line is identified by its offset, which stays valid when the middle of a log is left out.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_left, bisect_right
+from datetime import UTC, datetime
+from typing import Final
+
+RECORD: Final = struct.Struct("<QQ")
+SPACING_BYTES: Final = 64 * 1024
+SPACING_SECONDS: Final = 5.0
+_MICRO: Final = 1_000_000
+_LAST: Final = 253_402_300_799 * _MICRO  # the end of the year 9999
+
+
+class LogTimes:
+    """The index of a log of ``size`` bytes; records beyond that size (the log was cut) do not count."""
+
+    def __init__(self, data: bytes, size: int) -> None:
+        self._data = data
+        count = range(len(data) // RECORD.size)  # a torn record at the end does not count
+        self._records = count[: bisect_right(count, size, key=self._offset)]
+        self._cached: tuple[int, int, datetime | None] = (0, 0, None)
+
+    def time_of(self, end: int) -> datetime | None:
+        """When the line that ends at byte ``end`` (at least 1) was written."""
+        first, last, when = self._cached
+        if not first < end <= last:
+            place = bisect_left(self._records, end, key=self._offset)
+            if place == len(self._records):
+                return None
+            when = _time(self._field(place, 1))
+            self._cached = (self._offset(place - 1) if place else 0), self._offset(place), when
+        return when
+
+    def size_before(self, when: datetime) -> int:
+        """Number of bytes that the log had before ``when``."""
+        place = bisect_left(self._records, int(when.timestamp() * _MICRO), key=lambda record: self._field(record, 1))
+        return self._offset(place - 1) if place else 0
+
+    def _offset(self, record: int) -> int:
+        return self._field(record, 0)
+
+    def _field(self, record: int, index: int) -> int:
+        number: int = RECORD.unpack_from(self._data, record * RECORD.size)[index]
+        return number
+
+
+def _time(micros: int) -> datetime | None:
+    return datetime.fromtimestamp(micros / _MICRO, UTC) if micros <= _LAST else None

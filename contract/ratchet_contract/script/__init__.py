@@ -1,0 +1,1 @@
+"""Static analysis of a user's script; no code is run."""

@@ -1,0 +1,307 @@
+"""Local variables that a loop carries from one pass to the next, found in its source: no checkpoint contains them.
+
+An example is ``best = 0.0`` before the loop and ``best = max(best, found)`` in its body: a name that the body assigns, and reads
+at a place where the same pass of the body may not have assigned it. A name that only some passes assign and that is read after
+the loop (``if found > best: weights = copy(net)``) counts too, as does a list or array that the loop fills and that is read in or
+after it. A loop within the body is assumed to run at least once. Left out are numbers that come from a clock, and reads inside
+called functions.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable
+from itertools import chain
+from typing import Any, Final, TypeAlias
+
+Loop: TypeAlias = ast.For | ast.While
+
+_CLOCK: Final = frozenset({"time", "perf_counter", "monotonic", "process_time", "time_ns", "perf_counter_ns", "now"})
+_DISPLAY_FUNCTIONS: Final = frozenset({
+    "print", "set_postfix", "set_postfix_str", "set_description", "set_description_str", "debug", "info", "warning",
+})  # fmt: skip
+"""Functions and methods that only display their arguments."""
+_MUTATING_METHODS: Final = frozenset({
+    "append", "extend", "add", "update", "insert", "appendleft", "extendleft", "setdefault", "pop", "popleft", "popitem",
+    "remove", "discard", "rotate", "sort", "reverse", "clear",
+})  # fmt: skip
+"""Methods that change a container."""
+_NOT_IN_PLACE: Final = frozenset({"requires_grad_", "share_memory_", "unscale_"})
+_CONTAINERS: Final = frozenset({"list", "dict", "set", "deque", "defaultdict", "Counter", "OrderedDict"})
+_PURE_FUNCTIONS: Final = frozenset({"max", "min", "sum", "abs", "float", "int", "round", "len", "str", "repr"})
+_PURE_METHODS: Final = frozenset({"item", "tolist", "cpu", "detach", "mean", "sum", "max", "min", "format", "join"})
+"""Functions and methods that only return a value."""
+_FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def carried_variables(loop: Loop, scope: ast.AST | None = None) -> dict[str, ast.Name]:
+    """By name, the place where the body first reads the value of the previous pass; else where ``scope``, the loop's function or
+    module, reads after the loop what earlier passes have left."""
+    flow = _Flow()
+    if isinstance(loop, ast.While):
+        certain = flow.run(loop.body, flow._expression(loop.test, set()))
+    else:
+        certain = flow.run(loop.body, {*_stored([loop.target])})
+    clocks = _clock_variables(loop)
+    found = {name: node for name, node in flow.read_before_write.items() if name in flow.stored and name not in clocks}
+    if scope is not None:
+        filled = _filled(loop, scope)
+        found |= {name: node for name, node in _reads_except_fills(loop).items() if name in filled - flow.stored}
+        left = (flow.stored - (certain or set()) - clocks) | filled
+        found |= {name: node for name, node in _read_after(loop, scope).items() if name in left - {*found}}
+    return found
+
+
+def _reads_except_fills(loop: Loop) -> dict[str, ast.Name]:
+    """Where the body first reads each name. Statements that only change a container (``x.append(y)``, ``x.pop()``) or set one of
+    its entries do not count as reads."""
+    filling = set[int]()
+    for inner in ast.walk(loop):
+        match inner:
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name() as name, attr=method))) if (
+                method in _MUTATING_METHODS
+            ):
+                filling.add(id(name))
+            case ast.Subscript(value=ast.Name() as name, ctx=ast.Store()):
+                filling.add(id(name))
+    reads = (n for s in loop.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
+    first: dict[str, ast.Name] = {}
+    for node in reads:
+        if id(node) not in filling:
+            first.setdefault(node.id, node)
+    return first
+
+
+def _read_after(loop: Loop, scope: ast.AST) -> dict[str, ast.Name]:
+    end = loop.end_lineno or loop.lineno
+    later = (node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.lineno > end)
+    first: dict[str, ast.Name] = {}
+    for node in sorted(later, key=lambda node: (node.lineno, node.col_offset)):
+        first.setdefault(node.id, node)
+    return {name: node for name, node in first.items() if isinstance(node.ctx, ast.Load)}
+
+
+def _filled(loop: Loop, scope: ast.AST) -> set[str]:
+    """Names that ``scope`` creates before the loop, and that the loop adds to (lists, dicts and sets, empty or not) or sets
+    entries of."""
+    made: dict[str, bool] = {}
+    arguments = ast.walk(scope.args) if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) else ()
+    made |= {node.arg: False for node in arguments if isinstance(node, ast.arg)}
+    given = [
+        node for node in ast.walk(scope) if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.lineno < loop.lineno
+    ]
+    for node in sorted(given, key=lambda node: node.lineno):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            for one, value in _pairs(target, node.value):
+                made |= dict.fromkeys(_stored([one]), isinstance(one, ast.Name) and _is_container(value))
+    containers = {name for name, is_one in made.items() if is_one}
+    added, entered = set[str](), set[str]()
+    for inner in ast.walk(loop):
+        match inner:
+            case ast.Call(func=ast.Attribute(value=of, attr=method)) if method in _MUTATING_METHODS:
+                while isinstance(of, ast.Subscript):  # ``history["train"].append(x)``
+                    of = of.value
+                added |= {of.id} if isinstance(of, ast.Name) else set()
+            case ast.Subscript(value=of, ctx=ast.Store()):
+                while isinstance(of, ast.Subscript):
+                    of = of.value
+                entered |= {of.id} if isinstance(of, ast.Name) else set()
+            case ast.Call(func=ast.Attribute(value=of, attr=method)) if (
+                method.endswith("_") and method not in _NOT_IN_PLACE
+            ):
+                while isinstance(of, (ast.Subscript, ast.Call, ast.Attribute)):  # ``averages[key].mul_(0.9).add_(x)``
+                    of = of.func if isinstance(of, ast.Call) else of.value
+                if isinstance(of, ast.Name):
+                    entered.add(of.id)
+    return (containers & added) | (made.keys() & entered)
+
+
+def _pairs(target: ast.expr, value: ast.expr | None) -> list[tuple[ast.expr, ast.expr | None]]:
+    """``seen, best = [], 0.0`` split into its parts."""
+    match target, value:
+        case ((ast.Tuple(elts=targets) | ast.List(elts=targets)), (ast.Tuple(elts=values) | ast.List(elts=values))):
+            if len(targets) == len(values) and not any(isinstance(one, ast.Starred) for one in (*targets, *values)):
+                return [*zip(targets, values, strict=True)]
+    return [(target, value)]
+
+
+def _is_container(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Call):
+        return getattr(value.func, "attr", getattr(value.func, "id", "")) in _CONTAINERS
+    return isinstance(value, (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp))
+
+
+def only_displayed(scope: ast.AST, names: Collection[str]) -> set[str]:
+    """Those of ``names`` that are printed, and that nothing else depends on in ``scope``, the loop's function or module."""
+    shown = [node for node in ast.walk(scope) if _is_display_call(node)]
+    found = {*names} & {one.id for node in shown for one in ast.walk(node) if isinstance(one, ast.Name)}
+    while wrong := found & _used(scope, found):
+        found -= wrong
+    return found
+
+
+def _used(node: ast.AST, displayed: set[str]) -> set[str]:
+    """Names that are read outside of what is displayed and of what is assigned to ``displayed`` names."""
+    if isinstance(node, (ast.Global, ast.Nonlocal)):
+        return {*node.names}  # other code may read them
+    if _is_display_call(node):
+        return _passed_to_calls(node.value.args, node.value.keywords)  # type: ignore[attr-defined]
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+        targets = [node.target]
+    if targets and all(isinstance(one, ast.Name) and one.id in displayed for one in targets):
+        return _passed_to_calls([node])
+    own = {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else set()
+    return own.union(*(_used(child, displayed) for child in ast.iter_child_nodes(node)))
+
+
+def _passed_to_calls(*nodes: Iterable[ast.AST]) -> set[str]:
+    """Names within calls of functions that may have side effects on their arguments."""
+    calls = [
+        one for node in chain(*nodes) for one in ast.walk(node) if isinstance(one, ast.Call) and not _is_pure_call(one)
+    ]
+    return {one.id for call in calls for one in ast.walk(call) if isinstance(one, ast.Name)}
+
+
+def _is_pure_call(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr in _PURE_METHODS
+    return isinstance(call.func, ast.Name) and call.func.id in _PURE_FUNCTIONS
+
+
+def _is_display_call(node: ast.AST) -> bool:
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        return False
+    called, keywords = node.value.func, {keyword.arg for keyword in node.value.keywords}
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return name in _DISPLAY_FUNCTIONS and not (name == "print" and "file" in keywords)
+
+
+class _Flow:
+    """``read_before_write``: names that are read where they may not have been stored, with the first place; ``stored``: all
+    stored names."""
+
+    def __init__(self) -> None:
+        self.read_before_write = dict[str, ast.Name]()
+        self.stored = set[str]()
+
+    def run(self, statements: Iterable[ast.stmt], assigned: set[str] | None) -> set[str] | None:
+        """``assigned``: names that are certainly stored before ``statements``. Returns those after them, None where no statement
+        can follow."""
+        for one in statements:
+            if assigned is None:
+                break
+            assigned = self._statement(one, assigned)
+        return assigned
+
+    def _statement(self, statement: ast.stmt, assigned: set[str]) -> set[str] | None:
+        if isinstance(statement, ast.If):
+            assigned = self._expression(statement.test, assigned)
+            return _intersection(self.run(statement.body, {*assigned}), self.run(statement.orelse, {*assigned}))
+        if isinstance(statement, (ast.For, ast.AsyncFor)):
+            return self._loop(statement, self._expression(statement.iter, assigned) | self._store([statement.target]))
+        if isinstance(statement, ast.While):
+            return self._loop(statement, self._expression(statement.test, assigned))
+        if isinstance(statement, (ast.With, ast.AsyncWith)):
+            for item in statement.items:
+                assigned = self._expression(item.context_expr, assigned)
+                assigned = assigned | self._store([item.optional_vars] if item.optional_vars else [])
+            return self.run(statement.body, assigned)
+        if isinstance(statement, ast.Try):
+            after = self.run(statement.orelse, self.run(statement.body, {*assigned}))
+            for handler in statement.handlers:
+                after = _intersection(
+                    after, self.run(handler.body, assigned | ({handler.name} if handler.name else set()))
+                )
+            return self.run(statement.finalbody, assigned if after is None else after) and after
+        if isinstance(statement, ast.Match):
+            assigned = self._expression(statement.subject, assigned)
+            ends = []
+            for case in statement.cases:
+                inner = assigned | self._store([case.pattern])
+                ends.append(self.run(case.body, self._expression(case.guard, inner) if case.guard else inner))
+            return _intersection(assigned, *ends)
+        if isinstance(statement, _FUNCTIONS):
+            self.stored.add(statement.name)
+            return assigned | {statement.name}
+        self._read([statement], assigned)
+        if (
+            isinstance(statement, ast.AugAssign)
+            and isinstance(statement.target, ast.Name)
+            and statement.target.id not in assigned
+        ):
+            self.read_before_write.setdefault(statement.target.id, statement.target)
+        assigned = assigned | self._store([statement])
+        return None if isinstance(statement, (ast.Return, ast.Raise, ast.Break, ast.Continue)) else assigned
+
+    def _expression(self, node: ast.expr, assigned: set[str]) -> set[str]:
+        """Names stored after the expression, which may store with ``:=``."""
+        self._read([node], assigned)
+        return assigned | self._store([node])
+
+    def _loop(self, loop: Any, assigned: set[str]) -> set[str]:
+        after = self.run(loop.body, {*assigned})
+        after = self.run(loop.orelse, assigned if after is None else after)
+        return assigned if after is None else after
+
+    def _read(self, nodes: Iterable[ast.AST], assigned: set[str]) -> None:
+        for node in nodes:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in assigned:
+                self.read_before_write.setdefault(node.id, node)
+            own = assigned
+            if isinstance(node, _COMPREHENSIONS):
+                own = assigned | {*_stored(generator.target for generator in node.generators)}
+            if isinstance(node, ast.Lambda):
+                own = assigned | {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
+            self._read(ast.iter_child_nodes(node), own)
+
+    def _store(self, nodes: Iterable[ast.AST]) -> set[str]:
+        found = {*_stored(nodes)}
+        self.stored |= found
+        return found
+
+
+def _intersection(*ends: set[str] | None) -> set[str] | None:
+    """Names that are certainly stored after branches of which one is taken."""
+    there = [end for end in ends if end is not None]
+    return set.intersection(*there) if there else None
+
+
+def _stored(nodes: Iterable[ast.AST]) -> Iterable[str]:
+    for node in nodes:
+        if isinstance(node, (*_COMPREHENSIONS, *_FUNCTIONS)):
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            yield node.id
+        if isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name:
+            yield node.name
+        yield from _stored(ast.iter_child_nodes(node))
+
+
+def _clock_variables(loop: Loop) -> set[str]:
+    """Names whose value comes from a clock, however it is computed: it differs in each run."""
+    values: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(loop):
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                for one, value in _pairs(target, node.value):
+                    for name in _stored([one]):
+                        values.setdefault(name, []).extend([] if value is None else [value])
+    found = set[str]()
+    while more := {name for name, given in values.items() if any(_reads_clock(one, found) for one in given)} - found:
+        found |= more
+    return found
+
+
+def _reads_clock(value: ast.expr, clocks: set[str]) -> bool:
+    for node in ast.walk(value):
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in _CLOCK:
+                return True
+        elif isinstance(node, ast.Name) and node.id in clocks:
+            return True
+    return False

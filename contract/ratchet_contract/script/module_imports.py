@@ -1,0 +1,58 @@
+"""The modules that a Python file imports, and their files in a directory: read from its syntax tree, no code is run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Import(NamedTuple):
+    """``name``: dotted. ``is_required`` False: the module may be missing (the import is within ``try``, ``with suppress(...)`` or
+    ``if TYPE_CHECKING``), or the name may be one in a module. ``is_top_level``: a statement of the module itself, outside
+    conditions and functions."""
+
+    name: str
+    line: int
+    is_required: bool
+    is_top_level: bool
+
+    @property
+    def top_package(self) -> str:
+        return self.name.partition(".")[0]
+
+
+def find_imports(tree: ast.Module) -> Iterator[Import]:
+    """The imports in ``tree``; relative imports are left out."""
+    spared = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try | ast.TryStar)
+        or (isinstance(node, ast.With) and any("suppress" in ast.unparse(item) for item in node.items))
+        or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        for inner in ast.walk(node)
+    }
+    always = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        needed = id(node) not in spared
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, needed, id(node) in always) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield Import(node.module, node.lineno, needed, id(node) in always)
+            yield from (Import(f"{node.module}.{a.name}", node.lineno, False, id(node) in always) for a in node.names)
+
+
+def module_files(module: str, root: Path) -> list[Path]:
+    """The files that run when a module below ``root`` is imported: its packages' ``__init__`` and the module itself."""
+    found: list[Path] = []
+    folder = root
+    for part in module.split("."):
+        if (folder / f"{part}.py").is_file():
+            return [*found, folder / f"{part}.py"]
+        folder = folder / part
+        if not folder.is_dir():
+            return found
+        if (folder / "__init__.py").is_file():
+            found.append(folder / "__init__.py")
+    return found

@@ -1,0 +1,37 @@
+"""What service and ranks can tell about a user's script before it runs."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from ratchet_hooks.specs.hook_specs import AllreduceSpec, HookSpec
+
+SESSION_PACKAGE: Final = "ratchet_worker"
+_IMPORT: Final = re.compile(rb"\b(?:import|from)\s+ratchet\b")
+_IMPORT_OF_MODULE: Final = re.compile(rb"\b(?:import|from)\s+ratchet\.\w")
+
+
+def unapplied_hook_message(script: str, hook: HookSpec) -> str | None:
+    """Why a script without a Session (the file ``script``) cannot have ``hook``; None for the default, which need not be
+    applied."""
+    if hook == AllreduceSpec():
+        return None
+    return (
+        f"hook {hook.name} would not be applied: {script} has no Session of Ratchet, whose wrap() applies it. Use a Session or a "
+        "Task (docs/adoption.md), or register the hook in the script with ratchet_hooks and leave it out here. If a module that "
+        f"it imports makes the Session, import {SESSION_PACKAGE} in {script} too"
+    )
+
+
+def is_unmanaged(main_file: bytes) -> bool:
+    """True if the main file neither mentions ``ratchet_worker``, the package that holds ``Session``, nor imports a module of
+    ``ratchet`` (``ratchet.accelerate``), nor imports ``ratchet`` and contains the word ``Session``: the script is then assumed to
+    save and restore its state itself.
+
+    This is a simple textual rule, not an analysis. A script whose Session is made in a module that it imports is managed from the
+    moment it is made; a mention in the main file, an import or a comment, makes it so from the first line.
+    """
+    if SESSION_PACKAGE.encode() in main_file or _IMPORT_OF_MODULE.search(main_file):
+        return False
+    return _IMPORT.search(main_file) is None or b"Session" not in main_file

@@ -1,0 +1,415 @@
+"""The job spec: everything that a user may request. Unknown keys are refused; unsupported values are refused with an error that
+names them.
+
+``parse_spec`` is the only entry point: it turns JSON or YAML data into a ``JobSpec`` or raises ``SpecError`` with one
+``FieldProblem`` (JSON pointer, code, sentence) per fault.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from ratchet_contract.code.tree import DIGEST
+from ratchet_contract.env_vars import RESERVED_NAMES, RESERVED_PREFIXES
+from ratchet_contract.spec.checkpoint import CheckpointSpec
+from ratchet_contract.spec.git_commit import GitFacts
+from ratchet_contract.spec.launcher import LauncherSpec, LocalLauncherSpec, VolumeSpec
+from ratchet_contract.spec.masking import MASK
+from ratchet_contract.spec.policy import PolicySpec
+from ratchet_contract.spec.trial import TrialSpec
+from ratchet_contract.spec.types import Seconds, Size, SpecModel, size_in_bytes
+from ratchet_hooks.specs.hook_specs import AllreduceSpec, HookSpec, normalise_hook
+
+_NAME = r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
+_ENTRYPOINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_./]{0,61}[A-Za-z0-9])?")
+_MAX_STRING = 128 * 1024 - 1
+"""Maximum number of bytes of one argument, or of ``NAME=value``, in Linux (MAX_ARG_STRLEN, whose last byte is a NUL)."""
+
+
+def _byte_length(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+JsonValue = Any
+
+
+def _env_name(name: str) -> str:
+    if not _ENV_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not a variable name")
+    if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
+        raise ValueError(f"{name} is set by the agent and cannot be set in a spec")
+    return name
+
+
+def _env_value(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("the value has a NUL character")
+    return value
+
+
+def _nccl_name(name: str) -> str:
+    if not name.startswith("NCCL_") or not _ENV_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not an NCCL_* variable")
+    return name
+
+
+def _label_key(key: str) -> str:
+    if not _LABEL.fullmatch(key):
+        raise ValueError(f"label key {key!r} must be 1 to 63 letters, digits, '-', '_', '.', '/'")
+    return key
+
+
+def _label_value(value: str) -> str:
+    if len(value) > 255:
+        raise ValueError("the value of a label has 255 characters at most")
+    return value
+
+
+EnvName = Annotated[str, AfterValidator(_env_name)]
+
+
+class TaskSpec(SpecModel):
+    """A task class and its arguments; Ratchet runs the loop."""
+
+    entrypoint: str = Field(description="module:attribute, found on the snapshot of `code` and the interpreter's path.")
+    args: dict[str, JsonValue] = Field({}, description="Keyword arguments of the task, JSON values.")
+
+    @field_validator("entrypoint")
+    @classmethod
+    def _syntax(cls, value: str) -> str:
+        if not _ENTRYPOINT.fullmatch(value):
+            module, _, name = value.rpartition(".")
+            likely = f"{module}:{name if name != 'py' else 'ClassName'}" if module and ":" not in value else ""
+            hint = f"; did you mean {likely!r}?" if _ENTRYPOINT.fullmatch(likely) else ""
+            raise ValueError(f"entrypoint must look like 'package.module:ClassName', not {value!r}{hint}")
+        return value
+
+
+class CodeSpec(SpecModel):
+    path: str = Field(
+        min_length=1, description="A directory on the service's machine, snapshotted by digest at submission."
+    )
+    source: Literal["snapshot", "nodes"] = Field(
+        "snapshot",
+        description="nodes: path is a directory that every node has (in the image, or on a volume). It is used in place, not "
+        "snapshotted; each attempt computes its digest, and the resume report shows if it has changed.",
+    )
+    digest: str | None = Field(
+        None,
+        pattern=DIGEST,
+        description="Digest of a directory uploaded to the service, as `ratchet submit FILE --upload` does; path then only "
+        "records its origin. Not together with source nodes.",
+    )
+    include: list[str] = Field(
+        [],
+        max_length=100,
+        description="Files and directories below path that the snapshot includes although .gitignore or .ratchetignore names "
+        "them.",
+    )
+    git: GitFacts | None = Field(
+        None,
+        description="Set by Ratchet: the git commit of the snapshot; null: path is in no git repository. A value in a spec "
+        "is used only together with digest, since only the uploader knows it.",
+    )
+
+
+class StartSpec(SpecModel):
+    """A model of another program from which the job starts; later attempts continue from the job's own checkpoints."""
+
+    path: str = Field(
+        min_length=1,
+        description="A file on the service's machine, copied by digest at submission: NAME.safetensors, or a PyTorch checkpoint "
+        "that torch.load accepts with "
+        "weights_only=True: a state_dict, or one under state_dict, model_state_dict, model or module.",
+    )
+    optimizer: bool = Field(
+        False, description="Also load the optimizer's state, from the file's optimizer or optimizer_state_dict."
+    )
+
+
+class SecretKey(SpecModel):
+    name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$", description="Of the Secret.")
+    key: str = Field(pattern=r"^[-._A-Za-z0-9]{1,253}$", description="Within it.")
+
+
+class SecretSpec(SpecModel):
+    from_env: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="Variable of the launcher's environment; the value is never stored or shown. Ratchet's own and the "
+        "database's credentials cannot be named.",
+    )
+    from_secret: SecretKey | None = Field(None, description="Kubernetes: a key of a Secret in the job's namespace.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SecretSpec:
+        if (self.from_env is None) == (self.from_secret is None):
+            raise ValueError("set exactly one of from_env and from_secret")
+        return self
+
+
+class WorldSpec(SpecModel):
+    nodes: int = Field(1, ge=1, le=1024, description="Machines (pods, Slurm nodes); the local launcher has one.")
+    ranks_per_node: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Training processes per node. One device per rank: on CUDA each gets a GPU of its own.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="auto: CUDA where the machine has a GPU and torch can use it; on an engine, if resources.gpu is set. "
+        "Decided once per job.",
+    )
+    interface: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_.@-]{1,15}$",
+        description="Network interface by which several nodes connect (rendezvous, gloo, NCCL); null: that of the route to "
+        "the service.",
+    )
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+class ResourcesSpec(SpecModel):
+    cpus_per_rank: int | None = Field(
+        None, ge=1, le=1024, description="Threads per rank; on CPU the exact result depends on it."
+    )
+    memory: Size | None = Field(
+        None,
+        description="Memory of each node, like 16Gi. On the local launcher, for jobs with device cpu, each process of a rank "
+        "is limited to an equal share of it (RLIMIT_DATA).",
+    )
+    open_files: int | None = Field(
+        None,
+        ge=128,
+        le=1_048_576,
+        description="Limit of open files of each process of a rank (RLIMIT_NOFILE); null: inherited from the process that "
+        "starts it.",
+    )
+    gpu: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_./]{0,251}[A-Za-z0-9])?$",
+        description="Kind of GPU, one per rank. Kubernetes: the resource's name, such as nvidia.com/gpu; Slurm: the gres type, "
+        "such as a100, or gpu for any.",
+    )
+
+
+class DdpSpec(SpecModel):
+    """Options of torch's DistributedDataParallel, under its own names."""
+
+    bucket_cap_mb: float | None = Field(
+        None, gt=0, le=100_000, allow_inf_nan=False, description="MiB of gradients per bucket; null: torch's default."
+    )
+    static_graph: bool = Field(
+        False, description="Every step uses the same parameters. Not together with find_unused_parameters."
+    )
+    gradient_as_bucket_view: bool = Field(
+        False,
+        description="Gradients are views into the buckets, which saves a copy of them. detach_() "
+        "fails on them; use zero_grad().",
+    )
+    find_unused_parameters: bool = Field(
+        False, description="Needed if a step may not use all parameters; costs a pass over the graph per step."
+    )
+    broadcast_buffers: bool = Field(True, description="Rank 0's buffers go to all ranks before each forward pass.")
+    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: NCCL on CUDA, else gloo.")
+
+
+class JobSpec(SpecModel):
+    """A whole job. Exactly one of ``task`` and ``script`` is set."""
+
+    name: str = Field(pattern=_NAME, description="RFC 1035 label: lower case, digits, '-', up to 63 characters.")
+    task: TaskSpec | None = Field(None, description="A task class; Ratchet runs the loop.")
+    script: list[str] | None = Field(None, min_length=1, description="A Python file below `code` and its arguments.")
+    code: CodeSpec | None = Field(None, description="The user's directory; on the import path of every rank.")
+    start_from: StartSpec | None = Field(
+        None, description="A model to start from, instead of the weights that the code initialises."
+    )
+    python: str | None = Field(
+        None,
+        description="The user's interpreter or virtual environment; it needs ratchet-train[worker]. null: the agents', which "
+        "is the current one of the service.",
+    )
+    env: dict[EnvName, Annotated[str, AfterValidator(_env_value)]] = Field(
+        {}, description="Variables of every rank. Stored and shown, except those named in secret_env."
+    )
+    secret_env: list[str] = Field(
+        [],
+        max_length=64,
+        description="Names of env whose values the API, command line and plan do not show. Unlike those of secrets they are "
+        "stored: in the database and in launch.json.",
+    )
+    secrets: dict[EnvName, SecretSpec] = Field(
+        {}, description="Variables of every rank whose values are read at launch, never stored."
+    )
+    world: WorldSpec = WorldSpec()
+    resources: ResourcesSpec = ResourcesSpec()
+    ddp: DdpSpec = DdpSpec()
+    hook: Annotated[HookSpec, Field(discriminator="name"), BeforeValidator(normalise_hook)] = Field(
+        AllreduceSpec(),
+        description="The communication hook: its name, or name and parameters. Hooks are experimental in torch.",
+    )
+    nccl: dict[Annotated[str, AfterValidator(_nccl_name)], str] = Field(
+        {},
+        description="NCCL_* variables; a warning when the backend is not NCCL. AWS and GCP set NCCL_NSOCKS_PERTHREAD, "
+        "NCCL_SOCKET_NTHREADS and NCCL_MIN_NCHANNELS already: set those only on your own clusters.",
+    )
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    policy: PolicySpec = PolicySpec()
+    determinism: Literal["strict", "warn", "off"] = Field(
+        "warn",
+        description="strict: refuse what cannot be exact; warn: deterministic algorithms, and the resume report lists what "
+        "is not exact; off: torch's defaults.",
+    )
+    launcher: LauncherSpec = LocalLauncherSpec()
+    image: str | None = Field(
+        None,
+        min_length=1,
+        max_length=512,
+        description="Container image of the ranks, on Kubernetes and Slurm; null: the service's.",
+    )
+    volumes: list[VolumeSpec] = Field([], max_length=64, description="Mounted into the ranks' containers.")
+    labels: dict[Annotated[str, AfterValidator(_label_key)], Annotated[str, AfterValidator(_label_value)]] = Field(
+        {}, max_length=64, description="Labels for people and filters; can be changed later."
+    )
+    priority: int = Field(
+        0,
+        ge=-1000,
+        le=1000,
+        description="Higher starts first. If slots are short, a job of lower priority may be stopped with a checkpoint and "
+        "continue later (its policy.preemptible).",
+    )
+    seed: int = Field(
+        0, ge=0, le=2**63 - 1, description="Seed of every generator, of the order of the data and of augmentation."
+    )
+    ttl: Seconds | None = Field(
+        None, description="Seconds after the end until the job, its logs and its checkpoints are deleted."
+    )
+    ttl_outputs: bool = Field(
+        False, description="With `ttl`: the files in the job's working directory are deleted too; else they stay."
+    )
+    trial: TrialSpec | None = Field(
+        None,
+        description="An early end and faults, as used by `ratchet prove`. Not for jobs whose result is needed.",
+    )
+
+    @field_validator("env", "nccl", mode="before")
+    @classmethod
+    def _stringify(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {
+                k: str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in value.items()
+            }
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _lengths(cls, value: dict[str, str]) -> dict[str, str]:
+        if long := [name for name, text in value.items() if _byte_length(name) + 1 + _byte_length(text) > _MAX_STRING]:
+            raise ValueError(
+                f"the value of {', '.join(long)} is longer than the operating system allows for a process: put it into a file"
+            )
+        return value
+
+    @field_validator("script")
+    @classmethod
+    def _arguments(cls, value: list[str] | None) -> list[str] | None:
+        for i, argument in enumerate(value or ()):
+            if "\0" in argument or _byte_length(argument) > _MAX_STRING:
+                raise ValueError(
+                    f"argument {i} has a NUL character or is longer than the operating system allows for a process"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _one_of(self) -> JobSpec:
+        if (self.task is None) == (self.script is None):
+            found = "neither is given" if self.task is None else "both are set: remove one"
+            raise ValueError(
+                "set exactly one of task (entrypoint and args) and script (a Python file with its arguments); " + found
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _secret_env(self) -> JobSpec:
+        absent = [repr(name) for name in self.secret_env if name not in self.env]
+        if absent:
+            raise ValueError(f"secret_env names variables that are not in env: {', '.join(absent)}")
+        masked = [name for name in self.secret_env if self.env[name] == MASK]
+        if masked:
+            text = f"the value of {', '.join(masked)} in env is the mask of a secret value"
+            raise ValueError(f"{text}: give the value itself, as the job was submitted")
+        return self
+
+    @property
+    def snapshot_code(self) -> CodeSpec | None:
+        """The code whose snapshot the ranks run, and which a resume can exchange. None: there is none, or it is on the nodes."""
+        return None if self.code is None or self.code.source == "nodes" else self.code
+
+    @property
+    def memory_per_rank(self) -> int | None:
+        """Memory limit in bytes of each process of a rank, where nothing else limits it; None: an engine does, or no limit is
+        requested."""
+        if self.launcher.kind != "local" or self.resources.memory is None:
+            return None
+        return size_in_bytes(self.resources.memory) // self.world.ranks_per_node
+
+    def digest(self) -> str:
+        """Hex SHA-256 of the canonical JSON of everything that can change the training's result."""
+        return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def canonical(self) -> dict[str, Any]:
+        """Everything that can change the training's result, as JSON."""
+        irrelevant = {
+            "name",
+            "labels",
+            "priority",
+            "ttl",
+            "ttl_outputs",
+            "policy",
+            "launcher",
+            "secrets",
+            "checkpoint",
+            "trial",
+        }
+        data = self.model_dump(mode="json", exclude=irrelevant)
+        if self.start_from is None:  # specs from before this key existed keep their digest
+            del data["start_from"]
+        # A secret must not be found by trying values until the digest fits; and a new value of a secret changes no result.
+        data["env"] = {name: value for name, value in self.env.items() if name not in self.secret_env}
+        del data["secret_env"]
+        data["resources"] |= {"memory": None, "gpu": None}  # where the job runs, not what is computed
+        del data["resources"]["open_files"]
+        del data["world"]["interface"], data["image"], data["volumes"]
+        if self.code is not None and self.code.source == "snapshot":
+            del data["code"]["source"]
+        if self.code is not None:
+            del data["code"]["include"], data["code"]["git"]  # covered by the code's own digest
+        if self.code is not None and self.code.digest is None:
+            del data["code"]["digest"]
+        return data
+
+
+class Resolved(SpecModel):
+    """Every ``auto`` of a spec, resolved once per job at submission and the same for all its attempts; only a change of the
+    number of ranks decides ``threads_per_rank`` again. ``python`` is what was looked at then: where the spec names none, each
+    attempt has that of its agents. In launch files unknown keys are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    device: Literal["cpu", "cuda"]
+    backend: Literal["gloo", "nccl"]
+    threads_per_rank: int
+    python: str
+    code_digest: str | None = None
+    start_digest: str | None = None

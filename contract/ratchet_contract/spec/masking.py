@@ -1,0 +1,19 @@
+"""Masks a spec for everyone except the ranks: the values of variables in ``secret_env``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+MASK: Final = "********"
+"""Replaces a value; refused as a value (``spec``), so that a spec that was read back is never run with it."""
+
+
+def masked(env: Mapping[str, str], secret: Collection[str]) -> dict[str, str]:
+    """``env`` with the values of the names in ``secret`` masked."""
+    return {name: MASK if name in secret else value for name, value in env.items()}
+
+
+def masked_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored spec in a form that may be shown. Specs from before ``secret_env`` existed do not have it."""
+    return {**spec, "env": masked(spec.get("env", {}), spec.get("secret_env", ()))}

@@ -1,0 +1,131 @@
+"""The spec's ``policy``: budgets, deadlines, time to stop, and the meaning of a script's own exit codes."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field
+
+from ratchet_contract.errors import FieldProblem
+from ratchet_contract.exit_codes import RESERVED
+from ratchet_contract.spec.types import Seconds, SpecModel
+
+_RANGE: Final = re.compile(r"(\d{1,3})-(\d{1,3})", re.ASCII)
+MAX_CODE: Final = 255
+
+
+def _codes(value: Any) -> Any:
+    if isinstance(value, str):
+        match = _RANGE.fullmatch(value)
+        if match is None or int(match[1]) > int(match[2]):
+            raise ValueError(f"a range of exit codes must be like '10-19', the smaller one first, not {value!r}")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"an exit code is a number, or a range like '10-19', not {value!r}")
+    return value
+
+
+def codes_of(item: int | str) -> range:
+    """The codes of one item of ``ExitRule.codes``."""
+    if isinstance(item, int):
+        return range(item, item + 1)
+    low, _, high = item.partition("-")
+    return range(int(low), int(high) + 1)
+
+
+class ExitRule(SpecModel):
+    """The outcome when a rank's own code ends its process with one of ``codes``."""
+
+    codes: list[Annotated[int | str, BeforeValidator(_codes)]] = Field(
+        min_length=1,
+        max_length=64,
+        description="Numbers from 2 to 255, or ranges like '10-19'; not those used by Ratchet itself.",
+    )
+    action: Literal["retry", "fail", "preempted"] = Field(
+        description="retry: another attempt, which counts against nothing; fail: the job ends at once; preempted: another "
+        "attempt, which counts against max_preemptions.",
+    )
+
+    def matches(self, code: int) -> bool:
+        return any(code in codes_of(item) for item in self.codes)
+
+
+class PolicySpec(SpecModel):
+    max_preemptions: int | None = Field(None, ge=0, description="null: unlimited.")
+    preemptible: bool = Field(
+        True,
+        description="May be stopped, with a checkpoint, for a job of higher priority that waits for slots. A script without "
+        "a Session is never stopped.",
+    )
+    max_failures: int = Field(
+        3,
+        ge=0,
+        description="Failed or lost attempts before the job fails; reset by real progress. Three attempts in a row without a "
+        "new step end it as well (if the last was killed, out of memory or lost: this number, if larger), and two "
+        "that end with the same exception at the same line before their first step, unless it names a connection or a time-out.",
+    )
+    exit_codes: list[ExitRule] = Field(
+        [],
+        max_length=32,
+        description="The meaning of exit codes of your own code: a script's `sys.exit(42)`, a process that ends itself. "
+        "Codes without a rule are "
+        "failures. Three attempts in a row without a new step still end the job; not that of a script without a "
+        "Session, whose steps are unknown: timeout limits it. Retries are spaced like failures, with a growing back-off.",
+    )
+    on_hook_mismatch: Literal["fail", "reset", "redistribute"] = Field(
+        "fail",
+        description="What to do with a checkpoint whose hook state does not fit. fail: end the job; redistribute: carry over "
+        "what is possible, by parameter name; reset: reset the hook's state. The resume report shows the result.",
+    )
+    timeout: Seconds | None = Field(None, description="Wall-clock limit over all attempts' running time.")
+    startup_deadline: Seconds | None = Field(
+        None,
+        description="Longest time from launch to the first step; then the attempt ends as a hang. null: 300 s, or twice the "
+        "longest start so far if that is more.",
+    )
+    step_deadline: Seconds | None = Field(
+        None,
+        description="Longest time without progress of a rank; then the attempt ends as a hang. null: derived from the job's "
+        "own pace. "
+        "300 s at first; after an hour of training ten times the longest silence so far, but at least 120 s and at most 300 s, "
+        "or twice an earlier attempt's longest silence where that is more.",
+    )
+    stop_grace: Seconds = Field(120.0, description="Time from a stop request until ranks are killed.")
+    preemption_notice: Seconds | None = Field(
+        None,
+        description="Time from SIGTERM until the machine is gone, if that is less than stop_grace (spot instances: 30 to 120 "
+        "s). A checkpoint that would take longer, by the measured duration of saves, is not begun. null: stop_grace.",
+    )
+    backoff: Seconds = Field(
+        1.0,
+        description="First delay after a failure; doubles, with jitter, up to 5 minutes. The first rank-killed, oom or exception "
+        "since the last progress is tried again at once.",
+    )
+
+
+def exit_code_problems(policy: PolicySpec) -> list[FieldProblem]:
+    """Problems with exit codes: those that no rule may name, and those that two rules name."""
+    out: list[FieldProblem] = []
+    taken: dict[int, str] = {}
+    for i, rule in enumerate(policy.exit_codes):
+        for k, item in enumerate(rule.codes):
+            pointer = f"/policy/exit_codes/{i}/codes/{k}"
+            codes = codes_of(item)
+            wrong = [code for code in codes if not 0 < code <= MAX_CODE or code in RESERVED]
+            if wrong:
+                text = _reserved_message(wrong[0])
+                out.append(FieldProblem(pointer=pointer, code="exit-code-reserved", detail=text))
+            twice = next((code for code in codes if code in taken), None)
+            if twice is not None:
+                text = f"{twice} is already named by {taken[twice]}: keep it in one rule"
+                out.append(FieldProblem(pointer=pointer, code="exit-code-twice", detail=text))
+            taken |= dict.fromkeys((code for code in codes if code not in taken), pointer)
+    return out
+
+
+def _reserved_message(code: int) -> str:
+    if not 0 <= code <= MAX_CODE:
+        return f"{code} is not an exit code of a process: the range is 0 to {MAX_CODE}"
+    used = ", ".join(map(str, sorted(RESERVED)))
+    return f"{code} already has a meaning ({RESERVED[code]}): use a code other than {used}"

@@ -1,0 +1,47 @@
+"""The spec that a run without a service (a Session under plain python or torchrun) records, and the part of a job's spec that it
+would have recorded. A job that adopts such a run compares the two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any, Literal
+
+from ratchet_contract.spec.job import JobSpec
+from ratchet_contract.spec.parse import parse_spec
+
+_SESSION_KEYS = ("ddp", "determinism", "seed", "hook")
+"""Keys that both kinds of run have: as the Session's arguments, and in a job's spec."""
+
+
+def spec_data(
+    script: Sequence[str], nodes: int, ranks_per_node: int, device: Literal["cpu", "cuda"] | str
+) -> dict[str, Any]:
+    """The spec without the arguments of the Session. ``script``: its file and arguments; only the file's name counts, since a run
+    may be started from any directory."""
+    file = PurePath(script[0]).with_suffix(".py").name
+    world = {"nodes": nodes, "ranks_per_node": ranks_per_node, "device": device}
+    return {"name": "standalone", "script": [file, *script[1:]], "code": {"path": "."}, "world": world}
+
+
+def standalone_spec(spec: JobSpec, device: Literal["cpu", "cuda"]) -> JobSpec:
+    """The spec that a run of the job's script without a service would have recorded. ``device``: as resolved for the job. Values
+    from a run's environment (variables, interpreter, cores) are not in it: the recorded facts cover them."""
+    assert spec.script is not None
+    data = spec_data(spec.script, spec.world.nodes, spec.world.ranks_per_node, device)
+    return parse_spec({**data, **spec.model_dump(mode="json", include={*_SESSION_KEYS})})
+
+
+def differing_leaves(path: str, left: Any, right: Any) -> list[tuple[str, Any, Any]]:
+    """The leaves in which two values of a spec differ: path, value there, value here. A hook with another name is one leaf."""
+    same_kind = isinstance(left, dict) and isinstance(right, dict) and left.get("name") == right.get("name")
+    if not same_kind:
+        return [] if left == right else [(path, left, right)]
+    keys = sorted({*left, *right})
+    return [leaf for key in keys for leaf in differing_leaves(f"{path}.{key}", left.get(key), right.get(key))]
+
+
+def value_text(value: Any) -> str:
+    """A value of a spec as text for a sentence; a hook by its name."""
+    return str(value["name"]) if isinstance(value, dict) and "name" in value else json.dumps(value)

@@ -1,0 +1,125 @@
+"""The interface that all hooks implement: one object per DDP instance on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ratchet_hooks.checked_dataclass import JsonValue
+from ratchet_hooks.ddp.bucket_layout import Layout
+from ratchet_hooks.ddp.numeric_warnings import Watch
+from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.state.encode import Tensors, is_dense
+from ratchet_hooks.summary import HookPhase
+
+TensorFuture = torch.futures.Future[torch.Tensor]
+Parameters = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The environment of a hook. ``parameters``: all trained ones by name, in registration order. ``cast_dtype``: the dtype that
+    a wrapper casts the hook's buckets to, None without one. ``node_ranks``: ranks of ``group`` on one node (the local world
+    size). ``undefined``: True if DDP may make the hook's result the gradient of a parameter that has none; it then has the
+    result's dtype, not the parameter's."""
+
+    group: dist.ProcessGroup
+    parameters: Parameters
+    device: torch.device
+    node_ranks: int
+    cast_dtype: torch.dtype | None = None
+    undefined: bool = True
+
+    def dtype(self, parameter: str) -> torch.dtype:
+        """Dtype of the elements of this parameter's gradient as the hook receives them."""
+        return self.cast_dtype or self.parameters[parameter].dtype
+
+
+@dataclass
+class Report:
+    """The part of a summary that only the algorithm knows; see ``HookSummary`` for the fields. Elements None: as without
+    compression; ``compression_rate`` None: it is not known what is sent."""
+
+    phase: HookPhase = "steady"
+    iteration: int | None = None
+    compression_rate: float | None = 1.0
+    elements_before: int | None = None
+    elements_after: int | None = None
+    residual_norm: float | None = None
+    memory_bytes: int = 0
+    averager_step: int | None = None
+    steps_to_averaging: int | None = None  # 1: after the next one
+
+
+class Algorithm:
+    """Base class of all hooks; without overrides, a hook without state.
+
+    Off NCCL ``run`` itself must issue all collectives of a chain, in the call for this bucket or for a later one: chains that
+    continue in callbacks would cross in different orders on different ranks. When ``run`` returns for the last bucket, all must
+    be issued.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.group = setup.group
+        self.watch = Watch()
+
+    def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
+        """Begin to average a bucket over the ranks. Returns the future of its flat tensor and the number of bytes that this rank
+        sends (None: unknown)."""
+        raise NotImplementedError
+
+    def average(self) -> None:
+        """Called after every optimizer step, on every rank: average parameters, if the hook does that."""
+
+    def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
+        """This rank's state by parameter name, and its JSON part; ``layout`` is None before the first iteration. ``copy`` False
+        allows views of live tensors, which the next backward pass changes."""
+        return {}, None
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
+        """Continue from the result of ``capture``. Raises ``HookStateError`` naming the key that does not fit; nothing is changed
+        then."""
+        if tensors or state is not None:
+            raise HookStateError(min(tensors, default="state"), "recorded, but this hook keeps no state")
+
+    def report(self, *, norm: bool = True) -> Report:
+        """The algorithm's part of the summary. ``norm`` False leaves out the norm, which takes a pass over the residuals."""
+        return Report()
+
+    def norm_of(self, tensors: Mapping[str, torch.Tensor]) -> float | None:
+        """``Report.residual_norm`` at the time when ``capture`` returned ``tensors``; may be called in any thread."""
+        return None
+
+
+def new_future(tensor: torch.Tensor) -> TensorFuture:
+    """A future that ``set_result(tensor)`` completes. On CUDA it then records an event on the current stream; the stream of the
+    caller of ``wait`` waits for that event."""
+    return torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+
+
+def completed(tensor: torch.Tensor) -> TensorFuture:
+    """A completed future."""
+    future = new_future(tensor)
+    future.set_result(tensor)
+    return future
+
+
+def parameter_views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The slices of a bucket's flat tensor, each in the shape and memory order of its parameter, as DDP lays out gradients."""
+    offset = 0
+    for parameter in parameters:
+        if parameter.is_contiguous() or not is_dense(parameter):
+            yield flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
+        else:
+            yield flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
+        offset += parameter.numel()
+
+
+def is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """True if collectives on ``device`` are ordered by CUDA streams, so that a hook need not wait for them."""
+    return device.type == "cuda" and "cuda:nccl" in str(dist.get_backend_config(group))

@@ -1,0 +1,1 @@
+"""PowerSGD: the algorithm, its kernels, its state by parameter name."""

@@ -1,0 +1,282 @@
+"""PowerSGD (Vogels et al., arXiv 1905.13727) as torch's ``powerSGD_hook`` computes it: the same bits in less time.
+
+The state is torch's ``PowerSGDState``; after a step its dictionaries hold what torch's hook leaves in them. The differences:
+
+- Threads: torch starts a bucket's second and third all-reduce, and multiplies matrices, in callbacks. On gloo those run in
+  whichever thread completes the previous all-reduce; two buckets (or DDP's own all-reduce of the map of unused parameters) cross
+  in different orders on different ranks, and products have other bits, because the number of threads and the handling of
+  denormals belong to the thread. Here the thread that calls the hook issues and computes everything.
+- Order: the uncompressed gradients are in transfer while P is computed. Off NCCL a bucket's P is in transfer while the backward
+  pass continues and the next bucket is begun, and its Q while those of the later buckets are computed. No result is needed before
+  the last bucket's hook call, which completes all of them: what a hook call issues depends only on the order of the buckets, so
+  it is the same on all ranks.
+- Memory: a bucket's residual is also the matrix that is compressed. Gradients are added to it, the average is subtracted from it,
+  and neither a copy of the bucket nor a new residual is made. Views are made once per bucket, not once per step.
+- On NCCL everything is queued on a separate stream, and the host waits only for the copy of a random Q to the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from ratchet_hooks.algorithms.base import Algorithm, Report, Setup, TensorFuture, is_nccl, new_future
+from ratchet_hooks.algorithms.powersgd import state_by_name
+from ratchet_hooks.algorithms.powersgd.kernels import Basis, Tried
+from ratchet_hooks.algorithms.powersgd.views import Plan
+from ratchet_hooks.checked_dataclass import JsonValue
+from ratchet_hooks.ddp.bucket_layout import Layout
+from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.specs.powersgd import BatchedPowerSGDSpec, PowerSGDSpec
+from ratchet_hooks.state.encode import Tensors
+from ratchet_hooks.torch_compat import foreach_copy_, report_compression
+
+Stages: TypeAlias = Generator[Any, None, None]
+"""The stages of one bucket: until P is in transfer, then until Q is in transfer, then the rest. Yields the all-reduce that the
+next stage needs, or None where there is none."""
+
+
+@dataclass
+class _Begun:
+    """A bucket between two stages."""
+
+    stages: Stages
+    buffer: torch.Tensor
+    average: TensorFuture
+    pending_work: Any = None
+
+    def advance(self) -> None:
+        if self.pending_work is not None:
+            self.pending_work.wait()
+        self.pending_work = next(self.stages, None)
+
+
+class LowRank(Algorithm):
+    """What ``powerSGD`` and ``batched_powerSGD`` share: torch's state, the warm-up, the order of issued work."""
+
+    def __init__(self, spec: PowerSGDSpec | BatchedPowerSGDSpec, setup: Setup) -> None:
+        super().__init__(setup)
+        self.state = state_by_name.make_state(spec, setup.group)
+        self.unused = spec.unused
+        # Dimensions along which Q's norms matter: rows in P Q^T, and columns when the next step begins with this Q.
+        self._norm_dims = (0, 1) if spec.warm_start else (1,)
+        self._trial_results: Tried = {}
+        nccl = is_nccl(setup.group, setup.device)
+        self._in_flight: list[_Begun] = []
+        self._stream = torch.cuda.Stream(setup.device) if nccl else None  # type: ignore[no-untyped-call]
+
+    def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
+        buffer, state = bucket.buffer(), self.state
+        if state.iter < state.start_powerSGD_iter:
+            state.maybe_increase_iter(bucket)  # type: ignore[no-untyped-call]
+            work: Any = dist.all_reduce(buffer.div_(self.group.size()), group=self.group, async_op=True)
+            return work.get_future().then(lambda done: done.value()[0]), buffer.nbytes
+        if bucket.index() == 0:
+            self._discard_all()
+        with self._stream_context():
+            sent, stages = self._compress(bucket, buffer, names)
+            begun = _Begun(stages, buffer, new_future(buffer))
+            self._in_flight.append(begun)
+            begun.advance()
+            if self._stream is not None:  # there "wait" does not block the host: nothing to gain
+                begun.advance()
+                self._complete_all()
+            else:
+                self._advance_previous(last=bucket.is_last())
+            state.maybe_increase_iter(bucket)  # type: ignore[no-untyped-call]
+        return begun.average, sent * buffer.element_size()
+
+    def _advance_previous(self, *, last: bool) -> None:
+        """Continue with Q of the second newest bucket; after the last bucket, also with Q of that one, and complete all."""
+        for begun in self._in_flight[-2:] if last else self._in_flight[-2:-1]:
+            begun.advance()
+        if last:
+            self._complete_all()
+
+    def _complete_all(self) -> None:
+        for begun in self._in_flight:
+            begun.advance()
+            begun.average.set_result(begun.buffer)
+        self._in_flight = []
+
+    def _discard_all(self) -> None:
+        """Discard buckets that a backward pass left when it failed half-way."""
+        for begun in self._in_flight:
+            if begun.pending_work is not None:
+                begun.pending_work.wait()
+        self._in_flight = []
+
+    def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
+        """As in the base class. Tensors: residuals, P and Q by parameter name, and the tensors of the rest of ``__getstate__()``;
+        the rest itself as JSON. Raises ``HookStateError`` if only some buckets have state."""
+        return state_by_name.capture(self.state, layout, self, copy=copy)
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
+        """Restore into torch's state object, through ``__setstate__``."""
+        if not isinstance(state, dict):
+            raise HookStateError("state", "missing from the recorded state")
+        state_by_name.restore(self.state, tensors, state, layout, self)
+
+    def allocate_zeros(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A residual, P and Q of zeros, for a bucket of these parameters."""
+        raise NotImplementedError
+
+    def residuals(
+        self, index: int, bucket: Sequence[str], residual: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Residuals by parameter name."""
+        for name, view in state_by_name.residual_views(residual, bucket, self.setup.parameters):
+            yield f"residual/{name}", view
+
+    def factors(
+        self, index: int, bucket: Sequence[str], p: torch.Tensor, q: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(key, view) pairs under which P and Q are stored."""
+        raise NotImplementedError
+
+    def norm_of(self, tensors: Mapping[str, torch.Tensor]) -> float | None:
+        return state_by_name.captured_norm(self.state, tensors)
+
+    def report(self, *, norm: bool = True) -> Report:
+        """Statistics of torch's state object."""
+        state = self.state
+        rate, before, after = state.compression_stats()  # type: ignore[no-untyped-call]
+        return Report(
+            phase="warm-up" if state.iter < state.start_powerSGD_iter else "compressing",
+            iteration=state.iter,
+            compression_rate=rate if after else 1.0,
+            elements_before=before,
+            elements_after=after,
+            residual_norm=state_by_name.residual_norm(state) if norm else None,
+            memory_bytes=state_by_name.memory_bytes(state),
+        )
+
+    def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
+        """The number of elements that this rank sends, and the stages that put the compressed average into ``buffer``."""
+        raise NotImplementedError
+
+    def _stream_context(self) -> AbstractContextManager[Any]:
+        """Context in which the compression runs: on NCCL a separate stream, after what the caller's stream has queued, so that
+        the backward pass continues concurrently."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self.setup.device))
+        return torch.cuda.stream(self._stream)
+
+    def _all_reduce(self, flat: torch.Tensor) -> Any:
+        """Begin to sum ``flat`` over the ranks. ``wait()`` of the result blocks the host on gloo, the stream on NCCL."""
+        return dist.all_reduce(flat, group=self.group, async_op=True)
+
+    def _count_elements(self, bucket: Any, before: int, after: int) -> None:
+        """Add to torch's statistics, and log them when that is due."""
+        self.state.total_numel_before_compression += before
+        self.state.total_numel_after_compression += after
+        report_compression(bucket, self.state)
+
+    def _draw_random(self, qs: Sequence[Basis]) -> None:
+        """Draw a new random Q, equal on all ranks: torch's numbers, from a separate generator. (torch seeds the default
+        generators for it and restores only the CPU's, so that dropout on CUDA gets the same numbers on every rank.)"""
+        generator = torch.Generator().manual_seed(self.state.rng.randint(1_000_000_000))
+        for q in qs:
+            q.matrices.copy_(torch.randn(q.matrices.shape, dtype=q.matrices.dtype, generator=generator))
+
+
+class PowerSGD(LowRank):
+    """One P and one Q per parameter that is worth compressing; the rest is averaged uncompressed."""
+
+    def __init__(self, spec: PowerSGDSpec, setup: Setup) -> None:
+        super().__init__(spec, setup)
+        self._plans: dict[int, Plan] = {}
+
+    def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
+        index = bucket.index()
+        total = self._add_residual(index, buffer)
+        plan = self._plan(bucket, buffer, total, names)
+        if bucket.is_last() and len(self._plans) > index + 1:  # plans of buckets that no longer exist hold their memory
+            self._plans = {i: kept for i, kept in self._plans.items() if i <= index}
+        self._count_elements(bucket, plan.elements_before, plan.elements_sent)
+        return plan.elements_sent, self._stages(plan, index)
+
+    def _stages(self, plan: Plan, index: int) -> Stages:
+        state, small = self.state, None
+        if plan.uncompressed.numel():
+            torch.cat(plan.uncompressed_sources, out=plan.uncompressed)
+            small = self._all_reduce(plan.uncompressed)
+        if not state.warm_start or index not in state.p_memory_dict:
+            self._draw_random([product.q for product in plan.products])
+        yield from self._factorise(plan) if plan.products else (None, None)
+        if state.warm_start:
+            state.p_memory_dict[index], state.q_memory_dict[index] = plan.p, plan.q
+        if small is not None:
+            small.wait()
+            self.watch.check_non_finite(plan.uncompressed_names, plan.uncompressed, lambda: plan.uncompressed_parts)
+            plan.uncompressed.div_(self.group.size())
+            foreach_copy_(plan.uncompressed_targets, plan.uncompressed_parts)
+        if plan.total is not plan.buffer:
+            plan.total.sub_(plan.buffer)  # the intended update minus the applied one: the new residual
+
+    def _add_residual(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
+        """The sum of gradients and residual: in the residual's memory, or in the bucket's without error feedback."""
+        if not self.state.use_error_feedback:
+            return buffer
+        residual = self.state.error_dict.get(index)
+        if residual is None:  # not zeros plus the gradients, which would turn -0.0 into 0.0
+            residual = self.state.error_dict[index] = buffer.clone()
+        else:
+            torch.add(buffer, residual, out=residual)
+        return residual
+
+    def _factorise(self, plan: Plan) -> Stages:
+        """Replace the bucket's compressed gradients by their low-rank average."""
+        epsilon = self.state.orthogonalization_epsilon
+        for product in plan.products:
+            product.q.orthogonalize(epsilon)
+            if product.sources:
+                torch.stack(product.sources, out=product.matrix)
+            torch.bmm(product.matrix, product.q.matrices, out=product.p.matrices)
+        yield self._all_reduce(plan.p)  # no division: P is made orthonormal
+        self.watch.check_low_rank(plan.compressed_names, plan.p, plan.p_parts, dims=(0,))
+        for product in plan.products:
+            product.p.orthogonalize(epsilon)
+            product.transposed.compute()
+        yield self._all_reduce(plan.q)
+        plan.q.div_(self.group.size())
+        self.watch.check_low_rank(plan.compressed_names, plan.q, plan.q_parts, dims=self._norm_dims)
+        for product in plan.products:
+            product.outer.compute()
+            if product.targets:
+                foreach_copy_(product.targets, product.average.unbind())
+
+    def allocate_zeros(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A residual, P and Q of zeros, for a bucket of these parameters."""
+        numels = state_by_name.factor_numels(state_by_name.low_rank_places(self.state, self._shapes(bucket)))
+        dtype = self.setup.dtype(bucket[0])
+        length = sum(self.setup.parameters[name].numel() for name in bucket)
+        residual, p, q = (torch.zeros(n, dtype=dtype, device=self.setup.device) for n in (length, *numels))
+        return residual, p, q
+
+    def factors(
+        self, index: int, bucket: Sequence[str], p: torch.Tensor, q: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """P and Q by parameter name."""
+        places = state_by_name.low_rank_places(self.state, self._shapes(bucket))
+        for place, p_part, q_part in zip(places, *state_by_name.factor_views(places, p, q), strict=True):
+            yield f"p/{place.name}", p_part
+            yield f"q/{place.name}", q_part
+
+    def _shapes(self, names: Sequence[str]) -> dict[str, torch.Size]:
+        return {name: self.setup.parameters[name].shape for name in names}
+
+    def _plan(self, bucket: Any, buffer: torch.Tensor, total: torch.Tensor, names: Sequence[str]) -> Plan:
+        """The bucket's views: those of the previous step, if they still refer to its memory."""
+        state, index = self.state, bucket.index()
+        plan = self._plans.get(index)
+        factors = (state.p_memory_dict[index], state.q_memory_dict[index]) if index in state.p_memory_dict else None
+        if plan is None or not plan.is_reusable(buffer, total, factors, names):
+            plan = self._plans[index] = Plan(state, self._shapes(names), buffer, total, factors, self._trial_results)
+        return plan

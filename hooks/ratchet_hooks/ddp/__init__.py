@@ -1,0 +1,1 @@
+"""DistributedDataParallel support: bucket layout, process groups, parameter averaging, numeric warnings."""

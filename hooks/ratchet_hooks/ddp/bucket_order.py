@@ -1,0 +1,49 @@
+"""Compute, from a recorded bucket layout, an order of parameters from which torch rebuilds it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from ratchet_hooks.errors import LayoutMismatch
+from ratchet_hooks.torch_compat import assign_buckets
+
+
+def order_for(
+    recorded: list[list[str]], parameters: Sequence[torch.nn.Parameter], names: Sequence[str], limits: Sequence[int]
+) -> list[int]:
+    """Indices of ``parameters`` in an order from which a rebuild makes ``recorded``.
+
+    Buckets hold one dtype each and fill up in parallel; those that stay below their limit come last, in the order of a hash map
+    that depends on which dtype came first. So every order of the dtypes is tried with torch's own function. Raises
+    ``LayoutMismatch`` when no order gives the recorded layout (another ``bucket_cap_mb``, other shapes).
+    """
+    index = {name: i for i, name in enumerate(names)}
+    wanted = [[index[name] for name in bucket] for bucket in recorded]
+    dtypes = dict.fromkeys(parameters[bucket[0]].dtype for bucket in wanted)
+    for order in itertools.permutations(dtypes):
+        trial = _with_dtype_order(order, wanted, parameters)
+        if len(order) == 1 or assign_buckets([parameters[i] for i in trial], limits, trial) == wanted:
+            return trial
+    raise LayoutMismatch(
+        recorded[0][0], "the recorded bucket layout cannot be rebuilt here; bucket_cap_mb or a dtype has changed"
+    )
+
+
+def _with_dtype_order(
+    order: Sequence[torch.dtype], target_buckets: list[list[int]], parameters: Sequence[torch.nn.Parameter]
+) -> list[int]:
+    """Bucket by bucket, but no dtype begins before those that precede it in ``order``: their first parameters are moved forward,
+    but no further than needed, since a bucket of one parameter is full at once."""
+    first: dict[torch.dtype, int] = {}
+    for bucket in target_buckets:
+        first.setdefault(parameters[bucket[0]].dtype, bucket[0])
+    out: dict[int, None] = {}  # a dictionary keeps the order
+    waiting = list(order)
+    for bucket in target_buckets:
+        while parameters[bucket[0]].dtype in waiting:
+            out[first[waiting.pop(0)]] = None
+        out |= dict.fromkeys(bucket)
+    return list(out)

@@ -1,0 +1,180 @@
+"""Detects silent numeric problems of hooks: overflow in float16, residuals that became NaN. They are reported as warnings."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ratchet_hooks.torch_compat import norms as norms_of
+
+Code = Literal["fp16-overflow", "bf16-overflow", "non-finite", "low-rank-overflow", "quantization-range"]
+Gradients = Callable[[], list[torch.Tensor]]
+"""The gradients of a bucket one by one; called only when something is wrong, since making hundreds of views takes long."""
+
+_log = logging.getLogger(__name__)
+_PENDING_LIMIT = 4096  # maximum number of unread checks on the device
+_ROUNDS_TO_INF: dict[torch.dtype, tuple[Code, float]] = {
+    torch.float16: ("fp16-overflow", 65520.0),  # halfway between 65504, the largest finite value, and 65536
+    torch.bfloat16: ("bf16-overflow", 2.0**128 - 2.0**119),
+}
+# Code for a gradient that was inf or nan before the hook; None: not reported, since it stays inf or nan and is visible anyway.
+_CODE_IF_INFINITE: dict[Code, Code | None] = {
+    "fp16-overflow": None,
+    "bf16-overflow": None,
+    "non-finite": "non-finite",
+    "low-rank-overflow": "non-finite",
+    "quantization-range": "quantization-range",
+}
+_TEXT: dict[Code, str] = {
+    "fp16-overflow": "gradients of {0} exceed 65504 on this rank and became inf in float16 at iteration {1}; "
+    "scale the loss down, or use allreduce",
+    "bf16-overflow": "gradients of {0} exceed 3.39e38 on this rank and became inf in bfloat16 at iteration {1}; "
+    "scale the loss down, or use allreduce",
+    "non-finite": "the compressed average of {0} is not finite from iteration {1} on, and its residual stays so: gradients "
+    "were inf or nan, or all zero (set orthogonalization_epsilon, like 1e-8), or overflowed in half precision",
+    "low-rank-overflow": "the compressed average of {0} is too large for its dtype at iteration {1}: columns of P or Q "
+    "become inf, or zero when divided by their norm; scale the loss down, or use float32 gradients",
+    "quantization-range": "gradients of {0} are inf or nan on this rank, or further apart than float32 reaches, at iteration "
+    "{1}: the 8-bit average of all gradients with the same scale is nan on every rank",
+}
+
+
+@dataclass(frozen=True)
+class HookWarning:
+    """First occurrence of one problem of one parameter. ``iteration`` counts synchronised backward passes from 1."""
+
+    code: Code
+    parameter: str
+    iteration: int
+
+    def __str__(self) -> str:
+        return _TEXT[self.code].format(self.parameter, self.iteration)
+
+
+@dataclass(frozen=True)
+class _Look:
+    code: Code
+    iteration: int
+    names: Sequence[str]
+    peaks: torch.Tensor
+    limit: float
+
+
+class Watch:
+    """Checks gradients and stores the first problem per code and parameter; logs it once.
+
+    On the CPU a check costs one sum over the bucket. On CUDA nothing is synchronised: peaks stay on the device until they are
+    requested.
+    """
+
+    def __init__(self) -> None:
+        self.iteration = 0
+        self._reported: dict[tuple[Code, str], HookWarning] = {}
+        self._pending: list[_Look] = []
+
+    def check_overflow(self, names: Sequence[str], sent: torch.Tensor, gradients: Gradients) -> None:
+        """Report gradients whose largest finite magnitude is inf in the 16 bits of ``sent``, the cast gradients."""
+        code, limit = _ROUNDS_TO_INF[sent.dtype]
+        self._check_peaks(code, names, sent, gradients, limit)
+
+    def check_quantized(self, names: Sequence[str], scales: torch.Tensor, gradients: Gradients) -> None:
+        """Report gradients without a valid scale: one of ``scales`` is inf or nan."""
+        limit = torch.finfo(scales.dtype).max / 2  # where the range overflows, its larger end reaches this
+        if scales.is_cuda:
+            peaks = _device_peaks(gradients())
+            peaks = peaks.masked_fill(scales.isfinite().all(), 0.0)
+            self._defer(_Look("quantization-range", self.iteration, list(names), peaks, limit))
+        elif not scales.isfinite().all():
+            peaks = torch.tensor([_peak(gradient) for gradient in gradients()])
+            self._evaluate(_Look("quantization-range", self.iteration, list(names), peaks, limit))
+
+    def check_non_finite(self, names: Sequence[str], buffer: torch.Tensor, gradients: Gradients) -> None:
+        """Report gradients that hold inf or nan; ``buffer`` holds them all."""
+        self._check_peaks("non-finite", names, buffer, gradients, float("inf"))
+
+    def check_low_rank(
+        self, names: Sequence[str], flat: torch.Tensor, parts: Sequence[torch.Tensor], *, dims: tuple[int, ...]
+    ) -> None:
+        """Report gradients that PowerSGD corrupts; call it with P before it is made orthonormal (``dims`` 0), and with the
+        averaged Q.
+
+        ``parts`` (rows x rank) are those of each parameter in ``flat``, or one that all of them share.
+
+        P and Q are small, and every problem shows in them. Every element of a matrix M is a factor in M Q, so inf or nan in a
+        gradient or a residual is inf or nan in its row of P. A P of zeros becomes nan when it is made orthonormal, and so does Q
+        = M^T P. An overflow in P or Q, or in their sums over the ranks, is inf. Values that stay finite but are wrong have a norm
+        beyond their dtype: a column of P (with warm start of Q too, in the next step) is divided by its norm, and by inf becomes
+        zero (``dims`` 0); an element of P Q^T is at most the norm of a row of Q, since the columns of P are orthonormal
+        (``dims`` 1). The norm of ``flat`` is at least as large as any of these, and normally only this norm is checked.
+        """
+        limit = torch.finfo(flat.dtype).max
+        if flat.is_cuda:
+            # In dtypes other than float16 a norm overflows only when the elements nearly do: one kernel is enough.
+            near = flat.dtype is torch.float16
+            norms = _norms(parts, dims) if near else torch.stack(norms_of(parts, 2))
+            self._defer(_Look("low-rank-overflow", self.iteration, list(names), norms.expand(len(names)), limit))
+        elif not torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32)).item() < limit:
+            norms = _norms(parts, dims).expand(len(names))
+            self._evaluate(_Look("low-rank-overflow", self.iteration, list(names), norms, limit))
+
+    def warnings(self) -> list[HookWarning]:
+        """All warnings so far, oldest first. Synchronises with a CUDA device."""
+        pending, self._pending = self._pending, []
+        if pending:  # made on several streams: PowerSGD has a separate one
+            torch.cuda.synchronize(pending[0].peaks.device)
+        for look in pending:
+            self._evaluate(look)
+        return list(self._reported.values())
+
+    def _check_peaks(
+        self, code: Code, names: Sequence[str], flat: torch.Tensor, gradients: Gradients, limit: float
+    ) -> None:
+        if flat.is_cuda:
+            peaks = _device_peaks(gradients())
+            self._defer(_Look(code, self.iteration, list(names), peaks, limit))
+        elif not _finite_sum(flat):
+            peaks = torch.tensor([_peak(gradient) for gradient in gradients()], dtype=torch.float64)
+            self._evaluate(_Look(code, self.iteration, list(names), peaks, limit))
+
+    def _defer(self, check: _Look) -> None:
+        self._pending.append(check)
+        if len(self._pending) >= _PENDING_LIMIT:
+            self.warnings()
+
+    def _evaluate(self, check: _Look) -> None:
+        for name, peak in zip(check.names, check.peaks.tolist(), strict=True):
+            here = check.code if check.limit <= peak else None
+            code = here if peak < float("inf") else _CODE_IF_INFINITE[check.code]
+            if code is not None and (code, name) not in self._reported:
+                warning = HookWarning(code, name, check.iteration)
+                self._reported[code, name] = warning
+                _log.warning("%s", warning)
+
+
+def _norms(parts: Sequence[torch.Tensor], dims: tuple[int, ...]) -> torch.Tensor:
+    """The largest norm along these dimensions within each part; nan where it holds one."""
+    norms = [[torch.linalg.vector_norm(part, dim=d, dtype=torch.float64).amax() for d in dims] for part in parts]
+    return torch.stack([torch.stack(of_one).amax() for of_one in norms])
+
+
+def _finite_sum(flat: torch.Tensor) -> bool:
+    """False if any element is inf or nan, and rarely where only the sum overflows. Takes half the time of ``aminmax``."""
+    return math.isfinite(flat.sum().item())
+
+
+def _device_peaks(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude in each tensor, in one launch and without waiting; 0 for a tensor without elements."""
+    parts = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]
+    return torch.stack(norms_of(parts, float("inf")))
+
+
+def _peak(tensor: torch.Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
+    low, high = torch.aminmax(tensor)
+    return max(-low.item(), high.item()) if not torch.isnan(high) else float("nan")

@@ -1,0 +1,81 @@
+"""Averaging parameters over ranks with the bits of torch's averagers, without their pitfalls.
+
+``torch.distributed.algorithms.model_averaging`` silently skips every parameter whose ``.grad`` is None, that is all of them after
+``zero_grad()``; and it assigns new tensors to ``p.data``, so that channels-last and other references to the old storage are lost.
+Here every trained parameter is averaged, in registration order, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from ratchet_hooks.torch_compat import foreach_copy_
+
+
+@torch.no_grad()
+def average_in_place(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Set every parameter to its mean over the group. A collective; done when it returns (on CUDA: queued).
+
+    The arithmetic of ``model_averaging.utils.average_parameters``: one flat copy of all of them, in logical order and of the
+    widest dtype among them, divided by the number of ranks, all-reduced. The copy is freed afterwards.
+    """
+    if not parameters or group.size() == 1:
+        return
+    flat = torch.cat([p.reshape(-1) for p in parameters])
+    flat /= group.size()
+    dist.all_reduce(flat, group=group)
+    means = torch.split(flat, [p.numel() for p in parameters])
+    foreach_copy_(parameters, [mean.view(p.shape) for mean, p in zip(means, parameters, strict=True)])
+
+
+@contextmanager
+def temporarily_averaged(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Iterator[None]:
+    """Context manager in which the parameters hold the group's mean; afterwards this rank's own again, bit for bit. Entering is a
+    collective."""
+    with torch.no_grad():
+        kept = [p.clone() for p in parameters]
+    try:
+        average_in_place(parameters, group)
+        yield
+    finally:
+        with torch.no_grad():
+            foreach_copy_(parameters, kept)
+
+
+class Averager:
+    """Decides when to average, and over which group. ``step`` counts the calls of ``next_group``, as torch's averagers count
+    theirs.
+
+    ``groups``: period in steps -> group, None for a group of this rank alone. Periods count from the end of the warm-up
+    (``PeriodicModelAverager``) or, with ``hierarchical``, from step 0 (``HierarchicalModelAverager``): the largest one that
+    divides the step decides. ``warm_up``: number of calls before the first that may average; None until it is known.
+    """
+
+    def __init__(self, groups: Mapping[int, dist.ProcessGroup | None], *, hierarchical: bool) -> None:
+        self._groups = dict(sorted(groups.items(), reverse=True))
+        self._hierarchical = hierarchical
+        self.step = 0
+        self.warm_up: int | None = None
+
+    def next_group(self) -> dist.ProcessGroup | None:
+        """The group to average over after the step that was just done; None: no averaging now."""
+        period = None if self.warm_up is None else self._due_period(self.step, self.warm_up)
+        self.step += 1
+        return None if period is None else self._groups[period]
+
+    def steps_until(self, warm_up: int) -> int:
+        """Number of steps until the next averaging (1: after the next one), if the warm-up is ``warm_up`` calls."""
+        step = max(self.step, warm_up)
+        while self._due_period(step, warm_up) is None:
+            step += 1
+        return step + 1 - self.step
+
+    def _due_period(self, step: int, warm_up: int) -> int | None:
+        if step < warm_up:
+            return None
+        since = step if self._hierarchical else step - warm_up
+        return next((period for period in self._groups if since % period == 0), None)

@@ -1,0 +1,153 @@
+"""Hooks on an existing DistributedDataParallel: one made by a framework, or by a script that calls torch itself.
+
+PyTorch's page on communication hooks ends with an example that saves a PowerSGD state from rank 0 and loads it everywhere. These
+three lines correct it; everything else in it may stay::
+
+    register(ddp_model, (powersgd_state, powerSGD.powerSGD_hook))      # instead of ddp_model.register_comm_hook(...)
+    save_state(f"rank-{rank}.safetensors", {**state, "hook": capture(ddp_model)})        # every rank, instead of torch.save
+    restore(ddp_model, load_state(f"rank-{rank}.safetensors")["hook"])      # every rank, before the first forward
+
+``save_state`` and ``load_state`` are those of ``ratchet_hooks.files``; any other way to store tensors and JSON works too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ratchet_hooks.algorithms.base import Algorithm, Setup
+from ratchet_hooks.algorithms.custom import ExistingObjectsHook, describe_hook
+from ratchet_hooks.algorithms.state_version import check_data
+from ratchet_hooks.checked_dataclass import JsonValue
+from ratchet_hooks.manage import from_torch
+from ratchet_hooks.manage.managed_ddp import ManagedDDP, ManagedHook, UnsupportedModel, attach, check_module
+from ratchet_hooks.specs.hook_specs import CustomSpec, HookSpec, HookSpecBase, hook_spec, normalise_hook
+from ratchet_hooks.state.encode import Tensors
+from ratchet_hooks.torch_compat import comm_hooks
+
+__all__ = ["Captured", "Hook", "capture", "hook_of", "register", "resolve", "restore"]
+
+Captured = tuple[Mapping[str, torch.Tensor], JsonValue]
+"""Tensors by name, and the JSON part."""
+Hook = HookSpec | str | Mapping[str, Any] | Callable[..., Any] | tuple[object, Callable[..., Any]]
+"""A spec; its name; its keys and values; a function as ``register_comm_hook`` takes it, or a state and that function."""
+
+
+def register(
+    ddp_model: DistributedDataParallel,
+    hook: Hook | None = None,
+    *,
+    wrapper: str | Callable[..., Any] | None = None,
+    node_ranks: int | None = None,
+    **parameters: Any,
+) -> ManagedHook:
+    """Put ``ddp_model`` under a hook whose state can be captured and restored bit for bit. A collective: on every rank, right
+    after the model's construction, before its first forward.
+
+    ``hook``: the ddp_comm_state and ddp_comm_hook of Lightning's ``register_ddp_comm_hook``, as a pair, or a spec of
+    ``ratchet_hooks.specs``. torch's own functions select Ratchet's implementations of them, with the parameters of the state
+    object. Another function runs as it is; its state must offer ``__getstate__`` and ``__setstate__``, or ``state_dict`` and
+    ``load_state_dict``, of tensors, numbers, strings, lists and dicts. None: take over the hook that was registered with
+    ``ddp_model.register_comm_hook``, for example by a framework. ``wrapper``: fp16_compress_wrapper or bf16_compress_wrapper, by
+    name or as torch's function. ``node_ranks``: see ``managed_ddp``. ``parameters``: of the spec; they override those of
+    ``hook``. An example is ``model_averaging_period`` for post_localSGD, whose ``average_parameters()`` must be called after
+    every optimizer step in place of torch's averager.
+
+    ``ddp_model`` stays the same object; its class becomes ``ManagedDDP``, and it gets a new reducer. Raises ``UnsupportedModel``
+    for a DDP, a model or a hook that cannot be managed, ``ValueError`` for parameters that do not fit.
+    """
+    if isinstance(ddp_model, ManagedDDP) and ddp_model.hook is not None:
+        raise UnsupportedModel(f"hook {ddp_model.hook.spec.name} is registered on this DDP; one DDP has one hook")
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise UnsupportedModel(
+            f"a {type(ddp_model).__name__} is no DistributedDataParallel; wrap the model in that first"
+        )
+    hook = _registered_hook(ddp_model) if hook is None else hook
+    spec = resolve(ddp_model, hook, wrapper=wrapper, **parameters)
+    check_module(ddp_model.module, spec)
+    adopted = ddp_model if isinstance(ddp_model, ManagedDDP) else ManagedDDP.adopt(ddp_model)
+    return attach(adopted, spec, node_ranks=node_ranks, build=_builder_for(hook, spec))
+
+
+def capture(ddp_model: torch.nn.Module) -> tuple[Tensors, JsonValue]:
+    """Return copies of the hook's state on this rank, by parameter name, with the bucket layout and all counters in the JSON
+    part.
+
+    Call between two steps, on every rank (the first call may let DDP rebuild its buckets, a collective). Each rank keeps its own.
+    """
+    return hook_of(ddp_model).capture()
+
+
+def restore(ddp_model: torch.nn.Module, captured: Captured) -> None:
+    """Continue from the result of ``capture`` on this rank of a group of the same size: state and buckets, from the first
+    iteration on.
+
+    A collective, before the first forward that trains. The caller restores model, optimizer, buffers and generators, in any
+    order. Raises ``HookStateError`` naming the entry that does not fit, ``RuntimeError`` after that forward.
+    """
+    hook = hook_of(ddp_model)
+    tensors, data = captured
+    recorded = check_data(data, hook.spec)["layout"]
+    if recorded is not None and recorded != hook.layout():
+        hook.apply_layout(recorded)
+    hook.restore(tensors, data)
+
+
+def hook_of(ddp_model: torch.nn.Module) -> ManagedHook:
+    """The managed hook of a DDP: its summary, warnings and averaging. Raises ``UnsupportedModel`` where there is none."""
+    hook: ManagedHook | None = ddp_model.hook if isinstance(ddp_model, ManagedDDP) else None
+    if hook is None:
+        raise UnsupportedModel(
+            f"no managed hook is registered on this {type(ddp_model).__name__}: call ratchet_hooks.register(ddp_model, hook) "
+            "right after the construction of DDP"
+        )
+    return hook
+
+
+def resolve(
+    ddp_model: DistributedDataParallel,
+    hook: Hook | None = None,
+    *,
+    wrapper: str | Callable[..., Any] | None = None,
+    **parameters: Any,
+) -> HookSpec:
+    """The spec that ``register`` would use for ``ddp_model`` with the same arguments. Raises the same errors for them."""
+    values: Any
+    hook = _registered_hook(ddp_model) if hook is None else hook
+    if isinstance(hook, HookSpecBase):
+        values = hook.values()
+    elif callable(hook) or isinstance(hook, tuple):
+        values = _values_of_objects(*((None, hook) if callable(hook) else hook), ddp_model)
+    else:
+        values = normalise_hook(dict(hook) if isinstance(hook, Mapping) else hook)
+    name = from_torch.wrapper_name(wrapper)
+    if name is not None and values.get("wrapper") is not None:
+        raise UnsupportedModel(f"wrapper {values['wrapper']} is around the hook already; give one wrapper")
+    return hook_spec({**values, **parameters, **({} if name is None else {"wrapper": name})})
+
+
+def _registered_hook(ddp: DistributedDataParallel) -> tuple[object, Callable[..., Any]]:
+    """State and function that are registered on ``ddp``."""
+    hooks = comm_hooks(ddp)
+    if not hooks:
+        raise UnsupportedModel("no hook is registered on this DDP; name one, such as register(ddp_model, 'allreduce')")
+    function, state = hooks[0]
+    return state, function
+
+
+def _values_of_objects(state: object, function: Callable[..., Any], ddp: DistributedDataParallel) -> dict[str, Any]:
+    inner, wrapper = from_torch.unwrap(function)
+    values = from_torch.spec_of(state, inner, ddp.process_group)
+    return {**(describe_hook(state, inner) if values is None else values), "wrapper": wrapper}
+
+
+def _builder_for(hook: Hook, spec: HookSpec) -> Callable[[Setup], Algorithm] | None:
+    """A function that builds a user's own hook from its objects; None where the spec is enough."""
+    if not isinstance(spec, CustomSpec) or not (callable(hook) or isinstance(hook, tuple)):
+        return None
+    state, function = (None, hook) if callable(hook) else hook
+    return partial(ExistingObjectsHook, from_torch.unwrap(function)[0], state, spec)

@@ -1,0 +1,57 @@
+"""Convert a captured state into torch's own form: the dict of ``__getstate__``, per bucket index, without a process group.
+
+For users who continue with plain PyTorch, where a state belongs to one DDP with the recorded buckets in the recorded order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ratchet_hooks.algorithms import custom
+from ratchet_hooks.algorithms.base import Setup
+from ratchet_hooks.algorithms.half_precision_wrapper import DTYPES
+from ratchet_hooks.algorithms.powersgd import state_by_name
+from ratchet_hooks.algorithms.powersgd.batched import BatchedPowerSGD
+from ratchet_hooks.algorithms.powersgd.powersgd import LowRank, PowerSGD
+from ratchet_hooks.algorithms.state_version import check_data
+from ratchet_hooks.checked_dataclass import JsonValue
+from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.specs.hook_specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, PostLocalSGDSpec, PowerSGDSpec
+
+
+def plain_state(
+    spec: HookSpec,
+    tensors: Mapping[str, torch.Tensor],
+    data: JsonValue,
+    parameters: Mapping[str, torch.Tensor],
+) -> tuple[Any, dict[str, JsonValue]]:
+    """Return ``(state, rest)`` of the result of ``ManagedHook.capture`` under ``spec``.
+
+    ``state``: for powerSGD and batched_powerSGD the result of ``PowerSGDState.__getstate__``, for post_localSGD the slots of
+    ``PostLocalSGDState`` without its groups, for a user's own hook the state that its class had saved; None for hooks without
+    state. ``rest``: the state outside that object (the averager's step). ``parameters``: of the model by name; only shapes,
+    strides and dtypes are read. Raises ``HookStateError`` for a state that does not fit ``spec`` and these parameters.
+    """
+    checked = check_data(data, spec)
+    state = checked["state"]
+    if state is None:
+        return None, {}
+    if isinstance(spec, PowerSGDSpec | BatchedPowerSGDSpec):
+        shelf = _new_low_rank(spec, parameters)
+        return state_by_name.to_slots(shelf.state, tensors, state, checked["layout"], shelf), {}
+    if isinstance(spec, PostLocalSGDSpec) and isinstance(state, dict):
+        return state.get("slots"), {"averager": state.get("averager")}
+    if isinstance(spec, CustomSpec) and isinstance(state, dict):
+        return custom.saved_state(tensors, state), {}
+    raise HookStateError("state", f"hook {spec.name} keeps none, but one is recorded")
+
+
+def _new_low_rank(spec: PowerSGDSpec | BatchedPowerSGDSpec, parameters: Mapping[str, torch.Tensor]) -> LowRank:
+    """The hook as it is before its first step, without a process group."""
+    cast = None if spec.wrapper is None else DTYPES[spec.wrapper]
+    nobody: Any = None  # nothing is sent
+    setup = Setup(nobody, parameters, torch.device("cpu"), 1, cast)
+    return PowerSGD(spec, setup) if isinstance(spec, PowerSGDSpec) else BatchedPowerSGD(spec, setup)

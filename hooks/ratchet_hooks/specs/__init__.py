@@ -1,0 +1,43 @@
+"""Specifications of communication hooks. No torch. The public import path of ``ratchet_hooks.specs.hook_specs``."""
+
+from ratchet_hooks.specs.hook_specs import (
+    WRAPPERS,
+    AllreduceSpec,
+    BatchedPowerSGDSpec,
+    Bf16CompressSpec,
+    CustomSpec,
+    Fp16CompressSpec,
+    HookSpec,
+    HookSpecBase,
+    NoopSpec,
+    PostLocalSGDSpec,
+    PowerSGDSpec,
+    QuantizationPerchannelSpec,
+    QuantizationPertensorSpec,
+    Wrapper,
+    canonical_hook_name,
+    canonical_wrapper,
+    hook_spec,
+    normalise_hook,
+)
+
+__all__ = [
+    "WRAPPERS",
+    "AllreduceSpec",
+    "BatchedPowerSGDSpec",
+    "Bf16CompressSpec",
+    "CustomSpec",
+    "Fp16CompressSpec",
+    "HookSpec",
+    "HookSpecBase",
+    "NoopSpec",
+    "PostLocalSGDSpec",
+    "PowerSGDSpec",
+    "QuantizationPerchannelSpec",
+    "QuantizationPertensorSpec",
+    "Wrapper",
+    "canonical_hook_name",
+    "canonical_wrapper",
+    "hook_spec",
+    "normalise_hook",
+]

@@ -1,0 +1,43 @@
+"""The common base of all hook specs. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+from ratchet_hooks.checked_dataclass import Model, check, option
+
+Wrapper = Literal["fp16_compress_wrapper", "bf16_compress_wrapper"]
+WRAPPERS: tuple[str, ...] = get_args(Wrapper)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookSpecBase(Model):
+    """Common base. Raises ``ValueError`` naming the invalid parameter."""
+
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Parameters that the hook has but does not use: they may change at a resume."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "wrapper", canonical_wrapper(getattr(self, "wrapper", None)))
+        check(self)
+
+    def parameters(self) -> dict[str, Any]:
+        """All parameters except name and wrapper, as JSON."""
+        return {key: value for key, value in self.values().items() if key not in ("name", "wrapper")}
+
+
+def canonical_wrapper(value: Any) -> Any:
+    """``fp16`` -> ``fp16_compress_wrapper``, ``bf16_compress`` likewise; anything else is returned unchanged."""
+    if isinstance(value, str) and value in ("fp16", "bf16", "fp16_compress", "bf16_compress"):
+        return f"{value.removesuffix('_compress')}_compress_wrapper"
+    return value
+
+
+def wrapper_option() -> Any:
+    """The field ``wrapper`` of a hook that takes one."""
+    return option(
+        None,
+        "fp16_compress_wrapper or bf16_compress_wrapper (short: fp16, bf16): cast every bucket to 16 bits before the "
+        "hook and back after it.",
+    )

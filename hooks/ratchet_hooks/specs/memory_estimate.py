@@ -1,0 +1,47 @@
+"""Memory that a hook will hold in addition to model and optimizer, from the parameters' shapes alone. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ratchet_hooks.specs.hook_specs import BatchedPowerSGDSpec, CustomSpec, HookSpec, PowerSGDSpec
+
+_FLOAT32, _HALF = 4, 2
+Shapes = Sequence[Sequence[int]]
+
+
+def needs_shapes(spec: HookSpec) -> bool:
+    """True if the memory that the hook holds is known, and depends on the model."""
+    known = not isinstance(spec, CustomSpec) or spec.state is None
+    return known and (spec.wrapper is not None or isinstance(spec, (PowerSGDSpec, BatchedPowerSGDSpec)))
+
+
+def hook_memory(spec: HookSpec, shapes: Shapes) -> int | None:
+    """Bytes per rank that the hook's state will hold once it compresses, for float32 parameters of ``shapes``.
+
+    PowerSGD (arXiv 1905.13727): a residual of the size of all gradients, and with warm start P and Q of every matrix that is
+    worth compressing. Batched PowerSGD likewise for one square matrix of all gradients; with several buckets it is a little more.
+    A wrapper keeps all gradients in 16 bits. Working memory is not counted: batched PowerSGD's for the product of its largest
+    bucket (without error feedback for the square of each), ``batch_tensors_with_same_shape``'s for the stacked gradients. None
+    for a custom hook with a state, whose size is unknown.
+    """
+    if isinstance(spec, CustomSpec) and spec.state is not None:
+        return None
+    elements, state = sum(math.prod(shape) for shape in shapes), 0
+    if isinstance(spec, PowerSGDSpec):
+        state = elements * spec.use_error_feedback + spec.warm_start * sum(_factors(spec, shape) for shape in shapes)
+    elif isinstance(spec, BatchedPowerSGDSpec):
+        side = math.isqrt(max(0, elements - 1)) + 1
+        rank = min(side, spec.matrix_approximation_rank)
+        state = side * side * spec.use_error_feedback + spec.warm_start * 2 * side * rank
+    return _FLOAT32 * state if spec.wrapper is None else _HALF * (state + elements)
+
+
+def _factors(spec: PowerSGDSpec, shape: Sequence[int]) -> int:
+    """Number of elements of P and Q; 0 for a tensor that is sent uncompressed (torch's ``_should_compress``)."""
+    if not shape or not math.prod(shape):
+        return 0
+    n, m = shape[0], math.prod(shape[1:])
+    rank = min(n, m, spec.matrix_approximation_rank)
+    return (n + m) * rank if (n + m) * rank * spec.min_compression_rate < n * m else 0

@@ -1,0 +1,1 @@
+"""Hook state as bytes: encoding, files, random number generators."""

@@ -1,0 +1,120 @@
+"""One rank's state in one file, without pickle: a drop-in for ``torch.save`` and ``torch.load`` in your own script.
+
+The file is a safetensors file, written and read here; its metadata contains the JSON part of ``ratchet_hooks.state.encode``. The
+state is restored bit for bit, with tensors on the CPU (``load_state_dict`` copies them to their devices).
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import torch
+
+from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.state.encode import decode, encode
+from ratchet_hooks.state.safetensors_header import Stored, entries_json, frame_header, header_json, read_header
+
+DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.int32: "I32",
+    torch.uint32: "U32", torch.int64: "I64", torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+"""safetensors names of the dtypes that it supports."""
+DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+_KEY: Final = "ratchet_state"
+
+
+def save_state(path: str | os.PathLike[str], state: object) -> None:
+    """Write ``state`` (anything that ``encode`` accepts, such as ``ManagedHook.capture()``) to ``path``, atomically.
+
+    A process that is killed here leaves the previous file. Raises ``HookStateError`` naming the key of a value that cannot be
+    stored.
+    """
+    target, parts = Path(path), _parts(state)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{target.name}.tmp")
+    with temporary.open("wb") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(target)
+    _sync(target.parent)
+
+
+def load_state(path: str | os.PathLike[str]) -> Any:
+    """Return the state that ``save_state`` wrote. Raises ``FileNotFoundError``, and ``HookStateError`` for a file that
+    ``save_state`` did not write."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    with Path(path).open("rb") as file:
+        return _read(file, os.fstat(file.fileno()).st_size, str(path))
+
+
+def pack_state(state: object) -> torch.Tensor:
+    """The bytes of the file that ``save_state`` would write, as a uint8 tensor, for storing inside another checkpoint."""
+    return torch.frombuffer(bytearray().join(_parts(state)), dtype=torch.uint8)
+
+
+def unpack_state(packed: torch.Tensor) -> Any:
+    """Return the state that ``pack_state`` packed. Raises ``HookStateError`` for bytes that ``pack_state`` did not make."""
+    content = packed.cpu().numpy().tobytes()
+    return _read(io.BytesIO(content), len(content), "state")
+
+
+def _parts(state: object) -> Iterator[memoryview | bytes]:
+    """The file's content. Raises before the first part."""
+    tensors, data = encode(state, root="state")
+    stored: dict[str, Stored] = {}
+    end = 0
+    for name in sorted(
+        tensors, key=lambda name: -tensors[name].element_size()
+    ):  # so that each is aligned to its elements
+        tensor = tensors[name]
+        stored[name] = Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), end, end + tensor.nbytes)
+        end += tensor.nbytes
+    try:
+        header = frame_header(header_json({_KEY: json.dumps(data, allow_nan=False)}, entries_json(stored)), 8)
+    except ValueError as error:
+        raise HookStateError("state", f"too much of it is not in tensors: {error}") from None
+    return itertools.chain(header, (_bytes(tensors[name].cpu()) for name in stored))
+
+
+def _read(file: BinaryIO, size: int, where: str) -> Any:
+    try:
+        stored, metadata, _ = read_header(file, size)
+        data = metadata.get(_KEY)
+        tensors = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in stored.items()}
+    except (ValueError, KeyError) as error:
+        raise HookStateError(where, f"not a complete safetensors file: {error}") from None
+    if not isinstance(data, str):
+        raise HookStateError(where, "a safetensors file, but not one that save_state wrote")
+    for name in sorted(stored, key=lambda name: stored[name][2:]):
+        memory = _bytes(tensors[name])
+        if file.readinto(memory) != len(memory):  # type: ignore[attr-defined]
+            raise HookStateError(where, "not a complete safetensors file: it became shorter")
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise HookStateError(where, f"its JSON part is damaged: {error}") from None
+    return decode(tensors, found)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

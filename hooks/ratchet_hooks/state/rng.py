@@ -1,0 +1,39 @@
+"""The generators that a rank draws from (torch on CPU and CUDA, numpy, ``random``), as state that ``ratchet_hooks.state.encode``
+accepts."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Any
+
+import numpy as np
+import torch
+
+from ratchet_hooks.errors import HookStateError
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """State of all generators: torch, cuda (of ``device``, None without), numpy, python."""
+    version, words, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": np.random.get_state(legacy=False),
+        "python": (version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss),
+    }
+
+
+def restore(state: dict[str, Any], device: torch.device) -> None:
+    """Restore the state of ``capture``. Raises ``HookStateError`` where only one of checkpoint and rank has a GPU."""
+    if (state["cuda"] is None) != (device.type != "cuda"):
+        had = "without" if state["cuda"] is None else "with"
+        raise HookStateError(
+            "rng.cuda", f"the checkpoint was written {had} a CUDA device, this rank runs on {device.type}"
+        )
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)

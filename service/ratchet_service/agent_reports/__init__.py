@@ -1,0 +1,1 @@
+"""Agent reports: fencing, deduplication and storage."""

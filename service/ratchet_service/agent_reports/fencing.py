@@ -1,0 +1,67 @@
+"""Fences off attempts that are over: their requests change nothing, and the job's history records that they came.
+
+The attempt number is the fencing token: only requests of the newest attempt are accepted, and only until it has ended. Refusals
+are counted on the attempt's row; the 1st, 10th, 100th ... becomes an event, so that an agent that never stops cannot flood the
+history.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
+
+from ratchet_contract.errors import Conflict
+from ratchet_contract.phases import AttemptPhase
+from ratchet_service.agent_reports.fast_rows import AttemptRow, JobRow
+from ratchet_service.db.engine import Database, first_line
+from ratchet_service.db.models import Attempt, Job
+from ratchet_service.db.transitions import add_event
+
+log = logging.getLogger(__name__)
+
+STALE_REQUEST: Final = "stale-request"
+
+
+class Stale(Conflict):
+    """The attempt is not the job's newest one, or has ended."""
+
+    code = "stale-attempt"
+
+
+def raise_if_stale(job: Job | JobRow, attempt: Attempt | AttemptRow) -> None:
+    """Raises ``Stale`` for an attempt that is not the job's newest one, or has ended."""
+    if attempt.number != job.attempt or attempt.phase is AttemptPhase.ENDED:
+        raise Stale(f"attempt {attempt.number} is over (the newest one is {job.attempt}): end its ranks")
+
+
+@contextmanager
+def count_stale_requests(database: Database, job_id: str, attempt: int, request_name: str) -> Iterator[None]:
+    """Count a request that the block refuses as ``Stale``, and record it as an event. No transaction may be open around the
+    block. ``request_name`` names the request for the event's message."""
+    try:
+        yield
+    except Stale:
+        try:
+            _count_stale_request(database, job_id, attempt, request_name)
+        except SQLAlchemyError as error:  # the refusal itself must reach the agent
+            log.warning("%s, attempt %d: a refusal was not counted: %s", job_id, attempt, first_line(error))
+        raise
+
+
+def _count_stale_request(database: Database, job_id: str, attempt: int, request_name: str) -> None:
+    with database.write() as session:
+        job = session.scalar(sa.select(Job).where(Job.id == job_id).with_for_update())
+        row = session.get(Attempt, (job_id, attempt), populate_existing=True)
+        if job is None or row is None:
+            return
+        row.late_requests += 1
+        if str(row.late_requests).strip("0") == "1":
+            text = f"attempt {attempt} is over: {request_name} was refused"
+            if row.late_requests > 1:
+                text += f", the {row.late_requests}th request of its"
+            add_event(session, job_id, STALE_REQUEST, text, attempt=attempt, data={"refused": row.late_requests})

@@ -1,0 +1,299 @@
+"""Storage of metrics and hook summaries: a long series is thinned while it grows, so that a job of a million steps stays small
+and quick to read.
+
+A series keeps the points at steps of a grid (``step % stride == phase``) and the newest point. When there are more than
+``Bounds.points``, the stride doubles. Since the grid depends on steps alone, a step that a later attempt redoes replaces exactly
+the point that it supersedes; and since the stride depends on the number of points, it does not matter in which portions the
+points of a regular series arrive. Values are never averaged.
+
+A point that a redone step replaces with another value is kept separately (``SupersededMetric``), up to a limit; the attempt's row
+lists the names of such series.
+
+The series that ``checkpoint.keep_best`` compares also keeps points off its grid: those at steps that are checkpoints, or may
+become checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from typing import Any, Final, cast
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from ratchet_service.config.output_limits import Bounds
+from ratchet_service.db.models import Attempt, Checkpoint, HookSample, Job, Metric, MetricSeries, SupersededMetric
+
+_CHUNK: Final = 500
+_COUNT_INTERVAL: Final = 256
+"""Messages of a rank between two counts of its stored hook summaries."""
+_MAX_SUPERSEDED: Final = 1000
+"""Superseded values kept of one series."""
+_MAX_NAMES: Final = 100
+"""Names of series with superseded values that are kept on an attempt's row."""
+Row = dict[str, Any]
+_metrics, _series = cast("sa.Table", Metric.__table__), cast("sa.Table", MetricSeries.__table__)
+
+
+@dataclass(slots=True)
+class SeriesRow:
+    """A row of ``MetricSeries``."""
+
+    job_id: str
+    name: str
+    stride: int = 1
+    phase: int = 0
+    points: int = 0
+    top: int = -1
+    newest: int = -1
+    attempt: int = 0
+
+
+_COLUMNS: Final = tuple(field.name for field in fields(SeriesRow))
+_COUNT_COLUMNS: Final = _COLUMNS[2:]
+_THIS_SERIES: Final = _series.c.job_id == sa.bindparam("job_id_"), _series.c.name == sa.bindparam("name_")
+# Built once: building a statement takes longer than SQLite needs to execute it.
+_SELECT_SERIES: Final = sa.select(*(_series.c[name] for name in _COLUMNS)).where(
+    _series.c.job_id == sa.bindparam("job_id_"), _series.c.name.in_(sa.bindparam("names", expanding=True))
+)
+_INSERT_SERIES: Final = sa.insert(_series)
+_UPDATE_SERIES: Final = sa.update(_series).where(*_THIS_SERIES)
+_DELETE_POINT: Final = sa.delete(_metrics).where(
+    _metrics.c.job_id == sa.bindparam("job_id_"),
+    _metrics.c.name == sa.bindparam("name_"),
+    _metrics.c.step == sa.bindparam("step_"),
+)
+
+
+class Series:
+    """Metric points of one attempt, collected by ``add`` and written by ``store``; the caller holds the job's row."""
+
+    def __init__(self, session: Session, job: Job, attempt: int, bounds: Bounds, best_metric: str | None) -> None:
+        """``best_metric``: the series that ``checkpoint.keep_best`` compares."""
+        self._session, self._job, self._attempt, self._bounds = session, job, attempt, bounds
+        self._rows: dict[str, dict[int, Row]] = {}
+        self._best_metric = best_metric
+
+    def add(self, name: str, step: int, row: Row) -> None:
+        """Collect one point; it replaces an earlier one of the same step."""
+        self._rows.setdefault(name, {})[step] = row
+
+    def store(self) -> list[str]:
+        """Write the collected points. Returns the names of series beyond the job's limit, once for each value left out."""
+        if not self._rows:
+            return []
+        connection, names = self._session.connection(), list(self._rows)
+        known = self._read(names)
+        before = {name: replace(series) for name, series in known.items()}
+        refused = set(self._add_new(known, [name for name in names if name not in known]))
+        rows: list[Row] = []
+        removed: list[Row] = []
+        superseded: list[Row] = []
+        for name in names:
+            if name not in refused:
+                rows += self._choose_points(known[name], self._rows[name], removed, superseded)
+        if superseded:
+            self._store_superseded(superseded)
+        if removed:
+            connection.execute(_DELETE_POINT, removed)
+        upsert(self._session, Metric, ("job_id", "name", "step"), rows)
+        for series in known.values():
+            if series.points > self._bounds.points:
+                self._thin(series)
+        fresh = [asdict(series) for name, series in known.items() if name not in before]
+        if fresh:
+            connection.execute(_INSERT_SERIES, fresh)
+        changed = [
+            _update_values(series) for name, series in known.items() if name in before and series != before[name]
+        ]
+        if changed:
+            connection.execute(_UPDATE_SERIES, changed)
+        left_out = [name for name in names if name in refused for _ in self._rows[name]]
+        self._rows = {}
+        return left_out
+
+    def delete_unneeded_points(self) -> None:
+        """After a checkpoint commit, delete ``keep_best`` points up to the committed step that are neither on the grid nor at a
+        checkpoint: their steps can no longer become checkpoints."""
+        series = None if self._best_metric is None else self._read([self._best_metric]).get(self._best_metric)
+        if series is not None and series.stride > 1:
+            self._session.execute(sa.delete(Metric).where(*self._off_grid_filter(series)))
+
+    def _read(self, names: list[str]) -> dict[str, SeriesRow]:
+        found: dict[str, SeriesRow] = {}
+        for begin in range(0, len(names), _CHUNK):  # a job may put the step's number into the name
+            some = {"job_id_": self._job.id, "names": names[begin : begin + _CHUNK]}
+            found |= {row.name: SeriesRow(*row) for row in self._session.connection().execute(_SELECT_SERIES, some)}
+        return found
+
+    def _add_new(self, known: dict[str, SeriesRow], fresh: list[str]) -> list[str]:
+        """Add new series to ``known`` up to the job's limit; returns the names beyond the limit."""
+        if not fresh:
+            return []
+        count = sa.select(sa.func.count()).select_from(MetricSeries).where(MetricSeries.job_id == self._job.id)
+        room = max(0, self._bounds.series - (self._session.scalar(count) or 0))
+        known |= {name: SeriesRow(self._job.id, name) for name in fresh[:room]}
+        return fresh[room:]
+
+    def _choose_points(
+        self, series: SeriesRow, rows: dict[int, Row], removed: list[Row], superseded: list[Row]
+    ) -> list[Row]:
+        """Return those of ``rows`` to store, and update the series' counts. Appends to ``removed`` the key of a point that need
+        not be kept any longer, and to ``superseded`` the points of earlier attempts that are replaced with other values."""
+        before, stored_before = series.newest, self._stored_points(series, rows)
+        if self._attempt > series.attempt:
+            series.newest, series.attempt = max(rows), self._attempt
+        elif self._attempt == series.attempt:
+            series.newest = max(series.newest, *rows)
+        if before not in (-1, series.newest) and not _on_grid(series, before) and series.name != self._best_metric:
+            removed.append({"job_id_": series.job_id, "name_": series.name, "step_": before})
+        grid = [step for step in rows if _on_grid(series, step)]
+        series.points += len(grid) - len(stored_before.keys() & {*grid})
+        series.top = max(series.top, *grid) if grid else series.top
+        newest = series.newest if self._attempt == series.attempt else None
+        stored = {
+            step: row
+            for step, row in rows.items()
+            if series.name == self._best_metric or step == newest or _on_grid(series, step)
+        }
+        superseded += [
+            stored_before[step]
+            for step in stored.keys() & stored_before.keys()
+            if stored_before[step]["attempt"] < self._attempt and stored_before[step]["value"] != stored[step]["value"]
+        ]
+        return list(stored.values())
+
+    def _stored_points(self, series: SeriesRow, steps: Collection[int]) -> dict[int, Row]:
+        """Return the stored points at these steps. No query is made if all come after the last stored step."""
+        again = [step for step in steps if step <= max(series.top, series.newest)]
+        if not again:
+            return {}
+        between = Metric.step.between(min(again), max(again))
+        columns = [_metrics.c[name] for name in ("job_id", "name", "step", "attempt", "value", "at")]
+        found = self._session.execute(sa.select(*columns).where(*self._series_filter(series), between)).mappings()
+        return {row["step"]: dict(row) for row in found if row["step"] in steps}
+
+    def _store_superseded(self, superseded: list[Row]) -> None:
+        """Store superseded points, up to the limit of each series, and add the series' names to the attempt."""
+        first: dict[str, int] = {}
+        for name in dict.fromkeys(row["name"] for row in superseded):
+            mine = sorted((row for row in superseded if row["name"] == name), key=lambda row: int(row["step"]))
+            first[name] = mine[0]["step"]
+            count = sa.select(sa.func.count()).select_from(SupersededMetric)
+            mine_too = SupersededMetric.job_id == self._job.id, SupersededMetric.name == name
+            room = max(0, _MAX_SUPERSEDED - (self._session.scalar(count.where(*mine_too)) or 0))
+            upsert(self._session, SupersededMetric, ("job_id", "name", "step", "attempt"), mine[:room])
+        attempt = Attempt.job_id == self._job.id, Attempt.number == self._attempt
+        known: dict[str, int] = self._session.scalar(sa.select(Attempt.metrics_differ).where(*attempt)) or {}
+        names = known | {name: min(step, known.get(name, step)) for name, step in first.items()}
+        if names != known:
+            some = dict([*names.items()][:_MAX_NAMES])
+            statement = sa.update(Attempt).where(*attempt).values(metrics_differ=some)
+            self._session.execute(statement, execution_options={"synchronize_session": False})
+
+    def _thin(self, series: SeriesRow) -> None:
+        """Delete points of abandoned branches first, then every second point, until the series is within its limit."""
+        later = sa.exists().where(
+            Attempt.job_id == Metric.job_id, Attempt.number > Metric.attempt, Attempt.base_step < Metric.step
+        )
+        self._session.execute(
+            sa.delete(Metric).where(*self._series_filter(series), later, *self._unprotected_filter(series))
+        )
+        series.points = self._count_points(series, series.stride, series.phase)
+        while series.points > self._bounds.points:
+            half = self._count_points(series, series.stride * 2, series.phase)
+            if half * 2 < series.points - half:  # such as steps 1, 101, 201: all of them odd
+                series.phase += series.stride
+                half = series.points - half
+            series.stride, series.points = series.stride * 2, half
+        self._session.execute(sa.delete(Metric).where(*self._off_grid_filter(series)))
+        on_grid = Metric.step % series.stride == series.phase
+        top = self._session.scalar(sa.select(sa.func.max(Metric.step)).where(*self._series_filter(series), on_grid))
+        series.top = -1 if top is None else top
+
+    def _count_points(self, series: SeriesRow, stride: int, phase: int) -> int:
+        found = (
+            sa.select(sa.func.count())
+            .select_from(Metric)
+            .where(*self._series_filter(series), Metric.step % stride == phase)
+        )
+        return self._session.scalar(found) or 0
+
+    def _series_filter(self, series: SeriesRow) -> tuple[sa.ColumnElement[bool], ...]:
+        return Metric.job_id == series.job_id, Metric.name == series.name
+
+    def _off_grid_filter(self, series: SeriesRow) -> tuple[sa.ColumnElement[bool], ...]:
+        """Return the conditions for points off the grid that need not be kept."""
+        beside = (Metric.step % series.stride != series.phase, Metric.step != series.newest)
+        return (*self._series_filter(series), *beside, *self._unprotected_filter(series))
+
+    def _unprotected_filter(self, series: SeriesRow) -> tuple[sa.ColumnElement[bool], ...]:
+        if series.name != self._best_metric:
+            return ()
+        kept = sa.select(Checkpoint.step).where(Checkpoint.job_id == self._job.id, Checkpoint.state == "committed")
+        return Metric.step <= self._job.committed_step, Metric.step.not_in(kept)
+
+
+def _update_values(series: SeriesRow) -> Row:
+    counts = {name: getattr(series, name) for name in _COUNT_COLUMNS}
+    return {"job_id_": series.job_id, "name_": series.name, **counts}
+
+
+def _on_grid(series: SeriesRow, step: int) -> bool:
+    return step % series.stride == series.phase
+
+
+class Samples:
+    """Hook summaries of one attempt, collected by ``add`` and written by ``store``."""
+
+    def __init__(self, session: Session, job_id: str, bounds: Bounds) -> None:
+        self._session, self._job_id, self._bounds = session, job_id, bounds
+        self._rows: dict[tuple[int, int], Row] = {}
+
+    def add(self, rank: int, step: int, row: Row) -> None:
+        self._rows[rank, step] = row
+
+    def store(self, ranks: Collection[int]) -> None:
+        """Write the collected summaries. Those of ``ranks`` are counted, and thinned if there are too many."""
+        upsert(self._session, HookSample, ("job_id", "rank", "step"), self._rows.values())
+        for rank in {rank for rank, _ in self._rows}.intersection(ranks):
+            thin_samples(self._session, self._job_id, rank, self._bounds.samples)
+        self._rows = {}
+
+
+def is_count_due(before: int, after: int) -> bool:
+    """True if a rank's summaries must be counted after its messages ``before`` + 1 to ``after``."""
+    return before // _COUNT_INTERVAL != after // _COUNT_INTERVAL
+
+
+def thin_samples(session: Session, job_id: str, rank: int, limit: int) -> None:
+    """If a rank has more than ``limit`` summaries, delete every second one, but not the newest: the history keeps its length."""
+    mine = (HookSample.job_id == job_id) & (HookSample.rank == rank)
+    if (session.scalar(sa.select(sa.func.count()).select_from(HookSample).where(mine)) or 0) <= limit:
+        return
+    order = sa.func.row_number().over(order_by=HookSample.step.desc()).label("row")
+    rows = sa.select(HookSample.step, order).where(mine).subquery()
+    session.execute(
+        sa.delete(HookSample).where(mine, HookSample.step.in_(sa.select(rows.c.step).where(rows.c.row % 2 == 0)))
+    )
+
+
+def upsert(session: Session, table: Any, keys: tuple[str, ...], values: Iterable[Row]) -> None:
+    """Insert or update rows. Later attempts replace earlier ones, never the reverse. All rows have the same columns."""
+    rows = list(values)
+    if rows:
+        statement = _upsert(session.get_bind().dialect.name, table, keys, tuple(rows[0]))
+        session.connection().execute(statement, rows)  # one statement, compiled once, whatever the number of rows
+
+
+@cache
+def _upsert(dialect: str, table: Any, keys: tuple[str, ...], columns: tuple[str, ...]) -> Any:
+    insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
+    statement = insert(table.__table__)
+    new = {name: statement.excluded[name] for name in columns if name not in keys}
+    return statement.on_conflict_do_update(
+        index_elements=keys, set_=new, where=table.__table__.c.attempt <= statement.excluded.attempt
+    )

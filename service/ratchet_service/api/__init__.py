@@ -1,0 +1,1 @@
+"""The HTTP API: authentication, bodies, idempotency, problem+json, server."""

@@ -1,0 +1,27 @@
+"""The ``Range`` header of a request for one file (RFC 9110, 14.2): one range of bytes; an invalid header is ignored."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from ratchet_contract.errors import Refused
+
+_SINGLE_RANGE: Final = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))", re.ASCII)
+
+
+def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
+    """Return the first byte and the one after the last, in a file of ``size`` bytes. None (the whole file) if there is no header,
+    or one that is invalid or requests several ranges. Raises ``Refused`` (``range-not-satisfiable``)."""
+    match = _SINGLE_RANGE.fullmatch((header or "").replace(" ", ""))
+    if match is None:
+        return None
+    if match[3] is not None:
+        begin, end = max(0, size - int(match[3])), size
+    else:
+        begin, end = int(match[1]), size if match[2] is None else min(size, int(match[2]) + 1)
+        if match[2] is not None and int(match[2]) < begin:
+            return None
+    if begin >= end:
+        raise Refused(f"the file has {size} bytes: the range {header!r} has none of them", code="range-not-satisfiable")
+    return begin, end

@@ -1,0 +1,188 @@
+"""Request bodies: size, media type, syntax, and only values that both databases can hold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from ratchet_contract.errors import FieldProblem, Refused, SpecError
+from ratchet_contract.spec.parse import load_spec_text, pointer_of, problem_of
+
+M = TypeVar("M", bound=BaseModel)
+JSON_TYPES: Final = frozenset({"application/json", "application/merge-patch+json"})
+YAML_TYPES: Final = frozenset({"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"})
+MAX_DEPTH: Final = 64
+MAX_VALUES: Final = 200_000
+BODY_SECONDS: Final = 120.0
+"""Time limit for a body that is read as a whole."""
+PART_SECONDS: Final = 30.0
+"""Time limit between two parts of any body."""
+_MAX_INT: Final = 2**63 - 1
+_UNSTORABLE: Final = re.compile("[\0\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class RawBody:
+    """A body's bytes and its media type: without parameters, in lower case, '' if there was none."""
+
+    media_type: str
+    content: bytes
+
+
+async def read_body(request: Request, limit: int) -> RawBody:
+    """Read the whole body; at most ``limit`` bytes are ever held. Raises ``Refused`` (``body-too-large``)."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            content = b"".join([part async for part in iter_body(request, limit)])
+    except TimeoutError:
+        raise _too_slow(BODY_SECONDS) from None
+    return RawBody(media_type_of(request), content)
+
+
+async def iter_body(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """Yield the body's parts as they arrive. Raises ``Refused`` (``body-too-large``), before reading anything if Content-Length
+    exceeds ``limit``."""
+    too_large = Refused(f"the body is larger than {limit} bytes", code="body-too-large")
+    if (content_length(request) or 0) > limit:
+        raise too_large
+    size = 0
+    parts = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(PART_SECONDS):
+                part = await anext(parts)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise _too_slow(PART_SECONDS) from None
+        size += len(part)
+        if size > limit:
+            raise too_large
+        yield part
+
+
+def _too_slow(seconds: float) -> Refused:
+    return Refused(f"the body was not received within {seconds:g} s", code="body-too-slow")
+
+
+def content_length(request: Request) -> int | None:
+    """Return the body's size in bytes according to Content-Length; None without a valid one."""
+    announced = request.headers.get("content-length", "")
+    return int(announced[:20]) if announced.isascii() and announced.isdigit() else None
+
+
+def media_type_of(request: Request) -> str:
+    """Return the media type without parameters, in lower case; '' if there is none."""
+    return request.headers.get("content-type", "").split(";")[0].strip().lower()
+
+
+def decode(body: RawBody, *, yaml: bool = False, check_storable: bool = True) -> Any:
+    """Return the body's data; an empty body is ``{}``. Raises ``Refused`` or ``SpecError`` with a pointer to what is wrong.
+
+    ``check_storable`` False: the caller makes the values storable itself.
+    """
+    if not body.content.strip():
+        return {}
+    allowed = JSON_TYPES | YAML_TYPES if yaml else JSON_TYPES
+    if body.media_type not in allowed:
+        wanted = "application/json or application/yaml" if yaml else "application/json"
+        raise Refused(
+            f"content type {body.media_type or 'missing'!r} is not supported here: send {wanted}",
+            code="unsupported-media-type",
+        )
+    data = _yaml(body.content) if body.media_type in YAML_TYPES else _json(body.content)
+    problems = find_unstorable(data) if check_storable else []
+    if problems:
+        raise SpecError(f"{problems[0].pointer or '/'}: {problems[0].detail}", code="invalid-value", errors=problems)
+    return data
+
+
+def _json(content: bytes) -> Any:
+    try:
+        return json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"not valid JSON: {_error_text(error)}", code="invalid-json") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _yaml(content: bytes) -> Any:
+    try:
+        return load_spec_text(content.decode("utf-8"))
+    except SpecError:
+        raise
+    except (ValueError, TypeError, RecursionError, OverflowError, AttributeError, KeyError) as error:
+        # YAML's constructors raise these for dates that do not exist, numbers that are too long, and unhashable keys
+        raise Refused(f"not valid YAML: {_error_text(error)}", code="invalid-yaml") from None
+
+
+def _error_text(error: BaseException) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:300]
+
+
+def find_unstorable(data: Any) -> list[FieldProblem]:
+    """Return the values that JSON, a 64-bit column or PostgreSQL's text cannot hold, with JSON pointers; at most ten.
+
+    With YAML anchors, a small text can stand for a huge document: the walk counts every visit and stops at ``MAX_VALUES``.
+    """
+    out: list[FieldProblem] = []
+    stack: list[tuple[Any, tuple[str | int, ...]]] = [(data, ())]
+    visits = 0
+    while stack and len(out) < 10:
+        value, path = stack.pop()
+        visits += 1
+        if visits > MAX_VALUES:
+            return [FieldProblem(pointer="", code="too-many-values", detail=f"more than {MAX_VALUES} values")]
+        fault = _unstorable_reason(value) or (
+            ("too-deep", f"nested deeper than {MAX_DEPTH}") if len(path) > MAX_DEPTH else None
+        )
+        if fault:
+            out.append(FieldProblem(pointer=pointer_of(path), code=fault[0], detail=fault[1]))
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                fault = (
+                    _unstorable_reason(key)
+                    if isinstance(key, str)
+                    else ("key-not-text", f"the key {key!r} must be text: quote it")
+                )
+                if fault:
+                    out.append(FieldProblem(pointer=pointer_of(path), code=fault[0], detail=fault[1]))
+                else:
+                    stack.append((item, (*path, key)))
+        elif isinstance(value, list):
+            stack.extend((item, (*path, i)) for i, item in enumerate(value))
+    return out
+
+
+def _unstorable_reason(value: Any) -> tuple[str, str] | None:
+    if isinstance(value, str):
+        if _UNSTORABLE.search(value):
+            return "invalid-character", "text with a NUL character or half a surrogate pair cannot be stored"
+    elif isinstance(value, int):  # bool too
+        if abs(value) > _MAX_INT:
+            return "number-too-large", "whole numbers must fit 64 bits"
+    elif isinstance(value, float):
+        if value != value or value in (float("inf"), float("-inf")):
+            return "not-finite", "NaN and infinity are not JSON values"
+    elif value is not None and not isinstance(value, dict | list):
+        return "not-json", f"a {type(value).__name__} is not a JSON value: quote it to make it text"
+    return None
+
+
+def parse(model: type[M], data: Any) -> M:
+    """Validate ``data`` as ``model``. Raises ``SpecError`` (``invalid-body``) with one problem per fault."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        problems = [problem_of(e, model) for e in error.errors(include_url=False)[:50]]
+    first = problems[0]
+    raise SpecError(f"{first.pointer or '/'}: {first.detail}", code="invalid-body", errors=problems)

@@ -1,0 +1,238 @@
+"""Hook state, metrics, events and logs of a job."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Response
+from fastapi.responses import StreamingResponse
+
+from ratchet_contract.api.roles import Scope
+from ratchet_contract.api.views import EventView, HookSampleView, HookView, LogLine, MetricsView, Page
+from ratchet_contract.errors import NotFound, Refused
+from ratchet_service.api import dependencies
+from ratchet_service.api.authentication import needs
+from ratchet_service.api.dependencies import Cursor, Limit, Service, ServiceDep
+from ratchet_service.api.sse import END, PollResult, follow, format_event
+from ratchet_service.db.queries import find_attempt, find_job
+from ratchet_service.job_files.log_files import LogFilter
+from ratchet_service.usecases import job_history, logs, metrics
+
+router = APIRouter(tags=["observation"])
+_BATCH = 500
+_COMMENT = ": nothing new\n\n"
+_MaxName = Annotated[str, Query(max_length=200)]
+
+
+@router.get("/v1/jobs/{job_id}/hook", dependencies=[needs(Scope.JOBS_READ)], summary="State of the communication hook")
+def get_hook(service: ServiceDep, job_id: str) -> HookView:
+    """Newest summaries of all ranks of the running attempt; without one, those of the checkpoint from which the next
+    attempt starts."""
+    with service.database.read() as session:
+        return metrics.hook_view(session, job_id, service.settings.paths)
+
+
+@router.get(
+    "/v1/jobs/{job_id}/hook/history", dependencies=[needs(Scope.JOBS_READ)], summary="Hook summaries over steps"
+)
+def get_hook_history(
+    service: ServiceDep,
+    job_id: str,
+    rank: Annotated[int | None, Query(ge=0, le=1_000_000)] = None,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+) -> Page[HookSampleView]:
+    """Oldest step first; long histories are thinned."""
+    with service.database.read() as session:
+        return metrics.hook_history(session, job_id, rank, limit, cursor)
+
+
+@router.get("/v1/jobs/{job_id}/metrics", dependencies=[needs(Scope.JOBS_READ)], summary="Metrics over steps")
+def get_metrics(
+    service: ServiceDep,
+    job_id: str,
+    name: Annotated[list[_MaxName] | None, Query(description="Only these series; default: all.")] = None,
+    max_points: Annotated[int, Query(ge=2, le=10_000, description="Points per series.")] = 1000,
+) -> MetricsView:
+    """A longer series is thinned to evenly spaced points. Points of repeated steps replace the earlier ones."""
+    with service.database.read() as session:
+        return metrics.metrics(session, job_id, name or [], max_points)
+
+
+_STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {dependencies.EVENTS: {"schema": {"type": "string"}}},
+        "description": "A page, or a stream of events.",
+    }
+}
+
+
+@router.get(
+    "/v1/jobs/{job_id}/events",
+    dependencies=[needs(Scope.JOBS_READ)],
+    response_model=Page[EventView],
+    responses=_STREAMS,
+    summary="History",
+)
+def get_events(
+    service: ServiceDep,
+    job_id: str,
+    follow: Annotated[bool, Query(description="Send events as they come (text/event-stream).")] = False,
+    attempt: Annotated[
+        int | None, Query(ge=1, le=2**31 - 1, description="With a page: only events of this attempt.")
+    ] = None,
+    type: Annotated[str | None, Query(max_length=100, description="With a page: only events of this type.")] = None,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+    accept: Annotated[str | None, Header()] = None,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> Response | Page[EventView]:
+    """Oldest first. The stream ends with `event: end` when the job has ended; `Last-Event-ID` continues after that event."""
+    if (
+        dependencies.negotiate_media_type(
+            accept, [dependencies.EVENTS] if follow else [dependencies.JSON, dependencies.EVENTS]
+        )
+        == dependencies.JSON
+    ):
+        with service.database.read() as session:
+            return job_history.list_events(session, job_id, limit, cursor, attempt, type)
+    _refuse_cursor(cursor)
+    last = job_history.parse_last_id(last_event_id)
+    with service.database.read() as session:
+        find_job(session, job_id)
+
+    def poll() -> PollResult:
+        nonlocal last
+        try:
+            with service.database.read() as session:
+                ended = find_job(session, job_id).phase.terminal
+                found = job_history.events_after(session, job_id, last, _BATCH)
+        except NotFound:
+            return PollResult([], True)
+        last = found[-1].id if found else last
+        return PollResult([format_event(str(e.id), e.model_dump_json()) for e in found], ended and len(found) < _BATCH)
+
+    return _stream(service, poll, dependencies.EVENTS)
+
+
+_LOG_FORMS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {
+            dependencies.TEXT: {"schema": {"type": "string"}},
+            dependencies.NDJSON: {"schema": {"type": "string"}},
+            dependencies.EVENTS: {"schema": {"type": "string"}},
+        },
+        "description": "A page of lines; all lines as text or as JSON lines; or a stream.",
+    }
+}
+
+
+@router.get(
+    "/v1/jobs/{job_id}/logs",
+    dependencies=[needs(Scope.JOBS_READ)],
+    response_model=Page[LogLine],
+    responses=_LOG_FORMS,
+    summary="Logs of the ranks",
+)
+def get_logs(
+    service: ServiceDep,
+    job_id: str,
+    follow: Annotated[bool, Query(description="Follow the log as lines are written, later attempts included.")] = False,
+    tail: Annotated[int | None, Query(ge=0, le=1_000_000, description="Only the last lines of each rank.")] = None,
+    since: Annotated[
+        datetime | None,
+        Query(
+            description="Only lines written since then, accurate to about six seconds; for a line without a time the last "
+            "time in its log counts."
+        ),
+    ] = None,
+    grep: Annotated[
+        str | None, Query(max_length=1000, description="Only lines that contain this text (not a pattern).")
+    ] = None,
+    rank: Annotated[int | None, Query(ge=0, le=99_999)] = None,
+    attempt: Annotated[
+        str | None, Query(pattern=r"^(all|[1-9]\d{0,8})$", description="A number, or `all`; default: the newest.")
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Lines per page.")] = 1000,
+    cursor: Cursor = None,
+    accept: Annotated[str | None, Header()] = None,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> Response | Page[LogLine]:
+    """By Accept: a JSON page (default), `text/plain` or `application/x-ndjson` with everything, `text/event-stream`.
+
+    Plain text of several ranks has `[attempt.rank]` before each line. The middle of a log that is too long is dropped: one
+    line has the number of bytes (`left_out`). Searches return it too.
+    """
+    offers = (
+        [dependencies.EVENTS, dependencies.TEXT, dependencies.NDJSON]
+        if follow
+        else [dependencies.JSON, dependencies.TEXT, dependencies.NDJSON, dependencies.EVENTS]
+    )
+    form = dependencies.negotiate_media_type(accept, offers)
+    if since is not None and since.tzinfo is None:
+        raise Refused("since needs a time zone, like 2026-01-31T12:00:00Z", code="invalid-parameter")
+    with service.database.read() as session:
+        newest = max(1, find_job(session, job_id).attempt)
+        following = follow or form == dependencies.EVENTS  # then an attempt that is not there yet is waited for
+        if not following and attempt not in (None, "all"):
+            find_attempt(session, job_id, str(attempt))
+    first, last = (newest, None if following else newest) if attempt is None else (1, None)
+    if attempt not in (None, "all"):
+        first = last = int(str(attempt))
+    log_filter = LogFilter(first, last, rank, grep, since, tail)
+    paths = service.settings.paths.job(job_id)
+    if form == dependencies.JSON:
+        return logs.page(paths, job_id, log_filter, limit, cursor)
+    _refuse_cursor(cursor)
+    write = _writer(form, prefix=rank is None)
+    if not following:
+        return StreamingResponse((write(line.id, line) for line in logs.read_lines(paths, log_filter)), media_type=form)
+    follower = logs.Follower(paths, log_filter, last_event_id or None)
+
+    def poll() -> PollResult:
+        ended = _has_ended(service, job_id)  # asked before the files are read, or a last line could be missed
+        found = follower.poll(_BATCH, is_final=ended)
+        return PollResult([write(mark, line) for mark, line in found], ended and len(found) < _BATCH)
+
+    return _stream(service, poll, form)
+
+
+def _writer(form: str, prefix: bool) -> Any:
+    def text(_mark: str, line: LogLine) -> str:
+        return f"[{line.attempt}.{line.rank}] {line.text}\n" if prefix else line.text + "\n"
+
+    def json_line(_mark: str, line: LogLine) -> str:
+        return line.model_dump_json() + "\n"
+
+    def event(mark: str, line: LogLine) -> str:
+        return format_event(mark, line.model_dump_json())
+
+    return {dependencies.TEXT: text, dependencies.NDJSON: json_line, dependencies.EVENTS: event}[form]
+
+
+def _has_ended(service: Service, job_id: str) -> bool:
+    try:
+        with service.database.read() as session:
+            return find_job(session, job_id).phase.terminal
+    except NotFound:
+        return True
+
+
+def _refuse_cursor(cursor: str | None) -> None:
+    if cursor is not None:
+        raise Refused("a cursor pages through JSON; a stream continues after Last-Event-ID", code="invalid-parameter")
+
+
+def _stream(service: Service, poll: Any, form: str) -> StreamingResponse:
+    settings = service.settings
+    events_form = form == dependencies.EVENTS
+    chunks = follow(
+        poll,
+        interval_seconds=settings.follow_interval,
+        keep_alive_seconds=settings.keep_alive_interval,
+        keep_alive_text=_COMMENT if events_form else "",
+        end_text=END if events_form else "",
+        is_stopping=lambda: service.health.stopping,
+    )
+    return StreamingResponse(chunks, media_type=form, headers={"Cache-Control": "no-store"})

@@ -1,0 +1,80 @@
+"""The queue.
+
+Quotas: how much an owner may have at one time.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Response
+
+from ratchet_contract.api.queue import QueueView
+from ratchet_contract.api.quotas import QUOTA_OWNER, QuotaRequest, QuotaView
+from ratchet_contract.api.roles import Scope
+from ratchet_contract.api.views import Page
+from ratchet_service.api import openapi
+from ratchet_service.api.authentication import needs
+from ratchet_service.api.dependencies import BodyDep, Cursor, Limit, ServiceDep, reply, respond
+from ratchet_service.api.request_body import decode, parse
+from ratchet_service.usecases import queue, quotas
+
+router = APIRouter(tags=["quotas"])
+Of = Annotated[str | None, Query(max_length=100, description="Only this job.")]
+
+
+@router.get("/v1/queue", dependencies=[needs(Scope.JOBS_READ)], summary="Who is next")
+def get_queue(service: ServiceDep, limit: Limit = 50, cursor: Cursor = None, job_id: Of = None) -> QueueView:
+    """Queued jobs in the order in which they start, and why each waits: by priority, then in turns of their owners, then age.
+
+    It has the jobs of all owners, without those in a back-off. `job_id`: only that job, with its position and what it waits
+    for; no item if it is not queued.
+    """
+    with service.database.read() as session:
+        return queue.page(session, limit, cursor) if job_id is None else queue.job_entry(session, job_id)
+
+
+Owner = Annotated[
+    str, Path(pattern=QUOTA_OWNER, description="An owner, or `*`: each owner without a quota of its own.")
+]
+
+
+@router.get("/v1/quotas", dependencies=[needs(Scope.JOBS_READ)], summary="List quotas")
+def list_quotas(service: ServiceDep) -> Page[QuotaView]:
+    """All quotas that were set, on one page, with their owners' current use."""
+    with service.database.read() as session:
+        return quotas.list_quotas(session)
+
+
+@router.get("/v1/quotas/{owner}", dependencies=[needs(Scope.JOBS_READ)], summary="Read an owner's quota")
+def get_quota(service: ServiceDep, owner: Owner) -> QuotaView:
+    """The owner's effective quota (its own, that of `*`, or none) and its current use."""
+    with service.database.read() as session:
+        return quotas.get_quota(session, owner)
+
+
+@router.put(
+    "/v1/quotas/{owner}",
+    response_model=QuotaView,
+    dependencies=[needs(Scope.QUOTAS_WRITE)],
+    openapi_extra=openapi.body(QuotaRequest, openapi.QUOTA, required=True),
+    summary="Set a quota",
+)
+def put_quota(service: ServiceDep, owner: Owner, body: BodyDep) -> Response:
+    """Replaces the whole quota: an omitted key has no limit. Running jobs are not stopped."""
+    request = parse(QuotaRequest, decode(body))
+    with service.database.write() as session:
+        view = quotas.set_quota(session, owner, request)
+    service.ports.wake()
+    return respond(reply(200, view))
+
+
+@router.delete(
+    "/v1/quotas/{owner}", status_code=204, dependencies=[needs(Scope.QUOTAS_WRITE)], summary="Delete a quota"
+)
+def delete_quota(service: ServiceDep, owner: Owner) -> Response:
+    """Afterwards the quota of `*`, if set, applies to the owner."""
+    with service.database.write() as session:
+        quotas.delete_quota(session, owner)
+    service.ports.wake()
+    return Response(status_code=204)

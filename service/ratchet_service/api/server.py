@@ -1,0 +1,258 @@
+"""The HTTP server of one service, from the bound socket to its end, and the files by which clients find it: ``service.json`` and
+the user's pointer to the run directory.
+
+It limits the size of a request's head, the time until the head is complete, and the number of connections. uvicorn limits only
+the idle time between two requests; a client that sends a head byte by byte would hold a connection forever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from pydantic import ValidationError
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ratchet_contract import env_vars as names
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.processes import service_pointers
+from ratchet_contract.protocol.messages import ServiceFile
+from ratchet_contract.protocol.timing import MAX_CONTROL_DELAY_SECONDS
+from ratchet_service.db.engine import utc_now
+from ratchet_service.observability.health import Health
+
+MAX_HEADERS: Final = 32 * 1024
+"""Bytes of request line and headers; a larger head is answered with 400, and the connection is closed."""
+HEAD_SECONDS: Final = 20.0
+REST_SECONDS: Final = 20.0
+"""Time limit for the rest of a body whose request has been answered already, for example refused: nobody reads it."""
+
+
+def max_connections() -> int:
+    """Return three quarters of this process's file descriptor limit; further connections are answered with 503."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 65_536 if soft == resource.RLIM_INFINITY else max(64, soft * 3 // 4)
+
+
+class HeadDeadline(H11Protocol):
+    """Closes a connection whose request head is not complete after ``head_seconds``, or whose request body is still arriving
+    ``rest_seconds`` after its answer."""
+
+    head_seconds = HEAD_SECONDS
+    rest_seconds = REST_SECONDS
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._rest_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._disarm()
+        elif self._deadline is None:
+            self._arm()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:
+            self._rest_timer = self.loop.call_later(self.rest_seconds, self._abort_unread_body, self.cycle)
+
+    def _abort_unread_body(self, answered: object) -> None:
+        if self.cycle is answered and self.conn.their_state is h11.SEND_BODY:
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+        super().connection_lost(exc)
+
+    def _arm(self) -> None:
+        self._deadline = self.loop.call_later(self.head_seconds, self.transport.abort)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+log = logging.getLogger(__name__)
+
+GRACE_SECONDS: Final = 3
+"""Seconds that requests in flight get at a clean shutdown, once no connection is accepted any more."""
+KEEP_ALIVE_SECONDS: Final = int(MAX_CONTROL_DELAY_SECONDS) + 5
+"""Seconds that a connection may be idle. More than the longest delay that ``report_pacing`` requests of agents, so that they
+reuse their connection: a report on a closed one would fail first, and the agent would log that no service answers."""
+
+
+class Shutdown:
+    """The shutdown, from the first signal until the server stops listening."""
+
+    def __init__(self, health: Health, drain_seconds: float, on_drain: Callable[[], None]) -> None:
+        """``on_drain`` is called once, outside of signal handlers."""
+        self._health, self._drain_seconds, self._on_drain = health, drain_seconds, on_drain
+        self._began_at: float | None = None
+        self._drain_started = False
+
+    def begin(self) -> bool:
+        """Begin the shutdown. Runs in a signal handler, so it takes no lock. False if the shutdown had begun before."""
+        if self._began_at is not None:
+            return False
+        self._began_at, self._health.stopping = time.monotonic(), True
+        return True
+
+    def is_over(self) -> bool:
+        """True once the server must stop listening. Called ten times a second."""
+        if self._began_at is None:
+            return False
+        if not self._drain_started:
+            self._drain_started = True
+            log.info(
+                "shutting down: no attempt is started or ended any more; requests are accepted for %g s",
+                self._drain_seconds,
+            )
+            self._on_drain()
+        return time.monotonic() - self._began_at >= self._drain_seconds
+
+
+class Server(uvicorn.Server):
+    """Writes ``service.json`` and the pointer once it answers requests, and removes its own at a clean shutdown."""
+
+    def __init__(
+        self, app: FastAPI, paths: HomePaths, url: str, tls: ssl.SSLContext | None, shutdown_state: Shutdown
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            server_header=False,
+            proxy_headers=False,  # anybody could send them
+            http=HeadDeadline,
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEADERS,
+            limit_concurrency=max_connections(),
+        )
+        super().__init__(config)
+        config.load()
+        config.ssl = tls
+        self._paths = paths
+        self._url = url
+        self._shutdown_state = shutdown_state
+        self._service_file_written = False
+        self._pointer: Path | None = None
+        self._pointer_error_logged = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the shutdown; a second signal ends the process at once, since all its work may be interrupted anywhere."""
+        if not self._shutdown_state.begin():
+            with suppress(OSError):
+                os.write(2, b"ratchet: a second signal: ended at once; agents go on\n")
+            self._remove_own_files()
+            os._exit(128 + sig)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._write_service_file()
+            self._write_pointer()
+            log.info("listening on %s", self._url)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second. Writes missing files again: another service of this run directory may have removed ours when
+        it ended, or the disk may have been full."""
+        if self._shutdown_state.is_over():
+            self.should_exit = True
+        if counter % 20 == 0 and not self.should_exit:
+            if not (self._service_file_written and self._paths.service_file.exists()):
+                self._write_service_file()
+            if self._pointer is None or not self._pointer.exists():
+                self._write_pointer()
+        return await super().on_tick(counter)
+
+    def _write_service_file(self) -> None:
+        """Write ``service.json``. On a full disk it is retried: meanwhile, clients that know the address are served, and agents
+        continue."""
+        try:
+            write_service_file(self._paths.service_file, self._url)
+            self._service_file_written = True
+        except OSError as error:
+            self._service_file_written = False
+            log.error("%s cannot be written, trying again: %s", self._paths.service_file, error.strerror or error)
+
+    def _write_pointer(self) -> None:
+        """Write the pointer. A failure is retried as long as the service runs but logged once: the service can be used without a
+        pointer. A service that ends with a command gets none, since others would lose their jobs when it ends."""
+        if names.ENDS_WITH in os.environ:
+            return
+        try:
+            self._pointer = service_pointers.create_pointer(self._paths.home.absolute())
+        except OSError as error:
+            self._pointer = None
+            if not self._pointer_error_logged:
+                log.warning("the service cannot be found from other directories without --home: %s", error)
+            self._pointer_error_logged = True
+
+    def _remove_own_files(self) -> None:
+        remove_service_file(self._paths.service_file)
+        if self._pointer is not None:
+            service_pointers.remove_pointer(self._pointer)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._remove_own_files()
+        await super().shutdown(sockets)
+
+
+def write_service_file(path: Path, url: str) -> None:
+    """Write the file by rename, readable only by the owner, or by all if agents run as another user. Raises ``OSError``, and then
+    leaves no file behind."""
+    content = ServiceFile(url=url, pid=os.getpid(), started_at=utc_now().isoformat()).model_dump_json()
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".service-")  # mode 0600
+    try:
+        with os.fdopen(fd, "w") as handle:
+            handle.write(content)
+        if HomePaths(path.parent).run_as_file.exists():  # agents of another user look for it there; it holds no secret
+            Path(temporary).chmod(0o644)
+        Path(temporary).rename(path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def remove_service_file(path: Path) -> None:
+    """Remove the file only if it names this process: a later service may have written its own."""
+    with suppress(OSError, ValidationError):
+        if ServiceFile.model_validate_json(path.read_bytes()).pid == os.getpid():
+            path.unlink()
+
+
+@contextmanager
+def handle_signals(server: Server) -> Iterator[None]:
+    """Handle signals before and after uvicorn runs; while it runs, uvicorn handles them."""
+    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,64 @@
+"""Server-sent events (WHATWG HTML, 9.2) and followed text, from a poll that is repeated until nothing more can follow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import anyio
+from anyio.to_thread import run_sync
+
+END: str = "event: end\ndata: {}\n\n"
+RETRY: str = "retry: 500\n\n"
+"""Makes a client reconnect after 500 ms; it then continues after its last id."""
+
+
+@dataclass(frozen=True)
+class PollResult:
+    """The result of one poll: chunks to send, and whether the stream is complete."""
+
+    chunks: list[str]
+    finished: bool
+
+
+def format_event(id_: str, data: str, event: str | None = None) -> str:
+    """Return one event; ``data`` is JSON on one line."""
+    head = "" if event is None else f"event: {event}\n"
+    return f"{head}id: {id_}\ndata: {data}\n\n"
+
+
+async def follow(
+    poll: Callable[[], PollResult],
+    *,
+    interval_seconds: float,
+    keep_alive_seconds: float,
+    keep_alive_text: str,
+    end_text: str,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> AsyncIterator[str]:
+    """Yield chunks as they appear. ``keep_alive_text`` is sent every ``keep_alive_seconds`` seconds of silence, so that a dead
+    client is noticed; ``end_text`` is the last chunk of a complete stream. ``poll`` runs in a worker thread, one call at a time.
+
+    ``is_stopping`` is True when the service shuts down: event streams then end with ``RETRY``; text streams continue until they
+    are cut off, so that no client takes the text for complete."""
+    last_sent = time.monotonic()
+    while True:
+        if end_text and is_stopping():
+            yield RETRY
+            return
+        found = await run_sync(poll)
+        for chunk in found.chunks:
+            yield chunk
+        if found.finished:
+            if end_text:
+                yield end_text
+            return
+        now = time.monotonic()
+        if found.chunks:
+            last_sent = now
+        elif keep_alive_text and now - last_sent >= keep_alive_seconds:
+            last_sent = now
+            yield keep_alive_text
+        if not found.chunks:
+            await anyio.sleep(interval_seconds)

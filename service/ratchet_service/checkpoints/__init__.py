@@ -1,0 +1,1 @@
+"""A job's checkpoints: lineage, cleanup, removal, object store."""

@@ -1,0 +1,97 @@
+"""Deletion of checkpoints: the row is marked first, in a transaction; the files are deleted after it, in no transaction.
+
+Once it is marked, no process can pin the checkpoint, start from it or read it: its state is ``deleted``. So it does not matter
+which process deletes the files, nor how many do. What a crash leaves is deleted at the next end of an attempt, by the next
+``prune``, and at start and periodically (``delete_all_marked``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ratchet_contract.errors import CheckpointError, NotFound
+from ratchet_contract.paths import MANIFEST_NAME, HomePaths, JobPaths, checkpoint_dir_name
+from ratchet_service.db.clock import now_in
+from ratchet_service.db.engine import Database
+from ratchet_service.db.models import Checkpoint
+from ratchet_service.db.transitions import add_event, lock_job
+from ratchet_service.isolation.file_access import as_owner
+from ratchet_store.retention.delete import delete_unless_pinned
+from ratchet_store.retention.rules import Id
+
+log = logging.getLogger(__name__)
+
+
+def mark_deleted(session: Session, rows: Iterable[Checkpoint]) -> None:
+    """Mark checkpoints that are deleted once the transaction is committed; their job's row is locked."""
+    now = now_in(session)
+    for row in rows:
+        row.state, row.removing_since = "deleted", now
+
+
+def delete_marked(database: Database, paths: JobPaths, job_id: str) -> set[str]:
+    """Delete the files of marked checkpoints, oldest first; returns the names of those deleted. Call it in no transaction, and
+    with the job's row not locked.
+
+    A checkpoint that the system refuses to delete, or with a marker file ``PINNED`` that no row knows of, is committed again if
+    it is still whole; a refusal is recorded as an event."""
+    marked = sa.select(Checkpoint.step, Checkpoint.attempt).where(
+        Checkpoint.job_id == job_id, Checkpoint.removing_since.is_not(None)
+    )
+    with database.read() as session:
+        ids = [
+            (step, attempt) for step, attempt in session.execute(marked.order_by(Checkpoint.step, Checkpoint.attempt))
+        ]
+    done = {one: _delete(paths, paths.checkpoint(*one)) for one in ids}
+    if done:
+        try:
+            _record(database, job_id, done)
+        except NotFound:
+            log.info("%s: deleted while files of it were", job_id)
+    return {checkpoint_dir_name(*one) for one, (stays, said) in done.items() if not stays and said is None}
+
+
+def _delete(paths: JobPaths, directory: Path) -> tuple[bool, str | None]:
+    """Return whether the checkpoint is still whole, and the error if the system refused."""
+    refusal = None
+    with as_owner(paths.root):
+        try:
+            delete_unless_pinned(directory)
+        except CheckpointError as error:
+            refusal = error.detail
+        return (directory / MANIFEST_NAME).exists(), refusal
+
+
+def _record(database: Database, job_id: str, done: Mapping[Id, tuple[bool, str | None]]) -> None:
+    with database.write() as session:
+        lock_job(session, job_id)
+        for (step, attempt), (stays, said) in done.items():
+            row = session.get(Checkpoint, (job_id, step, attempt))
+            if row is None or row.removing_since is None:
+                continue  # another process was faster
+            row.removing_since = None
+            if stays and row.state == "deleted":
+                row.state = "committed"
+            if said is not None:
+                add_event(session, job_id, "checkpoint-not-deleted", said, attempt=attempt)
+
+
+def delete_all_marked(database: Database, homes: HomePaths) -> None:
+    """Delete marked checkpoints of all jobs: those that an attempt's end has just marked, and those that a process left when it
+    ended. A job whose files cannot be reached is left for the next call."""
+    with database.read() as session:
+        jobs = session.scalars(
+            sa.select(Checkpoint.job_id).where(Checkpoint.removing_since.is_not(None)).distinct()
+        ).all()
+    for job_id in jobs:
+        try:
+            gone = delete_marked(database, homes.job(job_id), job_id)
+        except Exception:  # it must not delay the jobs after it
+            log.exception("%s: checkpoints that go were not deleted", job_id)
+        else:
+            log.info("%s: %s deleted", job_id, ", ".join(sorted(gone)) or "no checkpoint")

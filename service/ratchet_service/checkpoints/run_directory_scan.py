@@ -1,0 +1,165 @@
+"""Find what the run directory has and the database lacks: what happened after the backup that was restored.
+
+The number of an attempt is the token by which everything is fenced, and it names checkpoints. So a number that the disk has seen
+is never assigned again. An attempt whose directory exists is imported under its own number, as one that ended: nothing of it is
+left alive, its spools are read, its checkpoints adopted, its end is counted, as if the service had only been away. If only
+checkpoints are left of an attempt, its number is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import sqlalchemy as sa
+
+from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths, is_job_id, parse_checkpoint_dir_name
+from ratchet_contract.plural import pluralize
+from ratchet_service.db.engine import Database
+from ratchet_service.db.models import Job
+from ratchet_service.isolation.file_access import as_owner
+
+EVENT: Final = "attempt-found"
+_BATCH_SIZE: Final = 500
+"""Number of jobs per query."""
+_MAX_NAMES: Final = 10
+
+
+@dataclass(frozen=True)
+class Next:
+    """The number of a job's next attempt. ``on_disk``: its directory exists, and is to be imported. ``skipped``: numbers before
+    it that the disk has seen and that have no directory any more."""
+
+    number: int
+    on_disk: bool = False
+    skipped: range = range(0)
+
+
+def next_attempt(paths: JobPaths, attempt: int) -> Next:
+    """Return what follows attempt ``attempt``, the newest in the job's row. Raises ``OSError`` if the disk does not respond."""
+    attempts = sorted(number for number in _attempt_numbers(paths) if number > attempt)
+    if attempts:
+        return Next(attempts[0], on_disk=True)
+    highest = max([attempt, *_writer_attempts(paths.checkpoints), *_writer_attempts(paths.quarantine)])
+    return Next(highest + 1, skipped=range(attempt + 1, highest + 1))
+
+
+def launched_at(paths: AttemptPaths, now: datetime) -> datetime:
+    """Return when the attempt's ``launch.json`` was written; ``now`` if that is unknown."""
+    try:
+        return min(now, datetime.fromtimestamp(paths.launch_file.stat().st_mtime, UTC))
+    except OSError:
+        return now
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Differences between a run directory and a database. ``without_row``: jobs with a directory and no row;
+    ``with_unknown_attempts``: jobs with attempts missing in their row; ``without_directory``: jobs that have begun, by their row,
+    and have no directory, or only what a deletion left; ``unreadable``: jobs whose directory cannot be read."""
+
+    without_row: tuple[str, ...] = ()
+    with_unknown_attempts: tuple[str, ...] = ()
+    without_directory: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
+
+    def sentences(self) -> Iterator[str]:
+        """Yield a message for each kind of difference."""
+        if self.without_row:
+            yield (
+                f"{_count(self.without_row)} on the disk, but not in the database: {_names(self.without_row)}. Their files "
+                "stay; their processes are ended when a service starts"
+            )
+        if self.with_unknown_attempts:
+            yield (
+                f"{_count(self.with_unknown_attempts)} with attempts that the database does not know: "
+                f"{_names(self.with_unknown_attempts)}. They are recorded"
+            )
+        if self.without_directory:
+            yield f"{_count(self.without_directory)} in the database, but not on the disk: {_names(self.without_directory)}"
+        if self.unreadable:
+            yield f"{_count(self.unreadable)} whose directory cannot be read: {_names(self.unreadable)}"
+
+
+def compare(home: HomePaths, database: Database) -> Difference:
+    """Compare all job directories with the attempt numbers of all jobs. Raises SQLAlchemy's errors, and ``OSError``."""
+
+    def newest_attempts(ids: Collection[str]) -> dict[str, int]:
+        query = sa.select(Job.id, Job.attempt)
+        with database.read() as session:
+            return {job_id: attempt for job_id, attempt in session.execute(query.where(Job.id.in_(ids)))}  # noqa: C416
+
+    def begun_jobs() -> Iterator[str]:
+        with database.read() as session:
+            yield from session.scalars(sa.select(Job.id).where(Job.attempt > 0).execution_options(yield_per=10_000))
+
+    return difference(home, newest_attempts, begun_jobs)
+
+
+def difference(
+    home: HomePaths,
+    newest_attempts: Callable[[Collection[str]], dict[str, int]],
+    begun_jobs: Callable[[], Iterator[str]],
+) -> Difference:
+    """Return the differences. ``newest_attempts``: returns the newest attempt by id, for those ids that have a row;
+    ``begun_jobs``: yields the ids of all jobs with an attempt."""
+    on_disk = sorted(name for name in _names_in(home.jobs) if is_job_id(name))
+    lost, ahead, unread = list[str](), list[str](), list[str]()
+    deleted = set[str]()
+    for i in range(0, len(on_disk), _BATCH_SIZE):
+        part = on_disk[i : i + _BATCH_SIZE]
+        known = newest_attempts(part)
+        for job_id in part:
+            try:
+                if job_id not in known:
+                    if _attempts_folder(home.job(job_id)).is_dir():  # else only its checkpoints were kept
+                        lost.append(job_id)
+                    continue
+                if home.job(job_id).kept_marker.exists():  # deleted, except its outputs
+                    deleted.add(job_id)
+                following = next_attempt(home.job(job_id), known[job_id])
+                if following.on_disk or following.skipped:
+                    ahead.append(job_id)
+            except OSError:
+                unread.append(job_id)
+    there = set(on_disk) - deleted
+    gone = sorted(job_id for job_id in begun_jobs() if job_id not in there)
+    return Difference(tuple(lost), tuple(ahead), tuple(gone), tuple(unread))
+
+
+def _attempts_folder(paths: JobPaths) -> Path:
+    return paths.attempt(0).root.parent
+
+
+def _attempt_numbers(paths: JobPaths) -> Iterator[int]:
+    for name in _names_in(_attempts_folder(paths)):
+        if name.isascii() and name.isdigit() and paths.attempt(int(name)).root.name == name:
+            yield int(name)
+
+
+def _writer_attempts(folder: Path) -> Iterator[int]:
+    """Yield the attempts that wrote the checkpoints in ``folder``, whole or not; a quarantine may add ``.1`` etc. to names."""
+    for name in _names_in(folder):
+        parsed = parse_checkpoint_dir_name(".".join(name.split(".")[:2]))
+        if parsed is not None:
+            yield parsed[1]
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        with as_owner(folder):
+            return [entry.name for entry in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+
+
+def _count(names: Collection[str]) -> str:
+    return pluralize(len(names), "job")
+
+
+def _names(names: Collection[str]) -> str:
+    shown = ", ".join(list(names)[:_MAX_NAMES])
+    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"

@@ -1,0 +1,188 @@
+"""``ratchet agent-host``: starts the agents of local jobs for a reconciler elsewhere, and does nothing else.
+
+It has no database, so that jobs, which run next to it as its user, find no data of the service; a reconciler can be stopped or
+replaced independently. On SIGTERM it asks its agents to stop: each saves a checkpoint, and its attempt ends as preempted. It
+exits once they have ended. In a container, all remaining processes end with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.paths import HomePaths, is_job_id
+from ratchet_contract.version import PROTOCOL_VERSION
+from ratchet_service.errors import StartError
+from ratchet_service.isolation.sandbox import NO_SANDBOX
+from ratchet_service.launchers.base import AttemptRef, LaunchError
+from ratchet_service.launchers.launch_file import read_launch_file
+from ratchet_service.launchers.local.agent_host_client import Answer, Question, read_line, send_line, socket_address
+from ratchet_service.launchers.local.launcher import LocalLauncher
+from ratchet_service.scheduling.machine import detect_machine, write_machine
+from ratchet_service.user_code.interpreter_probe import Interpreters
+
+log = logging.getLogger(__name__)
+
+_LOCK: Final = "agent-host.lock"
+_RESTART: Final = "restart it with the reconciler's version"
+_POLL_SECONDS: Final = 0.1
+_CONNECTION_SECONDS: Final = 10.0
+
+
+class AgentHost:
+    """Answers a reconciler's requests, one at a time. Thread-safe."""
+
+    def __init__(self, home: HomePaths) -> None:
+        self._home = home
+        self._launcher = LocalLauncher(home)
+        self._lock = threading.Lock()
+        self._started: set[str] = set()  # names of attempts
+        self._stopping = False
+
+    def answer(self, question: Question) -> Answer:
+        with self._lock:
+            try:
+                return self._answer(question)
+            except LaunchError as error:
+                return Answer(refused=error.detail)
+            except Exception as error:
+                log.exception("%s of %s failed", question.what, question.job_id or "all")
+                return Answer(away=f"the agent host cannot {question.what}: {type(error).__name__}: {error}")
+
+    def _answer(self, question: Question) -> Answer:
+        match question.what:
+            case "ping":
+                return Answer()
+            case "running":
+                return Answer(names=[ref.name for ref, _ in self._launcher.running_attempts()])
+            case "sweep":
+                return Answer(names=self._launcher.sweep(lambda found: [n for n in found if n not in question.names]))
+        if not is_job_id(question.job_id) or question.attempt < 1:
+            return Answer(refused=f"{question.job_id!r}, attempt {question.attempt}: not a valid attempt")
+        ref = AttemptRef(question.job_id, question.attempt, self._home.job(question.job_id).attempt(question.attempt))
+        match question.what:
+            case "look":
+                return Answer(alive=self._launcher.poll(ref).alive, own=ref.name in self._started)
+            case "start":
+                return self._start(ref)
+            case "stop":
+                self._launcher.stop(ref, 0)
+            case "kill":
+                return Answer(names=self._launcher.kill(ref))
+        return Answer()
+
+    def _start(self, ref: AttemptRef) -> Answer:
+        if self._stopping:
+            return Answer(away="the agent host is shutting down: agents are started again after its restart")
+        if self._launcher.has_started(ref):
+            return Answer()
+        launch = read_launch_file(ref.paths)
+        if launch is None or launch.protocol != PROTOCOL_VERSION:
+            return Answer(away=f"the agent host cannot read {ref.paths.launch_file}: {_RESTART}")
+        self._started.add(ref.name)
+        self._launcher.start(self._launcher.plan(launch))
+        log.info("%s: started", ref.name)
+        return Answer()
+
+    def end_agents(self) -> None:
+        """Start no more agents, ask the running ones to stop, and return once they have ended."""
+        with self._lock:
+            self._stopping = True
+        stop_requested: set[str] = set()
+        while self._stop_running(stop_requested):
+            time.sleep(_POLL_SECONDS)
+
+    def _stop_running(self, stop_requested: set[str]) -> bool:
+        """True if any agent is alive. Asks each agent not in ``stop_requested`` to stop, once it has started and can receive
+        that."""
+        alive = False
+        with self._lock:
+            for ref, _ in self._launcher.running_attempts():
+                state = self._launcher.poll(ref)
+                alive = alive or state.alive
+                if state.alive and state.seen and ref.name not in stop_requested:
+                    stop_requested.add(ref.name)
+                    self._launcher.stop(ref, 0)
+                    log.info("%s: asked to save a checkpoint and stop; waiting for its end", ref.name)
+        return alive
+
+
+class _Server(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, folder: int, host: AgentHost) -> None:
+        self.host = host
+        super().__init__(socket_address(folder), _Handler)
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    request: socket.socket
+    server: _Server
+
+    def handle(self) -> None:
+        self.request.settimeout(_CONNECTION_SECONDS)
+        with suppress(OSError):
+            try:
+                answer = self.server.host.answer(read_line(self.request, Question))
+            except ValueError:
+                answer = Answer(away=f"the agent host cannot parse the request: {_RESTART}")
+            send_line(self.request, answer)
+
+
+@contextmanager
+def _serve_requests(home: Path, host: AgentHost) -> Iterator[None]:
+    """Answer requests while the block runs. Only this user can connect to the socket."""
+    folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    path = Path(socket_address(folder))
+    try:
+        path.unlink(missing_ok=True)  # left by a killed agent host: we hold the lock
+        with _Server(folder, host) as server:
+            path.chmod(0o600)
+            threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), name="answers", daemon=True).start()
+            yield
+            server.shutdown()
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(folder)
+
+
+def run(home: HomePaths, cpu_slots: int | None) -> None:
+    """Run until SIGTERM or SIGINT. Raises ``StartError``."""
+    home.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (home.home / _LOCK).open("a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartError(f"an agent host already runs in {home.home}: stop it, or set another --home") from None
+        try:
+            machine = detect_machine(cpu_slots)
+        except ValueError as error:
+            raise StartError(str(error)) from None
+        if os.geteuid() == 0:
+            log.warning("this agent host runs as root, and so does the code of every job: start it as another user")
+        stopping = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stopping.set())
+        host = AgentHost(home)
+        with _serve_requests(home.home, host):
+            write_machine(home.home, machine, Interpreters(NO_SANDBOX).query(machine.python).torch_cuda)
+            log.info(
+                "agents of %s are started here; %d GPUs, %d CPU slots",
+                home.home,
+                len(machine.gpus),
+                machine.capacity.cpus,
+            )
+            stopping.wait()
+            host.end_agents()
+    log.info("ended; stopped jobs continue once an agent host runs here again")

@@ -1,0 +1,258 @@
+"""``python -m ratchet_service backup FILE`` and ``restore FILE``: copy a SQLite database while the service runs, and restore it
+while none runs. For PostgreSQL, use ``pg_dump`` and ``pg_restore``, and then ``restore --check`` to compare it with the run
+directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import itertools
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
+
+from ratchet_contract.paths import HomePaths
+from ratchet_service.checkpoints import run_directory_scan
+from ratchet_service.config.settings import Settings
+from ratchet_service.db import migrate
+from ratchet_service.db.engine import Database, first_line, normalise_url, utc_now
+from ratchet_service.db.models import ApiToken
+from ratchet_service.errors import StartError
+
+_BUSY_SECONDS: Final = 20.0
+_SIDE_FILE_SUFFIXES: Final = ("-wal", "-shm")
+POSTGRES_BACKUP: Final = "pg_dump --format=custom --file=FILE DATABASE_URL"
+POSTGRES_RESTORE: Final = (
+    "pg_restore --clean --if-exists --single-transaction --exit-on-error --no-owner --dbname=DATABASE_URL FILE"
+)
+
+
+def add_parsers(commands: Any, database_options: argparse.ArgumentParser) -> None:
+    """Add the parsers of both commands to ``commands``; ``database_options`` has the options that select the database."""
+    one = commands.add_parser(
+        "backup", parents=[database_options], help="copy a SQLite database while the service runs"
+    )
+    one.add_argument("file", type=Path)
+    one.add_argument("--replace", action="store_true", help="overwrite an existing file")
+    two = commands.add_parser(
+        "restore", parents=[database_options], help="put a SQLite database back while no service runs"
+    )
+    two.add_argument("file", type=Path, nargs="?", help="what `backup` wrote")
+    two.add_argument(
+        "--replace", action="store_true", help="rename the existing database and keep it next to the new one"
+    )
+    two.add_argument("--check", action="store_true", help="restore nothing: only compare run directory and database")
+
+
+def run(settings: Settings, options: argparse.Namespace) -> int:
+    """Run the command. Raises ``StartError`` if that is not possible; then nothing is changed."""
+    if options.command == "backup":
+        backup(settings, options.file.expanduser().absolute(), replace=options.replace)
+        print(f"written: {options.file}")
+        return 0
+    if options.check == (options.file is not None):
+        raise StartError("restore needs either FILE or --check")
+    if not options.check:
+        aside = restore(settings, options.file.expanduser().absolute(), replace=options.replace)
+        print(f"restored: {database_file(settings)}" + (f"; the previous database is now {aside}" if aside else ""))
+    for line in describe_differences(settings):
+        print(line)
+    return 0
+
+
+def backup(settings: Settings, file: Path, *, replace: bool = False) -> None:
+    """Copy the database to ``file`` as of one moment; the copy is checked, synced, and readable only by the owner. Writers are
+    not blocked. Raises ``StartError``."""
+    source = database_file(settings)
+    if not source.is_file():
+        raise StartError(f"there is no database {source}")
+    if file.exists() and not replace:
+        raise StartError(f"{file} already exists: give another name, or --replace")
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with _open_existing(source, "mode=rw") as found, _create(temporary) as copy:
+            found.backup(copy)
+            copy.execute("PRAGMA journal_mode = DELETE")  # a single file, without ``-wal`` and ``-shm``
+        _check(temporary)
+        _fsync(temporary)
+        temporary.rename(file)
+        _fsync(file.parent)
+    except (sqlite3.Error, OSError) as error:
+        raise StartError(f"{source} was not copied to {file}: {error}") from error
+    finally:
+        for path in (
+            temporary,
+            *(temporary.with_name(temporary.name + end) for end in (*_SIDE_FILE_SUFFIXES, "-journal")),
+        ):
+            path.unlink(missing_ok=True)
+
+
+def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | None:
+    """Check ``file`` and put it in the place of the database; returns the path to which an existing database was moved. Raises
+    ``StartError`` if a service runs or a process has the database open, if a database exists without ``replace``, or if the file
+    is damaged or from a newer Ratchet."""
+    target = database_file(settings)
+    if not file.is_file():
+        raise StartError(f"there is no file {file}")
+    wal = file.with_name(file.name + "-wal")
+    if wal.exists() and wal.stat().st_size:
+        raise StartError(
+            f"{file} has a write-ahead log next to it ({wal.name}): it is not a backup, but part of a database that was "
+            "copied with cp"
+        )
+    _check(file)
+    _check_revision(file)
+    settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _hold_service_lock(settings.paths):
+        if target.exists() and not replace:
+            raise StartError(f"{target} already exists: --replace renames it")
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            with _open_existing(file, "immutable=1") as found, _create(temporary) as copy:
+                found.backup(copy)
+            _check(temporary)
+            _fsync(temporary)
+            aside = _set_aside(target)
+            temporary.rename(target)
+            _fsync(target.parent)
+        except (sqlite3.Error, OSError) as error:
+            raise StartError(f"{target} was not replaced by {file}: {error}") from error
+        finally:
+            for path in (
+                temporary,
+                *(temporary.with_name(temporary.name + end) for end in (*_SIDE_FILE_SUFFIXES, "-journal")),
+            ):
+                path.unlink(missing_ok=True)
+    return aside
+
+
+def describe_differences(settings: Settings) -> Iterator[str]:
+    """Yield sentences on how the database differs from the run directory, and on its valid tokens. Raises ``StartError``."""
+    database = Database(settings.url)
+    try:
+        migrate.check_revision(database)
+        yield from run_directory_scan.compare(settings.paths, database).sentences()
+        with database.read() as session:
+            if not sa.inspect(session.connection()).has_table(ApiToken.__tablename__):
+                return
+            valid = sa.select(sa.func.count()).select_from(ApiToken).where(ApiToken.revoked_at.is_(None))
+            if count := session.scalar(valid):
+                yield (
+                    f"tokens in it that are not revoked, including those revoked after the backup: {count}. See "
+                    "`token list`, and revoke them before the service starts"
+                )
+    except (migrate.NewerSchema, migrate.UnsupportedSchema) as error:
+        raise StartError(error.detail) from None
+    except SQLAlchemyError as error:
+        raise StartError(f"the database cannot be read: {first_line(error)}") from error
+    finally:
+        database.dispose()
+
+
+def database_file(settings: Settings) -> Path:
+    """Return the path of the database. Raises ``StartError`` if it is not a file."""
+    try:
+        url = normalise_url(settings.url)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    if not url.drivername.startswith("sqlite"):
+        raise StartError(
+            f"this database is on a server: back it up with {POSTGRES_BACKUP}; restore it with {POSTGRES_RESTORE}"
+        )
+    assert url.database is not None
+    return Path(url.database)
+
+
+@contextmanager
+def _open_existing(path: Path, uri_query: str) -> Iterator[sqlite3.Connection]:
+    """Open an existing database. One in use is opened for writing, since SQLite writes its ``-shm`` file; no data is written."""
+    uri = f"file:{quote(str(path))}?{uri_query}"
+    with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None)) as connection:
+        yield connection
+
+
+@contextmanager
+def _create(path: Path) -> Iterator[sqlite3.Connection]:
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # it holds values of `secret_env`
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        yield connection
+
+
+def _check(path: Path) -> None:
+    """Raises ``StartError`` for a file that is no database, or a damaged one."""
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path))}?immutable=1", uri=True)) as connection:
+            (answer,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+            broken = connection.execute("PRAGMA foreign_key_check").fetchone()
+    except sqlite3.Error as error:
+        raise StartError(f"{path} is not a readable SQLite database: {error}") from error
+    if answer != "ok" or broken is not None:
+        raise StartError(f"{path} is damaged: {answer if answer != 'ok' else f'row {broken[1]} of {broken[0]}'}")
+
+
+def _check_revision(path: Path) -> None:
+    with closing(sqlite3.connect(f"file:{quote(str(path))}?immutable=1", uri=True)) as connection:
+        try:
+            row = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+        except sqlite3.OperationalError:
+            row = None
+    if row is None:
+        raise StartError(f"{path} is not a database of Ratchet: it has no revision")
+    refused = migrate.refusal(str(row[0]))
+    if refused is not None:
+        raise StartError(f"{path}: {refused.detail}")
+
+
+@contextmanager
+def _hold_service_lock(paths: HomePaths) -> Iterator[None]:
+    with (paths.home / "service.lock").open("a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartError(f"a service runs in {paths.home}: end it first") from None
+        yield
+
+
+def _set_aside(target: Path) -> Path | None:
+    """Give the existing database a second name and return it; None if there is no database. It also keeps its old name for now,
+    so that at no moment a service would find no database and create an empty one. Raises ``StartError`` while a process has it
+    open."""
+    aside = base = target.with_name(f"{target.name}.before-{utc_now():%Y%m%dT%H%M%SZ}")
+    for number in itertools.count(1):
+        if not aside.exists():
+            break
+        aside = base.with_name(f"{base.name}.{number}")
+    if target.exists():
+        _merge_wal(target)
+        os.link(target, aside)
+    for end in _SIDE_FILE_SUFFIXES:  # left by a damaged or missing database: SQLite would apply them to the new one
+        side = target.with_name(target.name + end)
+        if side.exists():
+            side.rename(aside.with_name(aside.name + end))
+    return aside if target.exists() else None
+
+
+def _merge_wal(target: Path) -> None:
+    """Merge the write-ahead log into the database file. Raises ``StartError`` while another process has the database open."""
+    try:
+        with closing(sqlite3.connect(target, timeout=1.0, isolation_level=None)) as connection:
+            connection.execute("PRAGMA journal_mode = DELETE")
+    except sqlite3.DatabaseError as error:  # a damaged database is set aside as it is
+        if "locked" in str(error):
+            raise StartError(f"a process has {target} open: end service and reconcilers first") from None
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

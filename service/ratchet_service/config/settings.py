@@ -1,0 +1,56 @@
+"""Settings that a service gets at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ratchet_contract.paths import HomePaths
+from ratchet_service.config.output_limits import DEFAULT_BOUNDS, Bounds
+from ratchet_service.db.engine import sqlite_url
+from ratchet_service.isolation.sandbox import NO_LIMITS, Limits, Sandbox, User
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes are bytes, times seconds. ``database_url`` None: SQLite in ``home``."""
+
+    home: Path
+    database_url: str | None = None
+    launchers_file: Path | None = None  # None: only the local launcher
+    user: User | None = None  # as which users' code runs; None: the service's own user
+    user_limits: Limits = NO_LIMITS  # on everything that runs as that user
+    tokens_required: bool = False  # required of every caller; ``serve`` decides, by where it listens
+    code_roots: tuple[Path, ...] | None = None  # directories of the service that a spec may name; None: any
+    uri_roots: tuple[str, ...] | None = None  # likewise for ``checkpoint.uri``
+    request_rate: float = 100.0  # requests per second of one caller
+    request_burst: int = 1000  # requests of one caller at once
+    report_rate: float = 100.0  # per second and node of an attempt; its agent reports about three times a second
+    report_burst: int = 1000
+    refused_rate: float = 1.0  # requests per second with invalid tokens, from one address
+    refused_burst: int = 60
+    max_body_bytes: int = 1 << 20
+    max_report_body_bytes: int = 16 << 20
+    idempotency_seconds: float = 24 * 3600.0
+    claim_seconds: float = 300.0  # an idempotent request without an answer by then has died with its server
+    follow_interval: float = 0.25  # between two polls while following events or logs
+    keep_alive_interval: float = 15.0  # between comment lines, by which dead followers are noticed
+    bounds: Bounds = DEFAULT_BOUNDS  # how much of a job's output is kept
+    max_exports: int = 2  # concurrent; each is a process with torch
+    export_seconds: float = 1800.0  # for one export; less than the client waits for the first byte
+    export_send_seconds: float = 300.0  # for a client to accept a MiB of an export
+    max_file_transfers: int = 8  # concurrent downloads of files and archives of jobs' working directories
+    file_send_seconds: float = 60.0  # for a client to accept a MiB of a download, which holds one of these slots
+    paths: HomePaths = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "paths", HomePaths(self.home.resolve()))
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """The user and limits with which users' code is started."""
+        return Sandbox(self.user, self.user_limits)
+
+    @property
+    def url(self) -> str:
+        return self.database_url or sqlite_url(self.paths.database)

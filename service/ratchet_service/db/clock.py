@@ -1,0 +1,79 @@
+"""The source of the control plane's times: one object, passed to the ``Database``, so that a simulation can pass another.
+
+Code with a session uses ``now_in(session)``, code with the database ``database.clock``. Leases expire by the database server's
+clock (``server_now``), which all machines share; this process's monotonic clock measures how long the process was suspended.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+_KEY: Final = "ratchet_clock"
+
+
+class Clock:
+    """This machine's clocks, and the database server's."""
+
+    def now(self) -> datetime:
+        """Return the UTC time of this machine."""
+        return datetime.now(UTC)
+
+    def monotonic(self) -> float:
+        """Return seconds of a clock that is never set back. It also advances while this process is stopped."""
+        return time.monotonic()
+
+    def boot_id(self) -> str:
+        """Return an id of the machine's boot that ``monotonic`` counts from; all processes of that boot share the clock."""
+        return _boot_id()
+
+    def server_now(self, session: Session) -> datetime:
+        """Return the UTC time of the database server; with SQLite this machine's, since all its writers share that."""
+        if session.get_bind().dialect.name == "sqlite":
+            return self.now()
+        now = session.scalar(sa.select(sa.func.clock_timestamp()))
+        assert isinstance(now, datetime)
+        return now
+
+
+@cache
+def _boot_id() -> str:
+    """Return the system's boot id; without one, an id of this process, whose clock then counts as shared with no other."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + _time_namespace_offset()
+    except OSError:
+        return uuid.uuid4().hex
+
+
+def _time_namespace_offset() -> str:
+    """Return the offset of a container's time namespace: it shifts the monotonic clock relative to the machine's other processes.
+    Empty if there is none."""
+    try:
+        lines = Path("/proc/self/timens_offsets").read_text().splitlines()
+    except OSError:
+        return ""
+    shifts = [words[1:] for line in lines if (words := line.split())[:1] == ["monotonic"]]
+    return "".join(f"+{'.'.join(shift)}" for shift in shifts if set(shift) != {"0"})
+
+
+def session_info(clock: Clock) -> dict[str, Clock]:
+    """Return the session info by which ``clock_of`` finds ``clock``."""
+    return {_KEY: clock}
+
+
+def clock_of(session: Session) -> Clock:
+    """Return the clock of the session's database; this machine's clock if the session was created elsewhere."""
+    found = session.info.get(_KEY)
+    return found if isinstance(found, Clock) else Clock()
+
+
+def now_in(session: Session) -> datetime:
+    """Return the UTC time by the clock of the session's database."""
+    return clock_of(session).now()

@@ -1,0 +1,201 @@
+"""Sessions on SQLite or PostgreSQL: short transactions, committed before the answer is sent.
+
+SQLite runs in WAL mode with foreign keys; every write transaction starts with BEGIN IMMEDIATE, so that two writers wait for
+each other at the start and never fail half way (a read that turns into a write could not wait). Reads start deferred.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.engine import URL, Connection, Engine, make_url
+from sqlalchemy.orm import Session
+
+from ratchet_service.db import clock as clocks
+from ratchet_service.db.clock import Clock
+from ratchet_service.isolation.file_access import raise_if_impersonating
+
+BUSY_TIMEOUT_MS: Final = 20_000
+PING_SECONDS: Final = 2
+"""Time limit for PostgreSQL's answer to ``Database.ping``, and for its connection. libpq's minimum."""
+_POSTGRES_FORM: Final = (
+    "it is postgresql://USER:PASSWORD@HOST:PORT/DATABASE, where %40 stands for an @ of the password, %3A for : and %2F for /; "
+    "or omit :PASSWORD, and set PGPASSWORD or PGPASSFILE, where nothing is escaped"
+)
+_READ_ONLY: Final = "ratchet_read_only"
+_SQLITE_OPTIONS: Final[dict[str, Any]] = {
+    "pool_size": 10,
+    "max_overflow": 40,
+    "connect_args": {"timeout": BUSY_TIMEOUT_MS / 1000},
+}
+_POSTGRES_SESSION: Final = {
+    "statement_timeout": "120s",
+    # A process that is stopped, or whose machine is gone, during a transaction holds locks that all others wait for.
+    "idle_in_transaction_session_timeout": "120s",
+    "tcp_keepalives_idle": "30",
+    "tcp_keepalives_interval": "10",
+    "tcp_keepalives_count": "3",
+}
+"""Server settings of each of our connections, unless the URL contains ``options``."""
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+def sqlite_url(path: Path) -> str:
+    return URL.create("sqlite", database=str(path.resolve())).render_as_string(hide_password=False)
+
+
+def normalise_url(url: str) -> URL:
+    """Parse a database URL; ``postgres://`` and ``postgresql://`` mean psycopg 3. Raises ``ValueError`` for other databases and
+    for invalid URLs; the message never quotes an invalid URL, since any part of it may belong to the password."""
+    try:
+        parsed = make_url(url)
+    except (sa.exc.ArgumentError, ValueError):
+        raise ValueError(f"the database URL cannot be understood: {_POSTGRES_FORM}") from None
+    if parsed.drivername.startswith("postgres") and url.count("@") > 1:
+        raise ValueError(f"the database URL has more than one @: {_POSTGRES_FORM}")
+    if parsed.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
+        return parsed.set(drivername="postgresql+psycopg")
+    if parsed.drivername in ("sqlite", "sqlite+pysqlite"):
+        if not parsed.database or parsed.database == ":memory:":
+            raise ValueError(
+                "an in-memory SQLite database would lose every job: name a file, sqlite:////path/ratchet.db"
+            )
+        return parsed
+    raise ValueError(f"database {parsed.drivername!r} is not supported: use sqlite:///FILE or postgresql://...")
+
+
+def redacted_url(url: URL) -> str:
+    """Return the URL for display: without its password, and without its query, which may hold another password."""
+    return url.set(query={}).render_as_string(hide_password=True)
+
+
+def passwords(url: str | None, environ: Mapping[str, str]) -> list[str]:
+    """Return the passwords that must not be logged: those in the URL, and libpq's in ``environ``."""
+    found = [environ.get("PGPASSWORD")]
+    with suppress(sa.exc.ArgumentError, ValueError):
+        parsed = make_url(url or "")
+        found += [text for text in (parsed.password, parsed.query.get("password")) if isinstance(text, str)]
+    return [text for text in found if text]
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the error's message, since SQLAlchemy's continue with the statement and its values; the class name
+    for an empty message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _postgres_options(url: URL) -> dict[str, Any]:
+    """Return the engine options. At most 20 connections per process, so that a few processes can share a server's usual 100;
+    waiting for one longer than 30 seconds is an error. Statements are not prepared on the server: behind pgbouncer in transaction
+    mode, the next statement may use another connection."""
+    connect: dict[str, Any] = {"connect_timeout": 10, "prepare_threshold": None}
+    if "application_name" not in url.query:
+        connect["application_name"] = f"ratchet/{os.getpid()}"
+    if "options" not in url.query:
+        connect["options"] = " ".join(f"-c {name}={value}" for name, value in _POSTGRES_SESSION.items())
+    return {
+        "pool_size": 5, "max_overflow": 15, "pool_timeout": 30, "pool_pre_ping": True, "pool_recycle": 1800,
+        "connect_args": connect,
+    }  # fmt: skip
+
+
+def _create_ping_engine(url: URL) -> Engine:
+    milliseconds = 1000 * PING_SECONDS
+    connect = {"connect_timeout": PING_SECONDS, "tcp_user_timeout": milliseconds, "prepare_threshold": None}
+    return sa.create_engine(url, poolclass=sa.NullPool, connect_args=connect)
+
+
+class Database:
+    """One engine; ``write()`` and ``read()`` yield sessions that end with the ``with`` block."""
+
+    def __init__(self, url: str, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock()
+        self.url = normalise_url(url)
+        postgres = self.url.drivername.startswith("postgresql")
+        options = _postgres_options(self.url) if postgres else _SQLITE_OPTIONS
+        self.engine: Engine = sa.create_engine(
+            self.url,
+            json_serializer=_strict_json,
+            hide_parameters=True,  # error messages are logged, and rows hold secret values
+            **options,
+        )
+        if self.is_sqlite:
+            event.listen(self.engine, "connect", _sqlite_connect)
+            event.listen(self.engine, "begin", _sqlite_begin)
+        self.session_class = type("DatabaseSession", (Session,), {})
+        """Session class of write transactions, separate for each database so that listeners receive only its commits."""
+        self._write_lock = threading.Lock()
+        self._session_info = clocks.session_info(self.clock)
+        self._read_engine = self.engine.execution_options(**{_READ_ONLY: True})
+        self._ping_engine = _create_ping_engine(self.url) if postgres else self._read_engine
+
+    @property
+    def is_sqlite(self) -> bool:
+        return self.engine.dialect.name == "sqlite"
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        """Yield a session in a write transaction, committed when the block ends and rolled back when it raises."""
+        raise_if_impersonating()
+        make = self.session_class(self.engine, expire_on_commit=False, info=self._session_info)
+        with self._serialise_writer(), make as session, session.begin():
+            yield session
+
+    @contextmanager
+    def _serialise_writer(self) -> Iterator[None]:
+        """Serialise this process's writers on SQLite. A waiter for SQLite's lock polls it with ever longer pauses, so that later
+        writers may overtake it again and again. A writer that waits too long here gets SQLite's own error."""
+        acquired = self.is_sqlite and self._write_lock.acquire(timeout=BUSY_TIMEOUT_MS / 1000)
+        try:
+            yield
+        finally:
+            if acquired:
+                self._write_lock.release()
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        """Yield a session for reading. It sees a snapshot on SQLite, committed rows on PostgreSQL; changes are discarded."""
+        raise_if_impersonating()
+        with Session(self._read_engine, expire_on_commit=False, autoflush=False, info=self._session_info) as session:
+            yield session
+
+    def ping(self) -> None:
+        """Raises SQLAlchemy's errors if the database does not answer. PostgreSQL gets ``PING_SECONDS`` for each step, on a
+        separate connection: if the server is gone, pooled connections would wait until the network reports it."""
+        with self._ping_engine.connect() as connection:
+            connection.execute(sa.select(1))
+
+    def dispose(self) -> None:
+        self.engine.dispose()
+
+
+def _strict_json(value: Any) -> str:
+    """Serialise to JSON. Raises ``ValueError`` for NaN: PostgreSQL would refuse the row, SQLite would store invalid JSON."""
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
+def _sqlite_connect(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # this module sends BEGIN, not the driver
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = FULL")  # an acknowledged job survives a power cut
+    cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.close()
+
+
+def _sqlite_begin(connection: Connection) -> None:
+    read_only = connection.get_execution_options().get(_READ_ONLY, False)
+    connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")

@@ -1,0 +1,165 @@
+"""Leases: which reconciler manages which active job. They are taken, renewed and released by guarded UPDATEs.
+
+Each lease has a token, new each time it is taken. A reconciler writes about a job only in a transaction that holds the job's row
+and has seen the reconciler's token there (``lock_leased_job``): a reconciler that was suspended past the end of its lease finds
+another token and drops the job. Leases expire by the database's clock.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Collection, Iterable
+from datetime import datetime, timedelta
+from typing import Any, Final, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.engine import CursorResult
+from sqlalchemy.orm import Session
+
+from ratchet_contract.errors import NotFound, RatchetError
+from ratchet_contract.phases import JobPhase
+from ratchet_contract.processes.process_start import start_time
+from ratchet_service.db.clock import clock_of
+from ratchet_service.db.models import Job
+from ratchet_service.db.transitions import lock_job
+from ratchet_service.isolation.proc import is_alive
+
+ACTIVE = tuple(p for p in JobPhase if p.active)
+
+
+class LeaseLost(RatchetError):
+    """Another reconciler manages the job now."""
+
+    code = "lease-lost"
+
+
+MAX_LEASE: Final = timedelta(minutes=10)
+"""Leases are assumed to be shorter than this: one that expires later was made by a wrong clock."""
+SAFE_FRACTION: Final = 0.8
+"""Fraction of a lease's length, counted by this process's monotonic clock from before the lease was taken or renewed, during
+which the lease is surely still held. The rest allows for clocks of different speeds and for the time that the action takes."""
+
+
+class Lease(NamedTuple):
+    job_id: str
+    attempt: int
+    token: str
+
+
+class Free(NamedTuple):
+    """A job that no reconciler manages, and the lease in its row when it was read."""
+
+    job_id: str
+    attempt: int
+    token: str | None
+    expires_at: datetime | None
+
+
+def new_owner() -> str:
+    """Return a permanent identifier of this process (host, pid, start time), by which later processes can detect its death."""
+    return f"{socket.gethostname()[:80]}/{os.getpid()}/{start_time(os.getpid())}"
+
+
+def owner_is_dead(owner: str | None) -> bool:
+    """True if the owner is known to be dead: a process of this host that no longer exists. Other hosts' processes are unknown."""
+    parts = (owner or "").rsplit("/", 2)
+    if len(parts) != 3 or parts[0] != socket.gethostname()[:80] or not (parts[1].isdigit() and parts[2].isdigit()):
+        return False
+    return not is_alive(int(parts[1]), int(parts[2]))
+
+
+def is_expired(token: str | None, expires: datetime | None, now: datetime) -> bool:
+    """True if no reconciler holds the lease (any more). ``now``: by the database's clock. A lease that ends later than any lease
+    can was written before that clock was set back, and counts as expired: a live owner renews it, and nobody need wait for the
+    end of a dead owner's."""
+    return token is None or expires is None or expires < now or expires > now + MAX_LEASE
+
+
+def is_surely_held(held_at: float, now: float, seconds: float) -> bool:
+    """True if a lease of ``seconds``, taken or renewed at ``held_at`` or later, is surely still held: see ``SAFE_FRACTION``.
+    Times are by this process's monotonic clock."""
+    return now - held_at < SAFE_FRACTION * seconds
+
+
+def has_lease(job: Job, lease: Lease) -> bool:
+    """True if the job's row has our lease; a reconciler writes about a job only then."""
+    return job.lease_token == lease.token and job.attempt == lease.attempt and job.phase.active
+
+
+def database_now(session: Session) -> datetime:
+    """Return the time of the clock by which leases expire."""
+    return clock_of(session).server_now(session)
+
+
+def lease_values(session: Session, owner: str, seconds: float) -> dict[str, Any]:
+    """Return the columns of a new lease."""
+    expires = database_now(session) + timedelta(seconds=seconds)
+    return {"lease_owner": owner, "lease_token": secrets.token_hex(16), "lease_expires_at": expires}
+
+
+NO_LEASE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_expires_at": None}
+
+
+def free_jobs(session: Session, skip: Collection[str], condition: sa.ColumnElement[bool]) -> list[Free]:
+    """Return active jobs that no reconciler manages: their lease is missing, expired, or its owner is dead. ``condition``: a
+    further condition."""
+    now = database_now(session)
+    query = sa.select(Job.id, Job.attempt, Job.lease_token, Job.lease_owner, Job.lease_expires_at)
+    out = []
+    for job_id, attempt, token, owner, expires in session.execute(query.where(Job.phase.in_(ACTIVE), condition)):
+        if job_id not in skip and (is_expired(token, expires, now) or owner_is_dead(owner)):
+            out.append(Free(job_id, attempt, token, expires))
+    return out
+
+
+def acquire(session: Session, free: Free, owner: str, seconds: float) -> Lease | None:
+    """Take a job that ``free_jobs`` returned. Returns None if another reconciler was faster: it has taken the job, or the old
+    owner was only delayed and has renewed its lease (which keeps the token) and relies on it."""
+    values = lease_values(session, owner, seconds)
+    unchanged = Job.lease_token.is_not_distinct_from(free.token) & Job.lease_expires_at.is_not_distinct_from(
+        free.expires_at
+    )
+    guard = sa.update(Job).where(Job.id == free.job_id, Job.phase.in_(ACTIVE), Job.attempt == free.attempt, unchanged)
+    result = session.execute(guard.values(**values).execution_options(synchronize_session=False))
+    assert isinstance(result, CursorResult)
+    return Lease(free.job_id, free.attempt, values["lease_token"]) if result.rowcount == 1 else None
+
+
+def renew(session: Session, leases: Iterable[Lease], seconds: float) -> set[str]:
+    """Extend our leases; returns the ids of the jobs whose lease was still ours."""
+    expires = database_now(session) + timedelta(seconds=seconds)
+    statement = sa.update(Job).where(_own_leases_filter(leases)).values(lease_expires_at=expires).returning(Job.id)
+    return set(session.scalars(statement.execution_options(synchronize_session=False)))
+
+
+def release(session: Session, leases: Iterable[Lease]) -> None:
+    """Release leases at a clean shutdown, so that the next reconciler need not wait."""
+    statement = sa.update(Job).where(_own_leases_filter(leases)).values(**NO_LEASE)
+    session.execute(statement.execution_options(synchronize_session=False))
+
+
+def _own_leases_filter(leases: Iterable[Lease]) -> sa.ColumnElement[bool]:
+    """Return the condition for rows that have our leases. Ids are included so that the primary key is used; the tokens decide."""
+    held = list(leases)
+    return Job.id.in_([lease.job_id for lease in held]) & Job.lease_token.in_([lease.token for lease in held])
+
+
+def lock_held(session: Session, leases: Iterable[Lease]) -> set[Lease]:
+    """Return the leases that are still ours, and lock their jobs' rows until the transaction ends."""
+    requested = list(leases)
+    mine = _own_leases_filter(requested) & Job.phase.in_(ACTIVE)
+    query = sa.select(Job.id, Job.attempt, Job.lease_token).where(mine).order_by(Job.id).with_for_update()
+    return set(requested) & {Lease(job_id, attempt, token or "") for job_id, attempt, token in session.execute(query)}
+
+
+def lock_leased_job(session: Session, lease: Lease) -> Job:
+    """Lock the job's row until the transaction ends, check that it has our token, and return it. Raises ``LeaseLost``."""
+    try:
+        job = lock_job(session, lease.job_id)
+    except NotFound:
+        raise LeaseLost(f"job {lease.job_id}: it was ended by another reconciler, and deleted") from None
+    if not has_lease(job, lease):
+        raise LeaseLost(f"job {lease.job_id}, attempt {lease.attempt}: another reconciler has taken it over")
+    return job

@@ -1,0 +1,162 @@
+"""The only writer of a job's phase: one guarded UPDATE and its event row in the same transaction.
+
+Every writer of a job's events holds the job's row (``lock_job`` or an UPDATE of it), so the ids of one job's events grow in
+commit order, and a follower that remembers the last id misses none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import CursorResult
+from sqlalchemy.orm import Session
+from sqlalchemy.orm.interfaces import ORMOption
+
+from ratchet_contract.errors import Conflict, NotFound
+from ratchet_contract.phases import Cause, Desired, Event, JobPhase, Step, next_step
+from ratchet_service.db import models
+from ratchet_service.db.clock import now_in
+from ratchet_service.db.models import Job
+
+_DETAILS = {
+    "wrong-phase": "the job is {phase}; {event} does not apply to it",
+    "job-ended": "the job has ended ({phase}); {event} no longer applies",
+    "not-running": "the job is {phase} and has no running attempt; {event} needs one",
+}
+_CAUSES = {
+    Desired.SUSPEND: Cause.API_SUSPEND,
+    Desired.CANCEL: Cause.API_CANCEL,
+    Desired.PREEMPT: Cause.API_PREEMPT,
+}
+
+
+def lock_job(session: Session, job_id: str, options: Sequence[ORMOption] = ()) -> Job:
+    """Return the job, its row locked until the transaction ends. ``options``: columns not to load. Raises ``NotFound``."""
+    query = sa.select(Job).where(Job.id == job_id).options(*options).with_for_update()
+    query = query.execution_options(populate_existing=True)
+    job = session.scalar(query)
+    if job is None:
+        raise no_such_job(job_id)
+    return job
+
+
+def no_such_job(job_id: str) -> NotFound:
+    return NotFound(f"there is no job {job_id!r}", code="job-not-found")
+
+
+def check_transition(job: Job, event: Event) -> Step:
+    """Return the transition table's cell for the job's phase and ``event``. Raises ``Conflict`` if the event is refused."""
+    step = next_step(job.phase, event, job.desired)
+    if step.phase is None:
+        text = _DETAILS[step.code].format(phase=job.phase.value, event=event.value)
+        if job.phase is JobPhase.STOPPING and job.desired is Desired.CANCEL:
+            text = f"the job is being cancelled; {event.value} comes too late"
+        raise Conflict(text, code=step.code, phase=job.phase.value)
+    return step
+
+
+def apply(
+    session: Session,
+    job_id: str,
+    event: Event,
+    *,
+    expected_attempt: int | None = None,
+    cause: Cause | None = None,
+    reason: str | None = None,
+    message: str | None = None,
+    data: dict[str, Any] | None = None,
+    values: dict[str, Any] | None = None,
+) -> Job:
+    """Apply ``event``: write phase, desired state and ``values`` (other columns) in one guarded UPDATE, and an event row.
+
+    ``cause`` is the cause that a stop will have, if it is not the API's. ``reason`` and ``message`` replace the job's
+    (None clears them). Raises ``NotFound``; ``Conflict`` if the table refuses, if ``expected_attempt`` is not the job's
+    attempt (code ``stale-attempt``), or if another transaction changed the job in between (code ``changed-meanwhile``).
+    """
+    job = lock_job(session, job_id)
+    before = job.phase
+    changes = transition_values(job, event, now_in(session), expected_attempt=expected_attempt, cause=cause) | (
+        values or {}
+    )
+    changes["version"] = Job.version + 1
+    if event is not Event.CHECKPOINT:  # a checkpoint request does not change why the job is in its phase
+        changes |= {"reason": reason, "message": message}
+    statement = sa.update(Job).where(Job.id == job_id, Job.phase == before, Job.desired == job.desired)
+    if expected_attempt is not None:
+        statement = statement.where(Job.attempt == expected_attempt)
+    result = session.execute(statement.values(**changes).execution_options(synchronize_session=False))
+    assert isinstance(result, CursorResult)
+    if result.rowcount != 1:
+        raise Conflict("the job changed at the same moment: read it and try again", code="changed-meanwhile")
+    session.refresh(job)
+    text = message or (f"{before.value} -> {job.phase.value}" if before is not job.phase else event.value)
+    facts = {"from": before.value, "to": job.phase.value, "desired": job.desired.value} | (data or {})
+    if reason is not None:
+        facts["reason"] = reason
+    add_event(session, job_id, event.value, text, attempt=job.attempt or None, data=facts)
+    return job
+
+
+def transition_values(
+    job: Job, event: Event, now: datetime, *, expected_attempt: int | None = None, cause: Cause | None = None
+) -> dict[str, Any]:
+    """Return the columns that ``apply`` writes: phase, desired state and what depends on them. Pure. Raises ``Conflict`` like
+    ``apply``."""
+    if expected_attempt is not None and job.attempt != expected_attempt:
+        raise Conflict(f"attempt {expected_attempt} is not the newest one ({job.attempt})", code="stale-attempt")
+    step = check_transition(job, event)
+    assert step.phase is not None
+    return _changes(job, step, step.phase, cause, now)
+
+
+def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None, now: datetime) -> dict[str, Any]:
+    out: dict[str, Any] = {"phase": phase, "updated_at": now}
+    if step.desired is not None and step.desired is not job.desired:
+        out["desired"] = step.desired
+        out["desired_cause"] = None if step.desired is Desired.RUN else (cause or _CAUSES[step.desired])
+        out["desired_at"] = None if step.desired is Desired.RUN else (job.desired_at or now)
+    if phase.terminal and not job.phase.terminal:
+        out |= {"ended_at": now, "not_before": None}
+    if phase is not JobPhase.QUEUED:
+        out["preempting_since"] = None
+    if phase is JobPhase.SUSPENDED:  # a resume must not wait for the rest of a back-off
+        out["not_before"] = None
+    if job.phase.terminal and not phase.terminal:
+        out["ended_at"] = None
+    if _is_paused_phase(phase) and job.paused_at is None:
+        out["paused_at"] = now
+    if not _is_paused_phase(phase) and job.paused_at is not None:
+        rested = max(0.0, (now - job.paused_at).total_seconds())
+        out |= {"paused_at": None, "paused_seconds": job.paused_seconds + rested}
+    if step.reset_budgets:
+        out |= {
+            "preemptions": 0,
+            "failures": 0,
+            "attempts_without_progress": 0,
+            "retries": 0,
+            "running_seconds": 0.0,
+            "not_before": None,
+        }
+    return out
+
+
+def _is_paused_phase(phase: JobPhase) -> bool:
+    """True in phases in which the job is not meant to run; that time does not count as lost."""
+    return phase.terminal or phase is JobPhase.SUSPENDED
+
+
+def add_event(
+    session: Session,
+    job_id: str,
+    type_: str,
+    message: str,
+    *,
+    attempt: int | None = None,
+    data: dict[str, Any] | None = None,
+) -> None:
+    """Append to the job's history. The caller holds the job's row."""
+    row = models.Event(job_id=job_id, at=now_in(session), type=type_, attempt=attempt, message=message, data=data or {})
+    session.add(row)

@@ -1,0 +1,1 @@
+"""Isolation of jobs' processes and files from the service: users, limits, sandbox."""

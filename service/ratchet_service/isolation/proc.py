@@ -1,0 +1,133 @@
+"""Processes as /proc shows them: which belong to an attempt, which are alive. Linux only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.processes.process_start import start_time
+
+_EXEC_TIMEOUT_SECONDS: Final = 5.0  # seconds; tens of milliseconds were measured on a loaded machine
+_FREEZE_SECONDS: Final = 5.0
+_PF_KTHREAD: Final = 0x00200000  # include/linux/sched.h
+
+
+def is_alive(pid: int, started: int) -> bool:
+    """True if the process (pid, start time) exists and is not a zombie."""
+    return start_time(pid) == started
+
+
+def runs_as(pid: int, uid: int) -> bool:
+    """True if all user ids of the process are ``uid``."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    numbers = next((line.split()[1:] for line in lines if line.startswith("Uid:")), [])
+    return set(numbers) == {str(uid)}
+
+
+def pids_with_variable(name: str, value: str) -> list[int]:
+    """Pids of live processes, other than this one, that were started with ``name=value`` in their environment.
+
+    Children inherit it, so grandchildren that left their process group and session are found too. Processes of other users, whose
+    environment cannot be read, are not found.
+    """
+    return sorted(pid for pid, found in processes_with_variable(name) if found == value)
+
+
+def processes_with_variable(name: str) -> list[tuple[int, str]]:
+    """Pid and value of live processes, other than this one, that were started with the variable ``name``."""
+    needle = f"\0{name}=".encode()
+    out = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        _, found, rest = (b"\0" + _read_environ(int(entry.name))).partition(needle)
+        if found and start_time(int(entry.name)) is not None:
+            out.append((int(entry.name), os.fsdecode(rest.partition(b"\0")[0])))
+    return out
+
+
+def wait_until_visible(pid: int) -> None:
+    """Wait until the environment of a process just spawned can be read, or the process has ended."""
+    _read_environ(pid)
+
+
+def _read_environ(pid: int) -> bytes:
+    """The environment that the process was started with; empty if it has ended or belongs to another user.
+
+    During ``execve``, until the kernel has laid out the new program, ``/proc/<pid>/environ`` is empty, and a search for a
+    variable would miss the process. So this waits for the end of ``execve``. (``posix_spawn`` returns before that.)
+    """
+    deadline = time.monotonic() + _EXEC_TIMEOUT_SECONDS
+    settled = False
+    while True:
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            return b""
+        if environ or settled or time.monotonic() > deadline:
+            return environ
+        settled = not _is_in_exec(pid)  # then read once more: execve may have ended since the last read
+        if not settled:
+            time.sleep(0.001)
+
+
+def _is_in_exec(pid: int) -> bool:
+    """True if the kernel has not set the environment's end address yet. An empty environment has one, a kernel thread never."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] not in "ZX" and not int(fields[6]) & _PF_KTHREAD and fields[48] == "0"
+
+
+def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal_number)
+
+
+def kill_all(find_pids: Callable[[], list[int]]) -> list[int]:
+    """Kill the processes that ``find_pids`` finds, and those that they start meanwhile. Return the pids of all processes found.
+
+    Processes that fork faster than they are listed escape every list, above all where the parent ends and the child continues.
+    So processes that a second pass finds are stopped first, with their whole process group, which the kernel does in one step: a
+    stopped process forks no more, and still counts towards its user's limit. Once a pass finds no other process, or after
+    ``_FREEZE_SECONDS``, all of them are killed.
+    """
+    found = find_pids()
+    for pid in found:
+        kill(pid)
+    known = set(found)
+    stopped = list[int]()
+    deadline = time.monotonic() + _FREEZE_SECONDS
+    while found and (more := [pid for pid in find_pids() if pid not in known]):
+        for pid in more:
+            _stop_group(pid)
+        known.update(more)
+        stopped += more
+        if time.monotonic() > deadline:
+            break
+    for pid in stopped:
+        kill(pid)
+    return sorted(known)
+
+
+def _stop_group(pid: int) -> None:
+    """Stop the process and its group; the process alone if it is in this process's own session, whose groups are no attempt's."""
+    with suppress(ProcessLookupError):
+        if os.getsid(pid) == os.getsid(0):
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            os.killpg(os.getpgid(pid), signal.SIGSTOP)
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()

@@ -1,0 +1,134 @@
+"""Query a process of the job's interpreter within a time limit; no process is left, even if either side is killed.
+
+The process receives the pid of the querying process and ends with it. Everything that it starts is killed once it has answered:
+its process group, and processes that left the group but still have the marker variable. Question and answer are files without a
+name, so a service that is killed leaves none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import IO, Any, Final
+
+from ratchet_service.isolation import proc
+from ratchet_service.isolation.sandbox import MARKER_VARIABLE, NO_SANDBOX, Limits, Sandbox
+
+log = logging.getLogger("ratchet.service")
+_KILL_SECONDS: Final = 10.0
+_MAX_ANSWER_BYTES: Final = 1 << 20
+_MAX_LINE_BYTES: Final = 4096
+
+
+class Abandoned(Exception):
+    """The caller no longer waits for the answer."""
+
+
+def query_process(
+    command: Sequence[str],
+    question: Mapping[str, Any],
+    *,
+    cwd: str,
+    env: Mapping[str, str],
+    timeout_seconds: float,
+    start_timeout_seconds: float | None = None,
+    is_abandoned: Callable[[], bool] = lambda: False,
+    stderr: IO[bytes] | None = None,
+    pass_fds: Sequence[int] = (),
+    sandbox: Sandbox = NO_SANDBOX,
+    limits: Limits | None = None,
+) -> dict[str, Any]:
+    """Return the process's answer to ``question``. The process reads the question as JSON from standard input, with the added
+    keys ``asker`` (the pid of this process) and ``answer`` (a descriptor to write the answer's JSON to). It runs as ``sandbox``
+    specifies, within ``limits``.
+
+    ``start_timeout_seconds``: the time limit until the first byte of the answer, if it differs from ``timeout_seconds``; the
+    process writes a blank to start the time of ``timeout_seconds``. Raises ``TimeoutError``, ``Abandoned``, ``OSError`` if the
+    process cannot be started, ``ValueError`` if it ends without a valid answer.
+    """
+    marker = uuid.uuid4().hex
+    with (
+        tempfile.TemporaryFile() as stdin,
+        tempfile.TemporaryFile() as answer,
+        sandbox.command(command, {**env, MARKER_VARIABLE: marker}, limits) as started,
+    ):
+        stdin.write(json.dumps({**question, "asker": os.getpid(), "answer": answer.fileno()}).encode())
+        stdin.seek(0)
+        child = subprocess.Popen(
+            started.argv,
+            stdin=stdin,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL if stderr is None else stderr,
+            cwd=cwd,
+            env=started.env,
+            pass_fds=[answer.fileno(), *pass_fds, *started.fds],
+            start_new_session=True,
+        )
+        try:
+            _wait(child, answer, timeout_seconds, start_timeout_seconds, is_abandoned)
+        finally:
+            _kill_all(child, marker)
+        output = os.pread(answer.fileno(), _MAX_ANSWER_BYTES, 0)
+        if not output.strip():
+            raise ValueError(_describe_exit(child.returncode))
+        try:
+            found = json.loads(output)
+        except RecursionError:
+            raise ValueError("its answer is nested too deeply") from None
+        if not isinstance(found, dict):
+            raise ValueError("its answer is not a JSON object")
+        return found
+
+
+def last_line(stderr: IO[bytes]) -> str:
+    """The last line that a process has printed, however much it was; empty if it has printed nothing."""
+    stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _MAX_LINE_BYTES))
+    return (stderr.read(_MAX_LINE_BYTES).decode(errors="replace").strip().splitlines() or [""])[-1]
+
+
+def _wait(
+    child: subprocess.Popen[bytes],
+    answer: IO[bytes],
+    timeout_seconds: float,
+    start_timeout_seconds: float | None,
+    is_abandoned: Callable[[], bool],
+) -> None:
+    begun = start_timeout_seconds is None
+    end = time.monotonic() + (timeout_seconds if start_timeout_seconds is None else start_timeout_seconds)
+    while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if not begun and os.fstat(answer.fileno()).st_size:
+            begun, end = True, time.monotonic() + timeout_seconds
+        if time.monotonic() > end:
+            raise TimeoutError
+        if is_abandoned():
+            raise Abandoned
+        time.sleep(0.01)
+
+
+def _kill_all(child: subprocess.Popen[bytes], marker: str) -> None:
+    """Kill everything that the process has started: its group first (the leader is not reaped yet, so its pid is still the
+    group's), then processes that have left the group, until none is found. Processes that multiply faster than they can be
+    killed, or hang in the kernel, are given up after ``_KILL_SECONDS``."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    end = time.monotonic() + _KILL_SECONDS
+    while others := proc.kill_all(
+        lambda: [p for p in proc.pids_with_variable(MARKER_VARIABLE, marker) if p != child.pid]
+    ):
+        if time.monotonic() > end:
+            log.error("processes %s, started by a helper process, could not be killed", others)
+            break
+        time.sleep(0.001)
+    child.wait()
+
+
+def _describe_exit(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} in the middle of it"

@@ -1,0 +1,1 @@
+"""A job's files in the run directory: logs, outputs, deletion."""

@@ -1,0 +1,200 @@
+"""Delete a job that has ended: its rows at once, its files right after; after a crash between the two, the next start finishes.
+
+Files in the job's working directory stay unless their removal is requested (``kept_outputs``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import re
+from typing import Final
+
+from pydantic import BaseModel
+from sqlalchemy.exc import DBAPIError
+
+from ratchet_contract.api.roles import LOCAL_OWNER
+from ratchet_contract.api.views import DeleteResult
+from ratchet_contract.code.tree import DIGEST
+from ratchet_contract.errors import Conflict, NotFound, RatchetError
+from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
+from ratchet_contract.phases import Event
+from ratchet_service.checkpoints import object_store
+from ratchet_service.db.api_tokens import Principal
+from ratchet_service.db.engine import Database
+from ratchet_service.db.models import Job
+from ratchet_service.db.queries import find_job_for_update, require_match, waiting_forks
+from ratchet_service.db.transitions import check_transition
+from ratchet_service.isolation.file_access import as_owner, open_read, replace_file
+from ratchet_service.job_files import kept_outputs
+from ratchet_service.observability import disk_space
+from ratchet_store.filesystem.durable_io import fsync_dir, remove_tree
+from ratchet_store.retention.delete import delete_all
+
+log = logging.getLogger(__name__)
+
+MARKER_NAME: Final = "DELETING"
+_MAX_MARKER_BYTES: Final = 64 << 10  # bytes of a marker file
+
+
+class _Mark(BaseModel):
+    """What remains to be done, for the process that finishes it. ``uri``: copies below it are to be deleted; ``code``: digest
+    of the snapshot."""
+
+    keep_checkpoints: bool = False
+    outputs: bool = False
+    uri: str | None = None
+    code: str | None = None
+    owner: str = LOCAL_OWNER
+
+
+def delete(
+    database: Database,
+    job_id: str,
+    *,
+    keep_checkpoints: bool = False,
+    outputs: bool | None = False,
+    if_match: str | None = None,
+    homes: HomePaths,
+    caller: Principal | None = None,
+) -> DeleteResult:
+    """Remove the job, its history, logs and checkpoints; with ``outputs`` (None: as ``ttl_outputs`` in its spec says), also the
+    files in its working directory, even of a job that was deleted without them, if ``caller`` may do that.
+
+    Raises ``NotFound``; ``Conflict`` while it has not ended, or while a fork that has not started yet needs its checkpoints
+    (``checkpoint-in-use``); ``Refused`` (``not-allowed``).
+
+    A deletion frees space on a full disk, but needs some itself: then the reserve for it is released.
+    """
+    try:
+        result = _delete(database, job_id, keep_checkpoints, outputs, if_match, homes)
+    except NotFound:
+        kept = kept_outputs.remove(homes, job_id, caller) if outputs and caller is not None else None
+        if kept is None:
+            raise
+        return kept
+    except (DBAPIError, OSError) as error:
+        if not disk_space.is_disk_full_error(error, homes.home) or not disk_space.release_space(database):
+            raise
+        result = _delete(database, job_id, keep_checkpoints, outputs, if_match, homes)
+    disk_space.reserve_space(database)
+    return result
+
+
+def _delete(
+    database: Database,
+    job_id: str,
+    keep_checkpoints: bool,
+    outputs: bool | None,
+    if_match: str | None,
+    homes: HomePaths,
+) -> DeleteResult:
+    paths = homes.job(job_id)
+    with database.write() as session:
+        job = find_job_for_update(session, job_id)
+        check_transition(job, Event.DELETE)
+        require_match(job, if_match)
+        forks = [] if keep_checkpoints else waiting_forks(session, job_id)
+        if forks:
+            raise Conflict(
+                f"job {forks[0]} was forked from this one and has no checkpoint of its own yet: keep the checkpoints, "
+                "or delete the fork first",
+                code="checkpoint-in-use",
+            )
+        uri = job.spec["checkpoint"].get("uri")
+        remove_outputs = bool(job.spec.get("ttl_outputs")) if outputs is None else outputs
+        mark = _Mark(
+            keep_checkpoints=keep_checkpoints,
+            outputs=remove_outputs,
+            uri=uri,
+            code=job.resolved.get("code_digest"),
+            owner=job.owner,
+        )
+        _write_marker(paths, mark)  # on the disk before the rows go: see sweep_deleted
+        session.delete(job)
+    left = _remove_files(homes, job_id)
+    return DeleteResult(
+        id=job_id,
+        checkpoints=str(paths.checkpoints) if keep_checkpoints and paths.checkpoints.is_dir() else None,
+        outputs=None if kept_outputs.read_owner(paths) is None else str(paths.work_dir),
+        remote=left,
+    )
+
+
+def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
+    """Finish deletions that a crash interrupted; returns the jobs' ids. A marker file whose job
+    still has its row has no effect: its deletion has not been committed, or never was."""
+    done = []
+    for mark in sorted(homes.jobs.glob(f"*/{MARKER_NAME}")):
+        job_id = mark.parent.name
+        if not is_job_id(job_id):
+            continue
+        with database.read() as session:
+            there = session.get(Job, job_id) is not None
+        if not there:
+            try:
+                left = _remove_files(homes, job_id)
+            except (OSError, ValueError, RatchetError) as error:  # the others must be deleted all the same
+                log.error("%s: its deletion could not be finished: %s", job_id, error)
+                continue
+            if left is not None:
+                log.warning("%s: %s", job_id, left)
+            done.append(job_id)
+    return done
+
+
+def _write_marker(paths: JobPaths, mark: _Mark) -> None:
+    if mark.uri is not None and not mark.keep_checkpoints:
+        paths.root.mkdir(parents=True, exist_ok=True)
+    if not paths.root.is_dir():
+        return
+    with as_owner(paths.root):
+        replace_file(paths.root / MARKER_NAME, mark.model_dump_json())
+        fsync_dir(paths.root)
+
+
+def _remove_files(homes: HomePaths, job_id: str) -> str | None:
+    """Delete the job's files; returns what is left in the object store, as a sentence. The marker file then stays, so that the
+    next start retries."""
+    paths = homes.job(job_id)
+    with as_owner(paths.root):
+        left, empty = _remove_unkept_files(paths, homes)
+    if empty:
+        paths.root.rmdir()
+    return left
+
+
+def _remove_unkept_files(paths: JobPaths, homes: HomePaths) -> tuple[str | None, bool]:
+    """As ``_remove_files``; also returns whether the job's directory is to be removed."""
+    place = paths.root / MARKER_NAME
+    try:
+        handle = open_read(place)
+    except FileNotFoundError:  # there were no files, or another process has removed them
+        return None, False
+    with handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # the sweep and the request may run concurrently
+        if not place.exists():
+            return None, False
+        mark = _Mark.model_validate_json(handle.read(_MAX_MARKER_BYTES))
+        stays = {place}
+        if mark.keep_checkpoints:
+            stays.add(paths.checkpoints)
+        else:
+            delete_all(paths)
+        code = homes.code / mark.code if mark.code is not None and re.fullmatch(DIGEST, mark.code) else None
+        if not mark.outputs and kept_outputs.keep(paths, mark.owner, code):
+            stays |= {paths.work_dir, paths.kept_marker}
+        for path in sorted(paths.root.iterdir()):
+            if path in stays:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                remove_tree(path)
+            else:
+                path.unlink()
+        left = None
+        if mark.uri is not None and not mark.keep_checkpoints:
+            left = object_store.remove(mark.uri, paths.root.name)
+        if left is not None:
+            return left, False
+        place.unlink()
+        return None, not any(paths.root.iterdir())

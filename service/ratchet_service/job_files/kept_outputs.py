@@ -1,0 +1,78 @@
+"""Outputs of a deleted job: its working directory stays in the job's directory until its removal is requested."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.api.roles import Role
+from ratchet_contract.api.views import DeleteResult
+from ratchet_contract.errors import NotFound, Refused
+from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
+from ratchet_service.db.api_tokens import Principal
+from ratchet_service.isolation.file_access import as_owner, open_read, replace_file
+from ratchet_service.job_files.work_directory import CodeCopy, open_folder, stat_entry
+from ratchet_store.filesystem.durable_io import fsync_dir, remove_tree
+
+_MAX_OWNER_BYTES: Final = 4096  # bytes of the file that names the owner
+
+
+def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
+    """Remove unchanged files of the code from the working directory, and record the job's owner; True if anything is left. Call
+    it before the rest of the job's directory is deleted, within ``as_owner``, and again if a crash cut it short."""
+    if not paths.work_dir.is_dir() or paths.work_dir.is_symlink():
+        return False
+    _remove_code(paths, code)
+    with suppress(OSError):  # it is not empty
+        paths.work_dir.rmdir()
+        return False
+    replace_file(paths.kept_marker, json.dumps({"owner": owner}))
+    fsync_dir(paths.root)
+    return True
+
+
+def _remove_code(paths: JobPaths, code: Path | None) -> None:
+    copy = CodeCopy(code, 2**63)
+    for path in copy.entries:
+        *folders, name = path.split("/")
+        with suppress(OSError, NotFound, Refused), open_folder(paths, tuple(folders)) as folder:
+            if copy.is_unchanged(stat_entry(name, folder, path)):
+                os.unlink(name, dir_fd=folder)
+    for path in sorted(copy.folders, reverse=True):
+        *folders, name = path.split("/")
+        with suppress(OSError, NotFound, Refused), open_folder(paths, tuple(folders)) as folder:
+            os.rmdir(name, dir_fd=folder)  # succeeds only if it is empty
+
+
+def read_owner(paths: JobPaths) -> str | None:
+    """Return the owner of a job that was deleted without its outputs; None if there is no such job."""
+    try:
+        with open_read(paths.kept_marker) as handle:
+            content = json.loads(handle.read(_MAX_OWNER_BYTES))
+        return str(content["owner"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def remove(homes: HomePaths, job_id: str, caller: Principal) -> DeleteResult | None:
+    """Remove the outputs of a job that was deleted before; None if there are none. Raises ``Refused`` (``not-allowed``) if the
+    job belonged to another owner."""
+    paths = homes.job(job_id)
+    whose = read_owner(paths) if is_job_id(job_id) else None
+    if whose is None:
+        return None
+    if caller.role is not Role.ADMIN and caller.owner != whose:
+        raise Refused(
+            f"job {job_id} belonged to {whose}, and you are {caller.owner}: its owner or an admin may do this",
+            code="not-allowed",
+        )
+    with as_owner(paths.root):
+        if paths.work_dir.is_dir() and not paths.work_dir.is_symlink():
+            remove_tree(paths.work_dir)
+        paths.kept_marker.unlink(missing_ok=True)
+    with suppress(OSError):  # it holds kept checkpoints, or is gone
+        paths.root.rmdir()
+    return DeleteResult(id=job_id, checkpoints=str(paths.checkpoints) if paths.checkpoints.is_dir() else None)

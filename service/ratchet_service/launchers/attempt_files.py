@@ -1,0 +1,218 @@
+"""The files of an attempt, as every launcher uses them: ``launch.json`` is written, the files of the agents are read.
+
+The agents' files are read with size limits: the user that an attempt runs as may write anything there, of any size.
+
+A ``result.json`` that is larger than a real one can be is not parsed. It counts as an end of unknown cause, which the attempt's
+message explains. A text in it that is longer than a person would read is cut, and a note at its end says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.phases import Cause
+from ratchet_contract.plural import pluralize
+from ratchet_contract.protocol.messages import AgentFile, AttemptResult, LaunchFile
+from ratchet_contract.version import PROTOCOL_VERSION
+from ratchet_service.isolation.file_access import as_owner, is_foreign, open_read, replace_file
+from ratchet_service.launchers.base import AttemptRef, NodeState
+
+MOST_BYTES: Final = 4 << 20
+"""The most bytes to read of a file: results of a thousand ranks, each with a stack trace, are about 2 MiB."""
+MOST_TEXT: Final = 16_000
+"""The most characters to keep of one text."""
+
+
+def read_bounded(path: Path) -> bytes | None:
+    """The file's first ``MOST_BYTES + 1`` bytes at most; None if it is not a regular file: reading that might never end or never
+    begin. Raises ``OSError``."""
+    with as_owner(path):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        return file.read(MOST_BYTES + 1) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+
+
+def read_result(path: Path, job_id: str, attempt: int, node: int) -> AttemptResult | None:
+    """The result of a node's agent; None if it has written none for this attempt. Results are written by rename, so a file that
+    cannot be parsed was not written by an agent."""
+    try:
+        data = read_bounded(path)
+    except OSError:
+        return None
+    if data is None:
+        return None
+    if len(data) > MOST_BYTES:
+        return _oversized_result(path, job_id, attempt, node)
+    try:
+        result = AttemptResult.model_validate_json(data)
+        return cut(result) if (result.job_id, result.attempt, result.node) == (job_id, attempt, node) else None
+    except ValidationError:
+        return _parse_other_protocol_result(data, path, job_id, attempt, node)
+
+
+def _parse_other_protocol_result(data: bytes, path: Path, job_id: str, attempt: int, node: int) -> AttemptResult | None:
+    """The readable part of a result that an agent with another protocol version has written; None: ``data`` is no such result."""
+    try:
+        data_fields = json.loads(data)
+        protocol = data_fields["protocol"]
+        own = not isinstance(protocol, int) or protocol == PROTOCOL_VERSION
+        if own or (data_fields["job_id"], data_fields["attempt"], data_fields["node"]) != (job_id, attempt, node):
+            return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    known = {
+        key: value
+        for key, value in data_fields.items()
+        if key in ("cause", "rank", "exit_code", "message", "last_step")
+    }
+    now = datetime.now(UTC).isoformat()
+    times = {"started_at": data_fields.get("started_at", now), "ended_at": data_fields.get("ended_at", now)}
+    place = {"job_id": job_id, "attempt": attempt, "node": node}
+    try:
+        ranks = [{key: one[key] for key in ("rank", "exit_code", "last_step")} for one in data_fields["ranks"]]
+        return cut(AttemptResult.model_validate({**known, **times, **place, "ranks": ranks}))
+    except (ValidationError, KeyError, TypeError):
+        text = f"{path.name} of node {node} uses protocol {protocol!r}, which this service ({PROTOCOL_VERSION}) cannot read"
+        return _unknown_result(text, job_id, attempt, node)
+
+
+def cut(result: AttemptResult) -> AttemptResult:
+    """``result`` with its long texts cut."""
+    plain = result.model_dump(mode="json")
+    short = _truncate(plain)
+    return result if short == plain else AttemptResult.model_validate(short)
+
+
+def _truncate(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MOST_TEXT:
+        return f"{value[:MOST_TEXT]} ... ({pluralize(len(value) - MOST_TEXT, 'more character')} left out)"
+    if isinstance(value, dict):
+        return {key: _truncate(one) for key, one in value.items()}
+    return [_truncate(one) for one in value] if isinstance(value, list) else value
+
+
+def _oversized_result(path: Path, job_id: str, attempt: int, node: int) -> AttemptResult:
+    text = f"{path.name} of node {node} has more than {MOST_BYTES >> 20} MiB, which no agent writes: it was not read"
+    return _unknown_result(text, job_id, attempt, node)
+
+
+def _unknown_result(text: str, job_id: str, attempt: int, node: int) -> AttemptResult:
+    now = datetime.now(UTC).isoformat()
+    return AttemptResult(
+        job_id=job_id, attempt=attempt, node=node, cause=Cause.UNKNOWN, message=text, last_step=0, started_at=now, ended_at=now,
+        ranks=[],
+    )  # fmt: skip
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
+    """Write ``launch.json`` by rename, readable by the owner alone (it holds the report token). The code's commit goes into
+    ``git.json`` next to it, since agents of an earlier version would refuse the key. Raises ``OSError``."""
+    git = None if launch.spec.code is None else launch.spec.code.git
+    with as_owner(paths.root):
+        paths.root.mkdir(parents=True, exist_ok=True)
+        if git is not None:
+            replace_file(paths.git_file, git.model_dump_json())
+        replace_file(paths.launch_file, launch.model_dump_json(indent=1, exclude={"spec": {"code": {"git"}}}))
+
+
+def fence(paths: AttemptPaths) -> None:
+    """Create the marker file that keeps agents of the attempt from starting, even if another process submits it late. Agents that
+    have started already are found and ended after this call. Raises ``OSError``, except where users' code has its own user and
+    has made it impossible to create the file: no agent can start from such a directory, and running agents must be ended all the
+    same."""
+    with as_owner(paths.root):
+        try:
+            _fence(paths)
+        except OSError:
+            if not is_foreign(paths.root):
+                raise
+            with suppress(OSError):
+                paths.root.chmod(0o700)
+                paths.fence_file.unlink(missing_ok=True)
+                _fence(paths)
+
+
+def _fence(paths: AttemptPaths) -> None:
+    paths.root.mkdir(parents=True, exist_ok=True)
+    paths.fence_file.touch()
+
+
+def node_states(
+    ref: AttemptRef, *, gone: Callable[[int], bool] = lambda _node: False, notes: Mapping[int, str] | None = None
+) -> tuple[NodeState, ...]:
+    """The state of each node, from its agent's files. ``gone(node)``: True if an agent that has started is known not to run any
+    more. ``notes``: the engine's messages about some of the nodes."""
+    return tuple(_node_state(ref, i, gone, (notes or {}).get(i)) for i in range(ref.nodes))
+
+
+def _node_state(ref: AttemptRef, node: int, gone: Callable[[int], bool], note: str | None) -> NodeState:
+    paths = ref.paths.node(node)
+    agent = read_message(paths.agent_file, AgentFile)
+    if agent is None:
+        return NodeState(note=note)
+    ended = gone(node)  # checked first: if the agent is gone, its result was written before
+    return NodeState(True, ended, agent, read_result(paths.result_file, ref.job_id, ref.attempt, node), note)
+
+
+def agent_logs(ref: AttemptRef, limit: int) -> str:
+    """The ends of the agents' logs, ``limit`` characters together; empty if they have printed nothing."""
+    parts = []
+    for node in range(ref.nodes):
+        text = tail(ref.paths.node(node).agent_log, limit // ref.nodes)
+        if text:
+            parts.append(f"node {node}: {text}" if ref.nodes > 1 else text)
+    return "\n".join(parts)[-limit:]
+
+
+def tail(path: Path, limit: int) -> str:
+    """The last ``limit`` characters of a text file, stripped; empty if it cannot be read."""
+    try:
+        with open_read(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * limit))
+            return file.read(4 * limit).decode(errors="replace").strip()[-limit:]
+    except OSError:
+        return ""
+
+
+def read_message(path: Path, model: type[M]) -> M | None:
+    """The message in ``path``, or None. Such files are written by rename, so a file that cannot be parsed was not written by an
+    agent, and counts as none."""
+    try:
+        data = read_bounded(path)
+        return None if data is None or len(data) > MOST_BYTES else model.model_validate_json(data)
+    except (OSError, ValidationError):
+        return None
+
+
+def lock_is_held(path: Path) -> bool:
+    """True if a live process of this machine holds the lock. The kernel releases it with the last process that has it open."""
+    try:
+        with as_owner(path):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        if is_foreign(path):  # its processes can also be found by their environment
+            return False
+        raise
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,189 @@
+"""The API server over HTTP with plain JSON. The official client is used to find a cluster and to authenticate.
+
+Its typed calls are not used: they would convert every object into models and back, and refuse unknown fields.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, cast
+from urllib.parse import urlencode
+
+from ratchet_service.launchers.base import EngineUnreachable
+from ratchet_service.launchers.kubernetes.settings import Settings
+
+Json = dict[str, Any]
+
+_CONNECT_TIMEOUT: Final = 5.0
+_READ_TIMEOUT: Final = 15.0
+_KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+"""Seconds, seconds, count: without keepalive, a watch on a silently lost connection would wait for its whole duration."""
+_IN_CLUSTER: Final = "KUBERNETES_SERVICE_HOST"
+_ADDRESS: Final = re.compile(r"<[^<>]* object at 0x[0-9a-f]+>: ")
+"""In error messages of older versions of urllib3; the address differs at each try."""
+
+
+class Refusal(Exception):
+    """The server answered with a failure Status."""
+
+    def __init__(self, code: int, body: bytes) -> None:
+        try:
+            status = json.loads(body)
+        except ValueError:
+            status = {}
+        self.code = code
+        self.reason = str(status.get("reason", ""))
+        self.message = str(status.get("message") or body.decode(errors="replace")[:500] or f"HTTP {code}")
+        super().__init__(self.message)
+
+
+class Api:
+    """Calls on one cluster; the first one connects. Thread-safe. All raise ``EngineUnreachable`` if no server answers, or if it
+    is overloaded or does not authenticate us, and ``Refusal`` for any other failure."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._client: Any = None
+        self._lock = threading.Lock()
+
+    def get(self, path: str, **query: str | int) -> Json:
+        return self._json("GET", path, query)
+
+    def get_text(self, path: str, **query: str | int) -> str:
+        """The body of an answer that is not JSON, such as a log."""
+        return self._call("GET", path, query).decode(errors="replace")
+
+    def create(self, path: str, body: Json) -> Json:
+        """Create an object with ``fieldValidation=Strict``: otherwise a server silently drops unknown fields."""
+        return self._json("POST", path, {"fieldValidation": "Strict"}, body)
+
+    def patch(self, path: str, body: Json) -> Json:
+        """Apply a merge patch (RFC 7396)."""
+        return self._json("PATCH", path, {}, body)
+
+    def delete(self, path: str, **query: str | int) -> bool:
+        """Delete an object; False if it did not exist."""
+        try:
+            self._call("DELETE", path, query)
+        except Refusal as refusal:
+            if refusal.code == 404:
+                return False
+            raise
+        return True
+
+    @contextlib.contextmanager
+    def stream(self, path: str, seconds: float, **query: str | int) -> Iterator[Stream]:
+        """A streamed answer that lasts at most ``seconds``."""
+        response = self._request("GET", path, query, None, read_timeout=seconds + _READ_TIMEOUT)
+        try:
+            if response.status >= 300:
+                raise _error_for(response.status, response.data)
+            yield Stream(response)
+        finally:
+            response.close()
+
+    def _json(self, method: str, path: str, query: Mapping[str, str | int], body: Json | None = None) -> Json:
+        answer: Json = json.loads(self._call(method, path, query, body))
+        return answer
+
+    def _call(self, method: str, path: str, query: Mapping[str, str | int], body: Json | None = None) -> bytes:
+        response = self._request(method, path, query, body, read_timeout=_READ_TIMEOUT)
+        try:
+            data: bytes = response.data
+        except OSError as error:
+            raise EngineUnreachable(f"Kubernetes cut its response short: {error}") from None
+        if response.status >= 300:
+            raise _error_for(response.status, data)
+        return data
+
+    def _request(
+        self, method: str, path: str, query: Mapping[str, str | int], body: Json | None, read_timeout: float
+    ) -> Any:
+        import urllib3
+
+        client = self._get_client()
+        headers = {"Accept": "application/json, */*", "User-Agent": "ratchet"}
+        for auth in client.configuration.auth_settings().values():  # refreshes an expiring token
+            if auth["in"] == "header" and auth["value"]:
+                headers[auth["key"]] = auth["value"]
+        data = None
+        if body is not None:
+            kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+            data, headers["Content-Type"] = json.dumps(body).encode(), kind
+        url = client.configuration.host + path + (f"?{urlencode(query)}" if query else "")
+        timeout = urllib3.Timeout(connect=_CONNECT_TIMEOUT, read=read_timeout)
+        try:
+            return client.rest_client.pool_manager.request(
+                method, url, body=data, headers=headers, timeout=timeout, retries=False, preload_content=False
+            )
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            reason = _ADDRESS.sub("", str(error))
+            raise EngineUnreachable(f"Kubernetes does not answer at {client.configuration.host}: {reason}") from None
+
+    def _get_client(self) -> Any:
+        with self._lock:
+            if self._client is None:
+                self._client = _connect(self._settings)
+            return self._client
+
+
+class Stream:
+    """A response that is read as it arrives."""
+
+    def __init__(self, response: Any) -> None:
+        self._response = response
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines that are not blank. Raises ``EngineUnreachable`` when the connection breaks."""
+        import urllib3
+
+        buffer = b""
+        try:
+            while chunk := self._response.read1():  # ``stream`` would read an answer without chunks to its end first
+                *lines, buffer = (buffer + chunk).split(b"\n")
+                yield from (line for line in lines if line.strip())
+        except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            raise EngineUnreachable(f"the watch was cut: {error}") from None
+
+    def shutdown(self) -> None:
+        """Shut the connection down, which ends another thread's wait in ``lines``."""
+        connection = getattr(self._response, "connection", None)
+        sock = getattr(connection, "sock", None)
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def _error_for(code: int, body: bytes) -> Exception:
+    refusal = Refusal(code, body)
+    if code in (401, 408, 429) or code >= 500:
+        return EngineUnreachable(f"Kubernetes answers {code}: {refusal.message}")
+    return refusal
+
+
+def _connect(settings: Settings) -> Any:
+    """Connect by the official client, which handles service account, kubeconfig, context, client certificates and plugins."""
+    from kubernetes import client, config
+    from kubernetes.config.config_exception import ConfigException
+
+    configuration, load = client.Configuration(), cast(Any, config)
+    try:
+        if settings.kubeconfig is None and settings.context is None and os.environ.get(_IN_CLUSTER):
+            load.load_incluster_config(configuration)
+        else:
+            load.load_kube_config(settings.kubeconfig, settings.context, configuration, persist_config=False)
+    except (ConfigException, OSError) as error:
+        raise EngineUnreachable(f"no Kubernetes cluster is configured: {error}") from None
+    configuration.connection_pool_maxsize = 16
+    configuration.socket_options = [
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        *((socket.IPPROTO_TCP, option, value) for option, value in _KEEPALIVE),
+    ]
+    return client.ApiClient(configuration)

@@ -1,0 +1,106 @@
+"""Volumes and mounts of a pod: parts of the run directory, and the job's own volumes.
+
+Of the run directory the pod sees only the job's own directory and, read-only, the files that it starts from: users' code must not
+reach other jobs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ratchet_contract.paths import JobPaths
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.launcher import KubernetesLauncherSpec, VolumeSpec
+from ratchet_contract.spec.types import size_in_bytes
+from ratchet_service.launchers.kubernetes.settings import Site
+
+CODE: Final = "/ratchet/code"
+"""The pod's own directory, into which the agent fetches the snapshot."""
+SHM: Final = "/dev/shm"
+TMP: Final = "/tmp"
+_SHM_SIZE: Final = "8Gi"
+_CODE_SIZE: Final = "2Gi"
+"""A snapshot has at most 512 MiB in 20,000 files, each of which takes whole blocks."""
+
+
+@dataclass(frozen=True)
+class Mounted:
+    """Volumes of the pod and mounts of the agent's container."""
+
+    volumes: list[dict[str, Any]]
+    mounts: list[dict[str, Any]]
+
+
+def code_dir(launch: LaunchFile) -> str | None:
+    """Where the ranks find the code: a snapshot in the pod's own directory, or the code's path on the nodes; None without
+    code."""
+    return f"{CODE}/{launch.resolved.code_digest}" if _fetches_snapshot(launch) else launch.code_dir
+
+
+def _fetches_snapshot(launch: LaunchFile) -> bool:
+    code = launch.spec.code
+    return launch.resolved.code_digest is not None and code is not None and code.source == "snapshot"
+
+
+def pod_volumes(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec) -> Mounted:
+    memory = launcher.shm_size or launch.spec.resources.memory or _SHM_SIZE
+    volumes: list[dict[str, Any]] = [
+        {"name": "home", "persistentVolumeClaim": {"claimName": site.settings.claim}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": memory}},
+        {"name": "tmp", "emptyDir": {"sizeLimit": launcher.tmp_size}},
+    ]
+    mounts = [*_home_mounts(site, launch), {"name": "shm", "mountPath": SHM}, {"name": "tmp", "mountPath": TMP}]
+    if _fetches_snapshot(launch):
+        volumes.append({"name": "code", "emptyDir": {"sizeLimit": _CODE_SIZE}})
+        mounts.append({"name": "code", "mountPath": CODE})
+    for i, volume in enumerate(launch.spec.volumes):
+        name = f"volume-{i}"
+        volumes.append({"name": name, **_source(volume)})
+        mounts.append(_mount(name, volume))
+    return Mounted(volumes, mounts)
+
+
+def max_disk_bytes(volumes: list[dict[str, Any]]) -> int | None:
+    """The most bytes of its machine's disk that the pod's directories may use; None if one has no limit."""
+    found = [volume["emptyDir"] for volume in volumes if "emptyDir" in volume]
+    sizes = [directory.get("sizeLimit") for directory in found if directory.get("medium") != "Memory"]
+    return None if None in sizes else sum(size_in_bytes(str(size)) for size in sizes)
+
+
+def _home_mounts(site: Site, launch: LaunchFile) -> list[dict[str, Any]]:
+    wanted = [(launch.job_root, False)]
+    if launch.fork is not None:
+        wanted.append((str(JobPaths(Path(launch.fork.job_root)).checkpoints), True))
+    if launch.start_file is not None:
+        wanted.append((str(Path(launch.start_file).parent), True))
+    out = []
+    for path, read_only in wanted:
+        within = Path(path).relative_to(site.home.home)
+        mount = {"name": "home", "mountPath": path, "subPath": str(Path(site.settings.sub_path_prefix) / within)}
+        out.append(mount | {"readOnly": True} if read_only else mount)
+    return out
+
+
+def _source(volume: VolumeSpec) -> dict[str, Any]:
+    match volume.source:
+        case "host_path":
+            return {"hostPath": {"path": volume.host_path, "type": "Directory"}}
+        case "claim":
+            return {"persistentVolumeClaim": {"claimName": volume.claim}}
+        case "config_map":
+            return {"configMap": {"name": volume.config_map}}
+        case "secret":
+            return {"secret": {"secretName": volume.secret}}
+        case _:
+            return {"emptyDir": {"sizeLimit": volume.empty_dir}}
+
+
+def _mount(name: str, volume: VolumeSpec) -> dict[str, Any]:
+    mount: dict[str, Any] = {"name": name, "mountPath": volume.mount_path}
+    if volume.sub_path is not None:
+        mount["subPath"] = volume.sub_path
+    if volume.read_only:
+        mount["readOnly"] = True
+    return mount

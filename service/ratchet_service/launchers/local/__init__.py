@@ -1,0 +1,1 @@
+"""The launcher that runs jobs as processes of this machine."""

@@ -1,0 +1,143 @@
+"""The local launcher where an agent host starts the agents: a separate process in a separate container, which has no database and
+outlives this one. Requests go over a socket in the run directory, which both see at the same path.
+
+Files and locks are checked from this process: a lock belongs to the kernel, whichever container its holder is in. Processes are
+not visible from here, so operations on them are requested from the host. Several reconcilers may send requests, also of another
+version than the host's: the instructions for an agent are in ``launch.json`` alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Final, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ratchet_contract.phases import Cause
+from ratchet_service.launchers import attempt_files
+from ratchet_service.launchers.base import (
+    AttemptRef,
+    AttemptState,
+    EngineEnd,
+    EngineUnreachable,
+    LaunchError,
+    LaunchPlan,
+)
+from ratchet_service.launchers.local.launcher import LocalLauncher
+
+SOCKET: Final = "agent-host.sock"
+MAX_MESSAGE_BYTES: Final = 1 << 20
+"""The most bytes of a question or an answer, which is one line of JSON."""
+_TIMEOUT_SECONDS: Final = 30.0
+"""Time limit for an answer. The caller waits for less, since the request runs on a thread of its own (``ThreadedLauncher``)."""
+_ENDED_WITH_HOST: Final = (
+    "its agent was ended together with its agent host, by force or with the machine: the newest checkpoint counts"
+)
+
+
+class Question(BaseModel):
+    """``what``: ``look`` at an attempt, ``start`` its agents, ``stop`` or ``kill`` them; ``running``: list the attempts that have
+    processes; ``sweep``: end the attempts in ``names``; ``ping``."""
+
+    model_config = ConfigDict(extra="ignore")
+    what: Literal["ping", "look", "start", "stop", "kill", "running", "sweep"]
+    job_id: str = ""
+    attempt: int = 0
+    names: list[str] = Field(default_factory=list)
+
+
+class Answer(BaseModel):
+    """``away``: why nothing was done; ``refused``: why nothing was done, and a retry would not help; ``alive``: the attempt has a
+    process; ``own``: this same host process started its agents; ``names``: attempts, or processes that were killed."""
+
+    model_config = ConfigDict(extra="ignore")
+    away: str = ""
+    refused: str = ""
+    alive: bool = False
+    own: bool = True
+    names: list[str] = Field(default_factory=list)
+
+
+M = TypeVar("M", Question, Answer)
+
+
+def socket_address(directory_fd: int) -> str:
+    """The socket's address by a descriptor of its open directory: its path could be longer than the limit of 108 bytes."""
+    return f"/proc/self/fd/{directory_fd}/{SOCKET}"
+
+
+def read_line(connection: socket.socket, kind: type[M]) -> M:
+    """Receive one message. Raises ``OSError``, and ``ValueError`` for anything else than such a message."""
+    with connection.makefile("rb") as stream:
+        return kind.model_validate_json(stream.readline(MAX_MESSAGE_BYTES))
+
+
+def send_line(connection: socket.socket, message: BaseModel) -> None:
+    """Raises ``OSError``."""
+    connection.sendall(message.model_dump_json().encode() + b"\n")
+
+
+def send_request(home: Path, request: Question) -> Answer:
+    """Send ``request`` to the agent host and return its answer. Raises ``EngineUnreachable`` if no host answers, and
+    ``LaunchError`` if it refuses."""
+    directory_fd = -1
+    try:
+        directory_fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_TIMEOUT_SECONDS)
+            connection.connect(socket_address(directory_fd))
+            send_line(connection, request)
+            answer = read_line(connection, Answer)
+    except (OSError, ValidationError) as error:
+        reason = error.strerror or str(error) if isinstance(error, OSError) else "its response is not valid"
+        raise EngineUnreachable(
+            f"the agent host of {home} does not answer ({reason}): `ratchet agent-host` starts it, in the "
+            "container `agents` where "
+            "docker-compose.yml is used"
+        ) from None
+    finally:
+        if directory_fd >= 0:
+            os.close(directory_fd)
+    if answer.away:
+        raise EngineUnreachable(answer.away)
+    if answer.refused:
+        raise LaunchError(answer.refused)
+    return answer
+
+
+class HostedLauncher(LocalLauncher):
+    """See the module. Its calls may wait for the host, so the service makes them through ``ThreadedLauncher``."""
+
+    same_files = False
+
+    def submit(self, plan: LaunchPlan) -> None:
+        if not plan.ref.paths.agent_file.exists():
+            self._write_launch_file(plan)
+            self._request("start", plan.ref)
+
+    def poll(self, ref: AttemptRef) -> AttemptState:
+        nodes = attempt_files.node_states(
+            ref, gone=lambda node: not attempt_files.lock_is_held(ref.paths.node(node).lock_file)
+        )
+        if any(node.seen and not node.gone for node in nodes):
+            return AttemptState(True, nodes)
+        answer = self._request("look", ref)
+        lost = not (answer.alive or answer.own or all(node.result for node in nodes))
+        return AttemptState(answer.alive, nodes, ends=(EngineEnd(Cause.NODE_LOST, _ENDED_WITH_HOST),) if lost else ())
+
+    def stop(self, ref: AttemptRef, grace: float) -> None:
+        self._request("stop", ref)
+
+    def kill(self, ref: AttemptRef) -> list[str]:
+        return self._request("kill", ref).names
+
+    def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
+        found = send_request(self._home.home, Question(what="running")).names
+        orphans = sorted(set(found) - set(known(found))) if found else []
+        return send_request(self._home.home, Question(what="sweep", names=orphans)).names if orphans else []
+
+    def _request(self, operation: Literal["look", "start", "stop", "kill"], ref: AttemptRef) -> Answer:
+        return send_request(self._home.home, Question(what=operation, job_id=ref.job_id, attempt=ref.attempt))

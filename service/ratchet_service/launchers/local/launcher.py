@@ -1,0 +1,299 @@
+"""Agents as detached processes of this machine. They outlive the service on purpose: training continues while it restarts.
+
+Proof of life is the agent's ``flock`` on ``agent.lock``. The lock is probed only once ``agent.json`` exists, which the agent
+writes while it holds the lock: an earlier probe could hold the lock just when a starting agent takes it. Until then a starting
+agent is found by RATCHET_ATTEMPT_DIR in its environment, which every descendant inherits.
+
+Limits (``resources.memory``, ``resources.open_files``) that this machine cannot enforce are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from ratchet_contract import env_vars as names
+from ratchet_contract.api.views import Warning_
+from ratchet_contract.errors import FieldProblem
+from ratchet_contract.paths import AttemptPaths, HomePaths, is_job_id
+from ratchet_contract.plural import pluralize
+from ratchet_contract.protocol.messages import AgentFile, LaunchFile
+from ratchet_contract.spec.job import JobSpec
+from ratchet_service.isolation import file_access, proc
+from ratchet_service.isolation.file_access import as_owner
+from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox
+from ratchet_service.launchers import attempt_files as files
+from ratchet_service.launchers.base import AttemptRef, AttemptState, Launcher, LaunchError, LaunchPlan
+from ratchet_service.launchers.engine_thread import ThreadedLauncher
+from ratchet_service.launchers.plan import agent_environment, rank_commands, secret_sources
+
+_MIN_RANK_BYTES = 2**29
+"""Bytes of private memory that a rank needs to reach its first step: torch, its threads' stacks, gloo."""
+
+
+def resource_problems(spec: JobSpec) -> list[FieldProblem]:
+    """Reasons why this machine cannot enforce the spec's limits."""
+    found = []
+    share, files = spec.memory_per_rank, spec.resources.open_files
+    if share is not None and spec.world.device != "cpu":
+        text = (
+            "the local launcher limits memory only for jobs with world.device cpu, since CUDA maps far more than it uses: "
+            "remove it, set device cpu, or use Kubernetes or Slurm"
+        )
+        found.append(FieldProblem(pointer="/resources/memory", code="launcher-cannot", detail=text))
+    elif share is not None and share < _MIN_RANK_BYTES:
+        ranks = pluralize(spec.world.ranks_per_node, "rank")
+        text = f"{share // 2**20} MiB for each of {ranks}, and torch alone needs 512: request more"
+        found.append(FieldProblem(pointer="/resources/memory", code="limit-too-low", detail=text))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files is not None and most != resource.RLIM_INFINITY and files > most:
+        text = f"this machine allows a process at most {most} open files: request fewer, or raise LimitNOFILE of the service"
+        found.append(FieldProblem(pointer="/resources/open_files", code="limit-too-high", detail=text))
+    return found
+
+
+def warnings(spec: JobSpec) -> list[Warning_]:
+    share = spec.memory_per_rank
+    if share is None:
+        return []
+    text = (
+        f"without a container the limit of {share // 2**20} MiB applies to each process of a rank and to each DataLoader "
+        "worker separately: their sum is not limited"
+    )
+    return [Warning_(pointer="/resources/memory", code="memory-per-process", detail=text)]
+
+
+AGENT: Final = ("-P", "-m", "ratchet_worker.agent")
+"""-P: the directory that the service was started in must not be on the agent's import path."""
+
+_APPEND: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+_ONE_MACHINE: Final = "the local launcher has one machine"
+
+
+def make(home: HomePaths, settings: Mapping[str, Any], sandbox: Sandbox = NO_SANDBOX) -> Launcher:
+    """The factory that ``registry`` calls. Raises ``ValueError`` for unknown or invalid settings."""
+    hosted = settings.get("agent_host", False)
+    further = [str(name) for name in settings if name != "agent_host"]
+    if further or not isinstance(hosted, bool):
+        given = ", ".join(further) or f"agent_host: {hosted!r}"
+        raise ValueError(f"the local launcher has only the setting agent_host, true or false, not {given}")
+    if not hosted:
+        return LocalLauncher(home, sandbox=sandbox)
+    if sandbox.user is not None:
+        raise ValueError("local jobs run as the user of their agent host (agent_host: true): omit --run-as")
+    from ratchet_service.launchers.local.agent_host_client import HostedLauncher
+
+    return ThreadedLauncher(HostedLauncher(home))
+
+
+class LocalLauncher:
+    """See the module. ``agent``: the command, to which the launch file's path is appended; ``environ``: the environment that
+    agents inherit from; ``confined``: the user and limits of agents and ranks."""
+
+    kind = "local"
+    max_nodes: int | None = 1
+    slots = True
+    same_files = True
+
+    def __init__(
+        self,
+        home: HomePaths,
+        agent: tuple[str, ...] | None = None,
+        environ: Mapping[str, str] | None = None,
+        sandbox: Sandbox = NO_SANDBOX,
+    ) -> None:
+        self._home = home
+        self._sandbox = sandbox
+        self._agent = agent or (sys.executable, *AGENT)
+        self._environ = dict(os.environ if environ is None else environ)
+        self._children: dict[str, set[int]] = {}  # attempt's name -> pids
+
+    def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
+        given = {
+            "/resources/gpu": spec.resources.gpu,
+            "/image": spec.image,
+            "/volumes": spec.volumes or None,
+        }
+        problems = [
+            FieldProblem(
+                pointer=pointer, code="launcher-cannot", detail=f"{_ONE_MACHINE} without containers: remove it"
+            )
+            for pointer, value in given.items()
+            if value is not None
+        ]
+        problems += resource_problems(spec)
+        for name, secret in spec.secrets.items():
+            if secret.from_secret is not None:
+                text = "the local launcher has no Secrets: name a variable of the service's environment (from_env)"
+                problems.append(FieldProblem(pointer=f"/secrets/{name}", code="launcher-cannot", detail=text))
+        return warnings(spec), problems
+
+    def plan(self, launch: LaunchFile) -> LaunchPlan:
+        paths = AttemptPaths(Path(launch.attempt_dir))
+        nodes = launch.spec.world.nodes
+        return LaunchPlan(
+            ref=AttemptRef(launch.job_id, launch.attempt, paths, nodes),
+            launch=launch,
+            argv=(*self._agent, str(paths.launch_file)),
+            env={names.ATTEMPT_DIR: launch.attempt_dir},
+            secrets=secret_sources(launch.spec),
+            ranks=rank_commands(launch, self._agent[0]),
+        )
+
+    def submit(self, plan: LaunchPlan) -> None:
+        if not self.has_started(plan.ref):
+            self._write_launch_file(plan)
+            self.start(plan)
+
+    def start(self, plan: LaunchPlan) -> None:
+        """Start the agents of an attempt that has not begun and whose ``launch.json`` is written. Raises ``LaunchError``."""
+        env = agent_environment(self._environ, plan)
+        if (parent := self._environ.get(names.ENDS_WITH)) is not None:
+            env[names.ENDS_WITH] = parent
+        try:
+            pids = [self._start(plan, node, env) for node in range(plan.ref.nodes)]
+        except OSError as error:
+            raise LaunchError(f"the agent could not be started: {error}") from error
+        for pid in pids:
+            proc.wait_until_visible(pid)  # a repeated submit, here or in another process, must see it
+
+    def has_started(self, ref: AttemptRef) -> bool:
+        """True if the attempt's agents were started."""
+        return ref.paths.agent_file.exists() or bool(self._pids(ref))
+
+    def _write_launch_file(self, plan: LaunchPlan) -> None:
+        """Raises ``LaunchError``."""
+        try:
+            self._give_to_user(plan.ref.paths)
+            files.write_launch(plan.ref.paths, plan.launch)
+        except OSError as error:
+            raise LaunchError(f"the agent could not be started: {error}") from error
+
+    def poll(self, ref: AttemptRef) -> AttemptState:
+        self._reap(ref.name)
+        nodes = files.node_states(ref, gone=lambda node: not files.lock_is_held(ref.paths.node(node).lock_file))
+        locked = any(node.seen and not node.gone for node in nodes)
+        starting = not all(node.seen for node in nodes) and (ref.name in self._children or self._pids(ref))
+        return AttemptState(locked or bool(starting), nodes)
+
+    def stop(self, ref: AttemptRef, grace: float) -> None:
+        for agent in self._agents(ref).values():
+            if self._is_agent(ref, agent):
+                proc.kill(agent.pid, signal.SIGTERM)
+
+    def kill(self, ref: AttemptRef) -> list[str]:
+        found = proc.kill_all(lambda: self._pids(ref))
+        for node, agent in self._agents(ref).items():
+            if agent.pid not in found and files.lock_is_held(ref.paths.node(node).lock_file):
+                if self._is_agent(ref, agent):
+                    proc.kill(agent.pid)
+                found.append(
+                    agent.pid
+                )  # also if the process is not visible here: its death is not proved while the lock is held
+        self._reap(ref.name)
+        return [f"process {pid}" for pid in found]
+
+    def logs(self, ref: AttemptRef, limit: int) -> str:
+        return files.agent_logs(ref, limit)
+
+    def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
+        for name in list(self._children):  # attempts that another reconciler supervises now
+            self._reap(name)
+        found = {ref.name: folders for ref, folders in self.running_attempts()}
+        orphans = sorted(set(found) - set(known(list(found)))) if found else []
+        for name in orphans:
+            proc.kill_all(partial(self._pids_in_folders, found[name]))
+        return orphans
+
+    def running_attempts(self) -> list[tuple[AttemptRef, set[str]]]:
+        """Attempts of this run directory that have processes on this machine, with the attempt directories in their
+        environments."""
+        found: dict[str, tuple[AttemptRef, set[str]]] = {}
+        for _, folder in proc.processes_with_variable(names.ATTEMPT_DIR):
+            ref = self._ref_from_folder(Path(folder))
+            if ref is not None:
+                found.setdefault(ref.name, (ref, set()))[1].add(folder)
+        return list(found.values())
+
+    def _start(self, plan: LaunchPlan, node: int, env: dict[str, str]) -> int:
+        """Start the agent of one node and return its pid. Raises ``OSError``."""
+        paths = plan.ref.paths.node(node)
+        argv = plan.argv if plan.ref.nodes == 1 else (*plan.argv, "--node", str(node))
+        with as_owner(paths.root):
+            paths.root.mkdir(parents=True, exist_ok=True)
+            log = os.open(paths.agent_log, _APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        try:
+            with self._sandbox.command(argv, env, cwd="/") as command:
+                pid = _spawn(command.argv, command.env, log, command.fds)
+        finally:
+            os.close(log)
+        self._children.setdefault(plan.ref.name, set()).add(pid)
+        return pid
+
+    def _give_to_user(self, paths: AttemptPaths) -> None:
+        """Make the job's directory the user's. Raises ``OSError``."""
+        user = self._sandbox.user
+        if user is None:
+            return
+        ref = self._ref_from_folder(paths.root)
+        if ref is None:  # from a launch file that was read back, which user code may have changed
+            raise PermissionError(f"{paths.root} is not an attempt in the run directory {self._home.home}")
+        file_access.give_to_user(self._home.job(ref.job_id).root, user.uid, user.gid)
+
+    def _is_agent(self, ref: AttemptRef, agent: AgentFile) -> bool:
+        """True if the process exists and runs as the job's user. User code may have written another process's pid into
+        ``agent.json``."""
+        owner = file_access.owner_of(ref.paths.root)
+        own = owner is None or owner[0] == 0 or proc.runs_as(agent.pid, owner[0])
+        return own and proc.is_alive(agent.pid, agent.start_time)
+
+    def _pids(self, ref: AttemptRef) -> list[int]:
+        return proc.pids_with_variable(names.ATTEMPT_DIR, str(ref.paths.root))
+
+    def _pids_in_folders(self, folders: Collection[str]) -> list[int]:
+        return [pid for pid, folder in proc.processes_with_variable(names.ATTEMPT_DIR) if folder in folders]
+
+    def _agents(self, ref: AttemptRef) -> dict[int, AgentFile]:
+        agents = {node: state.agent for node, state in enumerate(files.node_states(ref))}
+        return {node: agent for node, agent in agents.items() if agent is not None}
+
+    def _ref_from_folder(self, folder: Path) -> AttemptRef | None:
+        """The attempt whose directory ``folder`` is; None if it is not in this run directory."""
+        try:
+            job_id, word, number = folder.relative_to(self._home.jobs).parts
+        except ValueError:
+            return None
+        if word != "attempts" or not is_job_id(job_id) or not number.isdigit():
+            return None
+        return AttemptRef(job_id, int(number), self._home.job(job_id).attempt(int(number)))
+
+    def _reap(self, name: str) -> None:
+        """Reap agents of the attempt that are children of this process and have ended, so that they leave no zombies."""
+        pids = self._children.get(name, set())
+        for pid in list(pids):
+            with suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    continue
+            pids.discard(pid)
+        if not pids:
+            self._children.pop(name, None)
+
+
+def _spawn(argv: Sequence[str], env: dict[str, str], log: int, fds: Sequence[int] = ()) -> int:
+    """Start a detached process in a session of its own and return its pid. It prints to the descriptor ``log`` and inherits
+    ``fds``. Raises ``OSError``."""
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_DUP2, log, 1),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+        *((os.POSIX_SPAWN_DUP2, fd, fd) for fd in fds),
+    ]
+    default = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD]
+    return os.posix_spawn(argv[0], list(argv), env, file_actions=actions, setsid=True, setsigmask=[], setsigdef=default)

@@ -1,0 +1,70 @@
+"""Parts of every launcher's plan: the ranks' commands for display, the secrets by name, the agents' environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ratchet_contract import env_vars as names
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.job import JobSpec
+from ratchet_contract.spec.masking import masked
+from ratchet_service.isolation.sandbox import inherited_environ, withheld_names
+from ratchet_service.launchers.base import LaunchError, LaunchPlan
+
+
+def rank_commands(launch: LaunchFile, agent: str) -> tuple[dict[str, Any], ...]:
+    """The commands that the agents will run for their ranks, in rank order over all nodes, with secrets masked. ``agent``: the
+    agents' interpreter, which the ranks use, too, if the spec names none."""
+    python = agent if launch.spec.python is None else launch.resolved.python
+    world = launch.spec.world
+    return tuple(
+        _rank_command(launch.for_node(node), local, python)
+        for node in range(world.nodes)
+        for local in range(world.ranks_per_node)
+    )
+
+
+def _rank_command(launch: LaunchFile, local_rank: int, python: str) -> dict[str, Any]:
+    env = {
+        names.RANK: str(launch.ranks[local_rank]),
+        names.LOCAL_RANK: str(local_rank),
+        names.WORLD_SIZE: str(launch.world_size),
+    }
+    env |= {"OMP_NUM_THREADS": str(launch.resolved.threads_per_rank)} | masked(launch.spec.env, launch.spec.secret_env)
+    if launch.resolved.backend == "nccl":
+        env |= launch.spec.nccl
+    if launch.gpus:
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in launch.gpus)
+    return {"command": [python, "-P", "-m", "ratchet_worker.rank"], "env": env, "cwd": launch.workdir}
+
+
+def secret_sources(spec: JobSpec) -> dict[str, str]:
+    """Secrets that are read from the service's environment: the secret's name -> the variable."""
+    return {name: secret.from_env for name, secret in spec.secrets.items() if secret.from_env is not None}
+
+
+def secret_values(environ: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
+    """The values of the secrets ``sources`` (name -> variable) in ``environ``, the service's environment. Raises ``LaunchError``
+    for a variable that is not set or is the service's own."""
+    kept, out = withheld_names(environ), {}
+    for name, source in sources.items():
+        value = environ.get(source)
+        if source in kept:
+            raise LaunchError(
+                f"secret {name} is read from {source}, which is reserved for the service and passed to no job"
+            )
+        if value is None:
+            raise LaunchError(
+                f"secret {name} is read from {source}, which is not set in the launcher's environment: set it where the "
+                "service is started, or its agent host if it has one"
+            )
+        out[name] = value
+    return out
+
+
+def agent_environment(environ: Mapping[str, str], plan: LaunchPlan) -> dict[str, str]:
+    """The service's environment ``environ`` without Ratchet's own variables and database credentials, plus the plan's secrets and
+    variables. Raises ``LaunchError`` as ``secret_values`` does."""
+    return inherited_environ(environ) | secret_values(environ, plan.secrets) | plan.env

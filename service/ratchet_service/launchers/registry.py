@@ -1,0 +1,86 @@
+"""Launchers by name: Ratchet's own, and those that other packages provide by the entry point group ``ratchet.launchers``.
+
+Ratchet's own are import strings, resolved on use, so that an engine's library is imported only where it is used. A service's
+launchers file names the launchers that it has (YAML: a mapping from name to that launcher's settings); without a file it has
+``local`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Final, cast
+
+import yaml
+
+from ratchet_contract.paths import HomePaths
+from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox
+from ratchet_service.launchers.base import Launcher
+from ratchet_service.launchers.engine_thread import ThreadedLauncher
+
+LAUNCHERS: Final[dict[str, str]] = {
+    "local": "ratchet_service.launchers.local.launcher:make",
+    "kubernetes": "ratchet_service.launchers.kubernetes.launcher:make",
+    "slurm": "ratchet_service.launchers.slurm.launcher:make",
+}
+GROUP: Final = "ratchet.launchers"
+"""Entry points of other packages: name -> ``make(home: HomePaths, settings: Mapping[str, Any]) -> Launcher``."""
+
+
+class Launchers(Mapping[str, Launcher]):
+    """The launchers that a service has, by name."""
+
+    def __init__(self, launchers: Mapping[str, Launcher]) -> None:
+        self._launchers = dict(launchers)
+
+    def __getitem__(self, kind: str) -> Launcher:
+        return self._launchers[kind]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._launchers)
+
+    def __len__(self) -> int:
+        return len(self._launchers)
+
+
+def load(home: HomePaths, file: Path | None, sandbox: Sandbox = NO_SANDBOX) -> Launchers:
+    """The launchers that ``file`` names; ``local`` without a file. ``sandbox``: how the local launcher starts agents. Launchers
+    of engines other than this machine are wrapped in ``ThreadedLauncher``. Raises ``ValueError`` with a readable message."""
+    settings: Mapping[str, Mapping[str, Any]] = {"local": {}} if file is None else _read(file)
+    made = {kind: _make(kind, home, given, sandbox) for kind, given in settings.items()}
+    return Launchers(
+        {kind: launcher if launcher.slots else ThreadedLauncher(launcher) for kind, launcher in made.items()}
+    )
+
+
+def _read(file: Path) -> dict[str, Mapping[str, Any]]:
+    try:
+        data = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"the launchers file {file} cannot be read: {error}") from None
+    if not isinstance(data, dict) or not data:
+        raise ValueError(f"the launchers file {file} must be a mapping, such as `local: {{}}`")
+    out: dict[str, Mapping[str, Any]] = {}
+    for kind, given in data.items():
+        if not isinstance(given, dict | None):
+            raise ValueError(f"{file}: the settings of {kind} must be a mapping (`{{}}` for none), not {given!r}")
+        out[str(kind)] = given or {}
+    return out
+
+
+def _make(kind: str, home: HomePaths, settings: Mapping[str, Any], sandbox: Sandbox) -> Launcher:
+    brought = {point.name: point for point in entry_points(group=GROUP)}
+    try:
+        if kind in LAUNCHERS:
+            module, _, factory = LAUNCHERS[kind].partition(":")
+            make = getattr(import_module(module), factory)
+        elif kind in brought:
+            make = brought[kind].load()
+        else:
+            known = ", ".join([*LAUNCHERS, *sorted(brought)])
+            raise ValueError(f"there is no launcher {kind!r}; known: {known}")
+    except ImportError as error:
+        raise ValueError(f"the launcher {kind} cannot be loaded: {error}") from None
+    return cast(Launcher, make(home, settings, sandbox) if kind == "local" else make(home, settings))

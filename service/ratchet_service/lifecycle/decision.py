@@ -1,0 +1,203 @@
+"""Input and output of ``decide``: plain data. Pure.
+
+A job's view is made from its row and its spec. The end of an attempt counts as its cause's outcome and budget, or as what the
+spec specifies for its exit code (``treatment``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from ratchet_contract.phases import Budget, Cause, Desired, Event, JobPhase, Outcome
+from ratchet_contract.spec.job import JobSpec
+from ratchet_contract.spec.policy import ExitRule
+from ratchet_service.db.models import Job
+
+
+class Action(StrEnum):
+    """The reconciler's next action."""
+
+    NOTHING = "nothing"
+    WAIT = "wait"  # until ``not_before``
+    LAUNCH = "launch"
+    STOP = "stop"  # stop the agent gracefully, with ``cause``
+    KILL = "kill"  # kill the agent, with ``cause``
+    END = "end"  # the attempt is over: apply ``event`` and ``counters``
+
+
+@dataclass(frozen=True)
+class Counters:
+    """How much of the budgets is used up. ``attempts_without_progress`` and ``retries`` (ended by a rule ``retry``, or refused by
+    an interpreter that was not upgraded) count attempts in a row."""
+
+    preemptions: int = 0
+    failures: int = 0
+    attempts_without_progress: int = 0
+    retries: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The spec's policy; times in seconds. ``exit_rules``: what exit codes of the job's own code mean; ``can_change_code``: the
+    job can be resumed with other code; ``is_script``: more of the script may follow the last step, and a stop there leaves that
+    to the next attempt."""
+
+    max_preemptions: int | None = None
+    max_failures: int = 3
+    backoff: float = 1.0
+    timeout: float | None = None
+    stop_grace: float = 120.0
+    exit_rules: tuple[ExitRule, ...] = ()
+    can_change_code: bool = True
+    is_script: bool = False
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """How the newest attempt ended, once no process of it is alive.
+
+    ``exit_code``: of the rank that the cause comes from; ``base_step``: where the attempt started (None: it never got that far);
+    ``committed_step``: the newest step that it committed; ``last_step``: the last step that it did; ``begun``: an agent began;
+    ``finished``: the newest committed checkpoint is the job's final one; ``unmanaged``: it was a script without a Session;
+    ``seconds``: how long it ran; ``repeated_error``: not None if an exception ended it that had ended the previous attempt at the
+    same line and step; the value is the last step of the rank that raised it.
+    """
+
+    cause: Cause
+    base_step: int | None = None
+    committed_step: int | None = None
+    begun: bool = True
+    finished: bool = False
+    unmanaged: bool = False
+    seconds: float = 0.0
+    message: str | None = None
+    exit_code: int | None = None
+    last_step: int = 0
+    repeated_error: int | None = None
+
+    @property
+    def unsaved_steps(self) -> int:
+        """Number of steps that it did but did not commit."""
+        return max(0, self.last_step - max(self.base_step or 0, self.committed_step or 0))
+
+    @property
+    def made_progress(self) -> bool:
+        """True if a new step was committed."""
+        return self.committed_step is not None and self.committed_step > (self.base_step or 0)
+
+
+@dataclass(frozen=True)
+class Alive:
+    """What is known of an attempt that has not ended. Times in seconds.
+
+    ``age``: how long an attempt without any agent has been out of its engine's queue; ``seen``: an agent has begun; ``waiting``:
+    the attempt is still in that queue, where no stop request reaches it; ``running_seconds``: time since its first agent began;
+    ``stop_requested_seconds``: time since its end was requested; ``signalled_seconds``: time since the agent was sent the stop
+    signal (None: it was not); ``killable_after``: how long the agent has after the signal; ``launch_deadline``: how long the
+    agent may take to its first sign of life; ``other_protocol``: it cannot report to this service; ``unmanaged``: it is known to
+    be a script without a Session.
+    """
+
+    age: float
+    seen: bool
+    running_seconds: float = 0.0
+    stop_requested_seconds: float = 0.0
+    waiting: bool = False
+    signalled_seconds: float | None = None
+    signal_cause: Cause | None = None
+    killable_after: float = 10.0
+    launch_deadline: float = 60.0
+    other_protocol: bool = False
+    unmanaged: bool = False
+
+
+@dataclass(frozen=True)
+class JobView:
+    """Input of ``decide``. ``running_seconds`` is the time of earlier attempts; ``attempt`` None: none is active."""
+
+    job_id: str
+    phase: JobPhase
+    desired: Desired = Desired.RUN
+    desired_cause: Cause | None = None
+    attempt_number: int = 0
+    counters: Counters = Counters()
+    limits: Limits = Limits()
+    not_before: datetime | None = None
+    running_seconds: float = 0.0
+    attempt: Alive | AttemptEnd | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``cause`` is the attempt's, for STOP, KILL and END. For END, ``outcome`` and ``rule`` (a sentence: which rule of
+    ``policy.exit_codes`` applied) are the attempt's, too. The other fields describe the job after an END."""
+
+    action: Action
+    event: Event | None = None
+    cause: Cause | None = None
+    counters: Counters = Counters()
+    not_before: datetime | None = None
+    reason: str | None = None
+    message: str | None = None
+    outcome: Outcome | None = None
+    rule: str | None = None
+
+
+def limits_of(spec: JobSpec) -> Limits:
+    policy = spec.policy
+    return Limits(
+        policy.max_preemptions,
+        policy.max_failures,
+        policy.backoff,
+        policy.timeout,
+        policy.stop_grace,
+        tuple(policy.exit_codes),
+        can_change_code=spec.snapshot_code is not None,
+        is_script=spec.script is not None,
+    )
+
+
+def view_of(job: Job, limits: Limits) -> JobView:
+    """Return what ``decide`` needs of the row; the caller adds the attempt."""
+    return JobView(
+        job_id=job.id,
+        phase=job.phase,
+        desired=job.desired,
+        desired_cause=job.desired_cause,
+        attempt_number=job.attempt,
+        counters=Counters(job.preemptions, job.failures, job.attempts_without_progress, job.retries),
+        limits=limits,
+        not_before=job.not_before,
+        running_seconds=job.running_seconds,
+    )
+
+
+_RULE_EFFECTS: Final[dict[str, tuple[Outcome, Budget]]] = {
+    "retry": (Outcome.FAILED, Budget.NONE),
+    "fail": (Outcome.FAILED, Budget.FATAL),
+    "preempted": (Outcome.PREEMPTED, Budget.PREEMPTIONS),
+}
+
+
+class Treatment(NamedTuple):
+    """``rule``: a sentence about the rule of ``policy.exit_codes`` that applied; None: none did."""
+
+    cause: Cause
+    outcome: Outcome
+    budget: Budget
+    rule: str | None = None
+
+
+def treatment(cause: Cause, end: AttemptEnd, rules: Sequence[ExitRule]) -> Treatment:
+    """Return what the end counts as. ``cause``: the attempt's, as far as it is known. Rules apply to what a rank's own code did
+    to its process (``exception``); what was done to it from outside, and what Ratchet detected itself, has a cause of its own."""
+    if cause is Cause.EXCEPTION and end.exit_code is not None:
+        for i, rule in enumerate(rules):
+            if rule.matches(end.exit_code):
+                text = f"exit code {end.exit_code}: {rule.action}, by policy.exit_codes[{i}]"
+                return Treatment(cause, *_RULE_EFFECTS[rule.action], text)
+    return Treatment(cause, cause.outcome, cause.budget)

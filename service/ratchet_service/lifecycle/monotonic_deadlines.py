@@ -1,0 +1,83 @@
+"""Elapsed time that no step of a wall clock lengthens; the reconciler's deadlines use it.
+
+Stored times are wall-clock times of whichever machine wrote them, and wall clocks are set: by NTP, by hand, when a virtual
+machine is resumed. So deadlines are counted by monotonic clocks alone. The count is kept in the attempt's row as a ``Count``
+(``persisted_deadlines``), and the next process continues from it: a monotonic clock continues across processes until the machine
+reboots. Time in which possibly no reconciler polled the attempt is not counted: a deadline may be late, but it is never early and
+never starts again from 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+from ratchet_service.db.clock import Clock
+
+TOLERANCE: Final = 5.0
+"""Seconds by which a wall clock may depart from the monotonic one, at once or gradually, before that counts as a jump."""
+KEEP_SECONDS: Final = 30.0
+"""Interval at which the counts of attempts with a ``policy.timeout`` are stored. A reconciler on another machine may count this
+much too little."""
+_MAX_READINGS: Final = 3
+_MAX_READING_GAP: Final = 0.5
+
+
+class Count(NamedTuple):
+    """``seconds`` had been counted when the monotonic clock of the boot ``boot`` showed ``monotonic``."""
+
+    seconds: float
+    boot: str
+    monotonic: float
+
+    @staticmethod
+    def parse(stored: Any) -> Count | None:
+        """Parse a stored count; None: nothing is stored, or it cannot be read."""
+        try:
+            found = Count(float(stored["seconds"]), str(stored["boot"]), float(stored["monotonic"]))
+        except (TypeError, KeyError, ValueError, OverflowError):
+            return None
+        return found if 0.0 <= found.seconds < math.inf and math.isfinite(found.monotonic) else None
+
+
+def counted_seconds(stored: Any, begun_at: datetime | None, clock: Clock) -> float | None:
+    """Return the seconds that an attempt has run by now; None: no agent of it has begun. ``stored``: its ``Count``.
+
+    If the machine has rebooted, or another one has taken over, the time since the last count is not known and not counted. For
+    an attempt without a count the wall clock is used.
+    """
+    if begun_at is None:
+        return None
+    found = carried_seconds(stored, clock, math.inf)
+    return max(0.0, (clock.now() - begun_at).total_seconds()) if found is None else found
+
+
+def carried_seconds(stored: Any, clock: Clock, max_gap: float) -> float | None:
+    """Return the seconds of a deadline that earlier reconcilers have counted (``stored``: its ``Count``); None: nothing that can
+    be read. Of the time since then at most ``max_gap`` is counted, which is how long a count stays current while a reconciler
+    polls. After that perhaps no reconciler polled, and no service answered the agents either."""
+    count = Count.parse(stored)
+    if count is None:
+        return None
+    since = clock.monotonic() - count.monotonic if count.boot == clock.boot_id() else 0.0
+    return count.seconds + min(max(0.0, since), max_gap)
+
+
+def wall_offset(clock: Clock, wall: Callable[[], datetime]) -> float:
+    """Return ``wall`` minus the monotonic clock, in seconds. Both are read again if this process was suspended between the two
+    readings."""
+    for _ in range(_MAX_READINGS):
+        before = clock.monotonic()
+        wall_seconds = wall().timestamp()
+        after = clock.monotonic()
+        if after - before < _MAX_READING_GAP:
+            break
+    return wall_seconds - after
+
+
+def jump_seconds(level: float, before: float) -> float:
+    """Return by how many seconds a wall clock has jumped, forwards if positive. It was ``before`` seconds ahead of the monotonic
+    clock and is now ``level`` ahead; 0.0: it has drifted by no more than ``TOLERANCE``."""
+    return level - before if abs(level - before) > TOLERANCE else 0.0

@@ -1,0 +1,75 @@
+"""What a spec may request for a script without a Session: to be started, stopped and started again, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ratchet_contract.api.views import Warning_
+from ratchet_contract.errors import Conflict, FieldProblem
+from ratchet_contract.script.unmanaged_script import SESSION_PACKAGE, is_unmanaged, unapplied_hook_message
+from ratchet_contract.spec.checkpoint import CheckpointSpec
+from ratchet_contract.spec.job import JobSpec
+
+WARNING: Final = "unmanaged-script"
+NO_CHECKPOINT: Final = "checkpoint-needs-session"
+UNMANAGED: Final = "unmanaged"
+"""The verdict of such a script's resume reports."""
+
+
+def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldProblem]]:
+    """Return the warnings and problems of a script whose main file does not mention the Session; none for any other."""
+    if not spec.script or not is_unmanaged(main_file):
+        return [], []
+    name = spec.script[0]
+    elsewhere = f"If a module that it imports makes the Session, import {SESSION_PACKAGE} in {name} too"
+    text = (
+        f"{name} has no Session of Ratchet: it is started from its first line, again after every preemption and failure, "
+        "with its current directory unchanged; it must save and restore its own state, a hang is not "
+        "detected, and the resume "
+        f"report says unmanaged. Next step: `ratchet init --patch {name}` prints the change (docs/adoption.md). {elsewhere}"
+    )
+    warnings = [Warning_(pointer="/script", code=WARNING, detail=text)]
+    if spec.checkpoint.every_steps not in (None, CheckpointSpec().every_steps):  # a stored spec has the default, too
+        text = f"no checkpoints are made for {name}: it has no Session of Ratchet. {elsewhere}"
+        warnings.append(Warning_(pointer="/checkpoint/every_steps", code=NO_CHECKPOINT, detail=text))
+    problems = []
+    if spec.trial is not None:
+        text = (
+            f"{name} has no Session of Ratchet: Ratchet saves and restores none of its state, so there is nothing to "
+            "prove. Use a "
+            f"Session or a Task (docs/adoption.md). {elsewhere}"
+        )
+        problems.append(FieldProblem(pointer="/script", code="trial-needs-session", detail=text))
+    return warnings, [*problems, *hook_problems(spec, main_file)]
+
+
+def hook_problems(spec: JobSpec, main_file: bytes) -> list[FieldProblem]:
+    """Return the problem of a hook that a script without a Session would not apply, if any."""
+    refusal = unapplied_hook_message(spec.script[0], spec.hook) if spec.script and is_unmanaged(main_file) else None
+    return [] if refusal is None else [FieldProblem(pointer="/hook", code="hook-needs-session", detail=refusal)]
+
+
+def read_main_file(spec: JobSpec) -> bytes | None:
+    """Return the content of the script's own file in ``code.path``; None: there is none that can be read here."""
+    if spec.script is None or spec.snapshot_code is None:
+        return None
+    try:
+        return (Path(spec.snapshot_code.path) / spec.script[0]).read_bytes()
+    except OSError:
+        return None
+
+
+def is_reported_unmanaged(report: Mapping[str, Any] | None) -> bool:
+    """True if an attempt's resume report says that its script has made no Session (so far)."""
+    return (report or {}).get("verdict") == UNMANAGED
+
+
+def checkpoint_request_conflict(script: str) -> Conflict:
+    """Return the error for a request to save a checkpoint now."""
+    text = (
+        f"{script} has made no Session of Ratchet: Ratchet cannot save its state on request. Use a Session "
+        "or a Task (docs/adoption.md)"
+    )
+    return Conflict(text, code=NO_CHECKPOINT)

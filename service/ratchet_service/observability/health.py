@@ -1,0 +1,230 @@
+"""Readiness of this process to take requests, as ``/readyz`` reports it: the current state, component by component."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Generic, Literal, TypeVar, cast
+
+from pydantic import BaseModel
+from sqlalchemy.exc import SQLAlchemyError
+
+from ratchet_contract.errors import Refused
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.plural import pluralize
+from ratchet_service.db import migrate
+from ratchet_service.db.engine import Database
+from ratchet_service.observability import disk_space as disk
+
+MAX_CONCURRENT_FINISHES: Final = 4
+"""How many attempts are finished at the same time: this reads and deletes files, mostly on few disks."""
+
+
+T = TypeVar("T")
+
+ROUND_SECONDS: Final = 60.0
+"""Seconds without a completed round after which this process's reconciler counts as hanging, perhaps on a file system that does
+not answer."""
+FAILED_ROUNDS: Final = 5
+"""Consecutive failed rounds, at least a second apart, after which nothing gets done; a brief fault causes fewer."""
+BEAT_SECONDS: Final = 2.0
+"""Seconds between two updates of the reconciler's marker file in the run directory."""
+PROBE_SECONDS: Final = 1.0
+"""Seconds for which a result of probing the run directory or the database is reused: anybody may request ``/readyz``, and must
+not be able to cause disk writes or connections at will."""
+_SILENT_SECONDS: Final = 15.0
+"""Seconds without an update of the marker file after which another process's reconciler is reported with a warning."""
+
+
+class Component(BaseModel):
+    status: Literal["ok", "warning"] = "ok"
+    detail: str
+
+
+class Unready(Refused):
+    """503: this process is not ready now; try again, or use another service of the same database."""
+
+    code = "not-ready"
+
+
+@dataclass
+class ReconcilerHeartbeat:
+    """What a reconciler records after each round: in memory for its own process, as a file's modification time for others."""
+
+    file: Path
+    clock: Callable[[], float] = time.monotonic
+    started_at: float = field(init=False)
+    succeeded_at: float | None = None
+    """When the last successful round ended."""
+    failures: int = 0
+    """Failed rounds since then; ``error``: class name of the last one's error."""
+    error: str = ""
+    jump_note: str = ""
+    finishing_seconds: Collection[float] = ()
+    """Seconds taken so far by each attempt that was being finished at the last successful round."""
+    _marked_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.started_at = self.clock()
+
+    def record_round(self, finishing_seconds: Collection[float] = ()) -> None:
+        """Record a successful round. A disk on which the marker file cannot be written is ignored."""
+        self.succeeded_at, self.failures, self.finishing_seconds = self.clock(), 0, finishing_seconds
+        if self._marked_at is None or self.succeeded_at - self._marked_at >= BEAT_SECONDS:
+            self._marked_at = self.succeeded_at
+            with suppress(OSError):
+                self.file.touch()
+
+    def record_failure(self, error: Exception) -> None:
+        """Record a failed round: the thread runs, but may have done nothing."""
+        self.failures, self.error = self.failures + 1, type(error).__name__
+
+    def record_jump(self, seconds: float) -> None:
+        """Record a jump of the wall clock. It is reported from then on, to explain surprising times."""
+        self.jump_note = f"; at {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC the wall clock had jumped by {seconds:+.0f} s"
+
+    def silence_seconds(self) -> float:
+        """Seconds since the end of the last successful round, or since the start."""
+        return self.clock() - (self.started_at if self.succeeded_at is None else self.succeeded_at)
+
+
+@dataclass
+class CachedProbe(Generic[T]):
+    """A probe that is made at most once per ``PROBE_SECONDS``; concurrent callers wait for the one that makes it."""
+
+    clock: Callable[[], float] = time.monotonic
+    _probed_at: float | None = None
+    _result: T | Exception | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def get(self, probe: Callable[[], T]) -> T:
+        """Return or raise what ``probe`` did in the latest probe. ``Refused`` and SQLAlchemy's errors are kept like results."""
+        with self._lock:
+            now = self.clock()
+            if self._probed_at is None or now - self._probed_at >= PROBE_SECONDS:
+                try:
+                    self._result = probe()
+                except (Refused, SQLAlchemyError) as error:
+                    self._result = error
+                self._probed_at = (
+                    self.clock()
+                )  # after the probe: a caller that waited for a slow disk does not probe it again
+            found = self._result
+        if isinstance(found, Exception):
+            raise found
+        return cast(T, found)
+
+
+@dataclass
+class Health:
+    """``stopping``: SIGTERM was received. ``heartbeat``: this process's reconciler's, None if it runs none. ``last_code``: the
+    last reported code."""
+
+    stopping: bool = False
+    heartbeat: ReconcilerHeartbeat | None = None
+    last_code: str | None = None
+    disk: CachedProbe[str] = field(default_factory=CachedProbe)
+    database: CachedProbe[None] = field(default_factory=CachedProbe)
+
+    def is_new_code(self, code: str | None) -> bool:
+        """True if ``code`` differs from the last one. Probes come every few seconds, and the log must contain each change
+        once."""
+        before, self.last_code = self.last_code, code
+        return before != code
+
+
+def check(health: Health, database: Database, paths: HomePaths) -> dict[str, Component]:
+    """All components, by name. Raises ``Unready`` or another ``RatchetError`` for the first fault that makes this process
+    unready, and SQLAlchemy's errors if the database does not answer."""
+    if health.stopping:
+        raise Unready("the service is shutting down: it accepts no new requests", code="shutting-down")
+    health.database.get(database.ping)
+    found = {"database": Component(detail=_check_schema(database))}
+    full = disk.database_disk_full(database)
+    if full is not None:
+        raise full
+    found["run_directory"] = Component(detail=health.disk.get(lambda: _check_writable(paths.home)))
+    found["reconciler"] = _check_reconciler(health.heartbeat, paths)
+    return found
+
+
+def _check_schema(database: Database) -> str:
+    """Raises ``NewerSchema``, ``UnsupportedSchema``, and ``Unready`` for an older schema, restored while this process was
+    running."""
+    with database.read() as session:
+        revision = migrate.revision_of(session.connection())
+    if revision == migrate.head_revision():
+        return f"answers, revision {revision}"
+    refused = migrate.refusal(revision) if revision is not None else None
+    if refused is not None:
+        raise refused
+    raise Unready(
+        f"the database has revision {revision or '(none)'}, this version works with {migrate.head_revision()}: it was "
+        "replaced while the service ran; restart the service",
+        code="schema-older",
+    )
+
+
+def _check_writable(home: Path) -> str:
+    """Check the run directory by writing a file without a name. Raises ``Unready``, or ``Refused`` for a full disk."""
+    try:
+        with tempfile.TemporaryFile(dir=home) as file:
+            file.write(b"ready")
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise disk.disk_full_error(home, "nothing can be stored in the run directory") from error
+        why = f"the run directory {home} cannot be written: {error.strerror or error}"
+        raise Unready(
+            f"{why}. No job can be submitted and no attempt starts", code="run-directory-unwritable"
+        ) from error
+    free = disk.free_bytes(home)
+    return "written" if free is None else f"written, {free / 2**30:.1f} GiB free"
+
+
+def _check_reconciler(heartbeat: ReconcilerHeartbeat | None, paths: HomePaths) -> Component:
+    """Raises ``Unready`` if this process's own reconciler hangs or fails. A silent reconciler of another process is only a
+    warning: this process can still take requests."""
+    if heartbeat is not None:
+        silence, failures = heartbeat.silence_seconds(), heartbeat.failures
+        if failures >= FAILED_ROUNDS or (failures and silence > ROUND_SECONDS):
+            raise Unready(
+                f"the last {pluralize(failures, 'round')} of this process's reconciler failed ({heartbeat.error}), "
+                "the last successful "
+                f"one ended {silence:.0f} s ago: unfinished work is tried again in every round. Its log has the cause",
+                code="reconciler-failing",
+            )
+        if silence > ROUND_SECONDS:
+            raise Unready(
+                f"the reconciler of this process has finished no round for {silence:.0f} s: nothing is started or ended. Its "
+                "log has the cause; a file system may not respond",
+                code="reconciler-stalled",
+            )
+        slow = [seconds for seconds in heartbeat.finishing_seconds if seconds > ROUND_SECONDS]
+        if len(slow) >= MAX_CONCURRENT_FINISHES:
+            raise Unready(
+                f"{len(slow)} ends of attempts take longer than {ROUND_SECONDS:g} s, the longest {max(slow):.0f} s so far: no "
+                "other attempt is ended before one of them finishes. A file system may not respond",
+                code="reconciler-stalled",
+            )
+        last = "starting" if heartbeat.succeeded_at is None else f"last round {silence:.0f} s ago"
+        if failures:
+            return Component(
+                status="warning", detail=f"in this process, {last}; {failures} failed since: {heartbeat.error}"
+            )
+        if slow:
+            text = f"in this process, {last}; ends of attempts take long: {len(slow)}, the longest {max(slow):.0f} s so far"
+            return Component(status="warning", detail=text)
+        return Component(detail=f"in this process, {last}{heartbeat.jump_note}")
+    try:
+        age = max(0.0, time.time() - paths.reconciler_marker.stat().st_mtime)
+    except OSError:
+        return Component(status="warning", detail="none in this process, and none has ever run in the run directory")
+    status: Literal["ok", "warning"] = "ok" if age <= _SILENT_SECONDS else "warning"
+    return Component(status=status, detail=f"in another process, last seen {age:.0f} s ago")

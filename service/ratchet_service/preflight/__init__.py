@@ -1,0 +1,1 @@
+"""Checks of a spec before it is accepted, one module per part."""

@@ -1,0 +1,72 @@
+"""Pre-flight of ``checkpoint.uri``: the store exists, accepts writes, and refuses a second writer. It has a deadline, since a
+request waits for the result.
+
+A store is refused if the service itself has no access: the service deletes, fetches and forks what is stored there, and a job
+whose checkpoints cannot be written would otherwise find that out on a GPU.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.spec.job import JobSpec
+from ratchet_service.preflight.report import Report
+from ratchet_store.object_store.client import BRIEF, DENIED, NO_CLIENT, ObjectStore, open_store
+
+TIMEOUT_SECONDS: Final = 8.0
+_POINTER: Final = "/checkpoint/uri"
+_CODES: Final = {NO_CLIENT: "uri-no-client", DENIED: "uri-denied"}
+
+
+class _Fault(NamedTuple):
+    code: str
+    text: str
+
+
+def check(spec: JobSpec, report: Report, seconds: float = TIMEOUT_SECONDS) -> None:
+    """Put a small object below the prefix twice, where the second put must fail, and delete it again."""
+    uri = spec.checkpoint.uri
+    if uri is None:
+        return
+    late = _Fault("uri-not-reached", f"{uri} did not answer within {seconds:g} s: {_ADVICE}")
+    fault = _with_deadline(seconds, lambda: _find_fault(uri), late)
+    if fault is not None:
+        report.refuse(_POINTER, fault.code, fault.text)
+
+
+_ADVICE: Final = "check the endpoint (AWS_ENDPOINT_URL) and the network of the service"
+
+
+def _find_fault(uri: str) -> _Fault | None:
+    try:
+        return _probe(open_store(uri, patience=BRIEF), f".ratchet-probe-{secrets.token_hex(8)}")
+    except CheckpointError as error:
+        code = _CODES.get(error.code, "uri-not-reached")
+        return _Fault(code, error.detail if code in _CODES.values() else f"{error.detail}: {_ADVICE}")
+
+
+def _probe(store: ObjectStore, name: str) -> _Fault | None:
+    first = store.put_if_absent(name, b"Ratchet looks whether a second writer is refused; delete this.\n")
+    second = store.put_if_absent(name, b"a second writer")
+    store.delete([name])
+    if first and not second:
+        return None
+    text = (
+        f"{store.url} accepts a second object of the same name (If-None-Match is not honoured), so two attempts could "
+        "overwrite each other's objects: use a store that honours it; among S3-compatible ones AWS, MinIO, Ceph since Squid "
+        "and others"
+    )
+    return _Fault("uri-no-put-if-absent", text)
+
+
+def _with_deadline(seconds: float, probe: Callable[[], _Fault | None], timeout_fault: _Fault) -> _Fault | None:
+    """Return the result of ``probe``, or ``timeout_fault`` once ``seconds`` have passed; its result is ignored then."""
+    answers: list[_Fault | None] = []
+    thread = threading.Thread(target=lambda: answers.append(probe()), name="probe", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else timeout_fault

@@ -1,0 +1,185 @@
+"""What the source of a task's module proves about its entrypoint. It is parsed with ``ast``; no user code is imported.
+
+Only what is certain is a fault: a name that nothing in the module binds, a plain class without the methods of a task, arguments
+that its constructor does not take. Where a star import, a decorator, a base class or ``__getattr__`` may make the difference, the
+first attempt finds out, and ends the job at once if it is wrong.
+
+``parse`` makes a syntax tree without interference from other threads. CPython 3.11 has one counter for the depth of the tree
+under construction, shared by all threads: if another thread makes a tree meanwhile, either may end with
+``SystemError: AST constructor recursion depth mismatch`` (github.com/python/cpython/issues/106905 has its kind). Such threads are
+other callers of ``parse``, and any that format a traceback. They can run in the middle of a tree only where the garbage collector
+runs Python code, so it is disabled meanwhile.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import threading
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, Final
+
+from ratchet_contract.errors import FieldProblem
+from ratchet_contract.spec.job import TaskSpec
+from ratchet_contract.spec.parse import suggestion
+
+_PARSE_LOCK: Final = threading.Lock()
+
+
+def parse(source: bytes, name: str = "<source>") -> ast.Module:
+    """Return the syntax tree. Raises ``SyntaxError`` and ``ValueError``; ``RecursionError`` and ``MemoryError`` for source that
+    is nested too deeply."""
+    with _PARSE_LOCK:
+        collected = gc.isenabled()
+        gc.disable()
+        try:
+            return ast.parse(source, name)
+        finally:
+            if collected:
+                gc.enable()
+
+
+_DYNAMIC_NAMES: Final = frozenset(
+    {"exec", "eval", "globals", "f_globals", "vars", "locals", "setattr", "modules", "__dict__", "__builtins__"}
+)
+"""Names and attributes by which a module may bind names that its source does not show."""
+_ADVICE: Final = "see `python -m pydoc ratchet_worker.task` for what a task needs"
+
+
+def check(source: bytes, task: TaskSpec, *, package: bool = False) -> FieldProblem | None:
+    """Return the first certain fault of ``task`` in its module's ``source``. ``package``: the module is an ``__init__.py``, whose
+    submodules may be attributes too."""
+    try:
+        return _check(parse(source), task, package)
+    except (SyntaxError, ValueError):  # perhaps newer syntax than this Python's; the job's interpreter has parsed it
+        return None
+    except (RecursionError, MemoryError):  # nested too deeply to be parsed: long chains of elif or of operators
+        return None
+
+
+def _check(tree: ast.Module, task: TaskSpec, package: bool) -> FieldProblem | None:
+    module, _, attribute = task.entrypoint.partition(":")
+    first, _, rest = attribute.partition(".")
+    bound = _bindings(tree.body)
+    if _may_bind_unseen_names(tree, bound):
+        return None
+    if first not in bound:
+        return None if package else _missing_problem(module, first, bound)
+    found = bound[first]
+    if rest or len(found) != 1:
+        return None
+    if isinstance(found[0], ast.ClassDef):
+        return _check_class(found[0], task, _assigned_attributes(tree))
+    if isinstance(found[0], ast.FunctionDef) and not found[0].decorator_list:
+        return _check_arguments(found[0].args, 0, task)
+    return None
+
+
+def _bindings(body: Sequence[ast.stmt]) -> dict[str, list[ast.AST]]:
+    """Return every name that the statements bind, with the statements that bind it; function and class bodies are not entered."""
+    out: dict[str, list[ast.AST]] = {}
+    for node in _statements(body):
+        for name in _bound_names(node):
+            out.setdefault(name, []).append(node)
+    return out
+
+
+def _statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    for node in body:
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield from _statements(list(ast.iter_child_nodes(node)))
+
+
+def _bound_names(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+        yield node.name
+    elif isinstance(node, ast.MatchMapping) and node.rest:
+        yield node.rest
+
+
+def _assigned_attributes(tree: ast.AST) -> set[str]:
+    """Return every attribute that is assigned anywhere: of ``self``, of a class after its definition, or of anything else."""
+    return {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+
+
+def _may_bind_unseen_names(tree: ast.AST, bound: Mapping[str, object]) -> bool:
+    """True if there may be names that the source does not show."""
+    if "*" in bound or "__getattr__" in bound:
+        return True
+    return any(
+        isinstance(node, ast.Global)
+        or (isinstance(node, ast.Name) and node.id in _DYNAMIC_NAMES)
+        or (isinstance(node, ast.Attribute) and node.attr in _DYNAMIC_NAMES)
+        or (isinstance(node, ast.ImportFrom) and any(alias.name in _DYNAMIC_NAMES for alias in node.names))
+        for node in ast.walk(tree)
+    )
+
+
+def _missing_problem(module: str, name: str, bound: Mapping[str, list[ast.AST]]) -> FieldProblem:
+    classes = [n for n, nodes in bound.items() if any(isinstance(node, ast.ClassDef) for node in nodes)]
+    held = f"its classes are {', '.join(classes[:20])}" if classes else "it defines no class"
+    text = f"module {module!r} has no {name!r}{suggestion(name, classes)}; {held}"
+    return FieldProblem(pointer="/task/entrypoint", code="entrypoint-missing", detail=text)
+
+
+def _check_class(node: ast.ClassDef, task: TaskSpec, assigned: Set[str]) -> FieldProblem | None:
+    """Check that a plain class is a task. ``assigned``: names of attributes that are assigned in the module; they count as
+    present: a task's ``loss`` may be one."""
+    plain = all(isinstance(base, ast.Name) and base.id == "object" for base in node.bases)
+    if node.decorator_list or node.keywords or not plain:
+        return None
+    bound = _bindings(node.body)
+    present = set(bound) | assigned
+    if "__getattr__" in present or "__getattribute__" in present:
+        return None
+    missing = [name for name in ("build", "loss") if name not in present]
+    if "evaluate" not in present and any(isinstance(n, ast.FunctionDef) for n in bound.get("evaluation", [])):
+        missing.append("evaluate")
+    if missing:
+        text = f"{task.entrypoint!r} is not a task: it has no {' and no '.join(missing)}; {_ADVICE}"
+        return FieldProblem(pointer="/task/entrypoint", code="entrypoint-wrong", detail=text)
+    if present & {"__signature__", "__new__"} or "__init__" in assigned:
+        return None
+    constructors = bound.get("__init__", [])
+    if not constructors:
+        return _check_arguments(ast.arguments([], [], None, [], [], None, []), 0, task)
+    if len(constructors) != 1 or not isinstance(constructors[0], ast.FunctionDef) or constructors[0].decorator_list:
+        return None
+    return _check_arguments(constructors[0].args, 1, task)
+
+
+def _check_arguments(signature: ast.arguments, skip: int, task: TaskSpec) -> FieldProblem | None:
+    """Check the task's arguments against a signature. ``skip``: leading parameters that Python fills in (``self``)."""
+    places = signature.posonlyargs + signature.args
+    if len(places) < skip or signature.posonlyargs[skip:]:
+        return None
+    named = places[skip:]
+    required = {a.arg for a in named[: max(0, len(named) - len(signature.defaults))]}
+    required |= {a.arg for a, d in zip(signature.kwonlyargs, signature.kw_defaults, strict=True) if d is None}
+    known = [a.arg for a in named + signature.kwonlyargs]
+    it_takes = f"it takes {', '.join(_describe_argument(name, name in required) for name in known) or 'none'}"
+    for name in task.args:
+        if name not in known and signature.kwarg is None:
+            text = f"{task.entrypoint!r} takes no argument {name!r}{suggestion(name, known)}; {it_takes}"
+            pointer = f"/task/args/{_escape_pointer_token(name)}"
+            return FieldProblem(pointer=pointer, code="arguments-wrong", detail=text)
+    absent = [name for name in known if name in required and name not in task.args]
+    if absent:
+        text = f"{task.entrypoint!r} needs the argument {' and '.join(map(repr, absent))}; {it_takes}"
+        return FieldProblem(pointer="/task/args", code="arguments-wrong", detail=text)
+    return None
+
+
+def _describe_argument(name: str, required: bool) -> str:
+    return f"{name} (required)" if required else name
+
+
+def _escape_pointer_token(name: Any) -> str:
+    return str(name).replace("~", "~0").replace("/", "~1")

@@ -1,0 +1,316 @@
+"""Checks a job spec against this machine and resolves every ``auto``: once per job, at submission. Another number of ranks
+changes only the number of threads (``resize``).
+
+What cannot work is a problem with a JSON pointer, and the job is refused; what is legal but without effect or risky is a warning.
+This process imports neither user code nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.api.views import Warning_
+from ratchet_contract.code.choice import Allowed, allow_all
+from ratchet_contract.code.tree import Limits
+from ratchet_contract.errors import FieldProblem, SpecError
+from ratchet_contract.plural import pluralize
+from ratchet_contract.spec.job import JobSpec, Resolved
+from ratchet_contract.spec.parse import suggestion
+from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox, withheld_names
+from ratchet_service.launchers.base import Launcher
+from ratchet_service.lifecycle import unmanaged_script
+from ratchet_service.lifecycle.decide import MAX_BACKOFF
+from ratchet_service.preflight import checkpoint_uri, entrypoint, hook, interpreter, launcher, start_from
+from ratchet_service.preflight.report import Report
+from ratchet_service.scheduling.machine import Machine
+from ratchet_service.scheduling.slots import is_oversubscribed, need_of
+from ratchet_service.user_code import snapshot
+from ratchet_service.user_code.hook_probe import HOOK_SECONDS, Probe
+from ratchet_service.user_code.interpreter_probe import Findings, Interpreters, pip_install_command
+
+_WORLD_WARNING_CODES: Final = frozenset({"oversubscribed", "single-rank"})
+
+
+def resolve(
+    spec: JobSpec,
+    machine: Machine,
+    *,
+    launchers: Mapping[str, Launcher] | None = None,
+    interpreters: Interpreters | None = None,
+    environ: Mapping[str, str] | None = None,
+    limits: Limits | None = None,
+    hook_seconds: float = HOOK_SECONDS,
+    sandbox: Sandbox = NO_SANDBOX,
+    faulty_keys: frozenset[str] = frozenset(),
+    allowed: Allowed = allow_all,
+) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+    """Return every ``auto`` decided for ``machine``, warnings, and the problems that forbid the job (then ignore the rest). Every
+    problem that can be detected is reported, whatever else is wrong.
+
+    ``launchers``: those of the service; None: ``machine`` is used, whatever the spec's launcher is.
+    ``environ`` is what the launcher's environment will be (for secrets); ``code_digest`` is left to the snapshot.
+    ``hook_seconds``: how long the import of a user's own hook may take; ``sandbox``: the user and limits for that import.
+    ``faulty_keys``: keys of the spec that have their defaults because of a fault; what depends on one is not checked.
+    ``allowed``: returns whether the snapshot may read a real path.
+    """
+    report, environ = Report(), os.environ if environ is None else environ
+    if launchers is not None:
+        launcher.check(spec, launchers, report, faulty_keys)
+        if spec.launcher.kind not in launchers:
+            faulty_keys |= {"launcher"}
+        machine = launcher.machine_of(spec, machine, launchers.get(spec.launcher.kind))
+
+    def are_valid(*keys: str) -> bool:
+        return faulty_keys.isdisjoint(keys)
+
+    found_code = check_code(spec, limits, report, allowed)
+    code_ok = are_valid("code") and found_code
+    if (
+        spec.code is not None
+        and spec.code.source == "nodes"
+        and not snapshot.exists(Path(spec.code.path), directory=True)
+    ):
+        machine = replace(machine, is_this_machine=False)  # only the ranks can inspect what this machine does not have
+    python, findings = spec.python or machine.python, Findings(torch=True, torch_cuda=machine.torch_cuda)
+    if machine.is_this_machine and are_valid("launcher"):
+        _check_secrets(spec, environ, report)
+        if are_valid("python"):
+            code_checkable = code_ok and are_valid("task", "env")
+            python, findings = interpreter.check(
+                spec, machine, interpreters or Interpreters(sandbox), code_checkable, report, sandbox
+            )
+    if found_code and are_valid("python"):
+        _check_script(spec, findings.version, report)
+    start_from.check(spec, report)
+    placed = report if are_valid("launcher", "world", "resources", "ddp", "python") else Report()
+    device, backend = _device_and_backend(spec, machine, python, findings, placed)
+    resolved = Resolved(
+        device="cuda" if device == "cuda" else "cpu",
+        backend="nccl" if backend == "nccl" else "gloo",
+        threads_per_rank=_threads(spec, machine, device),
+        python=python,
+    )
+    hook.check(spec, resolved, report if placed is report and are_valid("hook") else Report())
+    _warn_about_world(spec, resolved, machine, report)
+    _warn_about_settings(spec, resolved, report)
+    checkpoint_uri.check(spec, report)
+    required_keys = {"launcher", "python", "code", "env", "secrets", "hook"}
+    wrong = faulty_keys | {problem.pointer.strip("/").partition("/")[0] for problem in report.problems}
+    if required_keys.isdisjoint(wrong):  # last: it runs the user's code
+        probe = Probe(python, spec, code_path(spec), environ, hook_seconds, sandbox)
+        hook.check_custom_hook(spec, machine, probe, report)
+    return resolved, report.warnings, report.problems
+
+
+def resize(
+    spec: JobSpec,
+    resolved: Resolved,
+    warnings: Sequence[Warning_],
+    machine: Machine,
+    launchers: Mapping[str, Launcher] | None = None,
+) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+    """Check ``spec``, a job's spec with another number of ranks; ``resolved`` and ``warnings`` are what the job has so far.
+
+    Device, back end, interpreter and code stay as they are, whatever has become of the machine, the user's directory or the
+    environment: a change of them would be one more difference. Threads per rank are decided again, since they are a share of the
+    cores; a number that the spec itself specifies is kept.
+    """
+    report = Report([w for w in warnings if w.code not in _WORLD_WARNING_CODES])
+    if launchers is not None:
+        fresh = Report()
+        launcher.check(spec, launchers, fresh)
+        report.problems += fresh.problems
+    ranks, gpus = spec.world.ranks_per_node, len(machine.gpus)
+    if resolved.device == "cuda" and ranks > gpus:
+        text = _too_few_gpus(ranks, gpus)
+        if gpus == 0:
+            text = "the job runs on CUDA, and this machine has no GPU: `ratchet fork JOB --set world.device=cpu`"
+        report.refuse("/world/ranks_per_node", "too-few-gpus", text)
+    changed = resolved.model_copy(update={"threads_per_rank": _threads(spec, machine, resolved.device)})
+    hook.recheck_for_world(spec, changed, report)
+    _warn_about_world(spec, changed, machine, report)
+    return changed, report.warnings, report.problems
+
+
+def code_path(spec: JobSpec) -> list[str]:
+    """Return the directories that the ranks search first: that of the code, then the spec's own PYTHONPATH."""
+    return [*([spec.code.path] if spec.code is not None else []), *interpreter.python_path(spec)]
+
+
+def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) -> None:
+    kept = withheld_names(environ)
+    for name, secret in spec.secrets.items():
+        if secret.from_env is None:
+            continue
+        if secret.from_env in kept:
+            detail = (
+                f"{secret.from_env} is reserved for the service and passed to no job: use another name for the value"
+            )
+            report.refuse(f"/secrets/{name}", "secret-withheld", detail)
+        elif secret.from_env not in environ:
+            detail = f"{secret.from_env} is not set in the launcher's environment: set it where the service is started"
+            report.refuse(f"/secrets/{name}", "secret-missing", detail)
+
+
+def check_code(spec: JobSpec, limits: Limits | None, report: Report, allowed: Allowed = allow_all) -> bool:
+    """Check the directory, and report what a snapshot of it leaves out. Return False if the code cannot be inspected."""
+    if spec.code is None:
+        return True
+    if spec.code.source == "nodes":
+        return _check_code_of_nodes(spec.code.path, report)
+    if spec.code.digest is not None and not snapshot.exists(Path(spec.code.path), directory=True):
+        report.problems.append(snapshot.not_uploaded_problem(spec.code.digest))
+        return False
+    if spec.code.digest is not None:
+        return True
+    try:
+        choice = snapshot.inspect(spec.code.path, spec.code.include, limits, allowed)
+    except SpecError as error:
+        report.problems.extend(error.errors)
+        return False
+    for code, text in choice.notes():
+        report.warn("/code/path", code, text)
+    return True
+
+
+def _check_code_of_nodes(path: str, report: Report) -> bool:
+    """Return False: only the nodes can see what they have there."""
+    if not Path(path).is_absolute():
+        report.refuse("/code/path", "relative-path", f"{path!r} must be absolute: it is a directory on the nodes")
+    return False
+
+
+def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> None:
+    """Check that the script exists and can be parsed. ``version``: of the ranks' interpreter, whose syntax may be newer than what
+    this process can parse."""
+    if spec.code is None or spec.script is None:
+        return
+    script = Path(spec.code.path) / spec.script[0]
+    if not snapshot.exists(script, directory=False):
+        here = snapshot.names_in(spec.code.path)
+        text = f"there is no file {spec.script[0]!r} in {spec.code.path!r}"
+        meant = suggestion(spec.script[0], here) or f"; the directory holds: {', '.join(here[:20]) or 'nothing'}"
+        report.refuse("/script/0", "script-not-found", f"{text}{meant}")
+        return
+    try:
+        source = script.read_bytes()
+    except OSError as error:
+        report.refuse("/script/0", "unreadable", f"cannot read {str(script)!r}: {error.strerror}")
+        return
+    fault = _syntax_fault(source, script.name)
+    if fault is not None and version[:2] <= sys.version_info[:2]:
+        report.refuse("/script/0", "syntax-error", fault)
+        return
+    warnings, problems = unmanaged_script.check(spec, source)
+    report.warnings += warnings
+    report.problems += problems
+
+
+def _syntax_fault(source: bytes, name: str) -> str | None:
+    try:
+        entrypoint.parse(source, name)
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        return f"{name}{line}: {getattr(error, 'msg', error)}"
+    except (RecursionError, MemoryError):  # nested too deeply to be parsed here; the ranks' own compiler may manage
+        return None
+    return None
+
+
+def _device_and_backend(
+    spec: JobSpec, machine: Machine, python: str, findings: Findings, report: Report
+) -> tuple[str, str]:
+    ranks, gpus = spec.world.ranks_per_node, len(machine.gpus)
+    device = spec.world.device
+    if device == "auto":
+        device = "cuda" if gpus and (findings.torch_cuda or findings.error is not None) else "cpu"
+    if device == "cuda" and not gpus:
+        text = (
+            "the service sees no GPU on this machine: set world.device to cpu or auto. If there is one, `nvidia-smi` and the "
+            "service's CUDA_VISIBLE_DEVICES show why it is not visible"
+        )
+        report.refuse("/world/device", "no-gpu", text)
+    elif device == "cuda" and not findings.torch_cuda and findings.error is None and findings.torch:
+        text = (
+            f"torch {findings.torch_version or ''} of {python} is built without CUDA: install a CUDA build there "
+            "(the Linux wheel on PyPI is "
+            f"one): {pip_install_command(python, 'torch', '--force-reinstall')}; or set world.device to cpu"
+        )
+        report.refuse("/world/device", "torch-without-cuda", text.replace("torch  of", "torch of"))
+    elif device == "cuda" and ranks > gpus:
+        text = f"{_too_few_gpus(ranks, gpus)}, or device cpu"
+        report.refuse("/world/ranks_per_node", "too-few-gpus", text)
+    backend = spec.ddp.backend
+    if backend == "auto":
+        backend = "nccl" if device == "cuda" else "gloo"
+    if backend == "nccl" and device == "cpu":
+        text = "NCCL moves CUDA tensors only and the job runs on the CPU of this machine: use backend gloo or auto"
+        report.refuse("/ddp/backend", "backend-device", text)
+    return device, backend
+
+
+def _threads(spec: JobSpec, machine: Machine, device: str) -> int:
+    """Return OMP_NUM_THREADS if it is set, else ``cpus_per_rank``, else an even share of the cores.
+
+    Fixed once per job: another number of threads gives other bits on the CPU. On CUDA the share is per GPU of the machine, so
+    that CPU slots are left for jobs on other GPUs.
+    """
+    given = spec.env.get("OMP_NUM_THREADS")
+    if given is not None:
+        return int(given)
+    if spec.resources.cpus_per_rank is not None:
+        return spec.resources.cpus_per_rank
+    shares = max(spec.world.ranks_per_node, len(machine.gpus) if device == "cuda" else 0)
+    return max(1, machine.cpus // shares)
+
+
+def _too_few_gpus(ranks: int, gpus: int) -> str:
+    return (
+        f"{pluralize(ranks, 'rank')} on CUDA, a GPU for each, and this machine has {pluralize(gpus, 'GPU')}: use at most "
+        f"{pluralize(gpus, 'rank')}"
+    )
+
+
+def _warn_about_world(spec: JobSpec, resolved: Resolved, machine: Machine, report: Report) -> None:
+    """Warn of what the number of ranks makes ineffective or expensive, with the codes of ``_WORLD_WARNING_CODES``."""
+    need = need_of(spec, resolved)
+    if is_oversubscribed(need, machine.capacity):
+        text = (
+            f"{pluralize(need.cpus, 'CPU slot')} requested ({pluralize(spec.world.ranks_per_node, 'rank')} x "
+            f"{pluralize(resolved.threads_per_rank, 'thread')}), the machine has {machine.capacity.cpus}: the job "
+            "takes all of them, runs alone, and its ranks share cores"
+        )
+        report.warn("/world/ranks_per_node", "oversubscribed", text)
+    if spec.world.size == 1 and spec.ddp.bucket_cap_mb is not None:
+        report.warn(
+            "/ddp/bucket_cap_mb",
+            "single-rank",
+            "with one rank no gradients are sent; buckets only change the hook's input",
+        )
+
+
+def _warn_about_settings(spec: JobSpec, resolved: Resolved, report: Report) -> None:
+    """Warn of what else is legal but does nothing, or less than it seems to."""
+    if spec.nccl and resolved.backend != "nccl":
+        report.warn("/nccl", "no-effect", f"NCCL settings have no effect with backend {resolved.backend}")
+    if spec.policy.backoff > MAX_BACKOFF:
+        report.warn("/policy/backoff", "capped", f"delays are capped at {MAX_BACKOFF:g} s")
+    if spec.trial is not None:
+        text = "a trial: the job ends early and may kill its own processes, as for `ratchet prove`. Remove it to train"
+        report.warn("/trial", "trial", text)
+    timeout = spec.policy.timeout
+    if timeout is not None and timeout <= spec.policy.stop_grace:
+        text = "timeout is not longer than stop_grace: a job stopped at the timeout may run up to stop_grace longer"
+        report.warn("/policy/timeout", "shorter-than-grace", text)
+    saves = spec.checkpoint.every_steps is not None or spec.checkpoint.every_seconds is not None
+    if not saves and unmanaged_script.WARNING not in {w.code for w in report.warnings}:
+        text = (
+            "without scheduled checkpoints a killed attempt loses all its steps, and several such attempts in a row "
+            "end the job"
+        )
+        report.warn("/checkpoint/every_steps", "no-schedule", text)

@@ -1,0 +1,1 @@
+"""The control loop: launches attempts, supervises and finishes them."""

@@ -1,0 +1,69 @@
+"""Creates the rows of an attempt that is on the disk and not in the database: what it left is then stored as for any other
+attempt.
+
+Its event ``agent-killed`` makes every reconciler, this one or the next, prove it dead before anything else; its end is counted as
+if the service had only been down. It holds no slots: whatever of it ran was ended when this reconciler started.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.phases import Event
+from ratchet_contract.spec.job import JobSpec
+from ratchet_service.checkpoints.run_directory_scan import EVENT, launched_at
+from ratchet_service.db.api_tokens import hash_token
+from ratchet_service.db.clock import now_in
+from ratchet_service.db.leases import Lease
+from ratchet_service.db.models import RECOVERED_FROM_DISK, Attempt, AttemptNode, Job
+from ratchet_service.db.transitions import add_event, apply
+from ratchet_service.launchers.base import attempt_name
+from ratchet_service.launchers.launch_file import read_launch_file
+from ratchet_service.reconciler.attempt_watch import KILLED
+
+
+def create_adopted_attempt(
+    session: Session, home: HomePaths, job: Job, spec: JobSpec, number: int, lease_columns: dict[str, Any]
+) -> Lease:
+    """Create the rows of attempt ``number`` of a queued job, whose row is locked; the job is active then, under a lease of the
+    caller's."""
+    paths, now = home.job(job.id).attempt(number), now_in(session)
+    written = read_launch_file(paths)
+    plan: dict[str, Any] = {"name": attempt_name(job.id, number), RECOVERED_FROM_DISK: True}
+    token = secrets.token_urlsafe(32)
+    text = f"attempt {number} is on the disk, but not in the database: a backup was restored. It is ended and recorded"
+    if written is not None:
+        plan["launch_file"] = written.model_dump(mode="json", exclude={"report_token", "spec"})
+        token = written.report_token
+        changed = [key for key in ("world", "hook") if getattr(written.spec, key) != getattr(spec, key)]
+        if changed:
+            world = written.spec.world
+            text += (
+                f". It had another {' and another '.join(changed)} than the job has now: `ratchet suspend {job.id}`, then "
+                f"`ratchet resume {job.id} --world {world.ranks_per_node} --nodes {world.nodes} --hook {written.spec.hook.name}`"
+            )
+    session.add(
+        Attempt(
+            job_id=job.id,
+            number=number,
+            report_token_hash=hash_token(token),
+            launch=plan,
+            created_at=max(job.created_at, launched_at(paths, now)),
+        )
+    )
+    session.flush()
+    for node in range(spec.world.nodes):
+        session.add(AttemptNode(job_id=job.id, attempt=number, node=node, gpus=[], cpu_slots=[]))
+    values: dict[str, Any] = {"attempt": number, "not_before": None, "checkpoint_request": 0, **lease_columns}
+    if job.started_at is None:
+        values["started_at"] = now
+    apply(
+        session, job.id, Event.LAUNCH, message=None, values=values, data={"attempt": number, RECOVERED_FROM_DISK: True}
+    )
+    add_event(session, job.id, EVENT, text, attempt=number, data={"attempt": number})
+    add_event(session, job.id, KILLED, text, attempt=number)
+    return Lease(job.id, number, lease_columns["lease_token"])

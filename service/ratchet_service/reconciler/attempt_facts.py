@@ -1,0 +1,56 @@
+"""Facts about an attempt besides its cause: when a stop was requested, when its end began, its job's pace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from pydantic import ValidationError
+from sqlalchemy.orm import Session
+
+from ratchet_contract.protocol.messages import AttemptResult
+from ratchet_contract.protocol.timing import Pace, merge_paces
+from ratchet_service.db.models import Attempt
+
+
+def stop_received_at(results: Sequence[AttemptResult]) -> datetime | None:
+    """Return when the first agent received a stop request, by its clock."""
+    return min((at for r in results if (at := _parse_time(r.stop_at)) is not None), default=None)
+
+
+def end_began_at(results: Sequence[AttemptResult]) -> datetime | None:
+    """Return the time at which the event that ended the ranks began, by the clock of its node; of several nodes, the earliest.
+    Nodes whose ranks were ended because those of another node had failed do not count."""
+    began = [r.began_at for r in results if r.began_at is not None and not r.secondary]
+    try:
+        return datetime.fromtimestamp(min(began), UTC) if began else None
+    except (ValueError, OverflowError, OSError):  # not a valid time: nothing is known
+        return None
+
+
+def pace_until(session: Session, job_id: str, number: int, results: Sequence[AttemptResult] = ()) -> Pace | None:
+    """Return the pace that attempt ``number`` (its agents' ``results``) and earlier ones have shown. A hang of one node counts
+    for the attempt."""
+    own: Pace | None = None
+    for result in results:
+        own = merge_paces(own, result.pace)
+    if own is not None:
+        own = own.model_copy(update={"hung": any(r.pace is not None and r.pace.hung for r in results)})
+    return merge_paces(pace_before(session, job_id, number), own)
+
+
+def pace_before(session: Session, job_id: str, number: int) -> Pace | None:
+    """Return the pace that attempt ``number`` starts with: what earlier ones have shown."""
+    row = session.get(Attempt, (job_id, number - 1)) if number > 1 else None
+    try:
+        return None if row is None or row.pace is None else Pace.model_validate(row.pace)
+    except ValidationError:  # of another version: it is learned again
+        return None
+
+
+def _parse_time(text: str | None) -> datetime | None:
+    try:
+        at = None if text is None else datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return at if at is not None and at.tzinfo is not None else None

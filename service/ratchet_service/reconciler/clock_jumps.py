@@ -1,0 +1,100 @@
+"""Jumps of clocks that are set, known to all processes of one machine through one row per clock (``models.ClockLevel``).
+
+A wall clock is some seconds ahead of the monotonic one, and that level changes only when the clock is set. The row keeps the
+level until the machine reboots: so a process that starts right after a jump detects it, even if no process was running when it
+happened, and of several processes that detect one jump the first has handled it for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Final, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from ratchet_service.db.clock import Clock, now_in
+from ratchet_service.db.models import ClockLevel, Event
+from ratchet_service.lifecycle import monotonic_deadlines
+
+MACHINE: Final = "machine"
+"""This machine's clock; the retry times of jobs go by it."""
+DATABASE: Final = "database"
+"""The database server's clock, which with SQLite is this machine's; jobs are deleted at their ttl by it."""
+_FORGOTTEN: Final = timedelta(days=30)
+"""Boots whose rows have not been written for this long are over, or start again as unknown ones."""
+_PLAUSIBLE_SECONDS: Final = 60.0
+"""Seconds. A clock this near to the time of the newest thing recorded has not jumped by more since."""
+
+
+class Seen(NamedTuple):
+    """``jump_seconds``: by how many seconds the clock has jumped since the row was written, forwards if positive; 0.0: there is
+    nothing to handle. ``first_observation``: there was no row of this boot, so no process can know."""
+
+    row: ClockLevel
+    jump_seconds: float
+    first_observation: bool
+
+
+class Jumps:
+    """One clock, which ``wall`` reads."""
+
+    def __init__(self, clock: Clock, name: str, wall: Callable[[], datetime]) -> None:
+        self._clock, self._name, self._wall = clock, name, wall
+        self._level: float | None = None
+        self._paused_until = 0.0
+
+    @property
+    def is_paused(self) -> bool:
+        return self._clock.monotonic() < self._paused_until
+
+    def observed_jump(self) -> float | None:
+        """Return by how many seconds the clock has jumped, as this process has seen it; None: it has not read the row yet."""
+        return None if self._level is None else monotonic_deadlines.jump_seconds(self._wall_offset(), self._level)
+
+    def load(self, session: Session) -> bool:
+        """Read the row when a process starts. Return False if there is something to ``handle``."""
+        row = session.get(ClockLevel, (self._clock.boot_id(), self._name))
+        if row is None or monotonic_deadlines.jump_seconds(self._wall_offset(), row.level) != 0.0:
+            return False
+        self._level, self._paused_until = row.level, row.rests_until or 0.0
+        return True
+
+    def handle(self, session: Session, pause_seconds: Callable[[bool], float] = lambda _: 0.0) -> Seen:
+        """Handle a jump in a transaction that writes, with the row locked: what has to be done for ``fresh`` belongs into that
+        transaction. ``pause_seconds(unknown)`` returns for how many seconds nothing may go by the clock, after a jump or
+        (``unknown``) where it is not known whether there was one; 0.0: the clock can be trusted. Call ``mark_handled`` once the
+        transaction is committed."""
+        boot, level, now = self._clock.boot_id(), self._wall_offset(), now_in(session)
+        key, old = (boot, self._name), ClockLevel.seen_at < now - _FORGOTTEN
+        session.execute(sa.delete(ClockLevel).where(ClockLevel.boot != boot, old))
+        row = session.get(ClockLevel, key, with_for_update=True)
+        unknown = row is None and self._level is None
+        if row is None:  # a long-running process still knows its level, even if the row has been deleted
+            before = level if self._level is None else self._level
+            insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+            made = insert(ClockLevel).values(boot=boot, clock=self._name, level=before, seen_at=now)
+            session.execute(made.on_conflict_do_nothing())
+            row = session.get_one(ClockLevel, key, with_for_update=True)
+        fresh = monotonic_deadlines.jump_seconds(level, row.level)
+        if fresh != 0.0:
+            row.level, row.seen_at = level, now
+        seconds = pause_seconds(unknown) if unknown or fresh != 0.0 else 0.0
+        if seconds > 0.0:
+            row.rests_until = self._clock.monotonic() + seconds
+        return Seen(row, fresh, unknown)
+
+    def mark_handled(self, seen: Seen) -> None:
+        self._level, self._paused_until = seen.row.level, seen.row.rests_until or 0.0
+
+    def _wall_offset(self) -> float:
+        return monotonic_deadlines.wall_offset(self._clock, self._wall)
+
+
+def is_plausible(session: Session, now: datetime) -> bool:
+    """True if a clock that no process knew before can be trusted: it shows about the time of the newest thing recorded, or
+    nothing is recorded. Otherwise it has jumped, or there was a long pause: which of these cannot be known."""
+    newest = session.scalar(sa.select(Event.at).order_by(Event.id.desc()).limit(1))
+    return newest is None or abs((now - newest).total_seconds()) <= _PLAUSIBLE_SECONDS

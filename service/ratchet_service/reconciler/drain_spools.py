@@ -1,0 +1,95 @@
+"""Stores what a dead agent left in its ranks' spools: with the same sequence numbers, so exactly once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from ratchet_contract.paths import JobPaths
+from ratchet_contract.protocol.messages import AGENT_RANK, Note, RankBatch, RankMessage, node_of_agent_rank, node_rank
+from ratchet_service.agent_reports.checkpoint_effects import hook_iterations
+from ratchet_service.agent_reports.ingest import ingest_batches
+from ratchet_service.config.output_limits import DEFAULT_BOUNDS, Bounds
+from ratchet_service.db.engine import Database
+from ratchet_service.db.leases import Lease, lock_leased_job
+from ratchet_service.db.models import Attempt, AttemptNode
+from ratchet_service.isolation.file_access import as_owner, is_foreign, open_read
+
+BATCH: Final = 500
+_MAX_LINE_BYTES: Final = 16 << 20  # bytes of a line: as much as a report may have
+_MESSAGE: Final[TypeAdapter[RankMessage]] = TypeAdapter(RankMessage)
+
+
+def ingest_leftover(
+    database: Database,
+    job_paths: JobPaths,
+    lease: Lease,
+    nodes: int,
+    ranks_per_node: int,
+    bounds: Bounds = DEFAULT_BOUNDS,
+) -> int:
+    """Store every complete spool line that was not acknowledged; return their number. Raises ``LeaseLost``.
+
+    The ranks must be dead: a line that is still being written has no end yet and would be lost.
+    """
+    paths = job_paths.attempt(lease.attempt)
+    with database.read() as session:
+        rows = [session.get(AttemptNode, (lease.job_id, lease.attempt, node)) for node in range(nodes)]
+        acked = {int(rank): seq for row in rows if row is not None for rank, seq in row.acked.items()}
+    stored = 0
+    spools = {rank: paths.spool(rank) for rank in range(nodes * ranks_per_node)}
+    spools[AGENT_RANK] = paths.agent_spool  # after them: it refers to what rank 0 has reported
+    spools |= {node_rank(node): paths.node_spool(node) for node in range(nodes)}
+    for rank, spool in spools.items():
+        for batch in batches(spool, rank, acked.get(rank, 0)):
+            iterations = hook_iterations([batch], job_paths)
+            with database.write() as session:
+                job = lock_leased_job(session, lease)
+                attempt = session.get_one(Attempt, (job.id, lease.attempt))
+                agent_node = node_of_agent_rank(rank)
+                number = max(0, rank) // ranks_per_node if agent_node is None else agent_node
+                node = session.get_one(AttemptNode, (job.id, lease.attempt, number))
+                stored += ingest_batches(session, job, attempt, node, [batch], iterations, bounds)
+    return stored
+
+
+def batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
+    """Yield the complete lines of a spool after the first ``acked``."""
+    with as_owner(spool):
+        if not spool.is_file() or (is_foreign(spool) and not os.access(spool, os.R_OK, effective_ids=True)):
+            return
+    with open_read(spool) as handle:
+        rest = islice(_lines(handle), acked, None)
+        seq = acked + 1
+        while chunk := list(islice(rest, BATCH)):
+            messages = [_parse(line, rank, seq + i, spool.name) for i, line in enumerate(chunk)]
+            yield RankBatch(rank=rank, from_seq=seq, messages=messages)
+            seq += len(chunk)
+
+
+def _lines(handle: BinaryIO) -> Iterator[bytes]:
+    """Yield whole lines. Of a line that is longer than any report may be, which user code has written, yield the beginning and
+    stop."""
+    while line := handle.readline(_MAX_LINE_BYTES):
+        whole = line.endswith(b"\n")
+        if whole or len(line) == _MAX_LINE_BYTES:
+            yield line
+        if not whole:
+            return
+
+
+def _parse(line: bytes, rank: int, seq: int, name: str) -> RankMessage:
+    try:
+        return _MESSAGE.validate_json(line)
+    except ValidationError as error:  # the line keeps its number, so the ones after it are not lost
+        first = error.errors(include_url=False, include_input=False)[0]["msg"]
+        at = datetime.now(UTC).isoformat()
+        return Note(
+            rank=rank, at=at, type="bad-message", message=f"line {seq} of {name} is not a valid message: {first}"[:4000]
+        )

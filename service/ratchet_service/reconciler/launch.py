@@ -1,0 +1,345 @@
+"""Creates a new attempt of a queued job: slots, row, event and phase in one transaction; only then is the launcher called.
+
+A crash between the two leaves an attempt without an agent: the next reconciler takes the job over and submits it again from
+``launch.json``, or with a new token if that was not written (``recover_plan``). The launcher starts nothing twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from ratchet_contract.checkpoint.resume_report import Base, Segment
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.phases import Cause, Event, JobPhase
+from ratchet_contract.protocol.lineage import fork_for_launch, lineage
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.job import JobSpec, Resolved
+from ratchet_service.checkpoints import run_directory_scan
+from ratchet_service.checkpoints.lineage import bases_of, committed_of, filter_lineage, fork_of
+from ratchet_service.checkpoints.run_directory_scan import Next
+from ratchet_service.config.output_limits import DEFAULT_BOUNDS, Bounds
+from ratchet_service.db.api_tokens import hash_token
+from ratchet_service.db.clock import now_in
+from ratchet_service.db.engine import Database
+from ratchet_service.db.leases import ACTIVE, Lease, lease_values, lock_leased_job
+from ratchet_service.db.models import Attempt, AttemptNode, Checkpoint, Job
+from ratchet_service.db.transitions import apply
+from ratchet_service.launchers.base import LaunchPlan
+from ratchet_service.launchers.launch_file import build_launch_file, read_launch_file
+from ratchet_service.launchers.registry import Launchers
+from ratchet_service.lifecycle.decide import MAX_BACKOFF_AHEAD
+from ratchet_service.reconciler import adopt_attempt, persisted_deadlines
+from ratchet_service.reconciler.attempt_facts import pace_before
+from ratchet_service.scheduling import queue_queries, slot_host_lease
+from ratchet_service.scheduling.scheduler import NO_SLOT, QUOTA, LaunchPass, Plan, Preemption, Turn, store_wait_reason
+from ratchet_service.scheduling.scheduler_dry_run import DryRunPass
+from ratchet_service.scheduling.slots import Capacity, Grant
+
+RECENT_SAVES: Final = 20
+"""Number of last saves whose durations determine how much notice the next stop needs."""
+
+
+log = logging.getLogger(__name__)
+
+NO_LAUNCHER: Final = "no-launcher"
+UNLAUNCHABLE_AFTER_SECONDS: Final = 10.0
+"""Seconds that a job waits for another reconciler, which has its launcher, before its row records that there is none."""
+_MAX_PASSES: Final = 3
+"""Most transactions of one pass over the queue: more than one if other processes change the planned jobs meanwhile."""
+_SLOTS_LOCK: Final = 0x52_41_54_43_53_4C_4F_54  # "RATCSLOT"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A new attempt, committed, that has not been passed to the launcher yet; ``plan`` None: one that was found on the disk,
+    which is not launched again."""
+
+    lease: Lease
+    plan: LaunchPlan | None
+
+
+Key = tuple[str, int]
+"""A job and its newest attempt."""
+Planned = tuple[LaunchFile, LaunchPlan] | Exception | None
+"""What a launcher returned for an attempt before the slots are held: its plan, with the launch file that it was made from, or the
+error. None: it was not called."""
+
+
+class AttemptLauncher:
+    """Creates attempts. Holds nothing but its settings."""
+
+    def __init__(
+        self,
+        database: Database,
+        home: HomePaths,
+        launchers: Launchers,
+        capacity: Capacity,
+        owner: str,
+        lease_seconds: float,
+        preemption: Preemption,
+        bounds: Bounds = DEFAULT_BOUNDS,
+    ) -> None:
+        self._database = database
+        self._home = home
+        self._launchers = launchers
+        self._capacity = capacity
+        self._owner = owner
+        self._lease_seconds = lease_seconds
+        self._preemption = preemption
+        self._bounds = bounds
+
+    def launch_ready(self) -> list[Launched]:
+        """Start attempts for as many queued jobs as there are slots for, and store why the others wait.
+
+        A dry run finds the jobs concerned, without a lock. Then the directories of those that start are listed, and their
+        launchers make their plans: a long queue keeps no other process from the database, and neither a slow disk nor a slow
+        launcher keeps others from the slots.
+        """
+        launched: list[Launched] = []
+        next_attempts: dict[Key, Next | OSError] = {}
+        tried: set[Key] = set()
+        for _ in range(_MAX_PASSES):
+            plan = self._dry_run(tried)
+            if plan is None:
+                break
+            for key in plan.starts:
+                if key not in next_attempts:
+                    next_attempts[key] = self._next_attempt(*key)
+            planned = {key: self._plan_launch(key, grant, next_attempts[key]) for key, grant in plan.starts.items()}
+            done: set[Key] = set()
+            with self._database.write() as session:
+                launched += self._launch_planned(session, plan, next_attempts, planned, done)
+            # Launched attempts do not wait for other jobs' disks. If none was launched, since others took the jobs or attempts
+            # could not be created, the slots are free for later jobs.
+            if launched or not plan.starts:
+                break
+            tried |= done
+        return launched
+
+    def _dry_run(self, tried: Collection[Key]) -> Plan | None:
+        """Return the plan of a dry run; None: there is nothing to do. ``tried``: jobs that this call has tried to start
+        before."""
+        with self._database.read() as session:
+            ready = queue_queries.is_due(self._database.clock.now()) & queue_queries.launched_by(self._launchers)
+            if session.scalar(sa.select(Job.id).where(ready).limit(1)) is None:
+                return None
+            slots = self._usable_slots(slot_host_lease.find_other_host(session))
+            return DryRunPass(session, slots, self._capacity, self._preemption, tried).plan() or None
+
+    def _launch_planned(
+        self,
+        session: Session,
+        plan: Plan,
+        next_attempts: Mapping[Key, Next | OSError],
+        planned: Mapping[Key, Planned],
+        done: set[Key],
+    ) -> Iterator[Launched]:
+        """Yield the attempts that start. A job starts if it is known which attempts the disk has after the newest in its row
+        (``next_attempts``, by job and that attempt); otherwise its slots are reserved. ``done``: receives the jobs that were
+        tried."""
+        if session.get_bind().dialect.name != "sqlite":
+            # One reconciler at a time hands out slots; on SQLite the write transaction itself ensures that.
+            session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
+        other_host = slot_host_lease.acquire(session, self._lease_seconds) if self._lends_slots else None
+        round_ = LaunchPass(session, self._usable_slots(other_host), self._capacity, self._preemption, plan)
+        for turn in round_.turns():
+            key = (turn.job.id, turn.job.attempt)
+            if key in next_attempts:
+                done.add(key)
+                yield from self._start(session, turn, next_attempts[key], planned.get(key))
+            else:
+                round_.reserve(turn)
+
+    def _plan_launch(self, key: Key, grant: Grant, next_attempt: Next | OSError) -> Planned:
+        """Return the launcher's plan. Not called in a transaction: a launcher may be third-party code, and slow. None: there is
+        nothing to plan, or the job has changed since the dry run."""
+        if isinstance(next_attempt, OSError) or next_attempt.on_disk:
+            return None
+        try:
+            with self._database.read() as session:
+                job = session.get(Job, key[0])
+                if job is None or job.attempt != key[1]:
+                    return None
+                spec, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
+                token = secrets.token_urlsafe(32)
+                launch = self._build_launch_file(session, job, next_attempt.number, spec, resolved, grant.gpus, token)
+            return launch, self._launchers[spec.launcher.kind].plan(launch)
+        except SQLAlchemyError:
+            raise
+        except Exception as error:  # changed settings, a bad row: the rest of the queue continues
+            return error
+
+    def _next_attempt(self, job_id: str, attempt: int) -> Next | OSError:
+        try:
+            return run_directory_scan.next_attempt(self._home.job(job_id), attempt)
+        except OSError as error:
+            return error
+
+    def renew_slots(self) -> None:
+        """Renew this host's lease of the slots; ``launch_ready`` checks whether the host has it."""
+        if self._lends_slots and not self._database.is_sqlite:
+            with self._database.write() as session:
+                slot_host_lease.acquire(session, self._lease_seconds)
+
+    def shift_backoffs(self, session: Session, seconds: float) -> None:
+        """The wall clock has jumped by ``seconds``: move the ends of back-offs, so that each lasts as long as before. Jobs of
+        other launchers may belong to another machine, which moves them by its own clock; with SQLite all are this machine's."""
+        now, jump = self._database.clock.now(), timedelta(seconds=seconds)
+        if -MAX_BACKOFF_AHEAD < jump < timedelta(0):  # a small step back: jobs wait a little longer
+            return
+        due = (Job.not_before > now - jump) & (Job.not_before <= now - jump + MAX_BACKOFF_AHEAD)
+        own_jobs = sa.true() if self._database.is_sqlite else queue_queries.launched_by(self._launchers)
+        backing_off = (Job.phase == JobPhase.QUEUED) & due & own_jobs
+        for job in session.scalars(sa.select(Job).where(backing_off).with_for_update(skip_locked=True)):
+            assert job.not_before is not None
+            job.not_before = min(job.not_before + jump, now + MAX_BACKOFF_AHEAD)
+
+    def shorten_slot_lease(self) -> None:
+        """Shorten the lease of the slots at a clean exit: another host waits for half as long, in which another reconciler of
+        this host can renew it."""
+        if not self._database.is_sqlite:
+            with self._database.write() as session:
+                slot_host_lease.shorten(session, self._lease_seconds / 2)
+
+    @property
+    def _lends_slots(self) -> bool:
+        return any(launcher.slots for launcher in self._launchers.values())
+
+    def _usable_slots(self, other_host: str | None) -> dict[str, bool]:
+        """Return the launchers, and whether Ratchet manages their slots; without those whose slots it manages while the
+        ``other_host`` host lends them."""
+        slots = {kind: launcher.slots for kind, launcher in self._launchers.items()}
+        if other_host is None or not self._lends_slots:
+            return slots
+        log.error("%s now manages the slots of this database: no job that needs a slot is started here", other_host)
+        return {kind: needs for kind, needs in slots.items() if not needs}
+
+    def mark_unlaunchable_jobs(self) -> None:
+        """Store in the row of a job whose launcher no reconciler has that it waits in vain, once it has waited for
+        ``UNLAUNCHABLE_AFTER_SECONDS``: it would wait forever, and no reconciler supervises its running attempt. A job that waits
+        for slots or its owner's quota has been seen by another reconciler."""
+        long_ago = self._database.clock.now() - timedelta(seconds=UNLAUNCHABLE_AFTER_SECONDS)
+        due = sa.or_(Job.not_before.is_(None), Job.not_before < long_ago)
+        queued = (Job.phase == JobPhase.QUEUED) & due
+        left = Job.phase.in_(ACTIVE) & sa.or_(Job.lease_token.is_(None), Job.lease_expires_at < long_ago)
+        lost = sa.or_(queued, left) & (Job.updated_at < long_ago)
+        unsaid = sa.or_(Job.reason.is_(None), Job.reason.not_in([NO_SLOT, QUOTA, NO_LAUNCHER]))
+        foreign = lost & unsaid & queue_queries.launcher_kind().not_in(list(self._launchers))
+        with self._database.read() as session:
+            if session.scalar(sa.select(Job.id).where(foreign).limit(1)) is None:
+                return
+        text = "no running reconciler has the job's launcher: start one whose launchers file names it"
+        with self._database.write() as session:
+            told = sa.update(Job).where(foreign).values(reason=NO_LAUNCHER, message=text)
+            session.execute(told.execution_options(synchronize_session=False))
+
+    def _start(self, session: Session, turn: Turn, next_attempt: Next | OSError, planned: Planned) -> list[Launched]:
+        job, spec, resolved, grant = turn.job, turn.spec, turn.resolved, turn.grant
+        if isinstance(next_attempt, OSError):
+            why = f"its directory cannot be read, so no number can be assigned to its next attempt: {next_attempt}"
+            if store_wait_reason(job, Cause.LAUNCHER_ERROR.value, why):
+                log.error("%s: %s", job.id, why)
+            return []
+        if next_attempt.on_disk:
+            columns = lease_values(session, self._owner, self._lease_seconds)
+            adopted_lease = adopt_attempt.create_adopted_attempt(
+                session, self._home, job, spec, next_attempt.number, columns
+            )
+            return [Launched(adopted_lease, None)]
+        if next_attempt.skipped:
+            passed = ", ".join(map(str, next_attempt.skipped))
+            log.warning("%s: attempts %s are on the disk, but not in the database: skipped", job.id, passed)
+        number, now = next_attempt.number, now_in(session)
+        if isinstance(planned, Exception):
+            if store_wait_reason(job, Cause.LAUNCHER_ERROR.value, f"the launcher cannot plan the attempt: {planned}"):
+                log.error("%s: it waits, since its launcher cannot plan attempt %d", job.id, number, exc_info=planned)
+            return []
+        if planned is None:
+            return []
+        launch, plan = planned
+        token = launch.report_token
+        if launch != self._build_launch_file(session, job, number, spec, resolved, grant.gpus, token):
+            return []  # what the plan was made from has changed since: the next pass plans again
+        lease = lease_values(session, self._owner, self._lease_seconds)
+        attempt = Attempt(
+            job_id=job.id, number=number, report_token_hash=hash_token(token), launch=plan.printable(), created_at=now,
+            deadlines=persisted_deadlines.initial_deadlines(self._database.clock),
+        )  # fmt: skip
+        session.add(attempt)
+        session.flush()
+        for node in range(spec.world.nodes):  # slots belong to one machine, whose jobs have one node
+            gpus, cpus = (list(grant.gpus), list(grant.cpus)) if node == 0 else ([], [])
+            session.add(AttemptNode(job_id=job.id, attempt=number, node=node, gpus=gpus, cpu_slots=cpus))
+        # A "save now" was for the previous attempt: this one starts from what is saved, and counts from 0.
+        values: dict[str, Any] = {"attempt": number, "not_before": None, "checkpoint_request": 0, **lease}
+        if job.started_at is None:
+            values["started_at"] = now
+        data = {"attempt": number, "gpus": list(grant.gpus), "cpu_slots": list(grant.cpus)}
+        apply(session, job.id, Event.LAUNCH, message=None, values=values, data=data)
+        return [Launched(Lease(job.id, number, lease["lease_token"]), plan)]
+
+    def recover_plan(self, lease: Lease) -> LaunchPlan:
+        """Return the plan of an attempt that was committed but perhaps never submitted: from its ``launch.json``, or, if none was
+        written, from the database with a new report token. Raises ``LeaseLost`` in the latter case."""
+        paths = self._home.job(lease.job_id).attempt(lease.attempt)
+        written = read_launch_file(paths)
+        if written is not None:
+            return self._launchers[written.spec.launcher.kind].plan(written)
+        token = secrets.token_urlsafe(32)
+        with self._database.write() as session:
+            job = lock_leased_job(session, lease)
+            attempt = session.get_one(Attempt, (job.id, lease.attempt))
+            node = session.get_one(AttemptNode, (job.id, lease.attempt, 0))
+            spec, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
+            launch = self._build_launch_file(session, job, lease.attempt, spec, resolved, tuple(node.gpus), token)
+            attempt.report_token_hash = hash_token(token)
+        return self._launchers[spec.launcher.kind].plan(launch)
+
+    def _build_launch_file(
+        self,
+        session: Session,
+        job: Job,
+        attempt: int,
+        spec: JobSpec,
+        resolved: Resolved,
+        gpus: tuple[int, ...],
+        token: str,
+    ) -> LaunchFile:
+        resume_from = (
+            None if job.resume_from is None else Base(step=job.resume_from["step"], attempt=job.resume_from["attempt"])
+        )
+        fork = fork_of(job)
+        segments = lineage(bases_of(session, job.id), resume_from=resume_from, fork=fork)
+        committed = [(row.step, row.attempt) for row in committed_of(session, job.id)]
+        return build_launch_file(self._home, job.id, attempt, spec, resolved, gpus, token, job.desired).model_copy(
+            update={
+                "lineage": segments,
+                "recorded": newest_recorded(session, job.id, segments),
+                "fork": fork_for_launch(fork, segments, committed),
+                "save_seconds": longest_save_seconds(session, job.id) or 0.0,
+                "pace": pace_before(session, job.id, attempt),
+                "log_bytes": self._bounds.log_bytes,
+            }
+        )
+
+
+def longest_save_seconds(session: Session, job_id: str) -> float | None:
+    """Return the longest duration of the job's last saves that were reported."""
+    query = sa.select(Checkpoint.seconds).where(Checkpoint.job_id == job_id, Checkpoint.seconds.is_not(None))
+    last = session.scalars(query.order_by(Checkpoint.created_at.desc()).limit(RECENT_SAVES))
+    return max((seconds for seconds in last if seconds is not None), default=None)
+
+
+def newest_recorded(session: Session, job_id: str, segments: list[Segment]) -> Base | None:
+    """Return the newest committed checkpoint of the lineage, according to the rows."""
+    newest = filter_lineage(segments, committed_of(session, job_id))[:1]
+    return Base(step=newest[0].step, attempt=newest[0].attempt, digest=newest[0].digest) if newest else None

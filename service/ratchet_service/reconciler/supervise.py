@@ -1,0 +1,444 @@
+"""Supervises one active job under a lease: polls its agent, and does what follows from that.
+
+What another process must know after a crash is an event row written *before* the action: ``agent-stopped`` and ``agent-killed``,
+each with the cause. ``supervision_rules`` decides which action follows from a poll; this module carries it out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
+from typing import Final
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.phases import Cause
+from ratchet_contract.spec.job import JobSpec
+from ratchet_contract.version import PROTOCOL_VERSION
+from ratchet_service.checkpoints import removal
+from ratchet_service.config.output_limits import DEFAULT_BOUNDS, Bounds
+from ratchet_service.db import leases
+from ratchet_service.db.engine import Database
+from ratchet_service.db.leases import Lease, LeaseLost, lock_leased_job
+from ratchet_service.db.models import Attempt, AttemptNode, Event, Job
+from ratchet_service.db.sanitize import sanitize_text
+from ratchet_service.db.transitions import add_event
+from ratchet_service.launchers import attempt_files
+from ratchet_service.launchers.base import (
+    AttemptRef,
+    AttemptState,
+    EngineBusy,
+    EngineFull,
+    EngineUnreachable,
+    LaunchError,
+    LaunchPlan,
+)
+from ratchet_service.launchers.registry import Launchers
+from ratchet_service.lifecycle import monotonic_deadlines, unmanaged_script
+from ratchet_service.lifecycle.attempt_result import Evidence
+from ratchet_service.lifecycle.decision import Decision, Limits, limits_of, view_of
+from ratchet_service.observability.health import MAX_CONCURRENT_FINISHES, ROUND_SECONDS
+from ratchet_service.reconciler import persisted_deadlines, supervision_rules
+from ratchet_service.reconciler.attempt_watch import (
+    KILLED,
+    LEFT,
+    STOPPED,
+    WAITING,
+    DesiredState,
+    Timing,
+    Watch,
+    agent_started_at,
+    kill_text,
+    left_running_text,
+    restore_actions,
+)
+from ratchet_service.reconciler.background_work import Background
+from ratchet_service.reconciler.drain_spools import ingest_leftover
+from ratchet_service.reconciler.finish_attempt import LOG_TAIL, finalise_attempt
+from ratchet_service.reconciler.launch import NO_LAUNCHER, AttemptLauncher
+from ratchet_service.reconciler.supervision_rules import ActionKind, NextAction
+
+log = logging.getLogger(__name__)
+
+UNREACHABLE: Final = "engine-unreachable"
+ENDING: Final = "attempt-ending"
+"""Reason of a job whose attempt is proved dead, and whose finalisation takes long or waits until others are done."""
+_CLEARED_REASONS: Final = (WAITING, UNREACHABLE, NO_LAUNCHER, ENDING)
+"""Reasons that are cleared once the attempt is supervised and out of the queue."""
+_RESUBMIT_SECONDS: Final = 2.0
+"""Seconds."""
+_MAX_ERROR_CHARS: Final = 1000  # characters of an error
+JUMPED: Final = "clock-jumped"
+RECONCILE_ERROR: Final = "reconcile-error"
+"""Reason of a job whose attempt cannot be supervised, and type of the event that records it."""
+
+
+def supervision_error_text(lease: Lease, error: Exception) -> str:
+    """Return why the attempt cannot be supervised, as a message for users."""
+    error_text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+    return sanitize_text(
+        f"attempt {lease.attempt} cannot be supervised: {error_text}. It is tried again, at least every "
+        f"{supervision_rules.LONGEST_PAUSE:g} s; the service's log has the traceback"
+    )
+
+
+class Watcher:
+    """Carries out what ``decide`` returns for watched jobs. Raises ``LeaseLost`` when this process no longer holds a job."""
+
+    def __init__(
+        self,
+        database: Database,
+        home: HomePaths,
+        launchers: Launchers,
+        attempt_launcher: AttemptLauncher,
+        timing: Timing,
+        lease_seconds: float,
+        background: Background,
+        bounds: Bounds = DEFAULT_BOUNDS,
+    ) -> None:
+        self._database = database
+        self._home = home
+        self._launchers = launchers
+        self._attempt_launcher = attempt_launcher
+        self._timing = timing
+        self._lease_seconds = lease_seconds
+        self._background = background
+        self._bounds = bounds
+
+    def start_watch(self, lease: Lease, lease_held_at: float) -> Watch:
+        """Start to supervise a job: load it, and what was done to its attempt before. ``lease_held_at``: as in ``Watch``."""
+        clock = self._database.clock
+        now = clock.monotonic()
+        with self._database.read() as session:
+            job = session.get_one(Job, lease.job_id)
+            attempt = session.get_one(Attempt, (lease.job_id, lease.attempt))
+            clocks = attempt.deadlines if isinstance(attempt.deadlines, dict) else {}
+            ran = monotonic_deadlines.counted_seconds(clocks.get(persisted_deadlines.RUN), attempt.begun_at, clock)
+            spec = JobSpec.model_validate(job.spec)
+            limits = limits_of(spec)
+            paths = self._home.job(lease.job_id).attempt(lease.attempt)
+            watch = Watch(
+                lease,
+                AttemptRef(lease.job_id, lease.attempt, paths, spec.world.nodes),
+                self._launchers[spec.launcher.kind],
+                limits,
+                spec.world.ranks_per_node,
+                view_of(job, limits),
+                lease_held_at=lease_held_at,
+                created_at=now,
+                last_queued_at=now,
+                polled_at=now,
+                running_since=None if ran is None else now - ran,
+                stored_reason=(job.reason, job.message or "") if job.reason in _CLEARED_REASONS else None,
+                stored_reason_desired=job.desired,
+                protocol=attempt.launch.get("launch_file", {}).get("protocol", PROTOCOL_VERSION),
+                unmanaged=unmanaged_script.is_reported_unmanaged(attempt.resume_report),
+                supervision_error=job.message if job.reason == RECONCILE_ERROR else None,
+            )
+            restore_actions(session, watch, now)
+        persisted_deadlines.restore(watch, clocks, clock, self._lease_seconds / 4, self._timing.launch_deadline)
+        return watch
+
+    def submit(self, watch: Watch, plan: LaunchPlan) -> None:
+        """Hand the attempt to the launcher."""
+        with suppress(EngineUnreachable):  # a later poll retries, and reports it
+            self._submit(watch, plan)
+
+    def _submit_again(self, watch: Watch, now: float) -> None:
+        """Submit the attempt again, from what is stored. Nothing of it exists, so its launch deadline runs from now on."""
+        plan = self._attempt_launcher.recover_plan(watch.lease)
+        watch.last_queued_at = now
+        self._write_deadlines(watch, now)
+        self._submit(watch, plan)
+
+    def _submit(self, watch: Watch, plan: LaunchPlan) -> None:
+        self._ensure_lease(watch)
+        watch.submitted, watch.engine_full_message = True, None
+        try:
+            watch.launcher.submit(plan)
+        except (EngineFull, EngineUnreachable) as error:
+            watch.submitted, watch.submit_not_before = False, self._database.clock.monotonic() + _RESUBMIT_SECONDS
+            if not isinstance(error, EngineFull):
+                raise
+            watch.engine_full_message = error.detail
+        except LaunchError as error:
+            watch.forced_cause, watch.message = Cause.LAUNCHER_ERROR, error.detail
+
+    def poll(self, watch: Watch, desired_state: DesiredState) -> Decision | None:
+        """Poll the attempt once. Return the decision that ended it, or None while it continues. If the engine does not answer,
+        nothing is concluded from that: a later poll gets the status."""
+        if watch.stored_reason_desired is not desired_state.desired:
+            watch.stored_reason, watch.stored_reason_desired = None, desired_state.desired
+        try:
+            decision = self._poll(watch, desired_state)
+        except EngineBusy:
+            return None
+        except EngineUnreachable as error:
+            if watch.stored_reason is None or watch.stored_reason[0] != UNREACHABLE:
+                self._add_event(watch, UNREACHABLE, None, error.detail)
+            self._store_wait_reason(watch, self._database.clock.monotonic(), reason=UNREACHABLE, message=error.detail)
+            return None
+        return decision
+
+    def _poll(self, watch: Watch, desired_state: DesiredState) -> Decision | None:
+        if watch.evidence is not None:
+            self._ensure_lease(watch)
+            return self._start_finishing(watch, watch.evidence)
+        now, wall = self._database.clock.monotonic(), self._database.clock.now()
+        state = watch.launcher.poll(watch.ref)
+        supervision_rules.record_poll(watch, now, self._timing)
+        new_nodes = {i for i, node in enumerate(state.nodes) if node.seen} - watch.recorded_nodes
+        if new_nodes:
+            self._record_agents(watch, state, new_nodes, now, wall)
+        if state.waiting is not None:
+            watch.last_queued_at = now
+        action = supervision_rules.next_action(watch, state, desired_state, now, wall, self._timing)
+        match action.kind:
+            case ActionKind.SUBMIT:
+                self._submit_again(watch, now)
+            case ActionKind.STOP:
+                self._add_event(watch, STOPPED, action.cause, action.text or "SIGTERM to the agent")
+                supervision_rules.record_stop(watch, action, now)
+                self._send_sigterm(watch)
+            case ActionKind.SIGNAL:
+                self._send_sigterm(watch)
+            case ActionKind.LEAVE:
+                self._add_event(watch, LEFT, None, left_running_text(watch))
+                watch.left_running = True
+            case ActionKind.KILL | ActionKind.KILL_LOST | ActionKind.KILL_LINGERING:
+                self._kill(watch, state, action)
+            case ActionKind.FINISH:
+                decision = self._finish(watch, state, now)
+                if decision is not None or watch.finish_future is not None or watch.evidence is not None:
+                    return decision
+            case ActionKind.WAIT:
+                if persisted_deadlines.is_write_due(watch, now):
+                    self._write_deadlines(watch, now)
+        exists = watch.submitted or state.alive or state.seen
+        waiting = state.waiting if exists else watch.engine_full_message
+        if waiting is not None:
+            self._store_wait_reason(watch, now, reason=WAITING, message=waiting)
+        elif exists:  # otherwise the result of the last submission stays
+            self._store_wait_reason(watch, now)
+        return None
+
+    def record_failure(self, watch: Watch, error: Exception) -> None:
+        """Record that ``poll`` raised ``error``: the attempt is neither polled again at once nor given up for good."""
+        supervision_rules.record_failure(watch, self._database.clock.monotonic())
+        text = supervision_error_text(watch.lease, error)
+        if text != watch.supervision_error:
+            self.record_error(watch.lease, error)
+            watch.supervision_error, watch.stored_reason = text, None
+
+    def record_error(self, lease: Lease, error: Exception) -> None:
+        """Record that the attempt cannot be supervised: in the job's row, and once for each kind of error in its history. The row
+        may be what cannot be read, so nothing of it is read. Raises ``LeaseLost``."""
+        text, kind = supervision_error_text(lease, error), type(error).__name__
+        own_job = sa.update(Job).where(
+            Job.id == lease.job_id, Job.attempt == lease.attempt, Job.lease_token == lease.token
+        )
+        recorded_errors = sa.select(Event.data).where(
+            Event.job_id == lease.job_id, Event.attempt == lease.attempt, Event.type == RECONCILE_ERROR
+        )
+        with self._database.write() as session:
+            update = own_job.values(reason=RECONCILE_ERROR, message=text).returning(Job.id)
+            if session.scalar(update.execution_options(synchronize_session=False)) is None:
+                raise LeaseLost(f"job {lease.job_id}: another reconciler has taken it over")
+            if any(data.get("error") == kind for data in session.scalars(recorded_errors)):
+                return
+            log.error("%s, attempt %d: it cannot be supervised", lease.job_id, lease.attempt, exc_info=error)
+            add_event(session, lease.job_id, RECONCILE_ERROR, text, attempt=lease.attempt, data={"error": kind})
+
+    def record_recovery(self, watch: Watch) -> None:
+        """Record that a poll of the attempt succeeded again."""
+        watch.failures = 0
+        if watch.supervision_error is None:
+            return
+        log.info("%s: it is supervised again", watch.ref.name)
+        with self._database.write() as session:
+            job = lock_leased_job(session, watch.lease)
+            if job.reason == RECONCILE_ERROR:
+                job.reason = job.message = None
+        watch.supervision_error = None
+
+    def _send_sigterm(self, watch: Watch) -> None:
+        """Send the SIGTERM. Raises ``EngineUnreachable``: then it is sent again. A launcher that fails in another way would fail
+        again: the agent is killed when its time is over."""
+        self._ensure_lease(watch)
+        try:
+            watch.launcher.stop(watch.ref, watch.killable_after(self._timing))
+        except EngineUnreachable:
+            raise
+        except Exception:
+            log.exception("%s: its launcher cannot send a SIGTERM", watch.ref.name)
+        now = self._database.clock.monotonic()
+        supervision_rules.record_signal(watch, now)
+        self._write_deadlines(watch, now)  # otherwise the next reconciler sends it again, and counts from there
+
+    def _kill(self, watch: Watch, state: AttemptState, action: NextAction) -> None:
+        """Record the kill first: ``_finish`` kills, in the next round."""
+        text = action.text or kill_text(action.cause, state, watch.launcher.logs(watch.ref, LOG_TAIL))
+        others = ": the other nodes' agents were killed" if action.kind is ActionKind.KILL_LOST else ""
+        self._add_event(watch, KILLED, action.cause, text + others)
+        supervision_rules.record_kill(watch, action, text)
+
+    def _finish(self, watch: Watch, state: AttemptState, now: float) -> Decision | None:
+        """Prove the attempt dead; then store what it left, and finalise it, concurrently with the rounds. Nothing is decided
+        while any process of it is alive."""
+        if watch.ending_since is None or not watch.killing:  # reports about the kill itself do not count
+            watch.engine_ends = watch.engine_ends or state.ends  # later ones may be about the kill that proves it dead
+        watch.ending_since = now if watch.ending_since is None else watch.ending_since
+        self._ensure_lease(watch)
+        attempt_files.fence(watch.ref.paths)  # from here on, a process suspended before its submission is too late
+        remaining = watch.launcher.kill(watch.ref)
+        if remaining:
+            if supervision_rules.should_report_unproven(watch, now):
+                text = f"{', '.join(remaining)} of the attempt: not ended; no new attempt starts before they have ended"
+                self._add_event(watch, "not-proved-dead", None, text)
+            return None
+        last = watch.launcher.poll(watch.ref)  # a result may have been written between the poll and the end
+        logs = "" if last.seen else watch.launcher.logs(watch.ref, LOG_TAIL)
+        return self._start_finishing(
+            watch, supervision_rules.collect_evidence(watch, last, logs, self._database.clock.monotonic())
+        )
+
+    def _start_finishing(self, watch: Watch, evidence: Evidence) -> Decision | None:
+        """Start to finalise the attempt, or keep the evidence until one more can be finalised: the engine need not be queried
+        again."""
+        work = partial(self._finish_in_background, watch.lease, watch.ref, watch.ranks_per_node, watch.limits, evidence)
+        watch.finish_future = self._background.start_finishing(watch.lease, work)
+        watch.evidence = evidence if watch.finish_future is None else None
+        if watch.finish_future is None:
+            number, others = watch.lease.attempt, f"one of {MAX_CONCURRENT_FINISHES} other ends"
+            text = f"no process of attempt {number} is alive; it is finalised after {others}"
+            self._store_wait_reason(watch, self._database.clock.monotonic(), reason=ENDING, message=text)
+        return self.finish_result(watch)
+
+    def _finish_in_background(
+        self, lease: Lease, ref: AttemptRef, ranks_per_node: int, limits: Limits, evidence: Evidence
+    ) -> Decision:
+        """Finalise the attempt, which takes as long as reading the bytes of a checkpoint. Raises ``LeaseLost``. Everything that
+        follows from the end is done here: the job may be launched again, under another watch, before the next poll."""
+        paths = self._home.job(lease.job_id)
+        ingest_leftover(self._database, paths, lease, ref.nodes, ranks_per_node, self._bounds)
+        decision = finalise_attempt(self._database, paths, lease, limits, evidence, self._bounds)
+        assert decision.event is not None and decision.cause is not None
+        log.info("%s: ended with %s: %s", ref.name, decision.cause.value, decision.event.value)
+        self._background.run_housekeeping("removal", partial(removal.delete_all_marked, self._database, self._home))
+        return decision
+
+    def finish_result(self, watch: Watch) -> Decision | None:
+        """Return the decision of an attempt that is being finalised, and that is not polled meanwhile; None: not done yet. Raises
+        the error of the finalisation: the next poll starts it again."""
+        if watch.finish_future is None:
+            return None
+        if not watch.finish_future.done():
+            self._report_slow_finish(watch)
+            return None
+        end, watch.finish_future = watch.finish_future, None
+        return end.result()
+
+    def _report_slow_finish(self, watch: Watch) -> None:
+        """Store that finalising the attempt takes long."""
+        now = self._database.clock.monotonic()
+        slow = now - self._background.finishing_jobs.get(watch.lease.job_id, now) > ROUND_SECONDS
+        text = (
+            f"no process of attempt {watch.lease.attempt} is alive; its files have been read for more than {ROUND_SECONDS:g} "
+            "s: there is much to read, or the file system does not respond"
+        )
+        with suppress(LeaseLost):  # the finalisation has just released the lease, or is about to find it lost
+            self._store_wait_reason(watch, now, reason=ENDING if slow else None, message=text)
+
+    def _ensure_lease(self, watch: Watch) -> None:
+        """Check the lease before an action that no transaction guards: this process may have been suspended since it saw its
+        lease. If that was too long ago, the lease is renewed first. Raises ``LeaseLost`` if another reconciler has the job by
+        now."""
+        began = self._database.clock.monotonic()
+        if leases.is_surely_held(watch.lease_held_at, began, self._lease_seconds):
+            return
+        with self._database.write() as session:
+            if not leases.renew(session, [watch.lease], self._lease_seconds):
+                raise LeaseLost(f"{watch.ref.name}: another reconciler has taken it over while this one was delayed")
+        watch.lease_held_at = began
+
+    def _record_agents(
+        self, watch: Watch, state: AttemptState, new_nodes: set[int], now: float, wall: datetime
+    ) -> None:
+        """Store the agents' hosts and pids, for users and the API, and when the first agent began."""
+        started_at = min(agent_started_at(watch.ref.paths.node(node).agent_file, wall) for node in new_nodes)
+        with self._database.write() as session:
+            job = lock_leased_job(session, watch.lease)
+            attempt = session.get_one(Attempt, (job.id, watch.lease.attempt))
+            if attempt.begun_at is None:
+                attempt.begun_at = max(started_at, attempt.created_at)
+                ran = min(max(0.0, (wall - attempt.begun_at).total_seconds()), now - watch.created_at)
+                watch.running_since = now - ran
+                persisted_deadlines.write(session, watch, now, self._database.clock.boot_id())
+            for number in new_nodes:
+                agent = state.nodes[number].agent
+                node = session.get(AttemptNode, (job.id, watch.lease.attempt, number))
+                if node is not None and agent is not None:
+                    node.host, node.pid, node.start_time = agent.host, agent.pid, agent.start_time
+        watch.recorded_nodes |= new_nodes
+
+    def _store_wait_reason(self, watch: Watch, now: float, *, reason: str | None = None, message: str = "") -> None:
+        """Store in the job's row why the engine does not start the attempt, or that it does not answer; written when it changes,
+        cleared when it is over."""
+        why = None if reason is None else (reason, message)
+        if why == watch.stored_reason:
+            return
+        with self._database.write() as session:
+            job = lock_leased_job(session, watch.lease)
+            if job.reason in (None, RECONCILE_ERROR, *_CLEARED_REASONS):
+                job.reason, job.message = why or (None, None)
+            if WAITING in (
+                reason,
+                watch.stored_reason and watch.stored_reason[0],
+            ):  # its launch deadline stops or starts
+                persisted_deadlines.write(
+                    session, replace(watch, stored_reason=why), now, self._database.clock.boot_id()
+                )
+        watch.stored_reason = why
+        if why is not None:
+            watch.supervision_error = None  # which the row no longer has
+
+    def record_jump(self, session: Session, watches: Collection[Watch], seconds: float) -> list[Watch]:
+        """Record in the histories of running attempts that the wall clock has jumped, since their times do not show that. Return
+        those that this process no longer holds."""
+        held_leases = leases.lock_held(session, [watch.lease for watch in watches])
+        text = f"the wall clock of the reconciler's machine jumped by {seconds:+.0f} s: deadlines ignore that"
+        for watch in watches:
+            if watch.lease in held_leases:
+                data = {"seconds": round(seconds, 3)}
+                add_event(session, watch.lease.job_id, JUMPED, text, attempt=watch.lease.attempt, data=data)
+        return [watch for watch in watches if watch.lease not in held_leases]
+
+    def store_deadlines(self, session: Session, watches: Iterable[Watch], *, with_run_time: bool) -> None:
+        """Store what has been counted of the attempts' deadlines, for a reconciler that takes them over; with ``with_run_time``
+        also what attempts with a time limit have run. Their leases were renewed in this transaction."""
+        now = self._database.clock.monotonic()
+        kept = [
+            watch
+            for watch in watches
+            if persisted_deadlines.running_since(watch)
+            or (with_run_time and watch.limits.timeout is not None and watch.running_since is not None)
+        ]
+        persisted_deadlines.write_many(session, kept, now, self._database.clock.boot_id())
+
+    def _write_deadlines(self, watch: Watch, now: float) -> None:
+        with self._database.write() as session:
+            lock_leased_job(session, watch.lease)
+            persisted_deadlines.write(session, watch, now, self._database.clock.boot_id())
+
+    def _add_event(self, watch: Watch, type_: str, cause: Cause | None, message: str) -> None:
+        log.info("%s: %s: %s", watch.ref.name, type_, message)
+        with self._database.write() as session:
+            job = lock_leased_job(session, watch.lease)
+            data = {} if cause is None else {"cause": cause.value}
+            add_event(session, job.id, type_, message, attempt=watch.lease.attempt, data=data)

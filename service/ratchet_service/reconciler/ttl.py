@@ -1,0 +1,135 @@
+"""Housekeeping by time: jobs past their ``ttl``, deletions that a crash interrupted (of jobs, of checkpoints), code snapshots
+that no job names and no attempt of one ran.
+
+A ttl goes by the database's clock, which all services share. After a jump of that clock, no process deletes anything for a while
+(``clock_jumps``). That includes a process that starts then, and also applies after a reboot of the machine if its clock shows a
+time long after, or before, the newest thing recorded. A job's end has the time of the machine that wrote it: if that clock was
+set back when the job ended, the job is deleted too early by that difference.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import datetime
+from typing import Final
+
+import sqlalchemy as sa
+
+from ratchet_contract.errors import CheckpointError, Conflict, NotFound
+from ratchet_contract.paths import HomePaths
+from ratchet_service.checkpoints import removal
+from ratchet_service.db import leases
+from ratchet_service.db.engine import Database
+from ratchet_service.db.models import Attempt, Job
+from ratchet_service.job_files.delete_job import delete, sweep_deleted
+from ratchet_service.observability import disk_space
+from ratchet_service.reconciler import clock_jumps
+from ratchet_service.user_code import snapshot
+
+log = logging.getLogger(__name__)
+
+INTERVAL: Final = 5.0
+PAUSE_SECONDS: Final = 600.0
+"""Seconds after a jump in which nothing is deleted: a clock that was set wrong may be corrected by then."""
+_CODE_INTERVAL: Final = 3600.0
+"""Which snapshots jobs name is read from every job's row: not more often than this, after the first round."""
+_REMOVALS_INTERVAL: Final = 600.0
+"""Removals that another process has begun, and may still be working on, are continued not more often than this, after the first
+round."""
+
+
+class Expiry:
+    """``run`` is called every ``interval`` seconds; several may run concurrently."""
+
+    interval = INTERVAL
+
+    def __init__(self, database: Database, home: HomePaths, grace: float = snapshot.GRACE) -> None:
+        self._database = database
+        self._home = home
+        self._grace = grace
+        self._swept = False
+        self._code_swept_at: float | None = None
+        self._removals_resumed_at: float | None = None
+        self._jumps = clock_jumps.Jumps(database.clock, clock_jumps.DATABASE, self._database_now)
+
+    def run(self) -> None:
+        """Run one round. A job that cannot be deleted now is retried in the next."""
+        if not self._swept:
+            for job_id in sweep_deleted(self._database, self._home):
+                log.info("%s: its deletion was finished", job_id)
+            self._swept = True
+        read_at = time.monotonic()
+        if self._removals_resumed_at is None or read_at - self._removals_resumed_at >= _REMOVALS_INTERVAL:
+            self._removals_resumed_at = read_at
+            removal.delete_all_marked(self._database, self._home)
+        now = self._database_now()
+        trusted = self._is_clock_trusted()  # after the reading, so that a jump before it is detected
+        for job_id in self._expired_jobs(now) if trusted else ():
+            try:
+                result = delete(self._database, job_id, outputs=None, homes=self._home)
+            except (NotFound, Conflict) as error:
+                log.info("%s: not deleted at its ttl: %s", job_id, error.detail)
+            except (OSError, CheckpointError) as error:  # of its files; the other jobs must be deleted all the same
+                log.error("%s: not deleted at its ttl: %s", job_id, error)
+            else:
+                log.info("%s: deleted at its ttl", job_id)
+                if result.outputs is not None:
+                    log.info("%s: the files of its working directory stay in %s", job_id, result.outputs)
+                if result.remote is not None:
+                    log.warning("%s: %s", job_id, result.remote)
+        disk_space.reserve_space(self._database)  # again, once there is free space after a deletion has used it
+        read_at = time.monotonic()
+        if trusted and (self._code_swept_at is None or read_at - self._code_swept_at >= _CODE_INTERVAL):
+            self._code_swept_at = read_at
+            for digest in snapshot.remove_unreferenced(self._home.code, self._referenced_snapshots, self._grace):
+                log.info("code snapshot %s removed: no job and no attempt uses it", digest)
+
+    def _database_now(self) -> datetime:
+        with self._database.read() as session:
+            return leases.database_now(session)
+
+    def _is_clock_trusted(self) -> bool:
+        """True if jobs may be deleted by the database's clock now."""
+        seconds = self._jumps.observed_jump()
+        if seconds is None:
+            with self._database.read() as session:
+                if self._jumps.load(session):
+                    return not self._jumps.is_paused
+        if seconds != 0.0:
+            with self._database.write() as session:
+
+                def pause_seconds(unknown: bool) -> float:
+                    return (
+                        0.0
+                        if unknown and clock_jumps.is_plausible(session, leases.database_now(session))
+                        else PAUSE_SECONDS
+                    )
+
+                seen = self._jumps.handle(session, pause_seconds)
+            self._jumps.mark_handled(seen)
+            if seen.jump_seconds != 0.0:
+                log.warning(
+                    "the database's clock jumped by %+.0f s: nothing is deleted for %g s",
+                    seen.jump_seconds,
+                    PAUSE_SECONDS,
+                )
+            elif self._jumps.is_paused:
+                log.info("it is unknown whether the clock is right: nothing is deleted for %g s", PAUSE_SECONDS)
+        return not self._jumps.is_paused
+
+    def _expired_jobs(self, now: datetime) -> list[str]:
+        # Only by the index of jobs with a ttl: a condition on the phase would read every job that ever ended.
+        query = sa.select(Job.id, Job.ended_at, Job.ttl).where(Job.ttl.is_not(None))
+        with self._database.read() as session:
+            rows = session.execute(query).all()
+        return [i for i, ended, ttl in rows if ended and ttl is not None and (now - ended).total_seconds() >= ttl]
+
+    def _referenced_snapshots(self) -> set[str]:
+        """Return the snapshots that a job names, or that an attempt of it ran: the job's first checkpoints may come from the code
+        before a resume."""
+        ran = Attempt.launch["launch_file", "resolved", "code_digest"].as_string()
+        with self._database.read() as session:
+            keys = [Job.resolved[key].as_string() for key in ("code_digest", "start_digest")]
+            rows = [*session.execute(sa.select(*keys)), *session.execute(sa.select(ran).distinct())]
+            return {digest for row in rows for digest in row if digest}

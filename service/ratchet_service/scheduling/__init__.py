@@ -1,0 +1,1 @@
+"""Decides which queued job starts next, and on which slots."""

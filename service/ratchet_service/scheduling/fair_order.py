@@ -1,0 +1,147 @@
+"""The order of the queue and what quotas hold back. Pure: computed from rows of queued jobs and of attempts that have not ended.
+
+A higher priority goes first. Among equals a job for which slots have been freed (``claims``) goes before the others, the earliest
+first; then the owner that holds least, GPUs before ranks; then the older job. A placed job counts as held by its owner for later
+places, so that owners take turns. With one owner the order is: priority, then age.
+
+A quota holds back a job that would exceed it, and no job of another owner. The owner's later jobs get only what the job leaves of
+the quota: here, too, small jobs do not starve a large one. Nothing is reserved for a job that the quota can never hold.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, NamedTuple
+
+
+class Share(NamedTuple):
+    """What an owner holds, or what one job takes."""
+
+    gpus: int = 0
+    ranks: int = 0
+    jobs: int = 0
+
+    def plus(self, other: Share) -> Share:
+        return Share(self.gpus + other.gpus, self.ranks + other.ranks, self.jobs + other.jobs)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """An owner's quota; None: no limit. ``queued`` counts jobs that have not ended, the others what attempts hold."""
+
+    queued: int | None = None
+    jobs: int | None = None
+    ranks: int | None = None
+    gpus: int | None = None
+
+    def exceeded_resource(self, share: Share) -> tuple[str, int, int] | None:
+        """Return the first resource of which one job takes more than the quota has: its name, how much the job takes, the
+        limit."""
+        for name in HELD if self is not UNLIMITED else ():
+            limit, wants = getattr(self, name), getattr(share, name)
+            if limit is not None and wants > limit:
+                return name, wants, limit
+        return None
+
+    def never_fits_reason(self, share: Share) -> str | None:
+        """Return why a job can never start under this quota; None: it can."""
+        never = self.exceeded_resource(share)
+        if never is None:
+            return None
+        name, wants, limit = never
+        return f"needs {wants} {_NAMES[name]}, its owner's quota is {limit}: an admin may raise it (`ratchet quota set OWNER`)"
+
+
+HELD: Final = ("gpus", "ranks", "jobs")
+UNLIMITED: Final = Limit()
+_NAMES: Final = {"gpus": "GPUs", "ranks": "ranks", "jobs": "jobs"}
+
+
+class Queued(NamedTuple):
+    """A job that waits for an attempt. ``claimed_since``: since when another job is being stopped for it."""
+
+    job: str
+    owner: str
+    priority: int
+    created_at: datetime
+    share: Share
+    claimed_since: datetime | None = None
+
+    @property
+    def claim_key(self) -> float:
+        """The sort key of claims; jobs without one come last."""
+        return math.inf if self.claimed_since is None else self.claimed_since.timestamp()
+
+
+class Place(NamedTuple):
+    """``held_back_reason``: why the owner's quota holds the job back; None: it may start."""
+
+    queued: Queued
+    held_back_reason: str | None = None
+
+
+def order_queue(queue: Iterable[Queued], held: Mapping[str, Share], limit: Callable[[str], Limit]) -> list[Place]:
+    """Return every job of ``queue`` once, in order. ``held``: what attempts that have not ended hold, by owner; ``limit`` returns
+    an owner's quota."""
+    lines: dict[str, list[Queued]] = defaultdict(list)
+    for one in queue:
+        lines[one.owner].append(one)
+    return list(iter_turns({owner: iter(sorted(line, key=line_key)) for owner, line in lines.items()}, held, limit))
+
+
+def line_key(one: Queued) -> tuple[int, float, datetime, str]:
+    """The sort key of one owner's jobs."""
+    return (-one.priority, one.claim_key, one.created_at, one.job)
+
+
+def iter_turns(
+    lines: Mapping[str, Iterator[Queued]], held: Mapping[str, Share], limit: Callable[[str], Limit]
+) -> Iterator[Place]:
+    """Like ``order_queue``, for lines that are read only as far as the caller iterates: one per owner, sorted by ``line_key``."""
+    counted = defaultdict(Share, held)  # and placed jobs: decides whose turn it is
+    used = defaultdict(Share, held)  # and jobs that wait for the quota: what is left of it
+    heads = ((owner, next(line, None)) for owner, line in lines.items())
+    turns = [_heap_entry(head, counted[owner]) for owner, head in heads if head is not None]
+    heapq.heapify(turns)
+    while turns:
+        one = turns[0][-1]
+        owner, quota, over = one.owner, limit(one.owner), None
+        if quota is not UNLIMITED:
+            over = _quota_reason(one.share, used[owner], held.get(owner, Share()), quota)
+            if quota.exceeded_resource(one.share) is None:
+                used[owner] = used[owner].plus(one.share)
+        if over is None:
+            counted[owner] = counted[owner].plus(one.share)
+        yield Place(one, over)
+        following = next(lines[owner], None)
+        if following is None:
+            heapq.heappop(turns)
+        else:
+            heapq.heapreplace(turns, _heap_entry(following, counted[owner]))
+
+
+def _heap_entry(head: Queued, held: Share) -> tuple[int, float, int, int, datetime, str, Queued]:
+    """Return a heap entry. No two are equal, and none sorts before its predecessor in its own line, so comparing the heads is
+    enough."""
+    return (-head.priority, head.claim_key, held.gpus, held.ranks, head.created_at, head.job, head)
+
+
+def _quota_reason(share: Share, used: Share, held: Share, quota: Limit) -> str | None:
+    """Return why the quota holds the job back: the first of several limits."""
+    never = quota.never_fits_reason(share)
+    if never is not None:
+        return never
+    for name in HELD:
+        limit_, wants = getattr(quota, name), getattr(share, name)
+        if limit_ is not None and wants > 0 and getattr(used, name) + wants > limit_:
+            ahead = getattr(used, name) - getattr(held, name)
+            kept = f", {ahead} are reserved for jobs ahead of it" if ahead else ""
+            unit = _NAMES[name] if wants > 1 else _NAMES[name].removesuffix("s")
+            what = "one more job" if name == "jobs" else f"{wants} {unit}"
+            return f"waits for its owner's quota: needs {what}, {getattr(held, name)} of {limit_} {_NAMES[name]} are held{kept}"
+    return None

@@ -1,0 +1,141 @@
+"""What the machine that trains has: GPUs and cores, detected without importing torch.
+
+Where API and reconciler are separate processes, possibly in separate containers, the reconciler writes what its machine has to
+``machine.json`` in the run directory, and the API checks specs against that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pydantic import BaseModel, ValidationError
+
+from ratchet_service.scheduling.slots import Capacity
+
+MACHINE_FILE: Final = "machine.json"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs by CUDA index, and cores that jobs may use.
+
+    ``is_this_machine`` False: it is the machine of another process, perhaps another container; its interpreters, secrets and
+    files cannot be inspected from here, and ``torch_cuda`` is what its reconciler found. ``runs_jobs`` False: jobs run elsewhere,
+    so their code is not run here for inspection either.
+    """
+
+    gpus: tuple[int, ...] = ()
+    cpus: int = 1
+    cpu_slots: int | None = None
+    python: str = sys.executable
+    is_this_machine: bool = True
+    torch_cuda: bool = False
+    runs_jobs: bool = True
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(self.gpus, self.cpu_slots or self.cpus)
+
+
+class _MachineFile(BaseModel):
+    gpus: tuple[int, ...]
+    cpus: int
+    cpu_slots: int | None
+    python: str
+    torch_cuda: bool
+
+
+def write_machine(home: Path, machine: Machine, torch_cuda: bool) -> None:
+    """Write what this machine has, for an API in another process; by rename."""
+    content = _MachineFile(
+        gpus=machine.gpus,
+        cpus=machine.cpus,
+        cpu_slots=machine.cpu_slots,
+        python=machine.python,
+        torch_cuda=torch_cuda,
+    )
+    fd, temporary = tempfile.mkstemp(dir=home, prefix=".machine-")
+    with os.fdopen(fd, "w") as handle:
+        handle.write(content.model_dump_json())
+    Path(temporary).rename(home / MACHINE_FILE)
+
+
+def read_machine(home: Path) -> Machine | None:
+    """Return the machine of the reconciler that wrote last; None before one has run."""
+    try:
+        found = _MachineFile.model_validate_json((home / MACHINE_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
+    return Machine(
+        found.gpus, found.cpus, found.cpu_slots, found.python, is_this_machine=False, torch_cuda=found.torch_cuda
+    )
+
+
+def detect_machine(cpu_slots: int | None = None, gpus: tuple[int, ...] | None = None) -> Machine:
+    """Detect what this machine has; ``cpu_slots`` and ``gpus`` replace what is detected."""
+    return Machine(find_gpus() if gpus is None else gpus, len(os.sched_getaffinity(0)), cpu_slots)
+
+
+def find_gpus() -> tuple[int, ...]:
+    """Return the indices from ``nvidia-smi``, else from ``/dev/nvidia<N>``, without those that CUDA_VISIBLE_DEVICES hides. Raises
+    ``ValueError`` if that variable names GPUs that cannot be identified."""
+    listed = _query_smi("index")
+    if listed is None:
+        names = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
+        listed = [match[1] for match in names if match]
+    found = tuple(sorted(int(word) for word in listed if word.isdigit()))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None or not found else visible_gpus(visible, found, _uuids)
+
+
+def visible_gpus(text: str, available: Collection[int], uuids: Callable[[], Mapping[str, int]]) -> tuple[int, ...]:
+    """Return what CUDA_VISIBLE_DEVICES=``text`` leaves of ``available``, in its order. As CUDA reads it: indices, or prefixes of
+    UUIDs (``uuids``: of all GPUs), up to the first that does not exist. Raises ``ValueError`` for a value with which CUDA would
+    show no GPU at all, or a part of one, which has no index."""
+    out: list[int] = []
+    for word in (part.strip() for part in text.split(",")):
+        if re.fullmatch(r"-?\d+", word):
+            index = int(word)
+        elif word.startswith("GPU-"):
+            matching = [number for uuid, number in uuids().items() if uuid.startswith(word)]
+            if len(matching) != 1:
+                raise ValueError(f"CUDA_VISIBLE_DEVICES names {word}, and nvidia-smi lists {len(matching)} such GPUs")
+            index = matching[0]
+        elif word.startswith("MIG-"):
+            raise ValueError(
+                f"CUDA_VISIBLE_DEVICES names {word}, a part of a GPU: the local launcher allocates whole GPUs, by index"
+            )
+        else:
+            break
+        if index not in available:
+            break
+        if index in out:
+            raise ValueError(f"CUDA_VISIBLE_DEVICES names GPU {index} twice: CUDA then sees none")
+        out.append(index)
+    return tuple(out)
+
+
+def _uuids() -> dict[str, int]:
+    pairs = (line.partition(",") for line in _query_smi("uuid,index") or ())
+    return {uuid.strip(): int(index) for uuid, _, index in pairs if index.strip().isdigit()}
+
+
+def _query_smi(fields: str) -> list[str] | None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [line.strip() for line in done.stdout.splitlines()]

@@ -1,0 +1,318 @@
+"""Queries on the queue: which jobs wait, what owners hold, and what stands in the way. All but ``store_waiting_reason`` only
+read.
+
+The first ``EXAMINED_PER_OWNER`` jobs of each owner, in order, are examined, so that one owner's many jobs hide no other owner's.
+The index on phase, owner, priority and age finds them, however many rows the table has. Jobs that cannot start do not count
+towards ``EXAMINED_PER_OWNER``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session, aliased
+
+from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase
+from ratchet_service.db.clock import now_in
+from ratchet_service.db.models import Attempt, AttemptNode, Job
+from ratchet_service.lifecycle.decide import MAX_BACKOFF_AHEAD
+from ratchet_service.lifecycle.unmanaged_script import UNMANAGED
+from ratchet_service.scheduling.fair_order import Queued, Share
+from ratchet_service.scheduling.preemption import Running
+from ratchet_service.scheduling.slots import Grant, Need
+
+EXAMINED_PER_OWNER: Final = 100
+"""Queued jobs of one owner that are examined in one round, in order, and again as many of those that cannot start."""
+MAX_ROWS_PER_STATEMENT: Final = 10_000
+"""Most rows of one priority that one statement reads."""
+CREATION_FAILED: Final = Cause.LAUNCHER_ERROR.value
+"""Reason of a queued job whose attempt could not be created when it was to start. Until it can, the job comes after all others,
+and no other job is stopped for it."""
+_LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
+MAX_REASONS_PER_PASS: Final = 2_000
+"""Most jobs, of those that were not examined, for which one pass stores why they wait; later passes do the others."""
+_MAX_IDS_PER_STATEMENT: Final = 1_000
+"""Most ids in one statement."""
+QUEUED: Final = sa.text("jobs.phase = 'QUEUED'")
+"""The same text as the condition of the partial index ``ix_jobs_queued``, so that the index is used."""
+ALIVE_PHASES: Final = tuple(phase for phase in AttemptPhase if phase is not AttemptPhase.ENDED)
+
+
+class Row(NamedTuple):
+    """A queued job, and what its row says about why it waits."""
+
+    queued: Queued
+    kind: str
+    reason: str | None
+    message: str | None
+
+
+def launcher_kind() -> sa.ColumnElement[str]:
+    """Return the expression for the launcher of a job's spec. A spec that cannot be read counts as ``local``, so that one
+    reconciler reports it."""
+    return sa.func.coalesce(Job.spec["launcher"]["kind"].as_string(), "local")
+
+
+def launched_by(kinds: Collection[str]) -> sa.ColumnElement[bool]:
+    """Return the condition that a job has one of these launchers; other reconcilers run the other jobs."""
+    return launcher_kind().in_(list(kinds))
+
+
+def is_due(now: datetime) -> sa.ColumnElement[bool]:
+    """Return the condition that a job is queued and not held by a back-off (``decide.MAX_BACKOFF_AHEAD``)."""
+    over = sa.or_(Job.not_before.is_(None), Job.not_before <= now, Job.not_before > now + MAX_BACKOFF_AHEAD)
+    return (Job.phase == JobPhase.QUEUED) & over
+
+
+def startable_jobs(
+    session: Session,
+    now: datetime,
+    kinds: Collection[str] | None = None,
+    never_reason: Callable[[Queued], str | None] = lambda _: None,
+) -> list[Row]:
+    """Return the jobs that may start now, of launchers ``kinds`` (None: any): the first ``EXAMINED_PER_OWNER`` of each owner,
+    unordered.
+
+    ``never_reason`` returns why a job cannot start, however many others end. The result also has the first ``EXAMINED_PER_OWNER``
+    such jobs of each owner whose rows do not say so yet, and as many jobs whose attempt could not be created: neither hides a job
+    that can start. A job for which another was stopped is always included, wherever it stands in the queue.
+    """
+    out = {row.queued.job: row for row in claiming_jobs(session, now, kinds)}
+    lines = Lines(session, now, kinds)
+    for owner, priorities in priorities_by_owner(session).items():
+        found: list[Row] = []
+        untold: list[Row] = []
+        unmade: list[Row] = []
+        for row in lines.for_owner(owner, priorities, EXAMINED_PER_OWNER):
+            why = never_reason(row.queued)
+            if why is None:
+                (unmade if row.reason == CREATION_FAILED else found).append(row)
+            elif row.message != why:
+                untold.append(row)
+            if len(found) >= EXAMINED_PER_OWNER:
+                break
+        out.update(
+            (row.queued.job, row) for row in (*found, *untold[:EXAMINED_PER_OWNER], *unmade[:EXAMINED_PER_OWNER])
+        )
+    return list(out.values())
+
+
+def jobs_by_id(session: Session, now: datetime, kinds: Collection[str] | None, ids: Sequence[str]) -> list[Row]:
+    """Return those of the jobs ``ids`` that may start now, of launchers ``kinds``, unordered."""
+    query = _select_rows(now, kinds)
+    portions = (ids[at : at + _MAX_IDS_PER_STATEMENT] for at in range(0, len(ids), _MAX_IDS_PER_STATEMENT))
+    return [_parse_row(row) for portion in portions for row in session.execute(query.where(Job.id.in_(portion)))]
+
+
+def claiming_jobs(session: Session, now: datetime, kinds: Collection[str] | None = None) -> list[Row]:
+    """Return the jobs for which another job was stopped, unordered."""
+    ids = session.scalars(sa.select(Job.id).where(Job.preempting_since.is_not(None))).all()
+    return jobs_by_id(session, now, kinds, ids)
+
+
+def creation_failed_jobs(session: Session, now: datetime) -> list[Row]:
+    """Return the jobs whose attempt could not be created, unordered."""
+    return jobs_by_id(
+        session, now, None, session.scalars(sa.select(Job.id).where(QUEUED, Job.reason == CREATION_FAILED)).all()
+    )
+
+
+def ids_without_reason(
+    session: Session, now: datetime, kinds: Collection[str], known_reasons: Collection[str]
+) -> list[str]:
+    """Return the ids of jobs of launchers ``kinds`` that may start now and have none of the reasons ``known_reasons``: at most
+    ``MAX_REASONS_PER_PASS``."""
+    reasons = session.scalars(sa.select(Job.reason).where(QUEUED).group_by(Job.reason)).all()
+    out: list[str] = []
+    for reason in (reason for reason in reasons if reason not in known_reasons):
+        which = Job.reason.is_(None) if reason is None else Job.reason == reason
+        query = sa.select(Job.id).where(QUEUED, which, is_due(now), launched_by(kinds))
+        out += session.scalars(query.limit(MAX_REASONS_PER_PASS - len(out)))
+    return out
+
+
+def store_waiting_reason(
+    session: Session, ids: Sequence[str], kinds: Collection[str], *, reason: str, message: str
+) -> None:
+    """Store why jobs wait, in the rows of those ``ids`` that still wait and have one of the launchers ``kinds``. Like progress,
+    this does not change the rows' versions."""
+    still = is_due(now_in(session)) & launched_by(kinds) & (sa.func.coalesce(Job.reason, "") != CREATION_FAILED)
+    for at in range(0, len(ids), _MAX_IDS_PER_STATEMENT):
+        told = (
+            sa.update(Job)
+            .where(Job.id.in_(ids[at : at + _MAX_IDS_PER_STATEMENT]), still)
+            .values(reason=reason, message=message)
+        )
+        session.execute(told.execution_options(synchronize_session=False))
+
+
+def priorities_by_owner(session: Session) -> dict[str, list[tuple[int, int]]]:
+    """Return the priorities of each owner's queued jobs, high ones first, with the number of jobs, including those in a
+    back-off."""
+    counts = sa.select(Job.owner, Job.priority, sa.func.count()).where(Job.phase == JobPhase.QUEUED)
+    out: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for owner, priority, count in session.execute(counts.group_by(Job.owner, Job.priority)):
+        out[owner].append((priority, count))
+    return {owner: sorted(priorities, reverse=True) for owner, priorities in out.items()}
+
+
+class Lines:
+    """Jobs that may start now, of launchers ``kinds`` (None: any), owner by owner. The statements are built once."""
+
+    def __init__(self, session: Session, now: datetime, kinds: Collection[str] | None) -> None:
+        self._session = session
+        query = _select_rows(now, kinds).where(Job.owner == sa.bindparam("of"))
+        query = query.order_by(Job.priority.desc(), Job.created_at, Job.id)
+        low: sa.BindParameter[int] = sa.bindparam("low")
+        high: sa.BindParameter[int] = sa.bindparam("high")
+        at: sa.BindParameter[datetime] = sa.bindparam("at", type_=Job.created_at.type)
+        behind = (Job.created_at >= at) & ((Job.created_at > at) | (Job.id > sa.bindparam("after")))
+        self._one_priority_query = query.where(Job.priority == low, behind).limit(sa.bindparam("many"))
+        self._priority_range_query = query.where(Job.priority.between(low, high))
+
+    def for_owner(self, owner: str, priorities: list[tuple[int, int]], first: int) -> Iterator[Row]:
+        """Yield the owner's jobs by priority, then age, read only as far as the caller iterates: ``first`` rows, then more and
+        more. ``priorities``: as ``priorities_by_owner`` returns them."""
+        for low, high in _priority_blocks(priorities, first):
+            if low != high:  # about as many jobs as requested
+                yield from map(
+                    _parse_row,
+                    self._session.execute(self._priority_range_query, {"of": owner, "low": low, "high": high}).all(),
+                )
+                continue
+            values, limit = {"of": owner, "low": low, "at": _LONG_AGO, "after": ""}, min(first, MAX_ROWS_PER_STATEMENT)
+            while True:
+                rows = self._session.execute(self._one_priority_query, values | {"many": limit}).all()
+                yield from map(_parse_row, rows)
+                if len(rows) < limit:
+                    break
+                values |= {"at": rows[-1].created_at, "after": rows[-1].id}
+                limit = min(2 * limit, MAX_ROWS_PER_STATEMENT)
+
+
+def _priority_blocks(priorities: list[tuple[int, int]], block_size: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of priorities, high ones first, with about ``block_size`` jobs in each: one query for many priorities with few
+    jobs."""
+    high, jobs = None, 0
+    for i, (priority, count) in enumerate(priorities):
+        high, jobs = priority if high is None else high, jobs + count
+        last = i + 1 == len(priorities)
+        if last or jobs + priorities[i + 1][1] > block_size:
+            yield priority, high
+            high, jobs = None, 0
+
+
+def _select_rows(now: datetime, kinds: Collection[str] | None) -> sa.Select[Any]:
+    """Select the columns that ``_parse_row`` needs, of queued jobs that no back-off holds; ``kind`` only if ``kinds`` is
+    specified."""
+    kind = sa.literal("") if kinds is None else launcher_kind()
+    columns: list[Any] = [
+        Job.id, Job.owner, Job.priority, Job.created_at, Job.preempting_since, Job.reason, Job.message,
+        kind.label("kind"), *_share_columns(),
+    ]  # fmt: skip
+    query = sa.select(*columns).where(is_due(now))
+    return query if kinds is None else query.where(launched_by(kinds))
+
+
+def _parse_row(row: Any) -> Row:
+    takes = _share_of(row.world, row.device)
+    queued = Queued(row.id, row.owner, row.priority, row.created_at, takes, row.preempting_since)
+    return Row(queued, row.kind, row.reason, row.message)
+
+
+def _share_columns() -> tuple[sa.ColumnElement[str], sa.ColumnElement[str]]:
+    """The world as JSON text: equal texts are parsed once."""
+    return Job.spec["world"].as_string().label("world"), Job.resolved["device"].as_string().label("device")
+
+
+def job_share(world: Any, device: str | None) -> Share:
+    """Return what a job takes, by its spec's ``world``. One that cannot be read takes nothing: its launch reports what is wrong
+    with it."""
+    try:
+        ranks = int(world["nodes"]) * int(world["ranks_per_node"])
+    except (TypeError, KeyError, ValueError):
+        return Share()
+    return Share(gpus=ranks if device == "cuda" else 0, ranks=ranks, jobs=1)
+
+
+@lru_cache(maxsize=4096)
+def _share_of(world: str | None, device: str | None) -> Share:
+    try:
+        return job_share(json.loads(world or "null"), device)
+    except ValueError:
+        return Share()
+
+
+def held_by_owner(session: Session) -> dict[str, Share]:
+    """Return what attempts that have not ended hold, on any launcher, by owner."""
+    query = (
+        sa.select(Job.owner, *_share_columns())
+        .join(Attempt, Attempt.job_id == Job.id)
+        .where(Attempt.phase.in_(ALIVE_PHASES))
+    )
+    out: dict[str, Share] = {}
+    for name, world, device in session.execute(query):
+        out[name] = out.get(name, Share()).plus(_share_of(world, device))
+    return out
+
+
+def active_grants(session: Session) -> list[Grant]:
+    """Return the slots of attempts that have not ended, including those whose agent has reported its end: it may still be
+    alive."""
+    query = sa.select(AttemptNode.gpus, AttemptNode.cpu_slots, AttemptNode.job_id).join(
+        Attempt, (Attempt.job_id == AttemptNode.job_id) & (Attempt.number == AttemptNode.attempt)
+    )
+    rows = session.execute(query.where(Attempt.phase.in_(ALIVE_PHASES)))
+    return [Grant(tuple(gpus), tuple(cpus), job_id) for gpus, cpus, job_id in rows if gpus or cpus]
+
+
+def running_attempts(session: Session, min_run_seconds: float) -> list[Running]:
+    """Return the attempts with slots. An attempt is spared if its spec says so, if nothing saves its state (a script without a
+    Session), if the next preemption would end the job, or if it was stopped for another job before and has not trained for
+    ``min_run_seconds`` seconds since."""
+    before = aliased(Attempt)
+    query = (
+        sa.select(
+            Job.id, Job.owner, Job.priority, Job.desired, Job.preemptions, Job.step, Job.committed_step, Job.steps_per_second,
+            Job.spec["policy"].label("policy"), Attempt.number, Attempt.phase, Attempt.results, Attempt.created_at,
+            Attempt.training_at, Attempt.resume_report["verdict"].as_string().label("verdict"), AttemptNode.gpus,
+            AttemptNode.cpu_slots, before.cause.label("cause_before"),
+        )
+        .join(Attempt, Attempt.job_id == Job.id)
+        .join(AttemptNode, (AttemptNode.job_id == Job.id) & (AttemptNode.attempt == Attempt.number))
+        .outerjoin(before, (before.job_id == Job.id) & (before.number == Attempt.number - 1))
+        .where(Attempt.phase.in_(ALIVE_PHASES), AttemptNode.node == 0)
+    )  # fmt: skip
+    now, pause = now_in(session), timedelta(seconds=min_run_seconds)
+    out = []
+    for row in session.execute(query):
+        if not row.gpus and not row.cpu_slots:  # an engine runs it
+            continue
+        policy = row.policy if isinstance(row.policy, dict) else {}
+        budget = policy.get("max_preemptions")
+        again = row.cause_before is Cause.HIGHER_PRIORITY
+        spared = (
+            policy.get("preemptible") is False
+            or row.verdict == UNMANAGED
+            or (budget is not None and row.preemptions >= budget)
+            or (again and (row.training_at is None or now - row.training_at < pause))
+        )
+        one = Running(
+            row.id,
+            row.number,
+            row.owner,
+            row.priority,
+            Need(len(row.gpus), len(row.cpu_slots)),
+            stopping=row.desired is not Desired.RUN or row.phase is AttemptPhase.STOPPING or bool(row.results),
+            is_protected=spared,
+            unsaved_seconds=max(0, row.step - row.committed_step) / (row.steps_per_second or 1.0),
+            started_at=row.created_at,
+        )
+        out.append(one)
+    return out

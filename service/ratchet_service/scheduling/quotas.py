@@ -1,0 +1,92 @@
+"""What an owner may have in the queue and hold at one time: the limits, and the admission to the queue.
+
+``count_queued`` counts jobs that have not ended. It is checked where a job enters the queue (submission, fork, resume after an
+end), in the transaction that admits it and under the owner's lock, so that of two concurrent admissions the second sees the
+first. What attempts hold (``jobs``, ``ranks``, ``gpus``) is checked where they are launched (``scheduler``).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Final
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ratchet_contract.api.quotas import EVERYBODY
+from ratchet_contract.errors import Conflict, FieldProblem, SpecError
+from ratchet_contract.phases import JobPhase
+from ratchet_contract.spec.job import JobSpec, Resolved
+from ratchet_service.db.models import Job, Quota
+from ratchet_service.scheduling.fair_order import UNLIMITED, Limit
+from ratchet_service.scheduling.queue_queries import job_share
+
+EXCEEDED: Final = "quota-exceeded"
+_LOCK_CLASS: Final = 0x52_41_54_51  # "RATQ", the first half of the key of PostgreSQL's advisory locks
+_FIELDS: Final = {
+    "gpus": ("GPUs", "/world/ranks_per_node"),
+    "ranks": ("ranks", "/world/ranks_per_node"),
+    "jobs": ("jobs", ""),
+}
+NOT_ENDED: Final = tuple(phase for phase in JobPhase if not phase.terminal)
+
+
+def limits(session: Session) -> Callable[[str], Limit]:
+    """Return the current limits of every owner, as a function."""
+    rows = {q.owner: Limit(q.queued, q.jobs, q.ranks, q.gpus) for q in session.scalars(sa.select(Quota))}
+    rest = rows.get(EVERYBODY, UNLIMITED)
+    return lambda owner: rows.get(owner, rest)
+
+
+def count_queued(session: Session, owner: str) -> int:
+    """Return the number of the owner's jobs that have not ended."""
+    query = sa.select(sa.func.count()).select_from(Job).where(Job.owner == owner, Job.phase.in_(NOT_ENDED))
+    return session.scalar(query) or 0
+
+
+def admit(
+    session: Session, owner: str, spec: JobSpec, resolved: Resolved, *, pointer: str = "", is_new: bool = True
+) -> None:
+    """Check the quota for one more job of ``owner``, or for another spec of a job that is counted already (``is_new`` False).
+    ``pointer``: where the spec is in the request body.
+
+    Raises ``Conflict`` (``quota-exceeded``) if the owner has as many jobs as it may, ``SpecError`` if the job could never start
+    because it alone takes more than the quota.
+    """
+    limit = limits(session)(owner)
+    takes = job_share({"nodes": spec.world.nodes, "ranks_per_node": spec.world.ranks_per_node}, resolved.device)
+    never = limit.exceeded_resource(takes)
+    if never is not None:
+        name, wants, most = never
+        what, field = _FIELDS[name]
+        text = (
+            f"the job takes {wants} {what}, the quota of {owner} is {most}: request fewer, or ask an admin for a larger "
+            "quota"
+        )
+        problem = FieldProblem(pointer=pointer + field, code=EXCEEDED, detail=text)
+        raise SpecError(f"{problem.pointer or '/'}: {text}", errors=[problem])
+    if is_new:
+        _check_queued(session, owner, limit)
+
+
+def _check_queued(session: Session, owner: str, limit: Limit) -> None:
+    if limit.queued is None:
+        return
+    lock_until_commit(session, owner)
+    there = count_queued(session, owner)
+    if there >= limit.queued:
+        raise Conflict(
+            f"jobs of {owner} that have not ended: {there}, and its quota (queued) is {limit.queued}: wait for one to end, "
+            "cancel one, or ask an admin for more",
+            code=EXCEEDED,
+        )
+
+
+def lock_until_commit(session: Session, name: str) -> None:
+    """Hold a lock for ``name`` until the transaction ends."""
+    if session.get_bind().dialect.name != "sqlite":  # SQLite runs write transactions one after another
+        key = int.from_bytes(zlib.crc32(name.encode()).to_bytes(4), signed=True)
+        session.execute(
+            sa.select(sa.func.pg_advisory_xact_lock(sa.cast(_LOCK_CLASS, sa.Integer), sa.cast(key, sa.Integer)))
+        )

@@ -1,0 +1,73 @@
+"""The lease of a database's slots to one host. Slot numbers refer to one machine: two hosts would lend the same slots twice.
+
+The host holds one row, which expires by the server's clock unless it is renewed; several reconcilers of the host share it. A
+SQLite file belongs to one host anyway. An expiry time later than any lease can have was written before the server's clock was set
+back: as with job leases, it counts as expired.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+from typing import Final
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.orm import Session
+
+from ratchet_service.db.engine import Database
+from ratchet_service.db.leases import MAX_LEASE, database_now, is_expired
+from ratchet_service.db.models import SlotHost
+
+_ROW_ID: Final = 1
+_PAUSE: Final = 0.5
+
+
+def own_host() -> str:
+    return socket.gethostname()[:255]
+
+
+def acquire(session: Session, seconds: float) -> str | None:
+    """Take or renew the slots for this host for ``seconds``. Return the other host's name if that one holds them."""
+    if session.get_bind().dialect.name == "sqlite":
+        return None
+    now, host = database_now(session), own_host()
+    until = now + timedelta(seconds=seconds)
+    first = postgresql.insert(SlotHost).values(id=_ROW_ID, host=host, expires_at=until)
+    free = (SlotHost.host == host) | (SlotHost.expires_at < now) | (SlotHost.expires_at > now + MAX_LEASE)
+    upsert = first.on_conflict_do_update(index_elements=["id"], set_={"host": host, "expires_at": until}, where=free)
+    if session.scalar(upsert.returning(SlotHost.host)) is not None:
+        return None
+    return session.scalar(sa.select(SlotHost.host).where(SlotHost.id == _ROW_ID)) or None
+
+
+def find_other_host(session: Session) -> str | None:
+    """Return the host that holds the slots, as ``acquire`` would, without taking them."""
+    row = None if session.get_bind().dialect.name == "sqlite" else session.get(SlotHost, _ROW_ID)
+    if row is None or row.host == own_host():
+        return None
+    return None if is_expired(row.host, row.expires_at, database_now(session)) else row.host
+
+
+def shorten(session: Session, seconds: float) -> None:
+    """Let this host's lease end in ``seconds``, unless another of its reconcilers renews it before that."""
+    until = database_now(session) + timedelta(seconds=seconds)
+    own_row = (SlotHost.id == _ROW_ID) & (SlotHost.host == own_host()) & (SlotHost.expires_at > until)
+    session.execute(sa.update(SlotHost).where(own_row).values(expires_at=until))
+
+
+def acquire_or_other_host(database: Database, seconds: float) -> str | None:
+    """Take the slots for this host. Return the name of another host that lends them if it is alive: it then renews its lease
+    while this function waits, at most until the lease ends. None: this host holds them for ``seconds``."""
+    seen = None
+    while True:
+        with database.write() as session:
+            other = acquire(session, seconds)
+            row = session.get(SlotHost, _ROW_ID)
+        if other is None or row is None:
+            return None
+        if seen is not None and row.expires_at != seen:
+            return other
+        seen = row.expires_at
+        time.sleep(_PAUSE)

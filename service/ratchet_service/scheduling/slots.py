@@ -1,0 +1,150 @@
+"""GPU indices and CPU slots: who holds them and who gets them next. Pure: computed from the rows of active attempts.
+
+A CPU slot is a promise between jobs, not a core: slot numbers keep two jobs from counting on the same core by accident. A job
+that requests more CPU slots than the machine has takes all of them and so runs alone. GPUs cannot be shared at all.
+
+The queue is served in order (``fair_order``). What is free is reserved for a job that does not fit: later jobs may start only
+with what is left after it, so that a large job is not starved by small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ratchet_contract.plural import pluralize
+from ratchet_contract.spec.job import JobSpec, Resolved
+
+_MAX_NAMED_HOLDERS: Final = 4
+"""Most holders that the message of a waiting job names."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What this machine lends to jobs: GPU indices as CUDA counts them, and the number of CPU slots."""
+
+    gpus: tuple[int, ...] = ()
+    cpus: int = 1
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one node of a job requests."""
+
+    gpus: int
+    cpus: int
+
+    def plus(self, other: Need) -> Need:
+        return Need(self.gpus + other.gpus, self.cpus + other.cpus)
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Indices that a job holds until its attempt has ended. ``job``: the holder, for messages to jobs that wait."""
+
+    gpus: tuple[int, ...] = ()
+    cpus: tuple[int, ...] = ()
+    job: str | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Why a job gets nothing now. ``shortfall``: what it requests beyond what is free; None: this machine can never provide
+    it."""
+
+    message: str
+    shortfall: Need | None = field(default=None, compare=False)
+
+
+def need_of(spec: JobSpec, resolved: Resolved) -> Need:
+    """Return what one node needs: one GPU per rank on CUDA, and ``threads_per_rank`` CPU slots per rank."""
+    ranks = spec.world.ranks_per_node
+    return Need(gpus=ranks if resolved.device == "cuda" else 0, cpus=ranks * resolved.threads_per_rank)
+
+
+def is_oversubscribed(need: Need, capacity: Capacity) -> bool:
+    """True if more CPU slots are requested than exist: the job runs alone, and slower than requested."""
+    return need.cpus > capacity.cpus
+
+
+def too_few_gpus(gpus: int, capacity: Capacity) -> str | None:
+    """Return why a job with this number of GPUs can never start on this machine; None: it can."""
+    if gpus <= len(capacity.gpus):
+        return None
+    return (
+        f"needs {pluralize(gpus, 'GPU')}, this machine has {len(capacity.gpus)}: "
+        "`ratchet resume JOB --world N` with fewer ranks"
+    )
+
+
+class Board:
+    """The free slots during the planning of one round of launches."""
+
+    def __init__(self, capacity: Capacity, held: Iterable[Grant]) -> None:
+        grants = self._held = list(held)
+        taken_gpus = {g for grant in grants for g in grant.gpus}
+        taken_cpus = {c for grant in grants for c in grant.cpus}
+        self._capacity = capacity
+        self._gpus = [g for g in capacity.gpus if g not in taken_gpus]
+        self._cpus = [c for c in range(capacity.cpus) if c not in taken_cpus]
+        self._first_waiting_job: str | None = None
+
+    @property
+    def exhausted(self) -> bool:
+        """True if no job that needs a CPU slot can start any more."""
+        return not self._cpus
+
+    def allocate(self, job_id: str, need: Need) -> Grant | Waiting:
+        """Grant ``need`` to the next job of the queue, or reserve what is free for it and return why it waits."""
+        never = too_few_gpus(need.gpus, self._capacity)
+        if never is not None:  # so nothing is reserved for it
+            return Waiting(never)
+        cpus = min(need.cpus, self._capacity.cpus)
+        if need.gpus <= len(self._gpus) and cpus <= len(self._cpus):
+            grant = Grant(tuple(self._take(self._gpus, need.gpus)), tuple(self._take(self._cpus, cpus)), job_id)
+            self._held.append(grant)
+            return grant
+        message = self._wait_message(need, cpus)
+        lacks = Need(max(0, need.gpus - len(self._gpus)), max(0, cpus - len(self._cpus)))
+        self._take(self._gpus, need.gpus)
+        self._take(self._cpus, cpus)
+        self._first_waiting_job = self._first_waiting_job or job_id
+        return Waiting(message, lacks)
+
+    def release(self, grant: Grant) -> None:
+        """Free the slots of a grant with which nothing was started."""
+        self._gpus = sorted([*self._gpus, *grant.gpus])
+        self._cpus = sorted([*self._cpus, *grant.cpus])
+        self._held = [held for held in self._held if held is not grant]
+
+    def _wait_message(self, need: Need, cpus: int) -> str:
+        wants = []
+        if need.gpus > len(self._gpus):
+            wants.append(
+                f"{need.gpus} of {pluralize(len(self._capacity.gpus), 'GPU')} ({self._describe_free(self._gpus, 'gpus', 'GPU')})"
+            )
+        if cpus > len(self._cpus):
+            wants.append(
+                f"{cpus} of {pluralize(self._capacity.cpus, 'CPU slot')} ({self._describe_free(self._cpus, 'cpus', '')})"
+            )
+        behind = f", behind job {self._first_waiting_job}" if self._first_waiting_job else ""
+        return f"waits for {' and '.join(wants)}{behind}"
+
+    def _describe_free(self, free: list[int], kind: str, name: str) -> str:
+        """Return ``0 free; job-a has GPU 0, 1, job-b has GPU 2``: how many slots are free, and who holds the others."""
+        holders = [(getattr(grant, kind), grant.job) for grant in self._held if getattr(grant, kind) and grant.job]
+        holder_texts = [
+            f"{job} has {name} {', '.join(map(str, taken))}" if name else f"{job} has {len(taken)}"
+            for taken, job in sorted(holders)[:_MAX_NAMED_HOLDERS]
+        ]
+        holder_texts += [f"{pluralize(len(holders) - _MAX_NAMED_HOLDERS, 'job')} more"] * (
+            len(holders) > _MAX_NAMED_HOLDERS
+        )
+        return "; ".join([f"{len(free)} free", *([", ".join(holder_texts)] if holder_texts else [])])
+
+    @staticmethod
+    def _take(free: list[int], n: int) -> Sequence[int]:
+        taken = free[:n]
+        del free[:n]
+        return taken

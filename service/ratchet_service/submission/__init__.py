@@ -1,0 +1,1 @@
+"""What a submission needs from the machine that checks it."""

@@ -1,0 +1,35 @@
+"""Serve a job's code and the file that it starts from, by digest, to a node that cannot access the run directory."""
+
+from __future__ import annotations
+
+from sqlalchemy.orm import Session
+
+from ratchet_contract.code.tree import UNLIMITED, Entry, file_entry, list_entries
+from ratchet_contract.errors import NotFound
+from ratchet_contract.paths import HomePaths
+from ratchet_service.agent_reports.fencing import raise_if_stale
+from ratchet_service.agent_reports.ingest import read_authorised_rows
+from ratchet_service.db.models import Job
+
+
+def parse_attempt_number(text: str) -> int:
+    """Parse an attempt's number in a URL path; 0 if it is not a number."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0
+
+
+def find_tree(
+    session: Session, homes: HomePaths, job_id: str, number: str, digest: str, token: str | None
+) -> list[Entry]:
+    """Return the entries of the tree with ``digest``, if it belongs to the job.
+
+    Raises ``Refused`` (``token-missing``, ``token-wrong``), ``NotFound`` (``attempt-not-found``, ``code-not-found``),
+    ``Stale`` (``stale-attempt``).
+    """
+    found = read_authorised_rows(session, job_id, parse_attempt_number(number), token)
+    raise_if_stale(found.job, found.attempt)
+    resolved = session.get_one(Job, job_id).resolved
+    folder = homes.code / digest
+    start = digest == resolved.get("start_digest")
+    if not (start or digest == resolved.get("code_digest")) or not folder.is_dir():
+        raise NotFound(f"job {job_id} has no code or file with the digest {digest[:64]!r}", code="code-not-found")
+    return [file_entry(path) for path in folder.iterdir()] if start else list_entries(folder, UNLIMITED)

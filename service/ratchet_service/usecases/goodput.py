@@ -1,0 +1,98 @@
+"""Where the time of jobs and attempts went (``ratchet_service.lifecycle.goodput``), from their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ratchet_contract.api.views import GoodputView
+from ratchet_service.db.clock import now_in
+from ratchet_service.db.models import Attempt, Checkpoint, Job
+from ratchet_service.lifecycle import goodput
+from ratchet_service.lifecycle.goodput import Parts, Span
+from ratchet_service.lifecycle.unmanaged_script import UNMANAGED
+
+
+class Saves(NamedTuple):
+    """Saves of one attempt. ``stall``: seconds that training paused for saves; ``stop``: when the save of its stop was
+    committed."""
+
+    stall: float = 0.0
+    stop: datetime | None = None
+
+
+class Spent(NamedTuple):
+    goodput: GoodputView
+    notice_seconds: float | None
+    notice_used: float | None
+
+
+def attempt_goodput(session: Session, job: Job, attempts: Collection[Attempt]) -> dict[int, Spent]:
+    """Return goodput and use of the stop notice, by attempt number."""
+    now = now_in(session)
+    saves = _save_times(session, job.id, [attempt.number for attempt in attempts])
+    return {a.number: _attempt_spent(job.spec["policy"], a, saves.get(a.number, Saves()), now) for a in attempts}
+
+
+def job_goodput(session: Session, job: Job) -> GoodputView:
+    """Return the goodput of all the job's attempts together."""
+    now = now_in(session)
+    saves = _save_times(session, job.id)
+    verdict = Attempt.resume_report["verdict"].as_string()
+    query = sa.select(
+        Attempt.number, Attempt.created_at, Attempt.ended_at, Attempt.begun_at, Attempt.training_at, Attempt.stop_at,
+        Attempt.end_began_at, Attempt.base_step, Attempt.last_step, Attempt.steps_lost, verdict,
+    ).where(Attempt.job_id == job.id)  # fmt: skip
+    spans = [_span(row, saves.get(row[0], Saves()), now) for row in session.execute(query)]
+    return _view(goodput.total_parts(spans, job.created_at, job.paused_at or now, job.paused_seconds))
+
+
+def _save_times(session: Session, job_id: str, attempts: Collection[int] | None = None) -> dict[int, Saves]:
+    stopped = Checkpoint.reason == "stop"
+    query = sa.select(
+        Checkpoint.attempt,
+        sa.func.sum(sa.case((stopped, 0.0), else_=sa.func.coalesce(Checkpoint.stall, 0.0))),
+        sa.func.max(sa.case((stopped, Checkpoint.created_at))),
+    ).where(Checkpoint.job_id == job_id)
+    if attempts is not None:
+        query = query.where(Checkpoint.attempt.in_(attempts))
+    return {
+        attempt: Saves(float(stall), stop)
+        for attempt, stall, stop in session.execute(query.group_by(Checkpoint.attempt))
+    }
+
+
+def _attempt_spent(policy: dict[str, Any], a: Attempt, saves: Saves, now: datetime) -> Spent:
+    verdict = None if a.resume_report is None else a.resume_report.get("verdict")
+    row = (
+        a.number, a.created_at, a.ended_at, a.begun_at, a.training_at, a.stop_at, a.end_began_at, a.base_step, a.last_step,
+        a.steps_lost, verdict,
+    )  # fmt: skip
+    view = _view(goodput.parts_of(_span(row, saves, now)))
+    if a.stop_at is None:
+        return Spent(view, None, None)
+    given = goodput.notice_given(a.cause, float(policy["stop_grace"]), policy.get("preemption_notice"))
+    used = goodput.notice_used(a.outcome, a.stop_at, saves.stop, a.ended_at, unsaved=bool(a.steps_lost))
+    return Spent(view, given, None if used is None else round(used, 3))
+
+
+def _span(row: Any, saves: Saves, now: datetime) -> Span:
+    _, created, ended, begun, training, stop, over, base, last, lost, verdict = row
+    return Span(
+        created=created, until=ended or now, begun=begun, training=training, stop=stop, end_began=over,
+        steps_done=0 if base is None else last - base, steps_lost=lost or 0, stall=saves.stall,
+        unmanaged=verdict == UNMANAGED,
+    )  # fmt: skip
+
+
+def _view(parts: Parts) -> GoodputView:
+    share = parts.goodput
+    return GoodputView(
+        goodput=None if share is None else round(share, 4),
+        wall_seconds=round(parts.wall, 3),
+        **{f"{name}_seconds": round(seconds, 3) for name, seconds in parts._asdict().items()},
+    )

@@ -1,0 +1,170 @@
+"""Suspend, resume, cancel, preempt and checkpoint a job, where the transition table permits it in the job's phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy.orm import Session
+
+from ratchet_contract.api.requests import ResumeRequest
+from ratchet_contract.api.views import Warning_
+from ratchet_contract.errors import Conflict, NotFound
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.phases import Event
+from ratchet_contract.plural import pluralize
+from ratchet_contract.spec.job import JobSpec, Resolved
+from ratchet_service.checkpoints.lineage import committed_in_lineage
+from ratchet_service.db.engine import Database
+from ratchet_service.db.models import Attempt, Job
+from ratchet_service.db.queries import find_job, find_job_for_update
+from ratchet_service.db.transitions import add_event, apply, check_transition
+from ratchet_service.lifecycle import unmanaged_script
+from ratchet_service.scheduling import quotas
+from ratchet_service.submission.ports import SubmissionPorts
+from ratchet_service.usecases import resize
+
+
+def apply_action(session: Session, job_id: str, event: Event) -> Job:
+    """Suspend, cancel or preempt a job. A request for what is in progress, or already done, changes nothing and is no error."""
+    job = find_job_for_update(session, job_id)
+    if _is_already_applied(job, event):
+        return job
+    return apply(session, job_id, event)
+
+
+def request_checkpoint(session: Session, job_id: str) -> Job:
+    """Request that the running group saves at its next agreed step. Raises ``Conflict`` if no group runs, and for a script
+    without a Session (``checkpoint-needs-session``)."""
+    job = find_job_for_update(session, job_id)
+    check_transition(job, Event.CHECKPOINT)
+    attempt, script = session.get(Attempt, (job.id, job.attempt)), job.spec.get("script")
+    if script and attempt is not None and _makes_no_session(job, attempt):
+        raise unmanaged_script.checkpoint_request_conflict(script[0])
+    number = job.checkpoint_request + 1
+    values, data = {"checkpoint_request": number}, {"request": number}
+    return apply(session, job_id, Event.CHECKPOINT, message="a checkpoint was requested", values=values, data=data)
+
+
+def _makes_no_session(job: Job, attempt: Attempt) -> bool:
+    """True if the script is known to create no Session. If it may create one in a module that it imports, the attempt reports
+    nothing until then."""
+    if attempt.resume_report is None:
+        return unmanaged_script.WARNING in {warning["code"] for warning in job.warnings}
+    return unmanaged_script.is_reported_unmanaged(attempt.resume_report)
+
+
+@dataclass(frozen=True)
+class PreparedResume:
+    """``spec``: the checked spec, None if none was checked; ``warnings``: of its hook; ``code``: the requested code."""
+
+    request: ResumeRequest
+    spec: JobSpec | None
+    warnings: list[Warning_]
+    code: resize.NewCode | None = None
+
+
+def prepare_resume(database: Database, job_id: str, request: ResumeRequest, ports: SubmissionPorts) -> PreparedResume:
+    """Check a changed hook and changed code as at submission; no transaction is open meanwhile. Raises ``SpecError``,
+    ``NotFound``, ``Conflict`` for a job that cannot be resumed."""
+    with database.read() as session:
+        job = find_job(session, job_id)
+    spec = resize.requested_spec(job, request)
+    if job.phase.active:  # ``resume`` refuses this; if the attempt ends before, nothing has been checked
+        return PreparedResume(request, None, [])
+    if request.code is None:
+        return PreparedResume(request, spec, resize.check_hook(job, spec, ports))
+    check_transition(job, Event.RESUME)  # before anything is copied
+    code = resize.prepare_code(job, spec, ports)
+    return PreparedResume(request, resize.requested_spec(job, request, code), code.hook_warnings, code)
+
+
+def resume(session: Session, job_id: str, prepared: PreparedResume, ports: SubmissionPorts, homes: HomePaths) -> Job:
+    """Continue a job, optionally from an older checkpoint of its lineage, or with another number of ranks, another hook, other
+    code or another ``policy.on_hook_mismatch``; these changes are permanent.
+
+    Raises ``Conflict``:
+
+    - ``from-step-needs-stop``, ``code-``, ``hook-``, ``world-`` or ``policy-needs-stop`` while an attempt may be alive;
+    - ``world-size-mismatch``, ``hook-mismatch`` or ``code-mismatch`` where the policy or strict determinism forbids carrying the
+      checkpoint over;
+    - ``changed-meanwhile`` if the job has changed since ``prepare_resume``;
+    - ``quota-exceeded`` if a job that had ended would be one more than its owner's quota permits.
+
+    Raises ``NotFound`` for a step without a checkpoint, and ``SpecError`` for more ranks than the machine can run, or than the
+    quota permits one job.
+    """
+    job, request = find_job_for_update(session, job_id), prepared.request
+    spec = resize.requested_spec(job, request, prepared.code)
+    code = prepared.code if prepared.code is not None and prepared.code.is_new(job) else None
+    unchecked = request.code is not None and prepared.code is None
+    if request.from_step is None and spec is None and code is None and not unchecked:
+        if _is_already_applied(job, Event.RESUME):
+            return job
+        _check_quota(session, job, None)
+        return apply(session, job_id, Event.RESUME)
+    check_transition(job, Event.RESUME)
+    if job.phase.active:
+        raise _needs_stop_error(job, request)
+    if unchecked or spec != prepared.spec:
+        raise Conflict("the job changed while its new spec was checked: try again", code="changed-meanwhile")
+    source, data = job.resume_from, {}
+    if request.from_step is not None:
+        source, data = _checkpoint_at(session, job, request.from_step), {"from_step": request.from_step}
+    start = resize.next_start(session, job, source, homes)
+    digest = code.digest if code is not None else job.resolved.get("code_digest")
+    if start is not None and start.parent == homes.job(job_id).adopted.checkpoints:
+        digest = None  # a run without a service has no snapshot of its code
+    for problem in resize.mismatches(spec or _job_spec(job), start, digest) if start is not None else ():
+        raise Conflict(problem.detail, code=problem.code, phase=job.phase.value)
+    change = None
+    if spec is not None or code is not None:
+        change = resize.make_change(job, spec or _job_spec(job), ports, prepared.warnings, code)
+    _check_quota(session, job, change)
+    for type_, text, facts in change.events if change is not None else ():
+        add_event(session, job_id, type_, text, attempt=job.attempt or None, data=facts)
+    values = {"resume_from": source, "not_before": None} | (change.columns if change is not None else {})
+    return apply(session, job_id, Event.RESUME, values=values, data=data)
+
+
+def _job_spec(job: Job) -> JobSpec:
+    return JobSpec.model_validate(job.spec)
+
+
+def _check_quota(session: Session, job: Job, change: resize.Change | None) -> None:
+    """Check the quota: a job that had ended counts as one more, and a changed number of ranks must fit."""
+    if change is None and not job.phase.terminal:
+        return
+    spec = _job_spec(job) if change is None else change.spec
+    resolved = Resolved.model_validate(job.resolved if change is None else change.columns.get("resolved", job.resolved))
+    quotas.admit(session, job.owner, spec, resolved, is_new=job.phase.terminal)
+
+
+def _needs_stop_error(job: Job, request: ResumeRequest) -> Conflict:
+    if request.from_step is not None:
+        code, what = "from-step-needs-stop", f"from step {request.from_step}"
+    elif request.code is not None:
+        code, what = "code-needs-stop", "with other code"
+    elif request.hook is not None:
+        code, what = "hook-needs-stop", "with another hook"
+    elif request.world is not None:
+        code, what = "world-needs-stop", f"with {pluralize(request.world.ranks_per_node, 'rank')}"
+    else:
+        code, what = "policy-needs-stop", f"with on_hook_mismatch {request.on_hook_mismatch}"
+    return Conflict(f"the job is {job.phase.value}: suspend it first, then resume it {what}", code=code)
+
+
+def _is_already_applied(job: Job, event: Event) -> bool:
+    step = check_transition(job, event)
+    return step.phase is job.phase and step.desired in (None, job.desired) and not step.reset_budgets
+
+
+def _checkpoint_at(session: Session, job: Job, step: int) -> dict[str, int]:
+    committed = committed_in_lineage(session, job)
+    found = next((row for row in committed if row.step == step), None)
+    if found is None:
+        steps = ", ".join(str(row.step) for row in committed[:20]) or "none"
+        raise NotFound(
+            f"job {job.id} has no committed checkpoint of step {step} in its lineage; it has: {steps}",
+            code="checkpoint-not-found",
+        )
+    return {"step": found.step, "attempt": found.attempt}

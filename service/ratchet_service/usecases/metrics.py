@@ -1,0 +1,213 @@
+"""Metrics and hook summaries over steps. Points of an abandoned branch are not shown: once a later attempt has started from
+step s, the earlier attempts' points above s belong to steps that are redone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from typing import Any, Final, Literal, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ratchet_contract.api import views
+from ratchet_contract.api.views import HookSampleView, HookView, MetricPoint, MetricsView, Page
+from ratchet_contract.checkpoint.manifest import HOOK_SUMMARY
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.spec.job import JobSpec
+from ratchet_hooks.specs.compatibility import hook_change
+from ratchet_hooks.specs.hook_specs import HookSpec
+from ratchet_hooks.specs.registry import is_stateful
+from ratchet_hooks.summary import HookSummary
+from ratchet_service.db.models import Attempt, Checkpoint, HookSample, Job, Metric, MetricSeries, SupersededMetric
+from ratchet_service.db.queries import find_job
+from ratchet_service.isolation.file_access import as_owner
+from ratchet_service.usecases import pagination
+from ratchet_service.usecases.resize import next_start
+from ratchet_service.usecases.views import last_checkpoint
+from ratchet_store.format.manifest_file import read_manifest
+
+T = TypeVar("T")
+_FIGURES: Final = (
+    "phase", "iteration", "compression_rate", "elements_before", "elements_after", "bytes_before", "bytes_after",
+    "memory_bytes", "averager_step", "next_averaging", "step",
+)  # fmt: skip
+
+
+def _not_abandoned(table: Any) -> sa.ColumnElement[bool]:
+    later = sa.exists().where(
+        Attempt.job_id == table.job_id, Attempt.number > table.attempt, Attempt.base_step < table.step
+    )
+    return ~later
+
+
+def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int) -> MetricsView:
+    """Return series by name. A series with more than ``max_points`` points is reduced to evenly spaced points of its own, first
+    and last included (``max_points`` >= 2); values are never averaged or interpolated."""
+    job = find_job(session, job_id)
+    wanted = sa.select(MetricSeries).where(MetricSeries.job_id == job_id).order_by(MetricSeries.name)
+    if names:
+        wanted = wanted.where(MetricSeries.name.in_(names))
+    kept = {series.name: series for series in session.scalars(wanted)}
+    short = [
+        name for name, series in kept.items() if series.points < max_points
+    ]  # not counting, perhaps, the newest point
+    points = {name: evenly_spaced(found, max_points) for name, found in _points(session, job_id, short, None).items()}
+    for name, steps in _shown_steps(session, job_id, [name for name in kept if name not in points], max_points).items():
+        points |= _points(session, job_id, [name], evenly_spaced(steps, max_points))
+    old = _superseded(session, job_id, kept) if job.attempt > 1 and max_points > 2 else {}
+    found = [
+        views.MetricSeries(
+            name=name,
+            every=kept[name].stride if name in kept else 1,
+            points=points.get(name, []),
+            superseded=old.get(name, []),
+        )
+        for name in (dict.fromkeys(names) if names else kept)
+    ]
+    return MetricsView(job_id=job_id, series=[series for series in found if series.points or names])
+
+
+def evenly_spaced(items: Sequence[T], max_count: int) -> list[T]:
+    """Return ``max_count`` items, evenly spaced by position, the first and the last included; all items if there are no more."""
+    if len(items) <= max_count:
+        return list(items)
+    last, parts = len(items) - 1, max_count - 1
+    return [items[-(-part * last // parts)] for part in range(max_count)]
+
+
+def _shown_steps(session: Session, job_id: str, names: Sequence[str], max_points: int) -> dict[str, list[int]]:
+    """Return the steps of the points that are shown; if ``max_points`` is 2, as when a client watches a job, the first and the
+    last. Reading only the steps, from the key, costs a quarter of reading the rows."""
+    if not names:
+        return {}
+    shown = Metric.job_id == job_id, Metric.name.in_(names), _not_abandoned(Metric)
+    if max_points == 2:
+        first, last = sa.func.min(Metric.step), sa.func.max(Metric.step)
+        ends = session.execute(sa.select(Metric.name, first, last).where(*shown).group_by(Metric.name))
+        return {name: sorted({first, last}) for name, first, last in ends}
+    out: dict[str, list[int]] = {}
+    for name, step in session.execute(
+        sa.select(Metric.name, Metric.step).where(*shown).order_by(Metric.name, Metric.step)
+    ):
+        out.setdefault(name, []).append(step)
+    return out
+
+
+def _points(
+    session: Session, job_id: str, names: Sequence[str], steps: Sequence[int] | None
+) -> dict[str, list[MetricPoint]]:
+    """Return points by name. ``steps``: the steps to read, in order; None: all points that are shown."""
+    out: dict[str, list[MetricPoint]] = {name: [] for name in names}
+    columns = (Metric.name, Metric.step, Metric.attempt, Metric.value, Metric.at)
+    query = sa.select(*columns).where(Metric.job_id == job_id, Metric.name.in_(names))
+    query = query.where(_not_abandoned(Metric) if steps is None else Metric.step.in_(steps))
+    for name, step, attempt, value, at in session.execute(query.order_by(Metric.name, Metric.step)) if names else ():
+        number = math.nan if value is None else value
+        out[name].append(MetricPoint(step=step, attempt=attempt, value=number, at=at))
+    return out
+
+
+def _superseded(session: Session, job_id: str, names: Collection[str]) -> dict[str, list[MetricPoint]]:
+    table = SupersededMetric
+    query = sa.select(table.name, table.step, table.attempt, table.value, table.at).where(table.job_id == job_id)
+    out: dict[str, list[MetricPoint]] = {}
+    for name, step, attempt, value, at in session.execute(query.order_by(table.name, table.step, table.attempt)):
+        if name in names:
+            number = math.nan if value is None else value
+            out.setdefault(name, []).append(MetricPoint(step=step, attempt=attempt, value=number, at=at))
+    return out
+
+
+def hook_view(session: Session, job_id: str, homes: HomePaths) -> HookView:
+    """Return the newest summary of every rank of the running attempt; while none runs, those of the checkpoint that the next
+    attempt starts from: what a lost attempt reported for later steps is not the job's state. The plain figures are those of
+    the lowest rank."""
+    job = find_job(session, job_id)
+    spec = JobSpec.model_validate(job.spec).hook
+    view = HookView(
+        job_id=job_id,
+        name=spec.name,
+        wrapper=spec.wrapper,
+        parameters=spec.parameters(),
+        stateful=is_stateful(spec),
+        checkpoint_id=last_checkpoint(job),
+        checkpoint_iteration=_saved_iteration(session, job),
+    )
+    rows = _live_summaries(session, job) if job.phase.active else []
+    if rows:
+        return _with_figures(view, "live", [summary for summary, _ in rows], max(at for _, at in rows))
+    saved = _checkpoint_summaries(session, job, homes, spec)
+    return view if saved is None else _with_figures(view, "checkpoint", *saved)
+
+
+def _live_summaries(session: Session, job: Job) -> list[tuple[HookSummary, datetime]]:
+    """Return the newest summaries by rank. Those of earlier attempts do not apply: this attempt may have other ranks and another
+    base."""
+    newest = sa.func.row_number().over(partition_by=HookSample.rank, order_by=HookSample.step.desc())
+    samples = sa.select(HookSample, newest.label("age"))
+    ranked = samples.where(HookSample.job_id == job.id, HookSample.attempt == job.attempt).subquery()
+    query = sa.select(ranked.c.summary, ranked.c.at).where(ranked.c.age == 1).order_by(ranked.c.rank)
+    return [(HOOK_SUMMARY.validate_python(summary), at) for summary, at in session.execute(query)]
+
+
+def _checkpoint_summaries(
+    session: Session, job: Job, homes: HomePaths, hook: HookSpec
+) -> tuple[list[HookSummary], datetime] | None:
+    """Return the manifest's summaries of this hook; None without a checkpoint, for one that cannot be read now, or for another
+    hook."""
+    start = next_start(session, job, job.resume_from, homes)
+    if start is None:
+        return None
+    try:
+        with as_owner(start):
+            manifest = read_manifest(start)
+    except (CheckpointError, OSError):
+        return None
+    if not manifest.hook_summaries or hook_change(manifest.hook.name, manifest.hook.parameters, hook) is not None:
+        return None
+    return sorted(manifest.hook_summaries, key=lambda s: s.rank), datetime.fromisoformat(manifest.created)
+
+
+def _with_figures(
+    view: HookView, source: Literal["live", "checkpoint"], ranks: list[HookSummary], at: datetime
+) -> HookView:
+    update: dict[str, Any] = {key: getattr(ranks[0], key) for key in _FIGURES}
+    update |= {
+        "source": source,
+        "residual_norm": {summary.rank: summary.residual_norm for summary in ranks},
+        "ranks": ranks,
+        "updated_at": at,
+    }
+    return view.model_copy(update=update)
+
+
+def _saved_iteration(session: Session, job: Job) -> int | None:
+    if job.committed_attempt is None:
+        return None
+    row = session.get(Checkpoint, (job.id, job.committed_step, job.committed_attempt))
+    return None if row is None else row.hook_iteration
+
+
+def hook_history(
+    session: Session, job_id: str, rank: int | None, limit: int, cursor: str | None
+) -> Page[HookSampleView]:
+    """List the stored summaries by step and rank, oldest first; long histories are thinned as they are stored."""
+    find_job(session, job_id)
+    digest = pagination.query_digest(of="hook-history", job=job_id, rank=rank)
+    query = sa.select(HookSample).where(HookSample.job_id == job_id, _not_abandoned(HookSample))
+    if rank is not None:
+        query = query.where(HookSample.rank == rank)
+    after = pagination.decode(cursor, digest, (int, int))
+    if after is not None:
+        query = query.where(sa.tuple_(HookSample.step, HookSample.rank) > sa.tuple_(after[0], after[1]))
+    rows = list(session.scalars(query.order_by(HookSample.step, HookSample.rank).limit(limit + 1)))
+    page = rows[:limit]
+    following = pagination.encode(digest, [page[-1].step, page[-1].rank]) if len(rows) > limit else None
+    items = [
+        HookSampleView(attempt=row.attempt, at=row.at, summary=HOOK_SUMMARY.validate_python(row.summary))
+        for row in page
+    ]
+    return Page[HookSampleView](items=items, next_cursor=following)

@@ -1,0 +1,32 @@
+"""Prepare a partial spec for merging over a stored one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ratchet_hooks.specs.hook_specs import normalise_hook
+
+
+def complete_launcher_patch(parent: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """Return ``patch`` such that a launcher of another kind inherits none of the keys of the parent's launcher, ``parent``."""
+    launcher = patch.get("launcher")
+    if not isinstance(launcher, dict) or launcher.get("kind", parent["kind"]) == parent["kind"]:
+        return patch
+    return patch | {"launcher": {key: None for key in parent if key not in launcher} | launcher}
+
+
+def complete_code_patch(patch: dict[str, Any]) -> dict[str, Any]:
+    """Return ``patch`` such that changed code inherits neither the digest of uploaded code nor the Git commit."""
+    code = patch.get("code")
+    return patch | {"code": {"digest": None, "git": None} | code} if isinstance(code, dict) else patch
+
+
+def complete_hook_patch(parent: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """Return ``patch`` with a hook that can be merged over the parent's hook, ``parent``. A plain name stands for a mapping with
+    that name, so the parent's own name changes nothing. A hook of another name inherits none of the parent's parameters: they
+    are unrelated."""
+    hook = normalise_hook(patch.get("hook"))
+    if not isinstance(hook, dict):
+        return patch
+    other = hook.get("name", parent["name"]) != parent["name"]
+    return patch | {"hook": {key: None for key in parent if key not in hook} | hook if other else hook}

@@ -1,0 +1,1 @@
+"""Users' code and interpreters: snapshots and probes."""

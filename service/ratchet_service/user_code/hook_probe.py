@@ -1,0 +1,79 @@
+"""Queries the job's interpreter about the user's own code: in a separate process, without a GPU, for a limited time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ratchet_contract.errors import FieldProblem
+from ratchet_contract.spec.job import JobSpec
+from ratchet_hooks.specs.hook_specs import CustomSpec
+from ratchet_service.isolation import subprocess_query
+from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox, inherited_environ, probe_limits
+
+HOOK_SECONDS: Final = 10.0
+_START_SECONDS: Final = 60.0  # for the interpreter and torch, which may come from a cold disk
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One interpreter, and the directories of a job's code. ``seconds``: how long the user's code may take."""
+
+    python: str
+    spec: JobSpec
+    path: Sequence[str]
+    environ: Mapping[str, str]
+    seconds: float = HOOK_SECONDS
+    sandbox: Sandbox = NO_SANDBOX
+
+    def check_hook(self, hook: CustomSpec) -> list[FieldProblem]:
+        """Return what is wrong with a hook of the user's own; the pointers are those of the spec."""
+        request = {"hook": hook.hook, "state": hook.state, "state_args": hook.state_args}
+        try:
+            answer = self._query(request)
+            return [
+                FieldProblem(pointer=f"/hook/{p['key']}", code=p["code"], detail=p["detail"])
+                for p in answer["problems"]
+            ]
+        except TimeoutError:
+            text = (
+                f"importing {hook.hook} took longer than {self.seconds:g} s: a module of hooks must only define them, not "
+                "train, wait or download; move slow code into functions"
+            )
+            return [FieldProblem(pointer="/hook/hook", code="hook-check-timeout", detail=text)]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            text = f"importing {hook.hook} with {self.python} ended the process: {error}"
+            return [FieldProblem(pointer="/hook/hook", code="hook-import-failed", detail=text)]
+
+    def shapes(self) -> list[list[int]] | None:
+        """Return the shapes of the parameters of the job's task; None if it does not return them, for whatever reason."""
+        task = self.spec.task
+        if task is None:
+            return None
+        try:
+            shapes = self._query({"task": task.entrypoint, "task_args": task.args})["shapes"]
+        except (OSError, ValueError, KeyError, TypeError):  # TimeoutError is an OSError
+            return None
+        return None if shapes is None else [[int(n) for n in shape] for shape in shapes]
+
+    def _query(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Query the interpreter. Raises ``TimeoutError``, ``OSError`` if there is no process, ``ValueError`` if it ended without
+        an answer."""
+        return subprocess_query.query_process(
+            [self.python, "-P", "-m", "ratchet_hooks.probe"],
+            {**request, "path": list(self.path)},
+            cwd=self.path[0] if self.path else "/",
+            env=self._environment(),
+            timeout_seconds=self.seconds,
+            start_timeout_seconds=_START_SECONDS,
+            sandbox=self.sandbox,
+            limits=probe_limits(self.spec, _START_SECONDS + self.seconds),
+        )
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment that the ranks will have, without a GPU; nothing is written into the user's directory."""
+        env = inherited_environ(self.environ) | self.spec.env
+        secrets = {name: self.environ.get(secret.from_env or "") for name, secret in self.spec.secrets.items()}
+        env |= {name: value for name, value in secrets.items() if value is not None}
+        return env | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

@@ -1,0 +1,1 @@
+"""Durable file operations, and what a file system supports."""

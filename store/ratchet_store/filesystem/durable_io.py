@@ -1,0 +1,268 @@
+"""System calls of the store, and what their failures mean.
+
+Codes of the ``CheckpointError`` raised in this package:
+
+``checkpoint-damaged``      the bytes on disk are not those that were committed: quarantine, fall back
+``checkpoint-missing``      no manifest: never committed, or deleted
+``checkpoint-format``       written in another format: use the version that wrote it; never fall back
+``checkpoint-unreadable``   the system did not return the bytes (EIO, EACCES ...): nothing is proved; never fall back
+``checkpoint-not-written``  the save failed (no space, EIO ...): older checkpoints are untouched
+``checkpoint-exists``       another manifest already exists
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Final, cast
+
+from ratchet_contract.errors import CheckpointError
+
+TMP_SUFFIX: Final = ".tmp"
+DAMAGED: Final = "checkpoint-damaged"
+MISSING: Final = "checkpoint-missing"
+FORMAT: Final = "checkpoint-format"
+UNREADABLE: Final = "checkpoint-unreadable"
+NOT_WRITTEN: Final = "checkpoint-not-written"
+EXISTS: Final = "checkpoint-exists"
+
+_DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CACHESTAT: Final = 451  # the same on every architecture
+_MISSING_ERRNOS: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO})
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[int]:
+    """Yield a descriptor to replace ``path``: ``.tmp``, fsync, rename; on any failure ``path`` is unchanged and ``.tmp`` removed.
+
+    The rename itself is durable only after an ``fsync_dir`` of the parent, which the caller must make. Raises ``OSError``.
+    """
+    tmp = path.with_name(path.name + TMP_SUFFIX)
+    fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            yield fd
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        tmp.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            tmp.unlink()
+        raise
+
+
+def write_error(path: Path, error: OSError, needed_bytes: int | None = None) -> CheckpointError:
+    """Return the error for a failed save: what failed, and what to do. ``needed_bytes``: the file's size in bytes."""
+    advice = {
+        errno.ENOSPC: "the disk is full: free space, lower checkpoint.keep_last, or move the run directory",
+        errno.EDQUOT: "the disk quota is used up: free space, lower checkpoint.keep_last, or raise the quota",
+        errno.EFBIG: "the file is larger than the file system or the process limit allows (ulimit -f, or file_size of "
+        "the service's --run-as-limits)",
+        errno.EROFS: "the file system is mounted read-only: check the kernel log for the reason",
+        errno.EIO: "the disk reported an input/output error: check the kernel log, do not trust this disk",
+        errno.EACCES: "the process may not write there: check owner and mode",
+    }.get(error.errno or 0, "check the file system")
+    return CheckpointError(
+        f"checkpoint file {path} was not written: {error.strerror or error}; "
+        f"{advice}{_space_text(path, error, needed_bytes)}. Older "
+        "checkpoints are untouched.",
+        code=NOT_WRITTEN,
+    )
+
+
+def _space_text(path: Path, error: OSError, needed_bytes: int | None) -> str:
+    """Return free space on the disk and the space that this file needs, if lack of space is the error. What a quota leaves is not
+    known: not every file system reports it as the free space."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    notes = [f"{needed_bytes / 2**20:.1f} MiB needed for this file alone"] if needed_bytes is not None else []
+    nearest = next((folder for folder in path.parents if folder.is_dir()), None)
+    if error.errno == errno.ENOSPC and nearest is not None:
+        found = os.statvfs(nearest)
+        notes.insert(0, f"{found.f_bavail * found.f_frsize / 2**20:.1f} MiB free")
+    return f" ({', '.join(notes)})" if notes else ""
+
+
+def read_error(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a failed read: a missing file is damage; anything else proves nothing about the checkpoint."""
+    if error.errno in _MISSING_ERRNOS:
+        return CheckpointError(f"{path} is missing or not a plain file", code=DAMAGED)
+    return CheckpointError(
+        f"{path} cannot be read: {error.strerror or error}; check permissions and the disk, then try again. "
+        "No older checkpoint was used instead.",
+        code=UNREADABLE,
+    )
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names in ``path`` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def ensure_dir(path: Path) -> None:
+    """Create ``path`` and its missing parents, each name durable in its parent."""
+    if path.is_dir():
+        return
+    ensure_dir(path.parent)
+    path.mkdir(exist_ok=True)
+    fsync_dir(path.parent)
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    """Call ``os.write`` until everything is written."""
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Let the disk start writing these bytes while the next ones are produced; without it all writing waits for ``fsync``.
+
+    Linux's ``sync_file_range(SYNC_FILE_RANGE_WRITE)``: a hint, which guarantees nothing and hides no error from the ``fsync``
+    that must follow. Does nothing where the system has no such call.
+    """
+    call = _sync_file_range()
+    if call is not None:
+        call(fd, offset, nbytes, 2)
+
+
+@cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    try:
+        call = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError):
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return cast("Callable[[int, int, int, int], int]", call)
+
+
+def unwritten_pages(path: Path) -> int:
+    """Return the number of pages of a file that are not on the disk yet, as far as this machine's kernel knows (not other
+    nodes'). Linux's ``cachestat`` (6.5); 0 where there is no such call, and on errors."""
+    call = _cachestat()
+    if call is None:
+        return 0
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        found = (ctypes.c_uint64 * 5)()  # cached, dirty, being written, evicted, evicted recently
+        failed = call(_CACHESTAT, fd, ctypes.byref((ctypes.c_uint64 * 2)()), ctypes.byref(found), 0)
+        return 0 if failed else found[1] + found[2]
+    finally:
+        os.close(fd)
+
+
+@cache
+def _cachestat() -> Callable[..., int] | None:
+    if sys.platform != "linux":  # elsewhere the number is a different call
+        return None
+    try:
+        call = ctypes.CDLL(None).syscall
+    except (AttributeError, OSError):
+        return None
+    call.restype = ctypes.c_long
+    return cast("Callable[..., int]", call)
+
+
+def refresh(path: Path) -> None:
+    """Make a network file system's client query its server about ``path``: the client caches the names in a directory together
+    with the directory's attributes, and may believe for a minute that a name does not exist (nfs(5): ``acdirmax``).
+
+    Linux's ``statx(AT_STATX_FORCE_SYNC)``. Does nothing where the system has no such call; errors are ignored.
+    """
+    call = _statx()
+    if call is not None:
+        call(
+            -100, os.fsencode(path), 0x2000, 0x7FF, ctypes.create_string_buffer(256)
+        )  # AT_FDCWD, ..., STATX_BASIC_STATS
+
+
+@cache
+def _statx() -> Callable[[int, bytes, int, int, ctypes.Array[ctypes.c_char]], int] | None:
+    try:
+        call = ctypes.CDLL(None).statx
+    except (AttributeError, OSError):
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
+    return cast("Callable[[int, bytes, int, int, ctypes.Array[ctypes.c_char]], int]", call)
+
+
+def open_regular(path: Path) -> int:
+    """Return a read descriptor of a regular file; a link, pipe or device is refused (and cannot block the open)."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def remove_tree(folder: Path) -> None:
+    """Delete a directory, whatever modes its directories have and however deeply they are nested: user code may have created more
+    levels than a path can name. Links are not followed; what another process removes meanwhile is no error, what it moves is
+    left. Raises ``OSError``."""
+    try:
+        folder.chmod(0o700)
+        here = os.open(folder, _DIRECTORY_FLAGS)
+    except FileNotFoundError:
+        return
+    # For each level down to ``here``: its name, the names left in its parent, and the parent's identity.
+    way: list[tuple[str, list[str], tuple[int, int]]] = []
+    try:
+        left = _remove_files(here)
+        while way or left:
+            if left:
+                name = left.pop()
+                try:
+                    os.chmod(name, 0o700, dir_fd=here)
+                    inner = os.open(name, _DIRECTORY_FLAGS, dir_fd=here)
+                except FileNotFoundError:
+                    continue
+                way.append((name, left, _identity(here)))
+                os.close(here)
+                here = inner
+                left = _remove_files(here)
+                continue
+            outer = os.open("..", _DIRECTORY_FLAGS, dir_fd=here)
+            os.close(here)
+            here = outer
+            name, left, expected = way.pop()
+            if _identity(here) != expected:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(folder))
+            with suppress(FileNotFoundError):
+                os.rmdir(name, dir_fd=here)
+    finally:
+        os.close(here)
+    with suppress(FileNotFoundError):
+        folder.rmdir()
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
+
+
+def _remove_files(fd: int) -> list[str]:
+    """Delete all but the directories in the directory ``fd``; returns the names of these."""
+    with os.scandir(fd) as found:
+        entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
+    for name, is_dir in entries:
+        if not is_dir:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
+    return [name for name, is_dir in entries if is_dir]

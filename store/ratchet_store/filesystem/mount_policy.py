@@ -1,0 +1,280 @@
+"""Decide whether checkpoints can be trusted to a file system, by its mount table entry and by a trial.
+
+The commit protocol requires of a file system:
+
+- ``fsync`` of a file preserves its bytes, ``fsync`` of a directory its names, across a loss of power;
+- ``rename`` atomically gives a whole file its name, also in a directory that others are reading, and moves a whole directory;
+- a name created with ``O_EXCL`` or ``mkdir`` is created once, and a directory is never renamed onto a non-empty one;
+- on several nodes: a process that opens a file after it was closed and renamed on another node reads what was written
+  (close-to-open). Names may appear late: ranks of other nodes wait for them.
+
+It needs no byte-range locks, no hard links, no memory maps, and no file that two nodes write concurrently.
+
+What is refused, with the statement of its documentation:
+
+- FUSE on object stores, which have no rename and no fsync. s3fs: "renames via server-side copy" (README; under Limitations: not
+  atomic); goofys: "fsync is ignored, files are only flushed on close" (README); gcsfuse: caching of metadata "breaks the
+  consistency guarantees" (docs/semantics.md); Mountpoint for S3: "does not emulate operations like rename on S3 general purpose
+  buckets" (doc/SEMANTICS.md); blobfuse: "Atomic rename operations are not supported by the Azure Storage Blob Service" (wiki,
+  Differences from POSIX); rclone: files go up some seconds after they are closed (rclone mount, --vfs-write-back).
+- NFS mounted ``soft`` or ``softerr``: a time-out "can cause silent data corruption"; ``nocto``: no close-to-open (nfs(5)).
+- SMB mounted ``nostrictsync``: fsync does not ask the server to flush (mount.cifs(8)).
+- overlay mounted ``volatile``: no sync call reaches the file system below (Linux, Documentation/filesystems/overlayfs.rst).
+- FAT and exFAT: no journal, so that a loss of power in a rename can lose both names.
+
+The trial makes the calls of the commit protocol in a scratch directory, and checks the result of each.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from ratchet_store.filesystem.durable_io import atomic_write, fsync_dir
+
+_PREFIX: Final = ".ratchet-probe-"
+_STALE_SECONDS: Final = 3600.0  # seconds after which a scratch directory is abandoned
+_UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM})
+_EXISTS: Final = frozenset({errno.EEXIST, errno.ENOTEMPTY})
+
+
+class Unfit(Exception):
+    """What the file system failed to do; the message is a sentence without a full stop."""
+
+
+def probe(directory: Path) -> None:
+    """Do in ``directory`` what a save, a resume and a quarantine do, and leave nothing. Raises ``Unfit``, and ``OSError`` if the
+    trial itself failed for other reasons (no space, no permission, input/output error)."""
+    _remove_stale(directory)
+    scratch = directory / f"{_PREFIX}{secrets.token_hex(8)}"
+    scratch.mkdir()
+    try:
+        _check_exclusive_create(scratch)
+        _check_file_rename(scratch)
+        _check_directory_rename(scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _check_exclusive_create(scratch: Path) -> None:
+    """Check that a name is created once."""
+    path, flags = scratch / "once", os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    os.close(os.open(path, flags, 0o644))
+    _check_refused("O_EXCL created a file that already existed", lambda: os.close(os.open(path, flags, 0o644)))
+    _check_refused("mkdir created a directory that already existed", scratch.mkdir)
+
+
+def _check_file_rename(scratch: Path) -> None:
+    """Check a file that is written, synced, and renamed onto nothing or a file: whole under its new name, gone under the old."""
+    path = scratch / "file"
+    for content in (b"first", b"second, and longer"):
+        with _supported("write, fsync and rename of a file"), atomic_write(path) as fd:
+            os.write(fd, content)
+        with _supported("fsync of a directory"):
+            fsync_dir(scratch)
+        found = path.read_bytes()
+        if found != content or path.stat().st_size != len(content) or (scratch / "file.tmp").exists():
+            raise Unfit(f"rename left {found[:20]!r} where {content!r} was written")
+
+
+def _check_directory_rename(scratch: Path) -> None:
+    """Check that a directory moves whole, and never onto a non-empty one."""
+    one, two = scratch / "one", scratch / "two"
+    one.mkdir()
+    (one / "inside").write_bytes(b"one")
+    with _supported("rename of a directory"):
+        one.rename(two)
+        fsync_dir(scratch)
+    if one.exists() or (two / "inside").read_bytes() != b"one":
+        raise Unfit("rename moved a directory in parts")
+    one.mkdir()
+    with suppress(OSError):  # with any error: sshfs returns EPERM, mergerfs EXDEV
+        one.rename(two)
+    if not one.is_dir() or (two / "inside").read_bytes() != b"one":
+        raise Unfit("rename replaced a directory that was not empty")
+
+
+class _supported:
+    """Converts errors that mean "not supported" to ``Unfit``."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OSError) and error.errno in _UNSUPPORTED:
+            raise Unfit(f"{self._what} is not possible there: {error.strerror}") from error
+
+
+def _check_refused(message: str, action: Callable[[], object]) -> None:
+    try:
+        action()
+    except OSError as error:
+        if error.errno in _EXISTS:
+            return
+        raise
+    raise Unfit(message)
+
+
+def _remove_stale(directory: Path) -> None:
+    """Remove what a killed process left."""
+    for path in directory.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+_OBJECT_STORE_REASON: Final = (
+    "it is an object store behind FUSE: no atomic rename, no fsync. Put the run directory on a disk or a shared file system, "
+    "and let Ratchet itself copy checkpoints to the store (checkpoint.uri)"
+)
+_FAT_REASON: Final = (
+    "it keeps no journal: a loss of power during a rename can lose both names. Use ext4, XFS or another journaling one"
+)
+_REFUSED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("s3fs", "gcsfuse", "goofys", "mountpoint-s3", "rclone", "blobfuse", "blobfuse2", "geesefs", "ossfs", "cosfs"),
+        _OBJECT_STORE_REASON,
+    ),
+    **dict.fromkeys(("vfat", "msdos", "exfat"), _FAT_REASON),
+}
+"""Reasons by type, without the prefix ``fuse.``; Mountpoint has the type ``fuse``, and its name as the source."""
+
+_REFUSED_OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
+    "nfs": {
+        **dict.fromkeys(
+            ("soft", "softerr"), "a server that answers late can cause silent data corruption (nfs(5)). Mount it hard"
+        ),
+        "nocto": "nodes would not see the writes of other nodes (nfs(5)). Mount it without nocto",
+    },
+    "cifs": {"nostrictsync": "fsync does not reach the server's disk (mount.cifs(8)). Mount it without nostrictsync"},
+    "overlay": {"volatile": "nothing is ever synced to the disk below. Mount a volume there"},
+}
+_NOTES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("tmpfs", "ramfs"), "it is in memory: checkpoints are lost after a reboot of this machine"),
+    "nfs": "fsync is only as durable as the server: export it with sync, not async (exports(5))",
+    "cifs": "fsync is only as durable as the server: its disk must not answer before the bytes are on it",
+    "lustre": "Ratchet needs only close-to-open consistency and rename of it; no flock mount option is needed",
+    "ext2": "it keeps no journal: after a loss of power it needs fsck before it is mounted again",
+    "juicefs": "mount it without --writeback: with it fsync ends on this machine's disk",
+    "sshfs": "fsync and atomic rename need a server with OpenSSH's extensions",
+}
+_TYPE_ALIASES: Final[Mapping[str, str]] = {"nfs4": "nfs", "smb3": "cifs", "smbfs": "cifs", "ext3": "ext4"}
+_PROVEN: Final = frozenset(
+    {"ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "jfs", "ceph", "gpfs", "beegfs", "lustre", "wekafs", "overlay"}
+)
+_NO_BARRIER: Final = frozenset({"nobarrier", "barrier=0"})
+
+
+@dataclass(frozen=True)
+class Mount:
+    """The mount that contains a path: mount point, type (``fuse.sshfs``), source and options, those of mount and superblock
+    together."""
+
+    point: str
+    type: str
+    source: str = ""
+    options: frozenset[str] = frozenset()
+
+    @property
+    def kind(self) -> str:
+        """The type without ``fuse.``, normalised to its family."""
+        name = self.type.removeprefix("fuse.")
+        if name == "fuse" and self.source in _REFUSED:
+            return self.source
+        return _TYPE_ALIASES.get(name, name)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``trusted``; ``noted``: trusted, with a remark in ``reason``; or ``refused``, with a ``reason``."""
+
+    status: Literal["trusted", "noted", "refused"]
+    directory: Path
+    mount: Mount
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.directory} is on {self.mount.type} (mounted at {self.mount.point})"
+        if self.status == "refused":
+            return f"{where}, which is not safe for checkpoints: {self.reason}"
+        return where if self.reason is None else f"{where}: {self.reason}"
+
+
+def check_directory(directory: Path, *, known: bool = True) -> Verdict:
+    """Judge ``directory`` by the mount table and, unless that is a refusal, by a trial in it (``known`` False: only if its kind
+    is unknown). The directory must exist. Raises ``OSError`` if the trial is not possible: a full disk, a missing permission or
+    a read-only mount proves nothing about its kind."""
+    mount = mount_of(directory)
+    verdict = classify(directory, mount)
+    if verdict.status != "refused" and (known or mount.kind not in _PROVEN | set(_NOTES)):
+        try:
+            probe(directory)
+        except Unfit as error:
+            return Verdict(
+                "refused", directory, verdict.mount, f"{error}. Put the run directory on another file system"
+            )
+    return verdict
+
+
+def classify(directory: Path, mount: Mount) -> Verdict:
+    """Return what is known about that kind of file system with those options."""
+    kind = mount.kind
+    if kind in _REFUSED:
+        return Verdict("refused", directory, mount, _REFUSED[kind])
+    for option, why in _REFUSED_OPTIONS.get(kind, {}).items():
+        if option in mount.options:
+            return Verdict("refused", directory, mount, f"it is mounted {option}: {why}")
+    reason = _NOTES.get(kind)
+    if mount.options & _NO_BARRIER:
+        reason = "it is mounted without barriers: a loss of power can undo an fsync"
+    elif reason is None and kind not in _PROVEN:
+        reason = (
+            f"{mount.type} is unknown to Ratchet; a trial succeeded, but cannot test a loss of power or other nodes"
+        )
+    return Verdict("trusted" if reason is None else "noted", directory, mount, reason)
+
+
+def mount_of(path: Path, table: str | None = None) -> Mount:
+    """Return the mount that contains ``path``, whether it exists or not. ``table``: the text of ``/proc/self/mountinfo``, read if
+    None; if there is no such file, the type is ``unknown``."""
+    if table is None:
+        try:
+            table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError:
+            return Mount("/", "unknown")
+    real = os.path.realpath(path)
+    best = Mount("/", "unknown")
+    for line in table.splitlines():
+        mount = _parse(line)
+        if mount is None or not (real == mount.point or real.startswith(mount.point.rstrip("/") + "/")):
+            continue
+        if len(mount.point) >= len(best.point):  # of several at one point the last hides the others
+            best = mount
+    return best
+
+
+def _parse(line: str) -> Mount | None:
+    """Parse a line of mountinfo (proc(5)): ``id parent major:minor root point options [optional ...] - type source
+    super-options``."""
+    before, separator, after = line.partition(" - ")
+    left, right = before.split(" "), after.split(" ")
+    if not separator or len(left) < 6 or len(right) < 3:
+        return None
+    options = frozenset([*left[5].split(","), *right[2].split(",")])
+    return Mount(_unescape(left[4]), right[0], _unescape(right[1]), options)
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

@@ -1,0 +1,1 @@
+"""The format of checkpoint files: manifest file, safetensors header, JSON state, shard slices."""

@@ -1,0 +1,229 @@
+"""Commit a checkpoint, by one rename of its sealed manifest, and read manifests back with checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.checkpoint.manifest import Manifest, Sealer, open_manifest
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.paths import (
+    CHANGED_NAME,
+    DELETED_MANIFEST_NAME,
+    FINISHED_NAME,
+    MANIFEST_NAME,
+    parse_checkpoint_dir_name,
+)
+from ratchet_store.filesystem.durable_io import (
+    DAMAGED,
+    EXISTS,
+    MISSING,
+    NOT_WRITTEN,
+    atomic_write,
+    fsync_dir,
+    open_regular,
+    read_error,
+    refresh,
+    write_all,
+    write_error,
+)
+from ratchet_store.format.manifest_structure import StructureCheck, check_structure
+from ratchet_store.format.safetensors_header import refuse_json_bomb
+
+MAX_MANIFEST_BYTES: Final = 256 << 20  # bytes; about a million tensors
+MAX_MARKER_BYTES: Final = 4096  # bytes of the text in a marker file
+
+
+class ManifestWriter:
+    """Commits checkpoints one after another; a list of tensors that equals the last one is not checked and rendered again."""
+
+    def __init__(self) -> None:
+        self._structure, self._sealer = StructureCheck(), Sealer()
+        self._durable: set[Path] = set()  # job directories in which the name ``checkpoints`` is durable
+
+    def commit(self, directory: Path, manifest: Manifest) -> Manifest:
+        """Commit the checkpoint in ``directory``; returns the sealed manifest.
+
+        All rank files must exist with their sizes. ``MANIFEST.json.tmp`` -> fsync -> rename -> fsync of the directory, of
+        ``checkpoints`` and, the first time, of the job's directory. Committing the same manifest again is no error. Raises
+        ``CheckpointError``: incomplete or inconsistent (``checkpoint-damaged``), another manifest exists
+        (``checkpoint-exists``), the system refuses (``checkpoint-not-written``): a manifest that already has its name is then
+        removed, so that the step may be saved again.
+        """
+        _check_name(directory, manifest)
+        self._structure.check(manifest)
+        sealed, raw = self._sealer.seal(manifest)
+        path = directory / MANIFEST_NAME
+        check_files(directory, sealed)
+        new = False
+        try:
+            if (directory / DELETED_MANIFEST_NAME).exists():
+                raise CheckpointError(
+                    f"{directory} is being deleted: save the step again under a new attempt", code=EXISTS
+                )
+            new = not _is_committed(directory, sealed)
+            if new:
+                _write_by_rename(path, raw)
+            checkpoints, job = directory.parents[:2]
+            fsync_dir(directory)
+            fsync_dir(checkpoints)
+            if job not in self._durable:  # another process may have created it without a sync
+                fsync_dir(job)
+                self._durable.add(job)
+        except OSError as error:
+            raise (_retract_manifest(path, error) if new else write_error(path, error)) from error
+        return sealed
+
+
+def mark_finished(directory: Path) -> None:
+    """Record that the committed checkpoint in ``directory`` is its job's last. Its manifest is not changed, since digests refer
+    to it; ``read_manifest`` reads the marker file. Raises ``CheckpointError`` (``checkpoint-not-written``)."""
+    path = directory / FINISHED_NAME
+    try:
+        path.touch()
+        fsync_dir(directory)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def mark_changed(directory: Path, description: str) -> bool:
+    """Record that the committed checkpoint in ``directory`` lacks a change of state made after it that it should contain;
+    ``description``: a sentence on it. False if the checkpoint is marked already, for example by another rank. Raises
+    ``CheckpointError`` (``checkpoint-not-written``)."""
+    path = directory / CHANGED_NAME
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise write_error(path, error) from error
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(description.encode())
+            file.flush()
+            os.fsync(fd)
+        fsync_dir(directory)
+    except OSError as error:
+        raise write_error(path, error) from error
+    return True
+
+
+def read_changed_marker(directory: Path) -> str | None:
+    """Return what ``mark_changed`` recorded of the checkpoint; None: nothing. Raises ``CheckpointError``
+    (``checkpoint-unreadable``)."""
+    path = directory / CHANGED_NAME
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            text = file.read(MAX_MARKER_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise read_error(path, error) from error
+    return text or "state changed after checkpoint() in the same loop body"  # a crash came before the text was written
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of a committed checkpoint, after checking its digest, its structure, and that it fits the directory's
+    name. ``finished`` is also True if ``mark_finished`` was called after the commit, which the digest does not cover.
+
+    Raises ``CheckpointError``: ``checkpoint-missing`` (not committed), ``-damaged``, ``-newer``, ``-unreadable``.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        fd = open_regular(path)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{directory} holds no committed checkpoint: there is no {MANIFEST_NAME}", code=MISSING
+        ) from None
+    except OSError as error:
+        raise read_error(path, error) from error
+    with os.fdopen(fd, "rb") as file:
+        try:
+            if os.fstat(file.fileno()).st_size > MAX_MANIFEST_BYTES:
+                raise CheckpointError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes")
+            raw = file.read(MAX_MANIFEST_BYTES)
+        except OSError as error:
+            raise read_error(path, error) from error
+    try:
+        refuse_json_bomb(raw)
+        manifest = open_manifest(raw)
+        _check_name(directory, manifest)
+        check_structure(manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error.detail}", code=error.code) from None
+    if not manifest.finished and os.path.lexists(directory / FINISHED_NAME):
+        return manifest.model_copy(update={"finished": True})
+    return manifest
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Check that every rank file exists with its size (not its bytes: ``verify`` reads those). Raises ``CheckpointError``."""
+    for entry in manifest.files:
+        path = f"{directory}/{entry.name}"
+        try:
+            size = os.lstat(path).st_size
+        except OSError as error:
+            raise read_error(Path(path), error) from error
+        if size != entry.size:
+            raise CheckpointError(f"{path} has {size} bytes, the manifest says {entry.size}", code=DAMAGED)
+
+
+def checkpoint_dirs(checkpoints: Path) -> Iterator[tuple[int, int, Path]]:
+    """Yield ``(step, attempt, directory)`` of everything named like a checkpoint, newest step and attempt first; committed or
+    not.
+
+    Raises ``CheckpointError`` (``checkpoint-unreadable``) when the directory cannot be listed; a missing one is empty.
+    """
+    refresh(checkpoints)
+    try:
+        found = [(parse_checkpoint_dir_name(path.name), path) for path in checkpoints.iterdir()]
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise read_error(checkpoints, error) from error
+    ids = [(parsed[0], parsed[1], path) for parsed, path in found if parsed is not None]
+    yield from sorted(ids, reverse=True)
+
+
+def _check_name(directory: Path, manifest: Manifest) -> None:
+    if directory.name != manifest.id:
+        raise CheckpointError(f"the manifest is of checkpoint {manifest.id}, the directory is named {directory.name}")
+
+
+def _is_committed(directory: Path, sealed: Manifest) -> bool:
+    """True if exactly this manifest is committed already. Raises if another one is."""
+    if not (directory / MANIFEST_NAME).exists():
+        return False
+    there = read_manifest(directory)
+    if there.digest != sealed.digest:
+        raise CheckpointError(
+            f"{directory} is already committed with digest {there.digest}: it is not replaced", code=EXISTS
+        )
+    return True
+
+
+def _retract_manifest(path: Path, error: OSError) -> CheckpointError:
+    """Return the error to raise if a new manifest may have its name, but ``error`` came before that was known to be durable. The
+    manifest must not be relied on, and a second sync would prove nothing, since the system reports such an error only once; so
+    the name is removed. A loss of power may bring it back, with all files that it lists: like a checkpoint that was committed
+    but not yet reported."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as refused:
+        reason = (
+            f"checkpoint file {path} was renamed into place, but the system could not make the rename durable "
+            f"({error.strerror or error}) or remove the file again ({refused.strerror or refused}): it does not count as saved, "
+            "but a resume uses it if it is complete. Older checkpoints are untouched."
+        )
+        return CheckpointError(reason, code=NOT_WRITTEN)
+    with suppress(OSError):  # the process that removes the rest syncs first
+        fsync_dir(path.parent)
+    return write_error(path, error)
+
+
+def _write_by_rename(path: Path, raw: bytes) -> None:
+    with atomic_write(path) as fd:
+        write_all(fd, memoryview(raw))

@@ -1,0 +1,1 @@
+"""Upload checkpoints to an object store and download them."""

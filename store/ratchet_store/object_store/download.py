@@ -1,0 +1,282 @@
+"""Fetch a checkpoint from an object store to the local directory, which is a cache of it from then on.
+
+A few concurrent connections fill its files in a directory of another name next to it; every block is compared with its digest
+before it is written. The manifest comes last, then one rename, so what has a checkpoint's name was whole when it got that name.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import xxhash
+
+from ratchet_contract.checkpoint.manifest import FileEntry, Manifest
+from ratchet_contract.checkpoint.resume_report import Segment, lineage_contains
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.paths import CHANGED_NAME, FINISHED_NAME, MANIFEST_NAME, PINNED_NAME, checkpoint_dir_name
+from ratchet_store.filesystem.durable_io import (
+    DAMAGED,
+    MISSING,
+    atomic_write,
+    ensure_dir,
+    fsync_dir,
+    write_all,
+    write_error,
+)
+from ratchet_store.format.manifest_file import MAX_MARKER_BYTES, checkpoint_dirs, read_manifest
+from ratchet_store.object_store.client import ObjectStore
+from ratchet_store.object_store.download_directory import open_download_directory, remove_lock
+from ratchet_store.object_store.remote_checkpoints import Id, RemoteCheckpoints
+from ratchet_store.read.checkpoint_reader import verify_files
+from ratchet_store.read.find_base import move_to_quarantine
+from ratchet_store.retention.delete import delete
+
+CONNECTIONS: Final = 4
+_REQUEST_BYTES: Final = 8 << 20  # bytes of one request, at least a block
+
+
+class FetchResult(NamedTuple):
+    """``fetched`` and where it came from; None: nothing newer was found. ``notes``: what was damaged and skipped."""
+
+    fetched: Manifest | None
+    uri: str | None
+    notes: list[str]
+
+
+@dataclass
+class Progress:
+    """Progress of a fetch, shared with another thread: bytes received, and the request to stop."""
+
+    nbytes: int = 0
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def add(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+
+
+def newest_local(checkpoints: Path, lineage: Sequence[Segment], progress: Progress | None = None) -> Id | None:
+    """Return the newest checkpoint of the lineage on this disk whose every byte is right. Raises ``CheckpointError`` for one that
+    cannot be judged (unreadable, of a newer format): the code that starts from it reports that in full. ``progress`` also counts
+    bytes read here, as a sign of life."""
+    progress = progress or Progress()
+    for step, attempt, directory in checkpoint_dirs(checkpoints):
+        if not lineage_contains(lineage, step, attempt):
+            continue
+        try:
+            verify_files(directory, read_manifest(directory), progress=progress.add)
+        except CheckpointError as error:
+            if error.code not in (MISSING, DAMAGED):
+                raise
+            continue
+        return step, attempt
+    return None
+
+
+def fetch_newest(
+    remote: RemoteCheckpoints,
+    checkpoints: Path,
+    quarantine: Path,
+    lineage: Sequence[Segment],
+    local: Id | None,
+    progress: Progress | None = None,
+) -> FetchResult:
+    """Fetch the newest checkpoint of the lineage that is newer than ``local``. One with wrong bytes is quarantined in the
+    store, under its name, and the one before it is fetched. Raises ``CheckpointError`` (``checkpoint-remote``, ``-denied``,
+    ``-not-written``)."""
+    notes: list[str] = []
+    for (step, attempt), names in remote.list_checkpoints().items():
+        if not lineage_contains(lineage, step, attempt) or (local is not None and (step, attempt) <= local):
+            continue
+        if MANIFEST_NAME not in names:
+            continue
+        folder = checkpoint_dir_name(step, attempt)
+        try:
+            manifest = fetch(remote, folder, checkpoints, quarantine, markers=names, progress=progress)
+        except CheckpointError as error:
+            if error.code not in (MISSING, DAMAGED):
+                raise
+            if error.code == DAMAGED:
+                remote.quarantine(folder)
+                notes.append(f"{folder} in {remote.objects.url} is damaged and was set aside: {error.detail}")
+            continue
+        return FetchResult(manifest, f"{remote.objects.url}/{folder}", notes)
+    return FetchResult(None, None, notes)
+
+
+def fetch(
+    remote: RemoteCheckpoints,
+    folder: str,
+    checkpoints: Path,
+    quarantine: Path,
+    *,
+    markers: Sequence[str] | dict[str, int] | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Fetch the checkpoint ``folder``; what has its name here and is no whole checkpoint is moved away or deleted.
+
+    Raises ``CheckpointError``: ``checkpoint-missing`` (not there, or deleted meanwhile), ``-damaged``, ``-newer``,
+    ``-remote``, ``-not-written``.
+    """
+    progress = progress or Progress()
+    raw = remote.raw_manifest(folder)
+    manifest = remote.parse(folder, raw)
+    if markers is None:
+        markers = [path.rpartition("/")[2] for path in remote.objects.list(f"{folder}/")]
+    target = checkpoints / folder
+    try:
+        ensure_dir(checkpoints)
+        with open_download_directory(checkpoints, folder) as place:
+            _Download(remote.objects, folder, place, manifest.files, progress).run()
+            for mark in (FINISHED_NAME, PINNED_NAME):
+                if mark in markers:
+                    (place / mark).touch()
+            if CHANGED_NAME in markers:
+                (place / CHANGED_NAME).write_bytes(remote.objects.get(f"{folder}/{CHANGED_NAME}", MAX_MARKER_BYTES))
+            with atomic_write(place / MANIFEST_NAME) as fd:
+                write_all(fd, memoryview(raw))
+            remove_lock(place)
+            fsync_dir(place)
+            if not _is_present(target, manifest):
+                _clear_target(target, quarantine)
+                place.rename(target)
+            fsync_dir(checkpoints)
+    except OSError as error:
+        raise write_error(target, error) from error
+    return read_manifest(target)
+
+
+def _is_present(target: Path, manifest: Manifest) -> bool:
+    """True if another process has fetched it meanwhile."""
+    try:
+        there = read_manifest(target)
+        verify_files(target, there)
+    except CheckpointError:
+        return False
+    return there.digest == manifest.digest
+
+
+def _clear_target(target: Path, quarantine: Path) -> None:
+    """Remove what has the checkpoint's name here: a damaged checkpoint is quarantined whole, an uncommitted one is deleted."""
+    if not os.path.lexists(target):
+        return
+    if not (target / MANIFEST_NAME).exists():
+        delete(target)
+        return
+    move_to_quarantine(target, quarantine)
+
+
+class _Part(NamedTuple):
+    """Blocks ``first <= n < last`` of a file."""
+
+    entry: FileEntry
+    first: int
+    last: int
+
+
+class _Download:
+    """Downloads in daemon threads: one that hangs in a request ends with the process."""
+
+    def __init__(
+        self, objects: ObjectStore, folder: str, directory: Path, files: Sequence[FileEntry], progress: Progress
+    ) -> None:
+        self._objects, self._folder, self._directory, self._progress = objects, folder, directory, progress
+        self._parts = deque(part for entry in files for part in _parts(entry))
+        self._files = files
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        for entry in self._files:
+            with (self._directory / entry.name).open("wb") as file:
+                os.truncate(file.fileno(), entry.size)
+        threads = [threading.Thread(target=self._work, name="fetch", daemon=True) for _ in range(CONNECTIONS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive() and self._failure is None and not self._progress.stop.is_set():
+                thread.join(0.05)
+        if self._failure is not None:
+            raise self._failure
+        if self._progress.stop.is_set():
+            raise CheckpointError(f"the fetch of {self._objects.url}/{self._folder} was stopped")
+        for entry in self._files:
+            fd = os.open(self._directory / entry.name, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def _work(self) -> None:
+        while self._failure is None and not self._progress.stop.is_set():
+            with suppress(IndexError):
+                part = self._parts.popleft()
+                try:
+                    self._fetch_part(part)
+                except BaseException as error:
+                    self._failure = self._failure or error
+                continue
+            return
+
+    def _fetch_part(self, part: _Part) -> None:
+        fault = ""
+        for _ in range(2):  # once more: the network may have been at fault
+            fault = self._try_part(part)
+            if not fault:
+                return
+        raise CheckpointError(f"{self._objects.url}/{self._folder}/{part.entry.name}: {fault}", code=DAMAGED)
+
+    def _try_part(self, part: _Part) -> str:
+        """Fill the blocks of a part; returns what is wrong with them, or an empty text."""
+        block, digests = part.entry.block_size, part.entry.blocks
+        name, path = f"{self._folder}/{part.entry.name}", self._directory / part.entry.name
+        begin, end = part.first * block, min(part.last * block, part.entry.size)
+        hasher, position = xxhash.xxh3_128(), begin
+        fd = os.open(path, os.O_WRONLY)
+        try:
+            while position < end:
+                data = self._objects.get_range(name, position, min(position + _REQUEST_BYTES, end))
+                if not data:
+                    return f"it ends at byte {position} of {part.entry.size}"
+                fault, hasher = _hash(data, position, block, part.entry.size, digests, hasher)
+                if fault:
+                    return fault
+                end_of_data = position + len(data)
+                while position < end_of_data:  # a nearly full disk accepts a part, and refuses only the rest
+                    position += os.pwrite(fd, data[position - end_of_data :], position)
+                with self._lock:
+                    self._progress.add(len(data))
+        finally:
+            os.close(fd)
+        return ""
+
+
+def _parts(entry: FileEntry) -> list[_Part]:
+    block, digests = entry.block_size, entry.blocks
+    many = max(1, _REQUEST_BYTES // block)
+    return [_Part(entry, first, min(first + many, len(digests))) for first in range(0, len(digests), many)]
+
+
+def _hash(
+    data: memoryview, position: int, block: int, size: int, digests: Sequence[str], hasher: xxhash.xxh3_128
+) -> tuple[str, xxhash.xxh3_128]:
+    """Hash data received at ``position``, and compare at each block's end. ``hasher``: of the block that contains ``position``.
+    Returns what is wrong, or an empty text, and the hasher for the data that follows."""
+    done = 0
+    while done < len(data):
+        number = (position + done) // block
+        end = min((number + 1) * block, size)
+        count = min(end - position - done, len(data) - done)
+        hasher.update(data[done : done + count])
+        done += count
+        if position + done == end:
+            if hasher.hexdigest() != digests[number]:
+                return f"block {number} (bytes {number * block} to {end - 1}) differs from the saved data", hasher
+            hasher = xxhash.xxh3_128()
+    return "", hasher

@@ -1,0 +1,69 @@
+"""``UPLOADED.json`` next to the checkpoints: the record of what was copied from this directory to an object store."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.paths import checkpoint_dir_name, parse_checkpoint_dir_name
+from ratchet_store.filesystem.durable_io import MISSING, atomic_write, open_regular, read_error, write_all, write_error
+
+RECORD_NAME: Final = "UPLOADED.json"
+_MAX_BYTES: Final = 64 << 20  # bytes; hundreds of thousands of checkpoints
+Id = tuple[int, int]
+
+
+class Record:
+    """Record of what was copied to ``url``; empty if the file ``path`` cannot be read, or is about another place. A failed write
+    raises ``CheckpointError``."""
+
+    def __init__(self, path: Path, url: str) -> None:
+        self._path, self._url = path, url
+        self._rows: dict[str, dict[str, object]] = {}
+        try:
+            data = json.loads(read_bytes(path, _MAX_BYTES))
+            if data["where"] == url:
+                self._rows = {str(k): dict(v) for k, v in data["checkpoints"].items() if parse_checkpoint_dir_name(k)}
+        except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
+            pass  # then nothing is known to have been copied, and nothing is deleted
+
+    def ids(self) -> list[Id]:
+        return sorted(one for one in map(parse_checkpoint_dir_name, self._rows) if one is not None)
+
+    def is_pinned(self, checkpoint: Id) -> bool:
+        return bool(self._rows[checkpoint_dir_name(*checkpoint)].get("pinned", True))
+
+    def add(self, folder: str, digest: str, *, pinned: bool) -> None:
+        row: dict[str, object] = {"digest": digest, "pinned": pinned}
+        if self._rows.get(folder) != row:
+            self._write({**self._rows, folder: row})
+
+    def drop(self, folder: str) -> None:
+        self._write({k: v for k, v in self._rows.items() if k != folder})
+
+    def _write(self, rows: dict[str, dict[str, object]]) -> None:
+        data = json.dumps({"where": self._url, "checkpoints": rows}, indent=1).encode()
+        try:
+            with atomic_write(self._path) as fd:
+                write_all(fd, memoryview(data))
+        except OSError as error:
+            raise write_error(self._path, error) from error
+        self._rows = rows
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Return the content of a regular file of at most ``limit`` bytes. Raises ``CheckpointError`` (``checkpoint-missing``,
+    ``-damaged``, ``-unreadable``)."""
+    try:
+        fd = open_regular(path)
+        with os.fdopen(fd, "rb") as file:
+            if os.fstat(file.fileno()).st_size > limit:
+                raise CheckpointError(f"{path} is larger than {limit} bytes")
+            return file.read(limit)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist", code=MISSING) from None
+    except OSError as error:
+        raise read_error(path, error) from error

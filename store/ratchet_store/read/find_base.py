@@ -1,0 +1,176 @@
+"""Which checkpoint an attempt starts from, and which ones the service may adopt.
+
+"The newest valid manifest" would be wrong: it could be a zombie's, or of the branch abandoned by a resume from an earlier step.
+Only checkpoints in the attempt's lineage count, and a manifest's parent must be in it, too.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ratchet_contract.checkpoint.manifest import Manifest
+from ratchet_contract.checkpoint.resume_report import Base, Segment, lineage_contains
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
+from ratchet_store.filesystem.durable_io import DAMAGED, MISSING, UNREADABLE, ensure_dir, fsync_dir, read_error, refresh
+from ratchet_store.format.manifest_file import checkpoint_dirs, read_manifest
+from ratchet_store.read.checkpoint_reader import verify_files
+
+
+class Quarantine(NamedTuple):
+    """A damaged checkpoint that was moved away whole."""
+
+    step: int
+    attempt: int
+    error: str
+    path: Path
+
+
+def find_base(
+    checkpoints: Path,
+    quarantine: Path | None,
+    lineage: Sequence[Segment],
+    *,
+    expected_job_id: str | None = None,
+    root: Base | None = None,
+    check: Callable[[Path, Manifest], object] = verify_files,
+) -> tuple[Manifest | None, list[Quarantine]]:
+    """Return the newest checkpoint in the lineage whose every byte is right; None: start from scratch (or the fork's source).
+    ``check``: verifies a checkpoint. A caller that reads and verifies it afterwards passes ``check_files``, which checks only
+    the sizes, and if it then finds damage calls ``move_to_quarantine`` and this function again.
+
+    Damaged ones on the way are moved to ``quarantine`` and reported (None: raised); those without a manifest or outside the
+    lineage are skipped.
+    ``root`` is what the oldest segment started from (``Base()`` for scratch, or a fork's base); None accepts any parent there.
+    Raises ``CheckpointError`` where an older one must not silently take its place: another format version
+    (``checkpoint-format``), files that the system cannot read or a quarantine that fails (``checkpoint-unreadable``).
+    """
+    moved: list[Quarantine] = []
+    for step, attempt, directory in checkpoint_dirs(checkpoints):
+        if not lineage_contains(lineage, step, attempt):
+            continue
+        try:
+            manifest = _read_valid_manifest(directory, lineage, expected_job_id, root)
+            check(directory, manifest)
+            return manifest, moved
+        except CheckpointError as error:
+            if error.code == MISSING:
+                continue
+            if error.code != DAMAGED:
+                raise
+            if not (directory / MANIFEST_NAME).exists():  # deleted while we read it
+                continue
+            if quarantine is None:
+                raise
+            moved.append(Quarantine(step, attempt, error.detail, move_to_quarantine(directory, quarantine)))
+    return None, moved
+
+
+def find_adoptable(
+    checkpoints: Path,
+    lineage: Sequence[Segment],
+    known: Collection[tuple[int, int]],
+    *,
+    expected_job_id: str | None = None,
+    root: Base | None = None,
+) -> list[Manifest]:
+    """Return valid, fully verified checkpoints on disk that are in the lineage and not among ``known`` ``(step, attempt)``: their
+    report was lost. Oldest first, and durable: the process that committed one may have died before it synced the names.
+    Damaged ones are left to ``find_base``. Raises as ``find_base`` does."""
+    found: list[Manifest] = []
+    for step, attempt, directory in checkpoint_dirs(checkpoints):
+        if not lineage_contains(lineage, step, attempt) or (step, attempt) in known:
+            continue
+        try:
+            manifest = _read_valid_manifest(directory, lineage, expected_job_id, root)
+            verify_files(directory, manifest)
+            _sync_names(directory)
+        except CheckpointError as error:
+            if error.code not in (MISSING, DAMAGED):
+                raise
+            continue
+        found.append(manifest)
+    return found[::-1]
+
+
+def _sync_names(directory: Path) -> None:
+    try:
+        fsync_dir(directory)
+        fsync_dir(directory.parent)
+    except OSError as error:
+        raise read_error(directory, error) from error
+
+
+def _read_valid_manifest(
+    directory: Path, lineage: Sequence[Segment], job_id: str | None, root: Base | None
+) -> Manifest:
+    refresh(directory)  # otherwise a manifest just committed by another node might appear to be missing
+    manifest = read_manifest(directory)
+    if job_id is not None and manifest.job_id != job_id:
+        raise CheckpointError(f"{directory} belongs to job {manifest.job_id}, not to {job_id}")
+    _check_parent(directory, manifest, lineage, root)
+    return manifest
+
+
+def _check_parent(directory: Path, manifest: Manifest, lineage: Sequence[Segment], root: Base | None) -> None:
+    """Check that the parent is an earlier checkpoint of the same attempt, or what its segment of the lineage started from."""
+    parent = manifest.parent
+    segment = next(s for s in lineage if s.contains(manifest.step, manifest.attempt))
+    oldest = segment.after_step == min(s.after_step for s in lineage)
+    if parent.attempt == manifest.attempt and lineage_contains(lineage, parent.step, manifest.attempt):
+        fits = parent.step < manifest.step
+    elif oldest:
+        fits = parent.step < manifest.step if root is None else parent == root
+    else:
+        fits = (
+            parent.step == segment.after_step
+            and parent.attempt is not None
+            and lineage_contains(lineage, parent.step, parent.attempt)
+        )
+    if not fits:
+        raise CheckpointError(
+            f"{directory} descends from step {parent.step} of attempt {parent.attempt}, which is not in this attempt's lineage"
+        )
+    if parent.attempt is not None and lineage_contains(lineage, parent.step, parent.attempt):
+        _check_parent_digest(directory, directory.with_name(checkpoint_dir_name(parent.step, parent.attempt)), parent)
+
+
+def _check_parent_digest(directory: Path, sibling: Path, parent: Base) -> None:
+    """Check that the parent, if still on disk, has the recorded digest; retention may have deleted it."""
+    try:
+        there = read_manifest(sibling)
+    except CheckpointError:
+        return  # it is gone, or its damage is found when it is checked itself
+    if there.digest != parent.digest:
+        raise CheckpointError(
+            f"{directory} descends from {parent.digest}, but {sibling.name} has digest {there.digest}"
+        )
+
+
+def move_to_quarantine(directory: Path, quarantine: Path) -> Path:
+    """Move a damaged checkpoint whole to ``quarantine``, by one rename, to an unused name; returns the path. Raises
+    ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses."""
+    try:
+        ensure_dir(quarantine)
+        for number in range(1000):
+            target = quarantine / (directory.name + (f".{number}" if number else ""))
+            if target.exists():
+                continue
+            try:
+                directory.rename(target)  # succeeds onto an empty directory, but never onto a non-empty one
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    continue
+                raise
+            fsync_dir(quarantine)
+            fsync_dir(directory.parent)
+            return target
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} is damaged but cannot be moved to {quarantine}: {error.strerror}; move it away by hand",
+            code=UNREADABLE,
+        ) from error
+    raise CheckpointError(f"{quarantine} holds 1000 copies of {directory.name}: empty it", code=UNREADABLE)

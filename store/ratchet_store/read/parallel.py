@@ -1,0 +1,125 @@
+"""Several threads for one call: for work that waits for the system or computes without holding the GIL."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+Work = Callable[[T], R]
+IsCancelled = Callable[[], bool]
+"""True if the caller has been interrupted. Long work polls it, and may then end with any result."""
+
+
+def parallel_map(items: Sequence[T], make_worker: Callable[[IsCancelled], Work[T, R]], threads: int) -> list[R]:
+    """Return the results of all items, in their order. Up to ``threads`` threads, the caller included, take the items in order;
+    each calls ``make_worker`` once for the function that it applies to its items. If the system grants fewer threads, these do
+    all.
+
+    It ends as with one thread: it raises the error of the first item that has one; all items before it are done, and after it no
+    more are begun. When it returns or raises, also on an interrupt, none of its threads is at work any more.
+    """
+    count = min(threads, len(items))
+    if count <= 1:
+        work = make_worker(lambda: False)
+        return [work(item) for item in items]
+    shared = _Shared(items, make_worker)
+    helpers: list[threading.Thread] = []
+    try:
+        for number in range(1, count):
+            helper = threading.Thread(
+                target=shared.help, name=f"{threading.current_thread().name}/{number}", daemon=True
+            )
+            try:
+                helper.start()
+            except RuntimeError:  # a limit on processes
+                break
+            helpers.append(helper)
+        shared.run(Exception)
+    except BaseException:
+        shared.cancelled = True
+        raise
+    finally:
+        interrupt: BaseException | None = None
+        while True:  # even if the caller is interrupted, also on entering the call: helpers write into its memory
+            try:
+                shared.close()
+                break
+            except BaseException as error:  # raised by a signal handler
+                shared.cancelled, interrupt = True, error
+        for helper in helpers:
+            helper.join()  # it has finished all its work
+        if interrupt is not None:
+            try:
+                raise interrupt
+            finally:
+                del interrupt  # it holds this frame
+    return shared.outcome()
+
+
+class _Shared(Generic[T, R]):
+    """The items and their results. ``_errors``: by the item's number. Since items are begun in order, the lowest number, once no
+    thread is at work, is the error that a single thread would have raised."""
+
+    def __init__(self, items: Sequence[T], make_worker: Callable[[IsCancelled], Work[T, R]]) -> None:
+        self._items, self._make_worker = items, make_worker
+        self._changed = threading.Condition()
+        self._next = self._active_helpers = 0
+        self._closed = False
+        self._results: dict[int, R] = {}
+        self._errors: dict[int, BaseException] = {}
+        self.cancelled = False
+
+    def help(self) -> None:
+        """Run a helper; it does nothing if it starts too late."""
+        with self._changed:
+            if self._closed:
+                return
+            self._active_helpers += 1
+        try:
+            self.run(BaseException)
+        finally:
+            with self._changed:
+                self._active_helpers -= 1
+                self._changed.notify()
+
+    def run(self, caught: type[BaseException]) -> None:
+        """Take items until there are no more. ``caught``: exceptions that count as an item's error; an interrupt of the caller
+        does not."""
+        work: Work[T, R] | None = None
+        while (number := self._take()) is not None:
+            try:
+                work = work or self._make_worker(lambda: self.cancelled)
+                self._results[number] = work(self._items[number])
+            except caught as error:
+                self._errors[number] = error
+
+    def _take(self) -> int | None:
+        with self._changed:
+            if self.cancelled or self._errors or self._next == len(self._items):
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def close(self) -> None:
+        """Wait until no helper is at work any more."""
+        with self._changed:
+            self._closed = True
+            while (
+                self._active_helpers
+            ):  # not join: when interrupted, it may take a running thread for ended (bpo-46726)
+                self._changed.wait(0.1)  # a signal that comes just before a thread waits does not wake it
+
+    def outcome(self) -> list[R]:
+        """Return all results, or raise the first error."""
+        if not self._errors:
+            return [self._results[number] for number in range(len(self._items))]
+        error = self._errors[min(self._errors)]
+        self._errors.clear()
+        try:
+            raise error
+        finally:
+            del error  # it holds this frame: its thread's objects would stay until a garbage collection

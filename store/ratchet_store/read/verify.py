@@ -1,0 +1,174 @@
+"""Verify checkpoints off-line, without torch and without a service: every byte is checked, every damaged block is listed.
+
+``python -m ratchet_store.verify PATH...``: checkpoint directories, or directories of them (a job's ``checkpoints``). It prints a
+line for each checkpoint, or with ``--json`` a JSON object; progress on a large one goes to standard error. Exit status: 0 all are
+intact; 1 one is damaged; 2 none is damaged, but something could not be read (no checkpoint there, a newer format, a missing
+permission). Memory: the manifest, a header and a megabyte, whatever the checkpoint's size. ``verifiers`` refuses a URI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal
+
+from ratchet_contract.checkpoint.manifest import Manifest, TensorEntry
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.paths import MANIFEST_NAME, parse_checkpoint_dir_name
+from ratchet_store.filesystem.durable_io import DAMAGED, MISSING, UNREADABLE
+from ratchet_store.format.manifest_file import checkpoint_dirs, read_manifest
+from ratchet_store.read.checkpoint_reader import damaged_blocks
+
+_REPORT_INTERVAL_SECONDS: Final = 5.0  # seconds between two lines of progress
+Status = Literal["ok", "damaged", "unreadable", "uncommitted"]
+ProgressCallback = Callable[[int, int], None]
+"""Progress callback: bytes done, and total bytes."""
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """What is damaged: a block of a file (``begin`` is its first byte, ``end`` the one after its last), or a file as a whole."""
+
+    file: str
+    error: str
+    block: int | None = None
+    begin: int | None = None
+    end: int | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result for one checkpoint. ``error``: why it is unreadable, or uncommitted; ``size``: bytes of its rank files, None
+    without a readable manifest. ``uncommitted`` occurs only for the content of a directory of checkpoints: an interrupted save,
+    which is no damage."""
+
+    path: str
+    status: Status
+    size: int | None = None
+    files: int = 0
+    format_version: int | None = None
+    flaws: list[Flaw] = field(default_factory=list)
+    error: str | None = None
+
+    def __str__(self) -> str:
+        if self.status == "ok":
+            return (
+                f"{self.path}: ok, {_format_bytes(self.size or 0)} in {self.files} files, format {self.format_version}"
+            )
+        if self.status == "damaged":
+            return "\n".join([f"{self.path}: DAMAGED", *(f"  {flaw.file}: {flaw.error}" for flaw in self.flaws)])
+        return f"{self.path}: {self.status}: {self.error}"
+
+
+def check(directory: Path, progress: ProgressCallback | None = None) -> Finding:
+    """Check every byte of one checkpoint. Everything that is wrong with it is in the finding."""
+    path = str(directory)
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError as error:
+        if error.code == DAMAGED:
+            return Finding(path, "damaged", flaws=[Flaw(MANIFEST_NAME, error.detail)])
+        return Finding(path, "unreadable", error=error.detail)
+    by_file: dict[str, list[TensorEntry]] = defaultdict(list)
+    for entry in manifest.tensors:
+        by_file[entry.file].append(entry)
+    flaws: list[Flaw] = []
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, manifest.size)
+
+    for file in manifest.files:
+        try:
+            found = damaged_blocks(directory, file, by_file[file.name], count)
+            flaws += [Flaw(file.name, str(block), block.number, block.begin, block.end) for block in found]
+        except CheckpointError as error:
+            if error.code != DAMAGED:
+                return _finding(path, manifest, "unreadable", flaws, error.detail)
+            flaws.append(Flaw(file.name, error.detail.removeprefix(f"{directory / file.name}: ")))
+    return _finding(path, manifest, "damaged" if flaws else "ok", flaws)
+
+
+def verifiers(target: str) -> Iterator[Callable[[ProgressCallback | None], Finding]]:
+    """Yield a verification for each checkpoint at ``target``, oldest first, to be called with a progress callback. Raises
+    ``CheckpointError`` if there is none, or that kind of target is not supported."""
+    if "://" in target:
+        raise CheckpointError(
+            f"{target}: only directories can be verified here: fetch the checkpoint first", code=UNREADABLE
+        )
+    path = Path(os.path.abspath(target))  # noqa: PTH100 (its name counts: resolve "..", but keep the name of a link)
+    if parse_checkpoint_dir_name(path.name) is not None:
+        yield partial(check, path)
+        return
+    if not path.is_dir():
+        raise CheckpointError(f"{target} is no directory", code=MISSING)
+    found = [directory for _, _, directory in checkpoint_dirs(path)][::-1]
+    if not found:
+        raise CheckpointError(f"{target} is no checkpoint, and holds none", code=MISSING)
+    for directory in found:
+        yield partial(_check_committed, directory)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ratchet_store.verify", description="Verify every byte of checkpoints."
+    )
+    parser.add_argument("path", nargs="+", help="a checkpoint's directory, or a directory of checkpoints")
+    parser.add_argument("--json", action="store_true", help="a JSON object per line")
+    arguments = parser.parse_args(argv)
+    seen: set[Status] = set()
+    for target in arguments.path:
+        try:
+            for verify in verifiers(target):
+                finding = verify(_ProgressReporter())
+                seen.add(finding.status)
+                print(json.dumps(asdict(finding)) if arguments.json else finding, flush=True)
+        except CheckpointError as error:
+            finding = Finding(target, "unreadable", error=error.detail)
+            seen.add(finding.status)
+            print(json.dumps(asdict(finding)) if arguments.json else finding, flush=True)
+    return 1 if "damaged" in seen else 2 if "unreadable" in seen else 0
+
+
+class _ProgressReporter:
+    """Reports progress on one checkpoint on standard error, if it takes long."""
+
+    def __init__(self) -> None:
+        self._reported_at = time.monotonic()
+
+    def __call__(self, done: int, size: int) -> None:
+        if time.monotonic() - self._reported_at >= _REPORT_INTERVAL_SECONDS:
+            self._reported_at = time.monotonic()
+            print(
+                f"{_format_bytes(done)} of {_format_bytes(size)} ({100 * done // max(size, 1)} %)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _check_committed(directory: Path, progress: ProgressCallback | None) -> Finding:
+    if not os.path.lexists(directory / MANIFEST_NAME):
+        return Finding(
+            str(directory), "uncommitted", error=f"it has no {MANIFEST_NAME} and does not count as a checkpoint"
+        )
+    return check(directory, progress)
+
+
+def _finding(path: str, manifest: Manifest, status: Status, flaws: list[Flaw], error: str | None = None) -> Finding:
+    return Finding(path, status, manifest.size, len(manifest.files), manifest.format_version, flaws, error)
+
+
+def _format_bytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,1 @@
+"""Retention: which checkpoints are kept, and how the others are deleted."""

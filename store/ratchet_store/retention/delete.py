@@ -1,0 +1,187 @@
+"""Delete checkpoints. The manifest is removed first, by a durable rename, so that a crash never leaves one that looks whole.
+
+Only the fenced service, or a worker within its own attempt, may call these functions. A pin may come at any time: the pinning
+process creates the marker file, durably, and then checks for the manifest; the deleting process removes the manifest, durably,
+and then checks for the marker file. One of the two notices the other, so a pin that found a manifest holds, and one that comes
+too late fails. A manifest that was removed although the marker file exists is restored; after a crash in between, by ``sweep``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ratchet_contract.checkpoint.manifest import open_manifest
+from ratchet_contract.checkpoint.resume_report import Segment, lineage_contains
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, PINNED_NAME, JobPaths
+from ratchet_store.filesystem.durable_io import TMP_SUFFIX, UNREADABLE, fsync_dir, open_regular, remove_tree
+from ratchet_store.format.manifest_file import MAX_MANIFEST_BYTES, check_files, checkpoint_dirs, read_manifest
+from ratchet_store.format.safetensors_header import refuse_json_bomb
+from ratchet_store.retention.rules import Id
+
+
+def complete_checkpoints(checkpoints: Path, lineage: Sequence[Segment]) -> dict[Id, bool]:
+    """Return checkpoints of the ``lineage`` that look whole, newest first, and whether they have the marker file ``PINNED``: the
+    service applies the retention rules to these when no attempt is alive. A live attempt deletes its own, by a ``Keeper``. What
+    does not look whole is neither kept nor deleted by a rule: ``find_base`` handles it."""
+    found = [
+        (s, e, d) for s, e, d in checkpoint_dirs(checkpoints) if lineage_contains(lineage, s, e) and _looks_complete(d)
+    ]
+    return {(step, attempt): _is_pinned(directory) for step, attempt, directory in found}
+
+
+def delete_unless_pinned(directory: Path) -> bool:
+    """Delete one checkpoint. False if its directory has the marker file ``PINNED``, or gets it before its manifest is gone: the
+    checkpoint is then whole as before. Raises as ``delete`` does."""
+    if _is_pinned(directory):
+        return False
+    try:
+        if _uncommit(directory) and _is_pinned(directory):
+            _restore_manifest(directory)
+            return False
+        _remove_checkpoint(directory)
+    except OSError as error:
+        raise _delete_error(directory, error) from error
+    return True
+
+
+def delete(directory: Path) -> None:
+    """Delete one checkpoint: its manifest is removed first, durably, then its files. A missing checkpoint is no error.
+
+    Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses; ``sweep`` finishes the deletion.
+    """
+    try:
+        _uncommit(directory)
+        _remove_checkpoint(directory)
+    except OSError as error:
+        raise _delete_error(directory, error) from error
+
+
+def _uncommit(directory: Path) -> bool:
+    """Remove the manifest, durably. False if it was gone already; some of the files may be gone, too."""
+    try:
+        (directory / MANIFEST_NAME).rename(directory / DELETED_MANIFEST_NAME)
+    except FileNotFoundError:
+        renamed = False
+    else:
+        renamed = True
+    with suppress(FileNotFoundError):  # the whole directory is gone: another process has deleted it
+        fsync_dir(directory)
+    return renamed
+
+
+def _restore_manifest(directory: Path) -> None:
+    """Restore the manifest of a checkpoint from which nothing else was removed."""
+    (directory / DELETED_MANIFEST_NAME).rename(directory / MANIFEST_NAME)
+    fsync_dir(directory)
+
+
+def sweep(checkpoints: Path, *, dead_attempts: Collection[int]) -> list[str]:
+    """Remove remains: half-deleted checkpoints, and of attempts that are proved dead also directories without a manifest and
+    ``.tmp`` files. A checkpoint that was pinned before its deletion had removed a file is committed again. Returns the
+    removed paths, relative to ``checkpoints``. Raises as ``delete`` does."""
+    removed: list[str] = []
+    for _, attempt, directory in checkpoint_dirs(checkpoints):
+        try:
+            names = {entry.name for entry in directory.iterdir()}
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise _delete_error(directory, error) from error
+        if MANIFEST_NAME not in names and {DELETED_MANIFEST_NAME, PINNED_NAME} <= names and _is_restorable(directory):
+            _restore_manifest(directory)
+        elif MANIFEST_NAME not in names and (DELETED_MANIFEST_NAME in names or attempt in dead_attempts):
+            delete(directory)
+            removed.append(directory.name)
+        elif attempt in dead_attempts:
+            for name in sorted(name for name in names if name.endswith(TMP_SUFFIX)):
+                (directory / name).unlink(missing_ok=True)
+                removed.append(f"{directory.name}/{name}")
+    return removed
+
+
+def delete_all(job: JobPaths) -> list[tuple[int, int]]:
+    """Delete every checkpoint of a job, and its quarantine; returns the ``(step, attempt)`` that existed. No attempt may run.
+
+    Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses.
+    """
+    found = list(checkpoint_dirs(job.checkpoints))
+    for _, _, directory in reversed(found):
+        delete(directory)
+    for directory in (job.checkpoints, job.quarantine):
+        try:
+            _remove_checkpoint(directory)
+        except OSError as error:
+            raise _delete_error(directory, error) from error
+    return [(step, attempt) for step, attempt, _ in reversed(found)]
+
+
+def _is_pinned(directory: Path) -> bool:
+    return os.path.lexists(directory / PINNED_NAME)
+
+
+def _is_restorable(directory: Path) -> bool:
+    """True if all files exist that are listed in the removed manifest."""
+    try:
+        with os.fdopen(open_regular(directory / DELETED_MANIFEST_NAME), "rb") as file:
+            if os.fstat(file.fileno()).st_size > MAX_MANIFEST_BYTES:
+                return False
+            raw = file.read(MAX_MANIFEST_BYTES)
+        refuse_json_bomb(raw)
+        check_files(directory, open_manifest(raw))
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _looks_complete(directory: Path) -> bool:
+    try:
+        check_files(directory, read_manifest(directory))
+    except CheckpointError:
+        return False
+    return True
+
+
+def _remove_checkpoint(directory: Path) -> None:
+    """Remove a directory and its content without following links; what another process removes meanwhile is no error. Of the
+    files, the uncommitted manifest is removed last: by it ``sweep`` knows that the rest may be removed. Nothing is synced: what
+    comes back after a power loss is not committed."""
+    try:
+        if not stat.S_ISDIR(os.lstat(directory).st_mode):
+            return
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for last in (False, True):
+        try:
+            with os.scandir(directory) as found:
+                entries = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in found)
+        except FileNotFoundError:
+            return
+        for name, is_dir in entries:
+            if name == DELETED_MANIFEST_NAME:
+                continue
+            if is_dir:
+                remove_tree(directory / name)
+            else:
+                (directory / name).unlink(missing_ok=True)
+        (directory / DELETED_MANIFEST_NAME).unlink(missing_ok=True)
+        try:
+            directory.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError as error:  # a marker file was created meanwhile: too late, as its creator will notice
+            if last or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return
+
+
+def _delete_error(directory: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} was not deleted completely: {error.strerror or error}; check owner and mode", code=UNREADABLE
+    )

@@ -1,0 +1,211 @@
+"""Write one rank's file: its slices of the shared tensors, its private tensors, its JSON state."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ratchet_contract.checkpoint.manifest import RANK_PREFIX, FileEntry, TensorEntry, dump_entries
+from ratchet_contract.errors import CheckpointError, StateError
+from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, rank_file_name
+from ratchet_hooks.state.safetensors_header import ITEMSIZE, Stored, entries_json
+from ratchet_store.filesystem.durable_io import EXISTS, atomic_write, ensure_dir, fsync_dir, write_error
+from ratchet_store.format.json_state import JsonValue, encode_state
+from ratchet_store.format.safetensors_header import MAX_DIMENSIONS, build_header, is_complete
+from ratchet_store.write.block_writer import BLOCK, Blockwise, Range
+
+BytesLike = Any
+"""Anything with a contiguous buffer: bytes, bytearray, memoryview, a numpy array of uint8."""
+
+
+_TENSOR_ALIGNMENT: Final = 64  # bytes; torch's tensors begin on multiples of it
+
+
+class Piece(NamedTuple):
+    """A tensor, or ``nbytes`` bytes of consecutive elements of one.
+
+    ``shape`` is the whole tensor's, ``start`` the first element (row-major) of the piece, ``dtype`` safetensors' name ("F32",
+    "I64", "BF16", "BOOL", ...).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class Written(NamedTuple):
+    """The manifest's entries for a written file, those of the tensors in file order. ``tensors_json``: the latter as JSON text.
+    If they equal those of the writer's last file, they are the same objects. ``digests``: XXH3-128 in hex of the requested
+    ranges."""
+
+    file: FileEntry
+    tensors: tuple[TensorEntry, ...]
+    tensors_json: str
+    digests: list[str]
+
+
+def file_order(names: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int]) -> list[int]:
+    """Return the indices of pieces of ``sizes`` bytes in the order of a rank file: wide elements first, so that without gaps
+    every piece starts on a multiple of its element size; within a width, first what all ranks share, since other ranks read it;
+    within that, first the sizes divisible by a larger power of two (up to 64), since a system copies bytes a fifth faster
+    between addresses with the same last five bits, and tensors are at such aligned addresses. Raises ``StateError`` for a dtype
+    that cannot be stored."""
+    for name, dtype in zip(names, dtypes, strict=True):
+        if dtype not in ITEMSIZE:
+            raise StateError(
+                f"tensor {name!r} has dtype {dtype!r}, which safetensors cannot hold; known: {', '.join(ITEMSIZE)}"
+            )
+    return sorted(range(len(names)), key=lambda i: _sort_key(names[i], dtypes[i], sizes[i]))
+
+
+def _sort_key(name: str, dtype: str, size: int) -> tuple[int, bool, int]:
+    return -ITEMSIZE[dtype], name.startswith(RANK_PREFIX), -math.gcd(size, _TENSOR_ALIGNMENT)
+
+
+class RankWriter:
+    """Writes the files of one rank, one after another. From save to save the tensors' bytes change, but seldom their names or
+    shapes: what depends on these is checked and computed when they change, and kept."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self._name = rank, rank_file_name(rank, world_size)
+        self._layout: _Layout | None = None
+        self._lock = threading.Lock()
+        self._active_writer: Blockwise | None = None  # what is being written
+
+    def write(
+        self, directory: Path, pieces: Sequence[Piece], data: BytesLike, state: JsonValue, ranges: Sequence[Range] = ()
+    ) -> Written:
+        """Write ``rank-<rank>-of-<world_size>.safetensors`` durably.
+
+        ``pieces``: in ``file_order``; ``data``: their bytes, concatenated, which must not change meanwhile; if they start on a
+        page they are written past the page cache. ``ranges``: of the data, for ``Written.digests``. ``.tmp``, hashed while
+        written, fsync, rename, fsync of the directory (created if missing). Nothing of it counts before ``commit``.
+        Raises ``StateError`` for what cannot be stored (names the tensor or key) and ``CheckpointError`` when the system refuses
+        (``checkpoint-not-written``; the ``.tmp`` is removed) or the directory holds a committed checkpoint.
+        """
+        text, layout, view = encode_state(state), self._layout_for(pieces), _bytes(data)
+        if len(view) != layout.size:
+            raise StateError(f"the tensors of the rank file have {layout.size} bytes, but {len(view)} were passed")
+        header = b"".join(build_header(layout.members, text))
+        tensors, listing = layout.entries(len(header))
+        path = directory / self._name
+        try:
+            ensure_dir(directory.parent)
+            directory.mkdir(exist_ok=True)  # the commit makes its name durable; before that nothing in it counts
+            _raise_if_committed(directory)
+            with atomic_write(path) as fd:
+                size, blocks, digests = self._stream(Blockwise(fd, header, view, BLOCK, ranges))
+            fsync_dir(directory)
+        except OSError as error:
+            raise write_error(path, error, len(header) + layout.size) from error
+        file = FileEntry(name=self._name, rank=self.rank, size=size, block_size=BLOCK, blocks=blocks)
+        return Written(file, tensors, listing, digests)
+
+    def help(self) -> None:
+        """Take part in a ``write`` of another thread. Returns at once if nothing is left to begin."""
+        with self._lock:
+            found = self._active_writer
+        if found is not None:
+            found.work()
+
+    def _stream(self, blocks: Blockwise) -> tuple[int, list[str], list[str]]:
+        """Write all blocks; returns the bytes, and the digests of the blocks and of the ranges."""
+        with self._lock:
+            self._active_writer = blocks
+        try:
+            blocks.work()
+        finally:
+            with self._lock:
+                self._active_writer = None
+        return blocks.size, *blocks.finish()
+
+    def _layout_for(self, pieces: Sequence[Piece]) -> _Layout:
+        """Return the layout of the pieces; they are checked unless they are as in the last call."""
+        if self._layout is None or (self._layout.pieces is not pieces and self._layout.pieces != pieces):
+            self._layout = None
+            self._layout = _Layout(self._name, pieces)
+        return self._layout
+
+
+class _Layout:
+    """What depends on the pieces but not on their bytes. Raises ``StateError``."""
+
+    def __init__(self, file: str, pieces: Sequence[Piece]) -> None:
+        order = file_order([p.name for p in pieces], [p.dtype for p in pieces], [p.nbytes for p in pieces])
+        for piece in pieces:
+            _check_piece(piece)
+        if order != [*range(len(pieces))]:
+            raise StateError("the tensors of the rank file are not in its order (file_order)")
+        self._file, self.pieces = file, pieces
+        self._stored = _header_entries(pieces)
+        self.members, self.size = entries_json(self._stored), sum(piece.nbytes for piece in pieces)
+        self._entries: tuple[int, tuple[TensorEntry, ...], str] | None = None
+
+    def entries(self, data_start: int) -> tuple[tuple[TensorEntry, ...], str]:
+        """Return the manifest's entries and their JSON text, in file order. A header grows by pages: ``data_start`` seldom
+        changes."""
+        if self._entries is None or self._entries[0] != data_start:
+            made = tuple(
+                TensorEntry(
+                    name=piece.name, file=self._file, offset=data_start + place.begin, nbytes=piece.nbytes,
+                    shape=list(piece.shape), dtype=piece.dtype, start=piece.start,
+                )
+                for piece, place in zip(self.pieces, self._stored.values(), strict=True)
+            )  # fmt: skip
+            self._entries = data_start, made, dump_entries(made)
+        return self._entries[1:]
+
+
+def _header_entries(pieces: Sequence[Piece]) -> dict[str, Stored]:
+    """Return the header's entries."""
+    stored: dict[str, Stored] = {}
+    position = 0
+    for name, dtype, shape, start, nbytes in pieces:
+        whole = is_complete(shape, dtype, start, nbytes)
+        key = name if whole else f"{name}#{start}"
+        if key in stored or key == "__metadata__":
+            raise StateError(f"tensor name {key!r} occurs twice in a rank file, or is reserved: rename it")
+        there = shape if whole else (nbytes // ITEMSIZE[dtype],)
+        stored[key] = Stored(dtype, there, position, position + nbytes)
+        position += nbytes
+    return stored
+
+
+def _check_piece(piece: Piece) -> None:
+    """Check that the bytes fit shape and dtype, and that these can be stored. Raises ``StateError``."""
+    where = f"tensor {piece.name!r}"
+    try:
+        piece.name.encode()
+    except UnicodeEncodeError as error:
+        raise StateError(f"{where} has a name that is no text: {error}") from None
+    if not piece.name or len(piece.shape) > MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in piece.shape):
+        raise StateError(f"{where} has no name or no valid shape: {piece.shape}")
+    numel = math.prod(piece.shape)
+    count, rest = divmod(piece.nbytes, ITEMSIZE[piece.dtype])
+    if rest or count < 0 or piece.start < 0 or piece.start + count > numel:
+        raise StateError(
+            f"{where}: {piece.nbytes} bytes from element {piece.start} do not fit {piece.dtype} of shape {list(piece.shape)}"
+        )
+    if count == 0 and numel:
+        raise StateError(f"{where}: a piece without elements of a tensor that has some")
+
+
+def _bytes(data: BytesLike) -> memoryview:
+    try:
+        view = memoryview(data)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except TypeError as error:
+        raise StateError(f"the bytes of the tensors are not contiguous ({error}): pass a uint8 view") from None
+
+
+def _raise_if_committed(directory: Path) -> None:
+    for name in (MANIFEST_NAME, DELETED_MANIFEST_NAME):
+        if (directory / name).exists():
+            raise CheckpointError(
+                f"{directory} already holds a checkpoint ({name}): nothing in it is changed", code=EXISTS
+            )

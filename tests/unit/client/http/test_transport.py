@@ -1,0 +1,153 @@
+"""The client against a scripted HTTP server on a real socket: retries, idempotency keys, moved services, broken streams."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+
+from ratchet_client.http.errors import ServiceFault, ServiceUnreachable
+from ratchet_client.http.sse import parse_events
+from ratchet_client.resources.client import RatchetClient
+from ratchet_contract.api.requests import PatchRequest
+from ratchet_contract.code import tree
+from ratchet_contract.code.archive import write_archive
+from ratchet_contract.errors import Conflict, NotFound, SpecError
+from tests.support.scripted_server import HOOK, JOB, Reply, ok, problem, serving
+
+
+def test_post_is_retried_with_same_idempotency_key() -> None:
+    replies = [problem(503, "starting"), (0, "", b""), problem(409, "idempotency-in-progress")]
+    done = ok({"id": "c", "verification": "ok", "bytes_checked": 1, "seconds": 0.1})
+    with serving(lambda _, n: [*replies, done][n - 1]) as server, RatchetClient(server.url) as client:
+        assert client.verify("job-000000000001", "c").verification == "ok"
+    keys = {headers["Idempotency-Key"] for _, _, headers in server.requests}
+    assert len(server.requests) == 4 and len(keys) == 1
+
+
+def test_patch_with_lost_response_is_retried() -> None:
+    with serving(lambda _, n: (0, "", b"") if n == 1 else ok(JOB)) as server, RatchetClient(server.url) as client:
+        assert client.patch("job-000000000001", PatchRequest(priority=1)).id == "job-000000000001"
+        assert [method for method, _, _ in server.requests] == ["PATCH", "PATCH"]
+
+
+def test_delete_with_lost_response_is_not_retried() -> None:
+    with serving(lambda *_: (0, "", b"")) as server, RatchetClient(server.url) as client:
+        with pytest.raises(ServiceUnreachable):
+            client.delete("job-000000000001")
+        assert len(server.requests) == 1
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.py").write_bytes(b"#" * 3_000_000)
+    return tmp_path / "mine"
+
+
+def test_code_upload_with_lost_response_is_retried_from_start(project: Path) -> None:
+    replies = [problem(404, "code-not-found"), (0, "", b""), problem(503, "busy"), (201, "text/plain", b""), ok(JOB)]
+    with serving(lambda _, n: replies[n - 1]) as server, RatchetClient(server.url) as client:
+        client.submit({"name": "n", "script": ["train.py"], "code": {"path": str(project)}}, upload=True)
+    found = tree.list_entries(project)
+    assert [method for method, _, _ in server.requests] == ["GET", "PUT", "PUT", "PUT", "POST"]
+    assert {path for _, path, _ in server.requests[:4]} == {f"/v1/code/{tree.tree_digest(found)}"}
+    assert server.bodies[1:4] == [b"".join(write_archive(found))] * 3
+    assert json.loads(server.bodies[4])["code"] == {"path": str(project), "digest": tree.tree_digest(found)}
+
+
+def test_code_changed_during_upload_is_refused(project: Path) -> None:
+    def script(request: BaseHTTPRequestHandler, number: int) -> Reply:
+        (project / "train.py").write_bytes(b"#" * 4_000_000)
+        return problem(404, "code-not-found")
+
+    with serving(script) as server, RatchetClient(server.url) as client, pytest.raises(SpecError) as caught:
+        client.submit({"name": "n", "script": ["train.py"], "code": {"path": str(project)}}, upload=True)
+    assert [(e.pointer, e.code) for e in caught.value.errors] == [("/code/path", "unreadable")]
+    assert "has changed" in caught.value.detail
+
+
+def test_problem_responses_become_exceptions_with_code_and_field_errors() -> None:
+    fields = [{"pointer": "/hook/name", "code": "unknown-hook", "detail": "no hook is named 'x'"}]
+    replies = [
+        problem(422, "invalid-spec", errors=fields), problem(404, "job-not-found"), problem(409, "wrong-phase"),
+        problem(500, "internal-error"), (200 + 300, "text/html", b"<html>"),
+    ]  # fmt: skip
+    with serving(lambda _, n: replies[n - 1]) as server, RatchetClient(server.url) as client:
+        with pytest.raises(SpecError) as caught:
+            client.submit({})
+        assert caught.value.errors[0].pointer == "/hook/name"
+        with pytest.raises(NotFound, match="told: job-not-found"):
+            client.job("job-000000000001")
+        with pytest.raises(Conflict) as conflict:
+            client.preempt("job-000000000001")
+        assert conflict.value.code == "wrong-phase"
+        for _ in range(2):
+            with pytest.raises(ServiceFault):
+                client.job("job-000000000001")
+
+
+def test_client_finds_service_restarted_on_another_port(tmp_path: Path) -> None:
+    def announce(url: str) -> None:
+        text = json.dumps({"protocol": 1, "url": url, "pid": 1, "started_at": "2026-01-01T00:00:00Z"})
+        (tmp_path / "service.json").write_text(text)
+
+    with RatchetClient(home=tmp_path, retry_for=20) as client:
+        with pytest.raises(ServiceUnreachable, match="ratchet serve"):
+            client.hooks()  # never started: not waited for
+        with serving(lambda *_: ok({"items": [HOOK]})) as first:
+            announce(first.url)
+            assert [h.name for h in client.hooks()] == ["allreduce"]
+        with serving(lambda *_: ok({"items": [HOOK, HOOK]})) as second:
+            timer = threading.Timer(0.3, announce, [second.url])  # while the client is already trying
+            timer.start()
+            assert len(client.hooks()) == 2
+            timer.join()
+
+
+def test_service_killed_during_response_is_reported_unreachable(tmp_path: Path) -> None:
+    with serving(lambda _, n: ok({"items": []}) if n == 1 else (0, "", b"")) as server:
+        for home, url in ((tmp_path, None), (None, server.url)):
+            server.requests.clear()
+            if home is not None:
+                text = json.dumps({"protocol": 1, "url": server.url, "pid": 1, "started_at": "2026-01-01T00:00:00Z"})
+                (home / "service.json").write_text(text)
+            with RatchetClient(url, home, retry_for=0) as client:
+                assert client.hooks() == []
+                with pytest.raises(ServiceUnreachable, match="ratchet serve") as caught:
+                    client.hooks()
+                assert "speak HTTP" not in caught.value.detail
+
+
+def test_paginated_list_is_read_to_last_page() -> None:
+    def script(handler: BaseHTTPRequestHandler, n: int) -> Reply:
+        return ok({"items": [HOOK], "next_cursor": None if "cursor=two" in handler.path else "two"})
+
+    with serving(script) as server, RatchetClient(server.url) as client:
+        assert len(client.hooks()) == 2
+
+
+def test_broken_event_stream_resumes_from_last_event_id() -> None:
+    def block(number: int) -> str:
+        data = {"id": f"1.0.{number}", "attempt": 1, "rank": 0, "text": f"line {number}"}
+        return f"id: 1.0.{number}\nevent: log\ndata: {json.dumps(data)}\n\n"
+
+    parts = [": hello\n\n" + block(1) + block(2) + "id: 1.0.3\ndata: {cut", block(3) + "event: end\ndata: {}\n\n"]
+
+    def script(handler: BaseHTTPRequestHandler, _: int) -> Reply:
+        if handler.path == "/v1/jobs/job-000000000001":
+            return ok(JOB)
+        return 200, "text/event-stream", parts.pop(0).encode()
+
+    with serving(script) as server, RatchetClient(server.url) as client:
+        assert [entry.text for entry in client.follow_logs("job-000000000001")] == ["line 1", "line 2", "line 3"]
+    streams = [headers.get("Last-Event-ID") for _, path, headers in server.requests if "/logs" in path]
+    assert streams == [None, "1.0.2"]
+
+
+def test_an_event_with_several_data_lines_is_one_event() -> None:
+    lines = ["data: a", "data:b", "", ": comment", "", "event: x", "id: 7", "", "data: cut"]
+    assert [(e.event, e.data, e.id) for e in parse_events(lines)] == [("message", "a\nb", None), ("x", "", "7")]

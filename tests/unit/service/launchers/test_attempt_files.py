@@ -1,0 +1,109 @@
+"""The attempt's user may write anything where its agent's last word lies: it is bounded before it is parsed, and that is told."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.phases import Cause, Desired
+from ratchet_contract.protocol.messages import AgentFile, AttemptResult
+from ratchet_service.launchers import attempt_files
+from ratchet_service.launchers.attempt_files import MOST_BYTES, MOST_TEXT
+from ratchet_service.launchers.base import AttemptRef, AttemptState
+from ratchet_service.lifecycle.attempt_result import Evidence, cause_of
+
+AT = "2030-01-01T00:00:00+00:00"
+JOB: Any = SimpleNamespace(desired=Desired.RUN, desired_cause=None)
+
+
+@pytest.fixture
+def ref(tmp_path: Path) -> AttemptRef:
+    ref = AttemptRef("job-000000000001", 1, AttemptPaths(tmp_path), 1)
+    ref.paths.node(0).agent_file.write_text(AgentFile(pid=1, start_time=1, host="h").model_dump_json())
+    return ref
+
+
+def written(ref: AttemptRef, message: str) -> None:
+    result = AttemptResult(
+        job_id=ref.job_id, attempt=1, cause=Cause.EXCEPTION, message=message, last_step=3, started_at=AT, ended_at=AT,
+        ranks=[],
+    )  # fmt: skip
+    ref.paths.node(0).result_file.write_text(result.model_dump_json())
+
+
+def end_of(ref: AttemptRef) -> tuple[Cause, str | None]:
+    found = cause_of(JOB, Evidence(AttemptState(False, attempt_files.node_states(ref))))
+    return found.cause, found.message
+
+
+def test_attempt_result_within_limits_is_read_unchanged(ref: AttemptRef) -> None:
+    written(ref, "x" * MOST_TEXT)
+    assert end_of(ref) == (Cause.EXCEPTION, "x" * MOST_TEXT)
+
+
+def test_attempt_result_over_size_limit_is_not_parsed(ref: AttemptRef, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(ref, "x" * MOST_BYTES)
+
+    def parsed(*_: Any) -> None:
+        raise AssertionError("it was parsed")
+
+    monkeypatch.setattr(AttemptResult, "model_validate_json", parsed)
+    cause, message = end_of(ref)
+    assert cause is Cause.UNKNOWN
+    assert message == "result.json of node 0 has more than 4 MiB, which no agent writes: it was not read"
+
+
+def test_attempt_result_long_message_is_truncated_with_note(ref: AttemptRef) -> None:
+    written(ref, "x" * (MOST_TEXT + 7))
+    assert end_of(ref) == (Cause.EXCEPTION, "x" * MOST_TEXT + " ... (7 more characters left out)")
+
+
+def test_attempt_files_that_are_fifo_or_device_do_not_block(ref: AttemptRef) -> None:
+    os.mkfifo(ref.paths.node(0).result_file)
+    assert attempt_files.node_states(ref)[0].result is None
+    ref.paths.node(0).agent_file.unlink()
+    ref.paths.node(0).agent_file.symlink_to("/dev/zero")
+    assert not attempt_files.node_states(ref)[0].seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "says"),
+    [
+        ({"weather": "fine"}, Cause.EXCEPTION, "why"),
+        (
+            {"cause": "sigterm", "ranks": [{"rank": 0, "exit_code": 143, "last_step": 3, "mood": 1}]},
+            Cause.SIGTERM,
+            "why",
+        ),
+        ({"cause": "melted"}, Cause.UNKNOWN, "uses protocol 99, which this service (1) cannot read"),
+        ({"ranks": {"0": 143}}, Cause.UNKNOWN, "uses protocol 99"),
+    ],
+)
+@pytest.mark.parametrize("asked", [None, Cause.UPGRADE])
+def test_attempt_result_of_other_protocol_is_read_as_far_as_known(
+    ref: AttemptRef, changes: dict[str, Any], cause: Cause, says: str, asked: Cause | None
+) -> None:
+    """Who was asked to end for it has ended so, unless it tells of a failure."""
+    written(ref, "why")
+    file = ref.paths.node(0).result_file
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"protocol": 99} | changes))
+    found = cause_of(JOB, Evidence(AttemptState(False, attempt_files.node_states(ref)), forced_cause=asked))
+    assert found.cause is (Cause.UPGRADE if asked is not None and cause is not Cause.EXCEPTION else cause)
+    assert says in str(found.message)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"cause": "melted"}, {"attempt": 2}, {"protocol": 99, "cause": "melted", "attempt": 2}, {"protocol": None}],
+)
+def test_attempt_result_invalid_or_of_other_attempt_is_ignored(ref: AttemptRef, changes: dict[str, Any]) -> None:
+    written(ref, "why")
+    file = ref.paths.node(0).result_file
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    assert attempt_files.node_states(ref)[0].result is None

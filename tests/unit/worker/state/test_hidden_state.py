@@ -1,0 +1,556 @@
+"""State outside ``state_dict``: what training changed in attributes is put into objects that are built anew, or named."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+import re
+import struct
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, Flag, auto
+from functools import partial
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ratchet_hooks.state.encode import decode, encode
+from ratchet_worker.state.hidden_state import Changes, HiddenState
+from ratchet_worker.state.object_walk import Roots
+from tests.unit.hooks.state.test_encode import through_disk
+
+
+class Phase(Enum):
+    WARM = 1
+    HOT = 2
+
+
+@dataclass
+class Schedule:
+    level: float = 0.0
+    history: list[float] = field(default_factory=list)
+    best: torch.Tensor | None = None
+
+
+class Slotted:
+    __slots__ = ("count", "last")
+
+    def __init__(self) -> None:
+        self.count, self.last = 0, None
+
+
+class Bank:
+    """A plain object with tensors."""
+
+    def __init__(self) -> None:
+        self.keys, self.at, self.owner = torch.zeros(4, 3), 0, None
+
+
+class Slotless(Bank):
+    """Of the same form."""
+
+
+class Private:
+    __slots__ = ("__dict__", "__hidden", "shown")
+
+    def __init__(self) -> None:
+        self.__hidden, self.shown, self.other = 0, 0, 0
+
+    def move(self) -> None:
+        self.__hidden += 1
+        self.shown += 2
+        self.other += 3
+
+    def look(self) -> tuple[int, int, int]:
+        return self.__hidden, self.shown, self.other
+
+
+class Net(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+Build = Callable[[], Net]
+
+
+def later(net: Net, train: Callable[[Net], Any]) -> tuple[Net, Changes]:
+    """``net`` after ``train``, and what a checkpoint has of it."""
+    hidden = HiddenState()
+    hidden.begin(Roots({"model": net}))
+    assert hidden.changes() == Changes({}, []), "nothing has happened yet"
+    train(net)
+    return net, hidden.changes()
+
+
+def resumed(build: Build, changes: Changes) -> Net:
+    net, hidden = build(), HiddenState()
+    hidden.begin(Roots({"model": net}))
+    tensors, data = encode(changes.stored, root="attributes")
+    stored: Any = through_disk(changes.stored)
+    assert decode(tensors, data) is not None
+    hidden.restore(stored)
+    assert str(hidden.changes().unsaved) == str(changes.unsaved)
+    return net
+
+
+def draw(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return torch.rand(3, generator=generator).tolist()
+    return (
+        [generator.random() for _ in range(3)]
+        if isinstance(generator, random.Random)
+        else generator.normal(size=3).tolist()
+    )
+
+
+def teacher_step(net: Net) -> None:
+    with torch.no_grad():
+        for p in net.teacher[0].parameters():
+            p.add_(1.0)
+        net.teacher[0].running.add_(2.0)
+
+
+class Teacher(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.calls = 0
+        self.register_buffer("running", torch.zeros(2), persistent=False)
+
+
+def shares(net: Net) -> None:
+    made = torch.ones(2)
+    net.a, net.b, net.both = made, made, [made]
+
+
+def build_slow() -> Net:
+    net = Net()
+    net.slow = {id(p): torch.zeros_like(p) for p in net.parameters()}
+    return net
+
+
+class Mode(Flag):
+    SLOW = auto()
+    LOUD = auto()
+
+
+CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
+    "numbers": (
+        lambda: Net(n=0, x=1.5, s="a", c=1j, t=(1, 2)),
+        lambda n: vars(n).update(n=3, x=-0.0, s="b", c=2j, t=(1, (3,))),
+        lambda n: repr((n.n, n.x, n.s, n.c, n.t)),
+    ),
+    "nan": (lambda: Net(x=0.0), lambda n: vars(n).update(x=float("nan")), lambda n: repr(n.x)),
+    "numpy numbers": (
+        lambda: Net(x=np.float32(1)),
+        lambda n: vars(n).update(x=np.float32(0.1)),
+        lambda n: (type(n.x), n.x),
+    ),
+    "a numpy array in place": (lambda: Net(x=np.zeros(5)), lambda n: n.x.__iadd__(2), lambda n: n.x.tolist()),
+    "a new numpy array": (
+        lambda: Net(x=np.zeros(5)),
+        lambda n: vars(n).update(x=np.ones((2, 2), np.int16)),
+        lambda n: (n.x.tolist(), n.x.dtype),
+    ),
+    "a tensor in place": (lambda: Net(x=torch.zeros(5)), lambda n: n.x.add_(2), lambda n: n.x.tolist()),
+    "a large tensor in place": (lambda: Net(x=torch.zeros(50_000)), lambda n: n.x.add_(2), lambda n: float(n.x.sum())),
+    "a small tensor by way of data": (
+        lambda: Net(x=torch.zeros(5)),
+        lambda n: n.x.data.add_(2),
+        lambda n: n.x.tolist(),
+    ),
+    "a new tensor": (
+        lambda: Net(x=None),
+        lambda n: vars(n).update(x=torch.arange(3)),
+        lambda n: (n.x.tolist(), n.x.dtype),
+    ),
+    "a tensor with a graph": (
+        lambda: Net(x=None),
+        lambda n: vars(n).update(x=n.layer.weight * 0 + 2),
+        lambda n: n.x.detach().tolist(),
+    ),
+    "tensors that are shared": (Net, shares, lambda n: (n.a is n.b, n.both[0] is n.a, n.a.tolist())),
+    "a view of a parameter": (
+        lambda: Net(row=None),
+        lambda n: vars(n).update(row=n.layer.weight[1]),
+        lambda n: (n.row.data_ptr() - n.layer.weight.data_ptr(), tuple(n.row.shape)),
+    ),
+    "a parameter by another name": (
+        lambda: Net(alias=None),
+        lambda n: vars(n).update(alias=[n.layer.weight]),
+        lambda n: n.alias[0] is n.layer.weight,
+    ),
+    "a torch generator": (lambda: Net(g=torch.Generator().manual_seed(1)), lambda n: draw(n.g), lambda n: draw(n.g)),
+    "a numpy generator": (lambda: Net(g=np.random.default_rng(1)), lambda n: draw(n.g), lambda n: draw(n.g)),
+    "a RandomState": (lambda: Net(g=[np.random.RandomState(1)]), lambda n: draw(n.g[0]), lambda n: draw(n.g[0])),
+    "Python's generator": (lambda: Net(g={"r": random.Random(1)}), lambda n: draw(n.g["r"]), lambda n: draw(n.g["r"])),
+    "a new torch generator": (
+        lambda: Net(g=None),
+        lambda n: vars(n).update(g=torch.Generator().manual_seed(5)),
+        lambda n: draw(n.g),
+    ),
+    "a new numpy generator": (
+        lambda: Net(g=None),
+        lambda n: vars(n).update(g=np.random.default_rng(5)),
+        lambda n: draw(n.g),
+    ),
+    "a new random.Random": (lambda: Net(g=None), lambda n: vars(n).update(g=random.Random(5)), lambda n: draw(n.g)),
+    "an early item of a long list": (lambda: Net(x=[0] * 1000), lambda n: n.x.__setitem__(3, 7), lambda n: n.x),
+    "a list that grows": (lambda: Net(x=[]), lambda n: n.x.extend([1, torch.ones(2), {"a": [2]}]), lambda n: str(n.x)),
+    "a dictionary": (
+        lambda: Net(x={"a": 1, 2: "b"}),
+        lambda n: (n.x.pop("a"), n.x.update({(1, 2): 3})),
+        lambda n: [*n.x.items()],
+    ),
+    "a set": (lambda: Net(x={1, 2}), lambda n: (n.x.add(5), n.x.discard(1)), lambda n: n.x),
+    "a frozenset": (lambda: Net(x=frozenset()), lambda n: vars(n).update(x=frozenset({1})), lambda n: n.x),
+    "a deque": (lambda: Net(x=deque(maxlen=2)), lambda n: n.x.extend([1, 2, 3]), lambda n: (n.x.maxlen, [*n.x])),
+    "other dictionaries": (
+        lambda: Net(x=None),
+        lambda n: vars(n).update(x=[OrderedDict(a=1), Counter("aa"), defaultdict(list, b=[1])]),
+        lambda n: (repr(n.x), n.x[2]["new"]),
+    ),
+    "an attribute that is new": (Net, lambda n: vars(n).update(x=3), lambda n: n.x),
+    "an attribute that is gone": (lambda: Net(x=3), lambda n: delattr(n, "x"), lambda n: hasattr(n, "x")),
+    "a dataclass": (
+        lambda: Net(x=Schedule()),
+        lambda n: (vars(n.x).update(level=0.5, best=torch.ones(1)), n.x.history.append(2.0)),
+        lambda n: str(n.x),
+    ),
+    "a plain object": (
+        lambda: Net(x=Bank()),
+        lambda n: (n.x.keys.add_(3), vars(n.x).update(at=2)),
+        lambda n: (n.x.keys.tolist(), n.x.at),
+    ),
+    "a plain object with slots": (
+        lambda: Net(x=[Slotted()]),
+        lambda n: (setattr(n.x[0], "count", 4), setattr(n.x[0], "last", [1])),
+        lambda n: (n.x[0].count, n.x[0].last),
+    ),
+    "a plain object with private slots and a dictionary": (
+        lambda: Net(x=Private()),
+        lambda n: n.x.move(),
+        lambda n: n.x.look(),
+    ),
+    "a large array": (
+        lambda: Net(x=np.zeros(17 << 17)),
+        lambda n: n.x.__setitem__(12345, 0.5),
+        lambda n: float(n.x[12345]),
+    ),
+    "a method of a generator": (lambda: Net(x=random.Random(4).random), lambda n: n.x(), lambda n: n.x()),
+    "a queue": (lambda: Net(x=Queue()), lambda n: n.x.put([1]), lambda n: n.x.get_nowait()),
+    "a generator in a weak dictionary": (
+        lambda: (net := Net(), setattr(net, "x", WeakKeyDictionary({net.layer: random.Random(1)})))[0],
+        lambda n: draw(n.x[n.layer]),
+        lambda n: draw(n.x[n.layer]),
+    ),
+    "a namespace": (lambda: Net(x=SimpleNamespace(a=1)), lambda n: vars(n.x).update(b=2), lambda n: vars(n.x)),
+    "new objects in a circle": (
+        lambda: Net(x=Bank()),
+        lambda n: vars(n.x).update(owner=[n.x, Bank()]),
+        lambda n: (n.x.owner[0] is n.x, n.x.owner[1].keys.tolist()),
+    ),
+    "a member of an enumeration": (lambda: Net(x=Phase.WARM), lambda n: vars(n).update(x=Phase.HOT), lambda n: n.x),
+    "a dtype": (lambda: Net(x=torch.float32), lambda n: vars(n).update(x=torch.bfloat16), lambda n: n.x),
+    "a net hidden in a list": (
+        lambda: Net(teacher=[Teacher()]),
+        lambda n: (teacher_step(n), vars(n.teacher[0]).update(calls=2)),
+        lambda n: (
+            n.teacher[0].calls,
+            n.teacher[0].running.tolist(),
+            (n.teacher[0].inner.weight - weight_of_a_new_teacher(n)).tolist(),
+        ),
+    ),
+    "a net hidden in an object": (
+        lambda: Net(x=SimpleNamespace(net=Teacher())),
+        lambda n: n.x.net.eval(),
+        lambda n: n.x.net.training,
+    ),
+    "a new namespace": (
+        lambda: Net(x=None),
+        lambda n: vars(n).update(x=SimpleNamespace(count=3)),
+        lambda n: (type(n.x), n.x.count),
+    ),
+    "functions and classes that have names": (
+        lambda: Net(x=None, y=draw, z=shares, kind=Net),
+        lambda n: vars(n).update(x=draw, y=None, z=later, kind=Bank),
+        lambda n: (n.x, n.y, n.z, n.kind),
+    ),
+    "a flag of two members": (
+        lambda: Net(x=None, y=re.I),
+        lambda n: vars(n).update(x=Mode.SLOW | Mode.LOUD, y=re.I | re.M),
+        lambda n: (n.x, n.y),
+    ),
+    "whether a hidden tensor is trained": (
+        lambda: Net(x=[torch.zeros(2)], teacher=[Teacher()]),
+        lambda n: (n.x[0].requires_grad_(), n.teacher[0].inner.requires_grad_(False)),
+        lambda n: (n.x[0].requires_grad, n.teacher[0].inner.weight.requires_grad),
+    ),
+    "tensors by the addresses of parameters": (
+        build_slow,
+        lambda n: [slow.add_(number) for number, slow in enumerate(n.slow.values())],
+        lambda n: [n.slow[id(p)].flatten().tolist() for p in n.parameters()],
+    ),
+    "tensors by the addresses of parameters, first made in training": (
+        lambda: Net(slow={}),
+        lambda n: n.slow.update({id(p): torch.full_like(p, 1.0) for p in n.parameters()}),
+        lambda n: [n.slow[id(p)].flatten().tolist() for p in n.parameters()],
+    ),
+    "the end of a long list": (
+        lambda: Net(x=[0.0] * 20_001),
+        lambda n: n.x.append(1.0),
+        lambda n: (len(n.x), n.x[-1]),
+    ),
+    "an argument of a partial": (lambda: Net(x=partial(min, [1])), lambda n: n.x.args[0].append(0), lambda n: n.x()),
+    "the object of a bound method": (
+        lambda: Net(x=Bank().__class__.__init__.__get__(Bank())),
+        lambda n: vars(n.x.__self__).update(at=5),
+        lambda n: n.x.__self__.at,
+    ),
+}
+
+
+def weight_of_a_new_teacher(net: Net) -> torch.Tensor:
+    torch.manual_seed(0)
+    return build_seeded(lambda: Net(teacher=[Teacher()])).teacher[0].inner.weight
+
+
+def build_seeded(build: Build) -> Net:
+    torch.manual_seed(0)
+    return build()
+
+
+NAN: float = struct.unpack("<d", bytes.fromhex("010000000000f4ff"))[0]
+PLAIN: dict[str, list[Any]] = {
+    "floats": [NAN, -NAN, -0.0, 0.0, math.inf, 5e-324, 0.1],
+    "integers": [-(2**63), 2**63 - 1, 0],
+    "large integers": [1, 2**63, -(2**200)],
+    "truth values": [True, False, True],
+    "of several types": [True, 1, 1.0, 2**60, None, -0.0, NAN, 1j, b"\0", "\u00fc", "a"],
+    "strings": ["a", "\u00fc", ""],
+    "small integers as floats": [1.0, 2.0],
+}
+
+
+def bits_of(item: Any) -> Any:
+    if isinstance(item, (list, tuple, deque)):
+        return [*map(bits_of, item)]
+    return type(item), struct.pack("<d", item) if type(item) is float else repr(item)
+
+
+@pytest.mark.parametrize("items", PLAIN.values(), ids=PLAIN.keys())
+def test_hidden_state_restores_plain_items_with_types_and_bits(items: list[Any]) -> None:
+    """Of a list that is there, of new containers, and of one too long to be looked at item by item."""
+
+    def train(net: Net) -> None:
+        net.x.extend(items)
+        vars(net).update(long=items * 20_001, new=deque(items), keys={f"{n}": one for n, one in enumerate(items)})
+        net.alias = net.long
+
+    _, changes = later(Net(x=[]), train)
+    again = resumed(lambda: Net(x=[]), Changes(through_disk(changes.stored), []))  # type: ignore[arg-type]
+    assert changes.unsaved == [] and again.alias is again.long
+    found = (again.x, again.new, [*again.keys.values()], again.long[-len(items) :])
+    assert all(bits_of(one) == bits_of(items) for one in found)
+    assert len(again.long) == 20_001 * len(items) and [*again.keys] == [*map(str, range(len(items)))]
+
+
+def test_hidden_state_names_the_unstorable_string_of_a_list() -> None:
+    _, changes = later(Net(x=["a"]), lambda n: n.x.extend(["b", "\ud800", "c"]))
+    assert changes.unsaved == ["model.x[2]"]
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_hidden_state_changes_are_restored(case: str) -> None:
+    build, train, look = CASES[case]
+    whole, changes = later(build_seeded(build), train)
+    again = resumed(lambda: build_seeded(build), changes)
+    assert changes.unsaved == []
+    assert look(again) == look(whole)
+
+
+def test_hidden_state_is_restored_from_checkpoint_of_resumed_run() -> None:
+    build = lambda: Net(x=[0], g=torch.Generator().manual_seed(1))  # noqa: E731
+    _, changes = later(build(), lambda n: (n.x.append(1), draw(n.g)))
+    second, hidden = build(), HiddenState()
+    hidden.begin(Roots({"model": second}))
+    hidden.restore(through_disk(changes.stored))  # type: ignore[arg-type]
+    second.x.append(2)
+    expected = draw(copy.copy(second.g.clone_state()))
+    third = resumed(build, hidden.changes())
+    assert third.x == [0, 1, 2] and draw(third.g) == expected
+
+
+@pytest.mark.parametrize(
+    ("attributes", "train", "name"),
+    [
+        ({"it": iter([1, 2, 3])}, lambda n: next(n.it), "model.it"),
+        ({"it": map(abs, iter([1, 2, 3]))}, lambda n: next(n.it), "model.it"),
+        ({"it": itertools.count()}, lambda n: next(n.it), "model.it"),
+        ({"x": np.random.SeedSequence(1)}, lambda n: n.x.spawn(1), "model.x"),
+        ({"it": (i for i in range(3))}, lambda n: next(n.it), "model.it"),
+        ({"x": None}, lambda n: vars(n).update(x=iter([1])), "model.x"),
+        ({"x": None}, lambda n: vars(n).update(x=[object, iter([1])]), "model.x"),
+        ({"x": None}, lambda n: vars(n).update(x=torch.eye(2).to_sparse()), "model.x"),
+        ({"x": None}, lambda n: vars(n).update(x=np.array([object()])), "model.x"),
+        ({"x": torch.relu}, lambda n: vars(n).update(x=torch.sigmoid), "model.x"),
+        ({"x": np.zeros(4), "y": None}, lambda n: vars(n).update(y=n.x[1:3]), "model.y"),
+        ({"x": np.zeros(4), "y": None}, lambda n: vars(n).update(y=torch.from_numpy(n.x)), "model.y"),
+        ({"x": None}, lambda n: vars(n).update(x=torch.empty(2, device="meta")), "model.x"),
+        ({"x": [[0]] * 20_001}, lambda n: n.x.append([1]), "model.x"),
+    ],
+)
+def test_hidden_state_names_unstorable_attributes(
+    attributes: dict[str, Any], train: Callable[[Net], Any], name: str
+) -> None:
+    _, changes = later(Net(**attributes), train)
+    assert len(changes.unsaved) == 1 and changes.unsaved[0].startswith(name)
+
+
+class Rude:
+    """Raises when it is looked at."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not now")
+
+
+class Broken:
+    """An iterator that raises when it is asked for its position."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Broken:
+        return self
+
+    def __next__(self) -> int:
+        raise StopIteration
+
+    def __reduce__(self) -> Any:
+        raise NotImplementedError
+
+
+def too_deep(kind: type) -> Any:
+    found: Any = kind()
+    for _ in range(1500):
+        found = kind((found,))
+    return found
+
+
+def dead_proxy() -> Any:
+    return weakref.proxy(Bank())
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (Rude, True),
+        (Broken, True),
+        (lambda: [dead_proxy()], True),
+        (lambda: too_deep(tuple), None),
+        (MagicMock, False),
+    ],
+    ids=["rude", "broken", "proxy", "deep", "mock"],
+)
+def test_hidden_state_scan_tolerates_objects_that_raise_on_access(make: Callable[[], Any], named: bool | None) -> None:
+    net, hidden = Net(x=make(), n=0), HiddenState()
+    hidden.begin(Roots({"model": net}))
+    net.n = 1
+    changes = hidden.changes()
+    assert changes.stored["changed"]["model"]["content"]["set"]["n"] == ("value", 1)
+    if named is not None:
+        assert [name[:7] for name in changes.unsaved] == (["model.x"] if named else [])
+
+
+def test_hidden_state_with_shared_unstorable_object_can_be_restored() -> None:
+    def train(net: Net) -> None:
+        net.x = net.y = [iter([1]), torch.ones(1)]
+
+    _, changes = later(Net(x=None, y=None), train)
+    assert changes.unsaved
+    net, hidden = Net(x=None, y=None), HiddenState()
+    hidden.begin(Roots({"model": net}))
+    hidden.restore(changes.stored)
+
+
+def test_hidden_state_scan_of_large_dataset_is_partial() -> None:
+    hidden = HiddenState()
+    hidden.begin(Roots({"dataset": SimpleNamespace(samples=[[number, number] for number in range(250_000)], at=0)}))
+    assert hidden.changes() == Changes({}, [])
+
+
+def test_hidden_state_ignores_recreated_code_and_module_references() -> None:
+    def made() -> Any:
+        return lambda: 1
+
+    def train(net: Net) -> None:
+        vars(net).update(f=made(), g=made(), module=random)
+        net(torch.zeros(2)) if False else net.layer(torch.ones(1, 3)).sum().backward()
+        net.eval(), net.train()
+
+    _, changes = later(Net(f=made(), g=None, kind=Net, module=itertools), train)
+    assert changes == Changes({}, [])
+
+
+def test_hidden_state_names_changed_code_objects() -> None:
+    def train(net: Net) -> None:
+        vars(net).update(f=lambda: 2, kind=Bank)
+        net.x.__class__ = Slotless
+        net.layer.register_forward_hook(lambda *_: None)
+        net.register_module("norm", nn.Identity())
+        vars(net).update(part=partial(max, 2))
+
+    _, changes = later(Net(f=lambda: 1, kind=Net, x=Bank(), part=partial(max, 1)), train)
+    assert changes.unsaved == [
+        "model.f", "model.layer._forward_hooks", "model.part", "model.parts", "model.x.__class__"
+    ]  # fmt: skip
+
+
+def test_hidden_state_does_not_restore_library_hook_flags() -> None:
+    def train(net: Net) -> None:
+        net.layer.register_forward_hook(print)
+        net._hooks_installed, net.calls = True, 1
+
+    _, changes = later(Net(calls=0), train)
+    again = resumed(lambda: Net(calls=0), changes)
+    assert changes.unsaved == []
+    assert again.calls == 1 and not hasattr(again, "_hooks_installed")
+
+
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
+def test_hidden_state_does_not_store_torch_compile_marks() -> None:
+    net, state = Net(), HiddenState()
+    compiled = torch.compile(net.layer, backend="eager")
+    state.begin(Roots({"model": net}))
+    compiled(torch.ones(2, 3))
+    assert any(name.startswith("_dynamo_") for p in net.parameters() for name in vars(p)), (
+        "the compiler makes no marks any more"
+    )
+    net.layer.weight.scale = 2.0
+    changes = state.changes()
+    assert changes.unsaved == [] and set(changes.stored["changed"]) == {"model.layer.weight"}, changes
+    assert "_dynamo_" not in repr(changes.stored)
+
+
+def test_hidden_state_ignored_paths_are_not_recorded() -> None:
+    net, hidden = Net(x=[0], it=iter([1]), n=0), HiddenState()
+    hidden.ignored = {"model.it": "for show", "model.x": "a log", "model.n": "for show"}
+    hidden.begin(Roots({"model": net}))
+    net.x.append(1), next(net.it)
+    net.n, net.x = 3, []
+    assert hidden.changes() == Changes({}, [])

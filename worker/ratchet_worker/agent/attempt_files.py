@@ -1,0 +1,120 @@
+"""The files of one agent: the launch file as its node sees it, the lock that proves that it is alive, its result. Does not import
+torch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from ratchet_contract.paths import NodePaths
+from ratchet_contract.phases import Cause
+from ratchet_contract.protocol.messages import AgentFile, AttemptResult, LaunchFile
+from ratchet_contract.version import PROTOCOL_VERSION, not_upgraded
+from ratchet_worker.ipc import procfs
+from ratchet_worker.ipc.atomic_files import log_message, now, release, write_atomic
+
+_LOCK_TIMEOUT: Final = 1.0  # seconds; a process that only probes the lock holds it for a moment
+_RESULT_TIMEOUT: Final = 10.0  # seconds to wait for free space for result.json on a full disk
+
+
+class LaunchRefused(Exception):
+    """This agent cannot run the launch file."""
+
+    def __init__(self, message: str, cause: Cause = Cause.LAUNCHER_ERROR) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+def load_launch(path: Path, node: int = 0) -> LaunchFile:
+    """Read ``launch.json`` as ``node`` sees it; the protocol version is checked before anything else is parsed. Raises
+    ``LaunchRefused``."""
+    try:
+        raw: Any = json.loads(path.read_bytes())
+        protocol = raw["protocol"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise LaunchRefused(f"{path} cannot be read as a launch file: {type(error).__name__}: {error}") from None
+    if protocol != PROTOCOL_VERSION:
+        raise LaunchRefused(not_upgraded(sys.executable, protocol), Cause.UPGRADE)
+    try:
+        launch = LaunchFile.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise LaunchRefused(f"{path} is not a valid launch file: {first['loc']}: {first['msg']}") from None
+    root = Path(launch.attempt_dir)
+    if not root.is_dir() or not root.samefile(path.parent):
+        raise LaunchRefused(f"{path} belongs to attempt directory {launch.attempt_dir}, not to the one that it is in")
+    try:
+        return launch.for_node(node)
+    except ValueError as error:
+        raise LaunchRefused(f"{path}: {error}") from None
+
+
+def lock(paths: NodePaths) -> int | None:
+    """A descriptor that holds ``agent.lock`` exclusively until this process ends; None if another process holds the lock."""
+    paths.root.mkdir(parents=True, exist_ok=True)
+    fd = os.open(paths.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + _LOCK_TIMEOUT
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(fd)
+                return None
+            time.sleep(0.02)
+
+
+def start_session() -> None:
+    """Start a new session, so that signals to the launcher's process group do not reach the agent. Does nothing if the agent is
+    a group leader already."""
+    with suppress(PermissionError):
+        os.setsid()
+
+
+def agent_file() -> AgentFile:
+    return AgentFile(pid=os.getpid(), start_time=procfs.start_time(os.getpid()), host=socket.gethostname())
+
+
+def write_refusal(paths: NodePaths, launch_file: Path, node: int, refusal: LaunchRefused, started_at: str) -> None:
+    """Write a result for a refused launch, if the launch file at least names its attempt."""
+    try:
+        raw: Any = json.loads(launch_file.read_bytes())
+        result = AttemptResult(
+            job_id=raw["job_id"],
+            attempt=raw["attempt"],
+            node=node,
+            cause=refusal.cause,
+            message=str(refusal),
+            last_step=0,
+            started_at=started_at,
+            ended_at=now(),
+            ranks=[],
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    write_result(paths, result)
+
+
+def write_result(paths: NodePaths, result: AttemptResult) -> None:
+    release(paths.result_file)
+    data = result.model_dump_json(indent=1).encode()
+    deadline = time.monotonic() + _RESULT_TIMEOUT
+    while True:
+        try:
+            write_atomic(paths.result_file, data, durable=True)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                log_message(f"result.json cannot be written ({error}); the result is: {data.decode()}")
+                return
+            time.sleep(0.5)

@@ -1,0 +1,147 @@
+"""Fetches the checkpoint that an attempt starts from, if the local disk has lost it, from the object store before any rank is
+started.
+
+The local directory is checked first, with every byte verified, then the object store:
+
+- If the store has a newer checkpoint of the lineage, it is fetched, and the directory is its cache from then on.
+- If the store is unreachable, the attempt starts from the local checkpoint only if that is as new as the one that the service has
+  recorded, and from scratch only if the service has recorded none. Otherwise it waits until ``policy.startup_deadline`` has
+  passed without a byte, and then ends with a checkpoint-error, which policy may retry. A job never starts from scratch because a
+  network was down.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol, TypeVar
+
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.paths import AttemptPaths, JobPaths, checkpoint_dir_name
+from ratchet_contract.phases import Cause
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_store.object_store.client import DENIED, NO_CLIENT, REMOTE, Patience
+from ratchet_store.object_store.download import FetchResult, Progress, fetch_newest, newest_local
+from ratchet_store.object_store.remote_checkpoints import open_job_checkpoints
+from ratchet_worker.agent.checkpoint_upload import AgentMessages
+from ratchet_worker.ipc.atomic_files import log_message
+from ratchet_worker.ipc.fetch_notes import write_notes
+from ratchet_worker.ipc.result_files import Conclusion, NotStarted
+
+T = TypeVar("T")
+_PATIENCE: Final = Patience(connect=5.0, request=60.0, retry=10.0)
+_RETRY_SECONDS: Final = 1.0
+_UNREACHABLE_CODES: Final = frozenset({REMOTE, DENIED, NO_CLIENT})
+
+
+class WaitFor(Protocol):
+    """``Supervisor.wait_for``: raises ``NotStarted`` if the attempt is over meanwhile."""
+
+    def __call__(self, done: Callable[[], T | None], deadline: float) -> T | None: ...
+
+
+def download_checkpoint(launch: LaunchFile, paths: AttemptPaths, wait_for: WaitFor, messages: AgentMessages) -> None:
+    """Make the local directory as new as the object store. Raises ``NotStarted`` (checkpoint-error) by the rule above."""
+    if not launch.lineage:
+        return  # no attempt has begun to train: there is no checkpoint to fetch
+    work = _Work(launch)
+    work.start()
+    try:
+        _wait(work, launch, wait_for)
+    except BaseException:
+        work.progress.stop.set()
+        raise
+    if work.failure is not None:
+        raise NotStarted(Conclusion(Cause.CHECKPOINT_ERROR, None, None, work.failure))
+    for note in work.notes:
+        messages.note("checkpoint-fetched" if note.startswith("fetched") else "object-store", note)
+    if work.notes:
+        write_notes(paths, work.notes)
+
+
+def _wait(work: _Work, launch: LaunchFile, wait_for: WaitFor) -> None:
+    """Wait until ``work`` is done. The deadline starts again with every byte received."""
+    seen = -1
+    while work.progress.nbytes > seen:
+        seen = work.progress.nbytes
+        if wait_for(lambda: True if not work.is_alive() else None, time.monotonic() + launch.deadlines.rendezvous):
+            return
+    work.progress.stop.set()
+    seconds = f"startup_deadline ({launch.deadlines.rendezvous:g} s)"
+    work.failure = f"no checkpoint was fetched from {launch.spec.checkpoint.uri} within {seconds}: {work.reason}"
+
+
+class _Work(threading.Thread):
+    """The thread that queries the store and fetches, so that the main thread can react to a stop request meanwhile."""
+
+    def __init__(self, launch: LaunchFile) -> None:
+        super().__init__(name="fetch", daemon=True)
+        self._launch = launch
+        self._job = JobPaths(Path(launch.job_root))
+        self.progress = Progress()
+        self.notes: list[str] = []
+        self.failure: str | None = None
+        self.reason = "the store did not answer"
+
+    def run(self) -> None:
+        try:
+            local = newest_local(self._job.checkpoints, self._launch.lineage, self.progress)
+            while not self.progress.stop.is_set() and not self._try_fetch(local):
+                self.progress.stop.wait(_RETRY_SECONDS)
+        except CheckpointError as error:
+            log_message(
+                f"nothing is fetched: {error.detail}"
+            )  # an error of the local disk: the ranks will hit it, too, and report it with full context
+        except BaseException as error:  # no failure of this thread may make the attempt start from scratch
+            self.failure = f"fetching from the object store failed: {type(error).__name__}: {error}"
+
+    def _try_fetch(self, local: tuple[int, int] | None) -> bool:
+        launch, uri = self._launch, self._launch.spec.checkpoint.uri
+        assert uri is not None
+        try:
+            remote = open_job_checkpoints(uri, launch.job_id, _PATIENCE)
+            found = fetch_newest(
+                remote, self._job.checkpoints, self._job.quarantine, launch.lineage, local, self.progress
+            )
+        except CheckpointError as error:
+            if error.code not in _UNREACHABLE_CODES:
+                self.failure = f"fetching from the object store failed: {error.detail}"
+                return True
+            if error.detail != self.reason:
+                log_message(f"the object store cannot be queried: {error.detail}")
+            self.reason = error.detail
+            return self._can_start_from_local(local)
+        self._record_result(found, local)
+        return True
+
+    def _can_start_from_local(self, local: tuple[int, int] | None) -> bool:
+        recorded = self._launch.recorded
+        if recorded is not None and (local is None or local < (recorded.step, recorded.attempt or 0)):
+            return False
+        what = (
+            "nothing was committed yet"
+            if local is None
+            else f"{checkpoint_dir_name(*local)} of this disk is the newest one"
+        )
+        self.notes.append(f"the object store could not be queried ({self.reason}); according to the service, {what}")
+        return True
+
+    def _record_result(self, result: FetchResult, local: tuple[int, int] | None) -> None:
+        self.notes += result.notes
+        if result.fetched is not None:
+            self.notes.append(f"fetched from {result.uri}: this disk had {_describe_local(local)}")
+        recorded = self._launch.recorded
+        newest = (result.fetched.step, result.fetched.attempt) if result.fetched is not None else local
+        if recorded is not None and (newest is None or newest < (recorded.step, recorded.attempt or 0)):
+            lost = checkpoint_dir_name(recorded.step, recorded.attempt or 0)
+            self.notes.append(f"{lost} is recorded as committed, but neither this disk nor the object store has it")
+
+
+def _describe_local(checkpoint: tuple[int, int] | None) -> str:
+    return (
+        "no checkpoint of the lineage"
+        if checkpoint is None
+        else f"nothing newer than {checkpoint_dir_name(*checkpoint)}"
+    )

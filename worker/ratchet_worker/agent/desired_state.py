@@ -1,0 +1,47 @@
+"""The desired state of the ranks: the service's request and a signal to the agent, merged into one ``Control``."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from ratchet_contract.phases import Cause, Desired
+from ratchet_contract.protocol.messages import Control
+from ratchet_worker.ipc.result_files import default_cause
+
+_STRENGTH: Final = {Desired.RUN: 0, Desired.PREEMPT: 1, Desired.SUSPEND: 2, Desired.CANCEL: 3}
+
+
+class DesiredState:
+    """Precedence: cancel > suspend > preempt by the API > the first signal. Thread-safe.
+
+    A stop request is never withdrawn, since ranks may have agreed on a step already. The API may replace one stop by another (a
+    suspend that is resumed becomes a preempt), so its newest stop counts, not its strongest.
+    """
+
+    def __init__(self, initial: Desired = Desired.RUN) -> None:
+        self._lock = threading.Lock()
+        self._service_control = Control(
+            desired=initial, cause=None if initial is Desired.RUN else default_cause(initial)
+        )
+        self._signal: Cause | None = None
+
+    def update_from_service(self, control: Control) -> None:
+        with self._lock:
+            checkpoints = max(control.checkpoint_request, self._service_control.checkpoint_request)
+            if control.desired is Desired.RUN:
+                control = self._service_control
+            elif control.cause is None:
+                control = control.model_copy(update={"cause": default_cause(control.desired)})
+            self._service_control = control.model_copy(update={"checkpoint_request": checkpoints})
+
+    def update_from_signal(self, cause: Cause) -> None:
+        with self._lock:
+            self._signal = self._signal or cause
+
+    def merged(self) -> Control:
+        with self._lock:
+            local = Control(desired=Desired.PREEMPT, cause=self._signal) if self._signal else Control()
+            if _STRENGTH[self._service_control.desired] >= _STRENGTH[local.desired]:
+                return self._service_control
+            return local.model_copy(update={"checkpoint_request": self._service_control.checkpoint_request})

@@ -1,0 +1,265 @@
+"""Hang detection: compares the ranks' progress, read from their step counters, with the deadlines of the spec, or with deadlines
+learned from the job's pace.
+
+No deadline applies to a rank in stage ``UNMANAGED``: its script has no Session, so its progress is unknown.
+
+``Learner`` shortens an attempt's step deadline while it runs, by the attempt's own pace; the rule and its reasons are in
+``ratchet_contract.protocol.timing``. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+from ratchet_contract.protocol.timing import MIN_OBSERVATIONS, SETTLED_SECONDS, Deadlines, Pace, learned_deadline
+from ratchet_worker.ipc.progress_counter import Reading, Stage
+
+_LEARNED: Final = (Stage.TRAINING, Stage.EVALUATING, Stage.CHECKPOINTING)
+
+
+class Learner:
+    """Learns the deadlines of one node's ranks. ``before``: the pace of earlier attempts."""
+
+    def __init__(self, deadlines: Deadlines, earlier_pace: Pace | None = None) -> None:
+        self.deadlines = deadlines
+        earlier = earlier_pace.silences if earlier_pace is not None else {}
+        self._longest_silences = {stage: earlier.get(stage.name.lower(), 0.0) for stage in _LEARNED}
+        self._own_silences: dict[Stage, float] = {}
+        self._silence_counts: dict[Stage, Counter[int]] = {
+            stage: Counter() for stage in _LEARNED
+        }  # per rank, since all ranks are silent at the same time
+        self._visits: dict[tuple[int, Stage], int] = {}
+        self._startup: float | None = None
+        self._trained_since: float | None = None
+        self._trained = 0.0  # up to the last progress: a silence that has not ended yet does not count as training
+
+    def record_startup(self, seconds: float, now: float) -> None:
+        """Record that all ranks have finished their first step, ``seconds`` after their start."""
+        self._startup = max(self._startup or 0.0, seconds)
+        self._trained_since, self._trained = now, 0.0
+
+    def record_stage_entry(self, rank: int, stage: Stage) -> None:
+        self._visits[rank, stage] = self._visits.get((rank, stage), 0) + 1
+
+    def record_progress(self, rank: int, stage: Stage, silence: float, now: float) -> None:
+        """Record that ``rank`` makes progress after ``silence`` seconds in ``stage``. A silence beyond the deadline is ignored:
+        the rank was not ended because it waited for others that made progress, so it is no measure for hangs."""
+        first = stage is not Stage.TRAINING and self._visits.get((rank, stage), 0) < 2
+        usual = silence <= self.deadline(stage)
+        if self._trained_since is not None:
+            self._trained = max(self._trained, now - self._trained_since)
+        if stage not in self._silence_counts or first or not usual:
+            return
+        self._silence_counts[stage][rank] += 1
+        self._own_silences[stage] = max(self._own_silences.get(stage, 0.0), silence)
+        self._longest_silences[stage] = max(self._longest_silences[stage], silence)
+
+    def deadline(self, stage: Stage) -> float:
+        """The longest time that a rank may be silent in ``stage``."""
+        ceiling, settled = self.deadlines.step, self._trained >= SETTLED_SECONDS
+        seen = max(self._silence_counts[stage].values(), default=0) if stage in self._silence_counts else 0
+        if not self.deadlines.learns or not settled or seen < MIN_OBSERVATIONS:
+            return ceiling
+        return learned_deadline(self._longest_silences[stage], ceiling)
+
+    def describe_deadline(self, stage: Stage) -> str:
+        """A description, for messages, of the deadline of ``stage`` and its origin."""
+        seconds = self.deadline(stage)
+        if seconds < self.deadlines.step:
+            longest = self._longest_silences[stage]
+            return f"step_deadline ({seconds:.3g} s, learned: the longest pause before was {longest:.2g} s)"
+        return f"step_deadline ({seconds:g} s)"
+
+    def pace(self, *, hung: bool) -> Pace | None:
+        """The pace that this attempt has shown; None if there is none."""
+        if self._startup is None and not self._own_silences and not hung:
+            return None
+        silences = {stage.name.lower(): round(seconds, 3) for stage, seconds in self._own_silences.items()}
+        startup = None if self._startup is None else round(self._startup, 3)
+        return Pace(startup=startup, silences=silences, hung=hung)
+
+
+_NO_READING: Final = Reading(0, 0, 0, Stage.STARTUP)
+_SILENCE_SECONDS: Final = 5.0  # seconds without progress on this node before the counters of other nodes are read
+_POLLS_PER_SECOND: Final = 50.0  # counters of other nodes that are read per second
+_PAUSE_SECONDS: Final = 5.0  # seconds; a longer pause between two polls means that this process did not run either
+
+
+class Stuck(NamedTuple):
+    """Ranks that make no progress while the others wait for them, the longest silent one first, and a message. ``halted``: a
+    signal has stopped them, so they are the ranks that all others wait for, on any node; ``since``: their last progress."""
+
+    ranks: tuple[int, ...]
+    message: str
+    halted: bool
+    since: float
+
+
+class Watch:
+    """Watches the step counters of one node's ranks. Times are seconds of one monotonic clock, passed by the caller."""
+
+    def __init__(
+        self,
+        readers: Mapping[int, Callable[[], Reading | None]],
+        learner: Learner,
+        *,
+        now: float,
+        hint: str = "",
+        other_readers: Mapping[int, Callable[[], Reading | None]] | None = None,
+    ) -> None:
+        """``hint``: appended to the message about a start-up that takes too long. ``other_readers``: ranks of other nodes, as far
+        as their counters are visible from here; this node's ranks may wait for those that make progress, and nothing else is
+        concluded from them."""
+        self._other_readers = dict(other_readers or {})
+        self._other_readings: dict[int, tuple[Reading, float]] = {}  # last reading, and time of the last progress
+        self._others_polled_at = now
+        self._readers = readers
+        self._learner = learner
+        self._startup_deadline = learner.deadlines.startup
+        self._waited_ranks: set[int] = set()  # ranks that have waited for a rank behind them since their last progress
+        self._hint = hint
+        self._started_at = now
+        self._polled_at = now
+        self._readings = dict.fromkeys(readers, _NO_READING)
+        self._progress_at = dict.fromkeys(readers, now)
+        self._excused_at = dict(self._progress_at)  # when it was last seen to wait for a rank that makes progress
+        self.ready = False
+
+    def begin(self, now: float) -> None:
+        """Start the ranks' deadlines: the ranks are started now."""
+        self._started_at = self._polled_at = now
+        self._progress_at = dict.fromkeys(self._progress_at, now)
+        self._excused_at = dict(self._progress_at)
+
+    def poll(self, now: float) -> None:
+        """Read all counters and update what is known of the ranks' progress."""
+        gap = now - self._polled_at
+        self._polled_at = now
+        if gap > _PAUSE_SECONDS:  # the agent was stopped together with the ranks: do not count that time
+            self._started_at += gap
+            self._progress_at = {rank: moved + gap for rank, moved in self._progress_at.items()}
+            self._excused_at = {rank: at + gap for rank, at in self._excused_at.items()}
+        moved: dict[int, Reading] = {}
+        for rank, read in self._readers.items():
+            reading = read()
+            if reading is not None and reading != self._readings[rank]:
+                moved[rank] = reading
+        places = [self._position(rank) for rank in moved]  # before this progress
+        for rank, reading in moved.items():
+            self._record_progress(rank, reading, now)
+        self._excuse(places + self._poll_others(now), moved, now)
+        if not self.ready and all(_is_ready(r) for r in self._readings.values()):
+            self.ready = True
+            self._progress_at = dict.fromkeys(self._progress_at, now)
+            self._excused_at = dict(self._progress_at)
+            if not any(self._is_unmanaged(rank) for rank in self._readings):
+                self._learner.record_startup(now - self._started_at, now)
+
+    def _record_progress(self, rank: int, reading: Reading, now: float) -> None:
+        before = self._readings[rank]
+        if before.stage is Stage.UNMANAGED and reading.stage is not Stage.UNMANAGED:
+            self.ready, self._started_at = False, now  # the script makes a Session after all: its start-up begins now
+        if self.ready and rank not in self._waited_ranks:
+            self._learner.record_progress(rank, before.stage, now - self._progress_at[rank], now)
+        if reading.stage is not before.stage:
+            self._learner.record_stage_entry(rank, reading.stage)
+        self._waited_ranks.discard(rank)
+        self._readings[rank] = reading
+        self._progress_at[rank] = now
+
+    def _excuse(self, places: list[tuple[int, int]], moved: Mapping[int, Reading], now: float) -> None:
+        """Restart the deadline of each silent rank that may wait for a rank that was no further and makes progress, such as rank
+        0 when it evaluates alone or writes a manifest. If that rank was behind, the silence is no measure of the silent rank's
+        own pace."""
+        if not places:
+            return
+        least = min(places)
+        for rank in self._readings:
+            if rank not in moved and least <= self._position(rank):
+                self._excused_at[rank] = now
+                if least < self._position(rank):
+                    self._waited_ranks.add(rank)
+
+    def _poll_others(self, now: float) -> list[tuple[int, int]]:
+        """The former positions of other nodes' ranks that have made progress since the last poll. Polls only while a rank of this
+        node makes no progress, and less often the more ranks there are, since the disk may be shared by many machines."""
+        still = now - min(self._progress_at.values(), default=now)
+        if still < min(_SILENCE_SECONDS, self._learner.deadlines.step / 2) or now - self._others_polled_at < max(
+            1.0, len(self._other_readers) / _POLLS_PER_SECOND
+        ):
+            return []
+        self._others_polled_at, places = now, []
+        for rank, read in self._other_readers.items():
+            reading, known = read(), self._other_readings.get(rank)
+            if reading is not None and (known is None or known[0] != reading):
+                self._other_readings[rank] = reading, -math.inf if known is None else now
+                places += [(known[0].started, known[0].finished)] if known is not None else []
+        return places
+
+    def last_step(self, rank: int) -> int:
+        """The last step that ``rank`` has finished in this attempt; 0 before the first."""
+        return self._readings[rank].finished
+
+    def has_progressed_since(self, when: float) -> bool:
+        """True if any rank has made progress since ``when``. Scripts without a Session are assumed to have."""
+        here = any(moved > when or self._is_unmanaged(rank) for rank, moved in self._progress_at.items())
+        return here or any(moved > when for _, moved in self._other_readings.values())
+
+    def _is_unmanaged(self, rank: int) -> bool:
+        return self._readings[rank].stage is Stage.UNMANAGED
+
+    def find_stuck(self, live: Iterable[int], is_halted: Callable[[int], bool], now: float) -> Stuck | None:
+        """The ranks of ``live`` that have missed the deadline; ``is_halted(rank)`` is True if a signal has halted its process."""
+        live = sorted(rank for rank in live if not self._is_unmanaged(rank))
+        if not self.ready:
+            late = [r for r in live if not _is_ready(self._readings[r])]
+            if not late or now - self._started_at <= self._startup_deadline:
+                return None
+            limit = (
+                f"has not finished its first step within startup_deadline ({self._startup_deadline:g} s){self._hint}"
+            )
+        else:
+            late = self._overdue(live, now)
+            if not late:
+                return None
+            stage = self._readings[self._furthest_behind(late)[0]].stage
+            limit = f"has made no progress within {self._learner.describe_deadline(stage)}"
+        halted = tuple(r for r in live if is_halted(r))
+        guilty = halted or self._furthest_behind(late)
+        since = min(self._progress_at[rank] for rank in guilty)
+        guilty = tuple(sorted(guilty, key=lambda rank: (self._progress_at[rank], rank)))
+        return Stuck(guilty, self._describe_stuck(guilty, halted, limit, now), bool(halted), since)
+
+    def _overdue(self, live: list[int], now: float) -> list[int]:
+        """The ranks that make no progress and do not merely wait for another rank."""
+        return [
+            r
+            for r in live
+            if now - max(self._progress_at[r], self._excused_at[r]) > self._learner.deadline(self._readings[r].stage)
+        ]
+
+    def _position(self, rank: int) -> tuple[int, int]:
+        return self._readings[rank].started, self._readings[rank].finished
+
+    def _furthest_behind(self, late: list[int]) -> tuple[int, ...]:
+        """The ranks of ``late`` with the fewest steps, for which the others wait in a collective; all if none is behind."""
+        least = min(self._position(r) for r in late)
+        return tuple(r for r in late if self._position(r) == least)
+
+    def _describe_stuck(self, guilty: tuple[int, ...], halted: tuple[int, ...], limit: str, now: float) -> str:
+        parts = []
+        for rank in guilty:
+            reading = self._readings[rank]
+            how = "stopped by a signal (SIGSTOP), " if rank in halted else ""
+            where = f"in step {reading.started}" if reading.started > reading.finished else f"after {reading.finished}"
+            still = f"still for {now - self._progress_at[rank]:.0f} s"
+            parts.append(f"rank {rank} ({how}{reading.stage.name.lower()}, {where}, {still})")
+        return f"{', '.join(parts)} {limit}"
+
+
+def _is_ready(reading: Reading) -> bool:
+    """True if start-up is over: the first step is finished, or there is none to do."""
+    return reading.finished > 0 or reading.stage not in (Stage.STARTUP, Stage.TRAINING)

@@ -1,0 +1,133 @@
+"""Maintenance of the ranks' logs by the agent: it bounds their size and keeps an index of times.
+
+Ranks write to their log files directly, so that nothing in between can block a rank. A log that takes more disk space than
+``LaunchFile.log_bytes`` loses its middle: a hole is punched, so sizes and offsets stay valid, and with them line ids, followers'
+positions and the ranks' descriptors. The first MiB stays, since it shows how the job was configured, and so does the end.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.protocol.log_index import RECORD, SPACING_BYTES, SPACING_SECONDS
+from ratchet_contract.protocol.messages import LaunchFile, Note, node_rank
+from ratchet_store.filesystem import sparse
+from ratchet_worker.ipc.atomic_files import log_message, now
+from ratchet_worker.ipc.report_spool import Spool
+
+HEAD: Final = 1 << 20
+"""Bytes kept at the beginning of a log, or a quarter of the bound if that is less."""
+_POLL_SECONDS: Final = 1.0  # seconds
+
+
+@dataclass
+class _Log:
+    rank: int
+    path: Path
+    times: Path
+    removed_bytes: int = 0  # bytes removed from its middle
+    recorded_size: int = 0
+    recorded_at: float = 0.0  # Unix seconds
+
+
+class LogKeeper:
+    """Call ``start``, and ``finish`` once the ranks have ended. Runs in its own thread: a hung disk must not block the
+    supervisor."""
+
+    def __init__(self, launch: LaunchFile, paths: AttemptPaths) -> None:
+        self._logs = [_Log(rank, paths.log(rank), paths.log_times(rank)) for rank in launch.ranks]
+        self._max_bytes, self._node = launch.log_bytes, launch.node
+        self._spool_path = paths.node_spool(launch.node)
+        self._open_spool: Spool | None = None
+        self._reported_kinds: set[str] = set()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
+
+    def spools(self) -> dict[int, Path]:
+        """The spool of this node's own messages, for the uplink."""
+        return {node_rank(self._node): self._spool_path}
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self, timeout: float = 5.0) -> None:
+        """Make a last pass, for at most ``timeout`` seconds."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            last = self._stopping.wait(_POLL_SECONDS)
+            self.poll(time.time(), last=last)
+            if last:
+                if self._open_spool is not None:
+                    self._open_spool.close()
+                return
+
+    def poll(self, at: float, *, last: bool = False) -> None:
+        """Record the logs' sizes and bound those that are too large. ``at``: Unix seconds. Raises nothing: the next call retries
+        what failed."""
+        for log in self._logs:
+            try:
+                found = log.path.stat()
+                self._record(log, found.st_size, at, last)
+                # Blocks alone are not enough: XFS preallocates many beyond the end of a growing file.
+                if min(found.st_blocks * 512, found.st_size - log.removed_bytes) > self._max_bytes:
+                    self._shorten(log, found.st_size)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._report_once("log-not-kept", f"the size of {log.path} cannot be limited: {error.strerror}")
+
+    def _record(self, log: _Log, size: int, at: float, last: bool) -> None:
+        if size <= log.recorded_size:
+            return
+        if size - log.recorded_size < SPACING_BYTES and at - log.recorded_at < SPACING_SECONDS and not last:
+            return
+        at = max(at, log.recorded_at)  # the index must stay in order if the clock is set back
+        fd = os.open(log.times, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            if os.write(fd, RECORD.pack(size, int(at * 1e6))) != RECORD.size:
+                os.ftruncate(fd, os.fstat(fd).st_size // RECORD.size * RECORD.size)
+                return
+        finally:
+            os.close(fd)
+        log.recorded_size, log.recorded_at = size, at
+
+    def _shorten(self, log: _Log, size: int) -> None:
+        """Remove the middle of the log, down to about three quarters of the bound, so that this is rarely needed."""
+        if "logs-unbounded" in self._reported_kinds:
+            return
+        if (
+            "log-shortened" not in self._reported_kinds
+            and (why := sparse.unsupported_reason(log.path.parent)) is not None
+        ):
+            text = f"the file system of {log.path.parent} cannot free the middle of a file: {why}"
+            self._report_once("logs-unbounded", f"{text}. Logs of this node grow without bound")
+            return
+        head = min(HEAD, self._max_bytes // 4)
+        end = size - (self._max_bytes - head) * 3 // 4
+        sparse.punch_hole(log.path, head, end)
+        log.removed_bytes = end - head
+        if "log-shortened" not in self._reported_kinds:
+            text = f"the log of rank {log.rank} has grown beyond {self._max_bytes >> 20} MiB: of logs of this node, only the"
+            self._report_once("log-shortened", f"{text} first {head >> 10} KiB and the end are retained")
+
+    def _report_once(self, kind: str, message: str) -> None:
+        """Write a message to the agent's log and the job's history, once per kind."""
+        if kind in self._reported_kinds:
+            return
+        self._reported_kinds.add(kind)
+        log_message(f"{kind}: {message}")
+        try:
+            self._open_spool = self._open_spool or Spool(self._spool_path)
+        except OSError:
+            return
+        self._open_spool.append(Note(rank=node_rank(self._node), at=now(), type=kind, message=message))

@@ -1,0 +1,265 @@
+"""The agent: one small process per attempt and node that starts the ranks, watches them and reports how they ended.
+
+``python -m ratchet_worker.agent LAUNCH_FILE [--node K | --node-from VARIABLE]``. Does not import torch. It outlives the service
+by design, and its ranks never outlive it. ``result.json`` is the authoritative record of the end; the exit code
+(``ratchet_contract.exit_codes``) is for engines that see nothing else. Exit code 75 also means that another agent runs or ran
+this part of the attempt, and nothing was done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Final, TypeVar
+
+from pydantic import ValidationError
+
+from ratchet_contract import env_vars as names
+from ratchet_contract.checkpoint.resume_report import Base
+from ratchet_contract.errors import UserError
+from ratchet_contract.exit_codes import EXIT_LEASE_LOST, exit_code_of
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.phases import Cause
+from ratchet_contract.processes import parent_death
+from ratchet_contract.protocol.messages import AttemptResult, LaunchFile, Note, node_rank
+from ratchet_worker.agent import code_download, working_directory
+from ratchet_worker.agent.attempt_files import (
+    LaunchRefused,
+    agent_file,
+    load_launch,
+    lock,
+    start_session,
+    write_refusal,
+    write_result,
+)
+from ratchet_worker.agent.fork_starter import ForkingStarter
+from ratchet_worker.agent.log_limits import LogKeeper
+from ratchet_worker.agent.object_store_sync import ObjectStoreSync
+from ratchet_worker.agent.rank_environment import plan_ranks
+from ratchet_worker.agent.rank_handle import Timing
+from ratchet_worker.agent.rank_starter import ProcessStarter, Starter
+from ratchet_worker.agent.rendezvous import NodeRendezvous, Rendezvous, single_node
+from ratchet_worker.agent.report_sender import ReportSender
+from ratchet_worker.agent.supervisor import Supervisor
+from ratchet_worker.agent.wakeup_pipe import STOP_SIGNALS
+from ratchet_worker.ipc import procfs
+from ratchet_worker.ipc.atomic_files import log_message, now, reserve, write_atomic
+from ratchet_worker.ipc.report_spool import Spool
+from ratchet_worker.ipc.result_files import Conclusion, Ended, NotStarted, conclude
+
+T = TypeVar("T")
+_RANK_MODULE: Final = "ratchet_worker.rank.rank_process"  # imports torch and nearly everything else that a rank needs
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ratchet_worker.agent", description="Run one attempt's ranks.")
+    parser.add_argument("launch_file", type=Path, help="launch.json of the attempt")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--node", type=int, default=0, help="number of this node, from 0 (default: %(default)s)")
+    which.add_argument(
+        "--node-from", metavar="VARIABLE", help="environment variable that holds the number of this node"
+    )
+    arguments = parser.parse_args(argv)
+    node = arguments.node
+    if arguments.node_from is not None:
+        value = os.environ.get(arguments.node_from, "")
+        if not (value.isascii() and value.isdigit()):
+            parser.error(f"--node-from: {arguments.node_from} is {value!r}, not the number of a node")
+        node = int(value)
+    return run(arguments.launch_file.absolute(), node=node)
+
+
+def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timing(), *, node: int = 0) -> int:
+    """Run one node's part of the attempt and return the exit code. Call it in the main thread of a dedicated process."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the supervisor handles them
+    paths = AttemptPaths(launch_file.parent).node(node)
+    held = lock(paths)
+    if held is None:
+        log_message(f"{paths.lock_file} is held: another agent runs this attempt")
+        return EXIT_LEASE_LOST
+    if paths.agent_file.exists() or paths.result_file.exists():
+        log_message(f"{paths.root} was run before; to retry, start a new attempt")
+        return EXIT_LEASE_LOST
+    fence = AttemptPaths(launch_file.parent).fence_file
+    if fence.exists():  # checked after locking: the writer of the fence file checks for locks and processes afterwards
+        log_message(f"{fence} exists: the attempt is over, and none of its processes is started")
+        return EXIT_LEASE_LOST
+    start_session()
+    write_atomic(paths.agent_file, agent_file().model_dump_json().encode(), durable=True)
+    reserve(paths.result_file)
+    started_at = now()
+    try:
+        launch = load_launch(launch_file, node)
+    except LaunchRefused as error:
+        log_message(str(error))
+        write_refusal(paths, launch_file, node, error, started_at)
+        return exit_code_of(error.cause)
+    return _Attempt(launch, starter or _starter(launch), timing, started_at).run()
+
+
+def _starter(launch: LaunchFile) -> Starter:
+    """The starter for this launch. Ranks are not forked if they use CUDA, since a process that has touched CUDA cannot be forked,
+    nor if there is only one, since no other rank would share its imports."""
+    if launch.resolved.device == "cuda" or len(launch.ranks) == 1:
+        return ProcessStarter()
+    # Deterministic algorithms make torch import its compiler, which takes a second. Without them, user code runs before that
+    # import and may set variables that the compiler reads, so it is not imported here.
+    return ForkingStarter([_RANK_MODULE, *(["torch._dynamo"] if launch.spec.determinism != "off" else [])])
+
+
+class _Attempt:
+    """Start, supervision, clean-up and result. A failure of one step does not prevent the later steps."""
+
+    def __init__(self, launch: LaunchFile, starter: Starter, timing: Timing, started_at: str) -> None:
+        self._launch = launch
+        self._timing = timing
+        self._started_at = started_at
+        self._paths = AttemptPaths(Path(launch.attempt_dir))
+        self._node_paths = self._paths.node(launch.node)
+        self._deadline = time.monotonic() + launch.deadlines.rendezvous
+        self._supervisor = Supervisor(launch, self._paths, starter, timing)
+        self._object_store = ObjectStoreSync(launch, self._paths)
+        self._logs = LogKeeper(launch, self._paths)
+        spools = (
+            {rank: self._paths.spool(rank) for rank in launch.ranks} | self._object_store.spools() | self._logs.spools()
+        )
+        self._rendezvous = NodeRendezvous(launch) if launch.spec.world.nodes > 1 else None
+        self._report_sender = ReportSender(
+            launch, spools, self._supervisor, period=timing.report, rendezvous=self._rendezvous
+        )
+
+    def run(self) -> int:
+        ends: list[Ended] = []
+        try:
+            procfs.become_subreaper()
+            self._supervisor.install_signal_handlers()
+            parent_death.end_with_parent(os.environ)
+            self._supervisor.raise_if_over()
+            self._logs.start()
+            self._start()
+            self._report_sender.start()
+            self._object_store.start()
+            ends = self._supervisor.run()
+            conclusion = conclude(ends, self._supervisor.evidence)
+        except NotStarted as over:
+            conclusion = over.conclusion
+        except UserError as error:
+            conclusion = Conclusion(Cause.USER_ERROR, None, None, error.detail)
+        except Exception as error:
+            traceback.print_exc()
+            with suppress(Exception):
+                ends = self._supervisor.finish()
+            conclusion = _crash_conclusion(error, any_rank=bool(ends))
+        self._clean_up()
+        self._logs.finish()
+        fenced = self._supervisor.evidence.fenced is not None
+        self._object_store.finish(conclusion.cause, fenced, self._supervisor.remaining_grace)
+        result = self._result(conclusion, ends)
+        self._report_result(result)
+        return exit_code_of(result.cause)
+
+    def _start(self) -> None:
+        """Meet the other nodes, start the ranks, and close the rendezvous store's socket here: only rank 0 keeps it open."""
+        code, work = self._launch.code_dir, Path(self._launch.workdir)
+        digest = code_download.download_code(self._launch, self._wait_until, self._supervisor.raise_if_over)
+        self._deadline += self._object_store.fetch(self._report_sender, self._supervisor.wait_for)
+        if self._launch.node == 0:  # before the rendezvous: nodes that share this disk then find the directory ready
+            self._prepare(code, work, digest)
+        rendezvous = self._join_rendezvous()
+        with rendezvous.listener or nullcontext():
+            if self._launch.node != 0:
+                self._prepare(code, work, digest)
+            plans = plan_ranks(self._launch, self._paths, rendezvous, inherited=os.environ, code_digest=digest)
+            try:
+                self._supervisor.start(plans)
+            except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
+                python = self._launch.spec.python
+                if python is None or error.filename != self._launch.resolved.python:
+                    raise
+                self._supervisor.finish()
+                raise UserError(
+                    f"the interpreter {error.filename} of the spec (python) cannot be run: {error}"
+                ) from None
+
+    def _prepare(self, code: str | None, work: Path, digest: str | None) -> None:
+        """Prepare the working directory. ``digest``: of the code if it lies on the nodes (``code.source``), else None."""
+        left = working_directory.prepare(
+            None if code is None else Path(code), work, digest or self._launch.resolved.code_digest
+        )
+        if left:
+            names_left = ", ".join(left[:20]).encode("utf-8", "replace").decode() + " ..." * (len(left) > 20)
+            text = (
+                "the job continues with other code; files in its working directory that the job has changed are not "
+                f"replaced: {names_left}. Modules are imported from the new code"
+            )
+            log_message(text)
+            spool = Spool(self._paths.node_spool(self._launch.node))
+            spool.append(Note(rank=node_rank(self._launch.node), at=now(), type="work-kept", message=text[:4000]))
+            spool.close()
+
+    def _join_rendezvous(self) -> Rendezvous:
+        if self._rendezvous is None:
+            return single_node(self._launch.world_size)
+        told = os.environ.get(names.NODE_ADDRESS)
+        return self._rendezvous.join(told, self._wait_until, self._report_sender.start)
+
+    def _wait_until(self, done: Callable[[], T | None]) -> T | None:
+        return self._supervisor.wait_for(done, self._deadline)
+
+    def _clean_up(self) -> None:
+        left = procfs.kill_stragglers(names.NODE_DIR, str(self._node_paths.root))
+        if left:
+            log_message(f"processes {left} did not end after SIGKILL")
+        procfs.remove_tree(self._node_paths.tmp)
+
+    def _result(self, conclusion: Conclusion, ends: list[Ended]) -> AttemptResult:
+        base = self._base()
+        last = max((e.end.last_step for e in ends), default=0) or (base.step if base is not None else 0)
+        return AttemptResult(
+            job_id=self._launch.job_id,
+            attempt=self._launch.attempt,
+            node=self._launch.node,
+            cause=conclusion.cause,
+            rank=conclusion.rank,
+            exit_code=conclusion.exit_code,
+            message=conclusion.message and conclusion.message + self._supervisor.evidence.aborts,
+            last_step=last,
+            base=base,
+            secondary=conclusion.secondary,
+            began_at=conclusion.began_at,
+            started_at=self._started_at,
+            stop_at=self._supervisor.stop_at,
+            ended_at=now(),
+            ranks=[e.end for e in ends],
+            pace=self._supervisor.pace,
+        )
+
+    def _base(self) -> Base | None:
+        try:
+            return Base.model_validate_json(self._paths.base_file.read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def _report_result(self, result: AttemptResult) -> None:
+        """Write the result to disk, then send it to the service; if that fails, the service reads it from the disk."""
+        log_message(f"ended: {result.cause}: {result.message}")
+        write_result(self._node_paths, result)
+        if self._supervisor.evidence.fenced is None:
+            self._report_sender.start()
+            told = self._report_sender.finish(result, self._timing.delivery)
+            log_message(
+                "the service has received the result"
+                if told
+                else "the service was not reached; the result is on the disk"
+            )
+
+
+def _crash_conclusion(error: Exception, *, any_rank: bool) -> Conclusion:
+    cause = Cause.UNKNOWN if any_rank else Cause.LAUNCHER_ERROR
+    return Conclusion(cause, None, None, f"the agent failed: {type(error).__name__}: {error}; see agent.log")

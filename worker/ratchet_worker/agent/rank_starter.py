@@ -1,0 +1,130 @@
+"""Starting a rank's process. The agent depends only on the two protocols. ``ProcessStarter`` is the plain implementation,
+``fork_starter`` the fast one; another one (which starts a container, say) implements the same protocols. In every implementation
+a rank is the leader of its own session and process group.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ratchet_worker.ipc import procfs, stack_dump
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """How to run one rank's process. The descriptors in ``pass_fds`` keep their numbers in it."""
+
+    rank: int
+    command: Sequence[str]
+    cwd: Path
+    env: Mapping[str, str]
+    log: Path
+    pass_fds: Sequence[int] = ()
+
+
+class RankProcess(Protocol):
+    """A started rank. Its pid is also its process group's id, and is not reused before ``reap``."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when the process has ended."""
+
+    def exit_code(self) -> int | None:
+        """The exit code: None while the process runs, ``-signal`` if a signal ended it. Does not reap the process."""
+
+    def kill_group(self) -> None:
+        """Send SIGKILL to the whole process group."""
+
+    def request_stacks(self) -> None:
+        """Have the rank write the stacks of all its threads to its log (``stack_dump``); a halted rank is continued for it."""
+
+    def reap(self) -> None:
+        """Reap the ended process and close its descriptor."""
+
+
+class Starter(Protocol):
+    def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
+        """Start the ranks, and yield each one as soon as it can be watched. Called from the agent's main thread only: ranks die
+        with the thread that forked them.
+
+        Raises ``OSError`` if the program cannot be run; the caller must then end the ranks that were yielded before.
+        """
+
+
+class ProcessStarter:
+    """A fresh interpreter per rank."""
+
+    def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
+        return map(start_process, plans)
+
+
+def start_process(plan: RankPlan) -> Child:
+    """Start a fresh interpreter. Raises ``OSError`` if it cannot be run."""
+    plan.log.parent.mkdir(parents=True, exist_ok=True)
+    with plan.log.open("ab") as log:
+        process = subprocess.Popen(
+            list(plan.command),
+            cwd=plan.cwd,
+            env=dict(plan.env),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,  # one file description: lines of both keep their order
+            start_new_session=True,
+            pass_fds=tuple(plan.pass_fds),
+        )
+    process.returncode = 0  # Child reaps it, not subprocess
+    return Child(plan.rank, process.pid)
+
+
+class Child:
+    """A child of this process. Raises ``ProcessLookupError`` if no process has that pid."""
+
+    def __init__(self, rank: int, pid: int) -> None:
+        self._rank, self._pid = rank, pid
+        self._pidfd = os.pidfd_open(pid)
+        self._reaped_exit_code: int | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    def fileno(self) -> int:
+        return self._pidfd
+
+    def exit_code(self) -> int | None:
+        if self._reaped_exit_code is not None:
+            return self._reaped_exit_code
+        # WNOWAIT leaves the zombie: while it exists, its pid is not reused, and its group can be killed safely.
+        info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if info is None:
+            return None
+        return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+    def kill_group(self) -> None:
+        if self._reaped_exit_code is None:
+            procfs.kill_group(self.pid)
+
+    def request_stacks(self) -> None:
+        if self.exit_code() is None:
+            stack_dump.request_dump(self.pid)
+
+    def reap(self) -> None:
+        if self._reaped_exit_code is None:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            self._reaped_exit_code = self.exit_code()
+            os.waitpid(self.pid, 0)
+            os.close(self._pidfd)

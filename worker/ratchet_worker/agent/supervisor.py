@@ -1,0 +1,334 @@
+"""Runs the ranks of one attempt from the first start to the last death. Ranks die with the thread that forked them, so
+everything here runs in the agent's main thread; the uplink's thread uses only ``status``, ``on_*`` and, through them,
+``DesiredState``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, TypeVar
+
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.phases import AttemptPhase, Cause, Desired
+from ratchet_contract.protocol.messages import Control, LaunchFile
+from ratchet_contract.protocol.timing import Pace
+from ratchet_contract.script.public_names import PACKAGE
+from ratchet_contract.script.unmanaged_script import SESSION_PACKAGE
+from ratchet_worker.agent.desired_state import DesiredState
+from ratchet_worker.agent.hang_detector import Learner, Watch
+from ratchet_worker.agent.rank_handle import SupervisedRank, Timing, abort_groups, write_stacks
+from ratchet_worker.agent.rank_starter import RankPlan, Starter
+from ratchet_worker.agent.report_sender import Status
+from ratchet_worker.agent.wakeup_pipe import WakeupPipe
+from ratchet_worker.ipc import procfs
+from ratchet_worker.ipc.atomic_files import log_message
+from ratchet_worker.ipc.atomic_files import now as clock
+from ratchet_worker.ipc.control_file import write_control
+from ratchet_worker.ipc.progress_counter import CounterReader
+from ratchet_worker.ipc.result_files import (
+    Conclusion,
+    Ended,
+    Evidence,
+    NotStarted,
+    default_cause,
+    is_fine,
+    peer_failure,
+)
+
+T = TypeVar("T")
+_SCRIPT_HINT: Final = (
+    f": a script whose main file imports the Session of `{PACKAGE}`, or mentions {SESSION_PACKAGE}, is expected to begin the "
+    "steps of a Session by then; any other is unmanaged and has no deadline"
+)
+_KILL_TIMEOUT: Final = 10.0  # seconds a killed rank may take to die (freeing memory, a stuck disk)
+_PEER_TIMEOUT: Final = 5.0
+"""Seconds, in a group of several nodes. When one rank stops, the ranks of all nodes soon make no progress. The agent that sees
+its own rank halted reports it first; the others wait this long for that report before they blame their own ranks."""
+
+
+class Supervisor:
+    """Runs one attempt: call ``run`` once. Also the uplink's ``Listener``."""
+
+    def __init__(self, launch: LaunchFile, paths: AttemptPaths, starter: Starter, timing: Timing) -> None:
+        self._paths = paths
+        self._control_file = paths.node(launch.node).control_file
+        self._starter = starter
+        self._timing = timing
+        self._policy = launch.spec.policy
+        self._desired = DesiredState(launch.desired)
+        self._ranks: dict[int, SupervisedRank] = {}
+        self._is_multi_node = launch.spec.world.nodes > 1
+        self._logs_command = f"ratchet logs {launch.job_id} --attempt {launch.attempt}"
+        self._signal: Cause | None = None
+        self._fenced: str | None = None
+        self._peer_end: str | None = None
+        self._peer_cause: Cause | None = None
+        self._learner = Learner(launch.deadlines, launch.pace)
+        self._stuck_since: float | None = None
+        self._evidence = Evidence()
+        self._oom = procfs.OomWatch()
+        self._published: Control | None = None
+        self._stop_since: float | None = None
+        self.stop_at: str | None = None  # the same as a wall-clock time
+        self._failed_since: float | None = None
+        self._failure = ""
+        self._housekeeping_at = 0.0
+        self._watch = Watch(
+            {rank: CounterReader(paths.counter(rank)).read for rank in launch.ranks},
+            self._learner,
+            now=time.monotonic(),
+            hint=_SCRIPT_HINT if launch.spec.script is not None else "",
+            other_readers={
+                rank: CounterReader(paths.counter(rank)).read
+                for rank in range(launch.world_size)
+                if rank not in launch.ranks
+            },
+        )
+        self._wakeup_pipe = WakeupPipe()
+        kills = (fault for fault in launch.faults if fault.kind == "kill-agent" and fault.rank in launch.ranks)
+        self._fault = next(kills, None)
+
+    # --- the uplink's side (any thread) ---
+
+    def status(self) -> Status:
+        stopping = self._stop_since is not None or self._failed_since is not None
+        running = AttemptPhase.RUNNING if self._watch.ready else AttemptPhase.LAUNCHING
+        return Status(AttemptPhase.STOPPING if stopping else running, self.last_step)
+
+    def on_control(self, control: Control) -> None:
+        self._peer_cause = self._peer_cause or control.peer_cause
+        self._peer_end = self._peer_end or control.peer_end
+        self._desired.update_from_service(control.model_copy(update={"peer_end": None, "peer_cause": None}))
+        self._wakeup_pipe.wake()
+
+    def on_fenced(self, reason: str) -> None:
+        self._fenced = reason
+        self._wakeup_pipe.wake()
+
+    # --- the main thread ---
+
+    @property
+    def last_step(self) -> int:
+        return max((self._watch.last_step(rank) for rank in self._ranks), default=0)
+
+    @property
+    def remaining_grace(self) -> float:
+        """Seconds left of ``policy.stop_grace``; all of it if no stop was requested."""
+        spent = 0.0 if self._stop_since is None else time.monotonic() - self._stop_since
+        return max(0.0, self._policy.stop_grace - spent)
+
+    @property
+    def pace(self) -> Pace | None:
+        """The pace of the job, as measured in this attempt."""
+        return self._learner.pace(hung=bool(self._evidence.hung))
+
+    @property
+    def evidence(self) -> Evidence:
+        return replace(self._evidence, fenced=self._fenced, stop=self._published)
+
+    def install_signal_handlers(self) -> None:
+        """Install the signal handlers; the first stop signal sets a flag."""
+
+        def flag(cause: Cause) -> None:
+            self._signal = self._signal or cause
+
+        self._wakeup_pipe.install_signal_handlers(flag)
+
+    def raise_if_over(self) -> None:
+        """Raise ``NotStarted`` if the attempt is over before any rank was started: a stop was requested, the attempt is fenced,
+        or another node has failed."""
+        self._publish()
+        wish = self._published
+        if self._fenced is not None:
+            raise NotStarted(Conclusion(Cause.LEASE_LOST, None, None, self._fenced))
+        if wish is not None and wish.desired is not Desired.RUN:
+            cause = wish.cause or default_cause(wish.desired)
+            raise NotStarted(Conclusion(cause, None, None, f"{cause}: stopped before any rank was started"))
+        if self._peer_end is not None:
+            raise NotStarted(peer_failure(self._peer_end, time.time()))
+
+    def wait_for(self, done: Callable[[], T | None], deadline: float) -> T | None:
+        """Poll ``done`` and return its first value that is not None, or None at ``deadline`` (monotonic). For use before ranks
+        are started; raises ``NotStarted`` like ``raise_if_over``."""
+        while (value := done()) is None and time.monotonic() < deadline:
+            self._wait(self._timing.tick)
+            self.raise_if_over()
+        self.raise_if_over()  # a stop may have arrived with the value
+        return value
+
+    def start(self, plans: Sequence[RankPlan]) -> None:
+        """Start all ranks. Raises ``OSError`` if one cannot be started; the caller must then call ``finish`` to end the ranks
+        already started."""
+        self._watch.begin(time.monotonic())
+        for process in self._starter.start(plans):
+            self._ranks[process.rank] = SupervisedRank(process, self._paths)
+
+    def run(self) -> list[Ended]:
+        """Watch the ranks until each has ended or was killed by the agent; return their ends."""
+        while any(r.live for r in self._ranks.values()):
+            self._wait(self._timing.tick)
+            self._step()
+        return self.finish()
+
+    def finish(self) -> list[Ended]:
+        """Kill what is left of the ranks' process groups, reap the ranks and return their ends. Safe to call at any time and
+        repeatedly."""
+        self._kill_live("the attempt ends")
+        self._watch.poll(time.monotonic())
+        for rank in self._ranks.values():
+            rank.process.kill_group()  # its children may outlive it
+            if rank.process.exit_code() is not None:
+                rank.process.reap()
+        return [rank.end(self._watch.last_step(number)) for number, rank in sorted(self._ranks.items())]
+
+    def _step(self) -> None:
+        self._collect()
+        if self._fenced is not None:
+            log_message(f"fenced: {self._fenced}")
+            self._kill_live("the attempt is fenced")
+            return
+        now = time.monotonic()
+        self._watch.poll(now)
+        self._inject_fault()
+        self._publish()
+        self._housekeeping(now)
+        if self._failed_since is not None:
+            if now - self._failed_since >= self._timing.failure_grace:
+                self._kill_live(self._failure)
+        elif self._peer_end is not None and any(rank.live for rank in self._ranks.values()):
+            log_message(f"another node has failed: {self._peer_end}")
+            self._evidence = replace(self._evidence, peer_end=self._peer_end)
+            if self._peer_cause is Cause.HANG:
+                self._write_stacks("a rank of another node hangs")
+            self._kill_live("another node has failed")
+        elif not self._end_hang(now):
+            self._end_overdue_stop(now)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until a rank dies, the main thread is woken, or ``seconds`` pass."""
+        self._wakeup_pipe.wait([r.process.fileno() for r in self._ranks.values() if r.live], seconds)
+
+    def _collect(self) -> None:
+        """Record the ranks that have died."""
+        for number, rank in self._ranks.items():
+            if not rank.live or (code := rank.process.exit_code()) is None:
+                continue
+            rank.live, rank.exit_code, rank.died_at = False, code, time.time()
+            log_message(
+                f"rank {number} (pid {rank.process.pid}) ended with {code}{' (killed by the agent)' * rank.killed}"
+            )
+            if code == -signal.SIGKILL and not rank.killed and self._oom.killed_recently():
+                self._evidence = replace(self._evidence, oom=self._evidence.oom | {number})
+            end = rank.end(0).end
+            if self._failed_since is None and (end.result is None or not is_fine(end)):
+                # An end without a result was not agreed on, whatever its cause: the others would wait for this rank.
+                self._failed_since, self._failure = time.monotonic(), f"rank {number} ended with {code}"
+
+    def _wait_and_collect(self, seconds: float) -> None:
+        self._wait(seconds)
+        self._collect()
+
+    def _publish(self) -> None:
+        """Write the merged desired state for the ranks; a failed write is retried at the next pass."""
+        if self._signal is not None:
+            self._desired.update_from_signal(self._signal)
+        wish = self._desired.merged()
+        if wish == self._published:
+            return
+        if self._stop_since is None and wish.desired is not Desired.RUN:
+            self._stop_since, self.stop_at = time.monotonic(), clock()
+        try:
+            write_control(self._control_file, wish)
+        except OSError as error:
+            log_message(f"control.json cannot be written: {error}")
+            return
+        self._published = wish
+        log_message(f"desired state: {wish.desired} ({wish.cause}), checkpoint request {wish.checkpoint_request}")
+
+    def _housekeeping(self, now: float) -> None:
+        """Once a second: reap orphans, poll for out-of-memory kills, and kill ranks that do not exit after their result."""
+        if now - self._housekeeping_at < 1.0:
+            return
+        self._housekeeping_at = now
+        procfs.reap_orphans(lambda: {r.process.pid for r in self._ranks.values()})
+        self._oom.killed_recently()
+        for number, rank in self._ranks.items():
+            if not rank.live or not rank.result_path.exists():
+                continue
+            if rank.result_seen_at is None:
+                rank.result_seen_at = now
+            elif now - rank.result_seen_at > self._timing.linger:
+                log_message(f"rank {number} has written its result and does not exit; killing it")
+                self._abort_and_kill([rank], "it has written its result and does not exit")
+
+    def _end_hang(self, now: float) -> bool:
+        waited_for = [n for n, r in self._ranks.items() if r.live and r.result_seen_at is None]
+        stuck = self._watch.find_stuck(waited_for, self._is_stopped, now)
+        if stuck is None:
+            self._stuck_since = None
+            return False
+        message = stuck.message
+        if self._is_multi_node and not stuck.halted:
+            self._stuck_since = self._stuck_since or now
+            if now - self._stuck_since < _PEER_TIMEOUT:
+                return False
+            message += "; they may have waited for ranks of another node, whose agent has reported nothing"
+        log_message(f"hang: {message}")
+        since = time.time() - (now - stuck.since)
+        message += self._write_stacks("hang")
+        self._evidence = replace(self._evidence, hung=stuck.ranks, hang_message=message, hung_since=since)
+        self._kill_live("hang")
+        return True
+
+    def _inject_fault(self) -> None:
+        """Kill this agent, and with it its ranks, at the step that a trial's fault plan names."""
+        if self._fault is None:
+            return
+        reading = CounterReader(self._paths.counter(self._fault.rank)).read()
+        if reading is not None and reading.started > self._fault.step:
+            log_message(f"the trial's plan: this agent is killed after step {self._fault.step}")
+            os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(128 + signal.SIGKILL)  # PID 1 of a container cannot kill itself by a signal
+
+    def _is_stopped(self, rank: int) -> bool:
+        return self._ranks[rank].is_halted
+
+    def _end_overdue_stop(self, now: float) -> None:
+        if self._stop_since is None or now - self._stop_since <= self._policy.stop_grace:
+            return
+        moved = self._watch.has_progressed_since(self._stop_since)
+        log_message(f"no agreed stop within {self._policy.stop_grace:g} s; killing the ranks")
+        self._evidence = replace(self._evidence, overdue=True, progressed=moved)
+        self._write_stacks("no agreed stop")
+        self._kill_live("no agreed stop")
+
+    def _write_stacks(self, why: str) -> str:
+        live = [rank for rank in self._ranks.values() if rank.live]
+        told = write_stacks(live, why, self._timing.stacks, lambda ranks: self._abort_and_kill(ranks, why))
+        return f"; the stacks of all threads are in the ranks' logs ({self._logs_command}){told}"
+
+    def _kill_live(self, why: str) -> None:
+        """Kill all live ranks and wait for their death."""
+        self._evidence = replace(self._evidence, killed_at=self._evidence.killed_at or time.time())
+        self._abort_and_kill([rank for rank in self._ranks.values() if rank.live], why)
+        deadline = time.monotonic() + _KILL_TIMEOUT
+        while any(r.live for r in self._ranks.values()) and time.monotonic() < deadline:
+            self._wait_and_collect(deadline - time.monotonic())
+        for number, rank in self._ranks.items():
+            if rank.live:
+                log_message(f"rank {number} (pid {rank.process.pid}) did not die of SIGKILL within {_KILL_TIMEOUT:g} s")
+                rank.live, rank.died_at = False, time.time()
+
+    def _abort_and_kill(self, ranks: Sequence[SupervisedRank], why: str) -> None:
+        """SIGKILL the groups of ``ranks``, after these have aborted their communicators. A rank that is exiting already is not
+        recorded as killed."""
+        if aborts := abort_groups(ranks, why, self._timing.abort, self._wait_and_collect):
+            self._evidence = replace(self._evidence, aborts=f"{self._evidence.aborts}; {aborts}")
+        for rank in ranks:
+            if rank.live:
+                rank.killed = rank.killed or not procfs.is_exiting(rank.process.pid)
+                rank.process.kill_group()

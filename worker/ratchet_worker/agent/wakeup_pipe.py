@@ -1,0 +1,49 @@
+"""Wakes the agent's main thread on a rank's death, a signal, or a call from the report sender's thread."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from types import FrameType
+from typing import Final
+
+from ratchet_contract.phases import Cause
+
+_STOP_CAUSES: Final = {signal.SIGTERM: Cause.SIGTERM, signal.SIGINT: Cause.SIGTERM, signal.SIGUSR1: Cause.TIME_LIMIT}
+STOP_SIGNALS: Final = tuple(_STOP_CAUSES)
+
+
+class WakeupPipe:
+    """``wake`` may be called from any thread; the other methods only from the main thread."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def wake(self) -> None:
+        with suppress(BlockingIOError):  # pipe full: a wake-up is pending already
+            os.write(self._write, b"\0")
+
+    def wait(self, descriptors: Iterable[int], seconds: float) -> None:
+        """Wait until one of ``descriptors`` is readable, ``wake`` is called, a signal arrives, or ``seconds`` pass."""
+        poller = select.poll()
+        for descriptor in (self._read, *descriptors):
+            poller.register(descriptor, select.POLLIN)
+        for descriptor, _ in poller.poll(max(0.0, seconds) * 1000):
+            if descriptor == self._read:
+                os.read(self._read, 4096)
+
+    def install_signal_handlers(self, on_stop: Callable[[Cause], None]) -> None:
+        """Install the signal handlers: a stop signal only calls ``on_stop``, SIGHUP does nothing. No handler is ``SIG_IGN``,
+        because ranks would inherit it."""
+
+        def flag(number: int, _frame: FrameType | None) -> None:
+            on_stop(_STOP_CAUSES[signal.Signals(number)])
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, flag)
+        signal.signal(signal.SIGHUP, lambda _number, _frame: None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)

@@ -1,0 +1,217 @@
+"""The working directory of a job's ranks: a writable copy of the code snapshot, made once and kept over all attempts.
+
+Files that a script writes relative to its current directory, such as its own checkpoints, exist for the next attempt. The code
+itself is imported from the snapshot, which is read-only. ``work.json``, next to the directory, records what was copied, file by
+file: if the job continues with other code, the files that were not changed since are replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.code import tree
+from ratchet_contract.code.tree import Entry
+from ratchet_contract.paths import JobPaths
+from ratchet_worker.ipc import procfs
+from ratchet_worker.ipc.atomic_files import write_atomic
+
+_PREFIX: Final = ".work-"
+_OTHER: Final = "other"
+"""The form of a path that is neither a file nor a link, or that lies below a link: it is no file of the code."""
+
+
+@dataclass(frozen=True)
+class CopiedCode:
+    """``work.json``: the digest of the code that was copied into the directory, and the form of each file that was copied.
+
+    ``begun``: the forms that an interrupted update may have given a file since (None: removed). ``left``: files of the code that
+    were not copied, since the job had files of its own there."""
+
+    digest: str | None = None
+    files: dict[str, str] = field(default_factory=dict)
+    begun: dict[str, list[str | None]] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    def forms(self, path: str) -> set[str | None]:
+        """The forms that ``path`` may have if only updates have changed it."""
+        return {self.files.get(path), *self.begun.get(path, ())}
+
+
+def prepare(code: Path | None, work: Path, digest: str | None = None) -> list[str]:
+    """Create ``work`` unless it exists: a copy of ``code``, or an empty directory. Raises ``OSError``.
+
+    The copy is made under another name in the same directory, synced and renamed, so a copy that a crash interrupted is never
+    used; the next call removes it. Only one process at a time does this on each disk: node 0's agent, before the others continue,
+    each under its attempt's lock. ``digest``: the digest of ``code``. A copy of other code is updated; the result is the paths of
+    its files that are left as they are, because they differ from what was copied. If such a file is gone by the next call, it is
+    copied then.
+    """
+    if work.is_dir():
+        return [] if code is None else _update(code, work, digest)
+    _remove_leftovers(work)
+    copy = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=work.parent))
+    try:
+        copy.chmod(0o755)
+        if code is not None:
+            found = _entries(code)
+            _copy(found, copy)
+            _write_record(work, CopiedCode(digest=digest, files=_forms(found)))
+        _sync(copy)
+        copy.rename(work)
+    except BaseException as error:
+        procfs.remove_tree(copy)
+        if isinstance(error, OSError) and work.is_dir():  # another node's agent created it first
+            return []
+        raise
+    _sync(work.parent)
+    return []
+
+
+def _entries(code: Path) -> list[Entry]:
+    """The entries of ``code``, which is a snapshot or what a snapshot would be made of."""
+    return tree.list_entries(code, tree.UNLIMITED)
+
+
+def _remove_leftovers(work: Path) -> None:
+    for left in work.parent.glob(f"{_PREFIX}*"):
+        if left.is_dir() and not left.is_symlink():
+            procfs.remove_tree(left)
+        else:
+            left.unlink()
+
+
+def _update(code: Path, work: Path, digest: str | None) -> list[str]:
+    """Update ``work`` to ``code`` and return the paths left as they are. An update after an interrupted one, even with other
+    code, gives the same result: the forms that may be copied are recorded first, those that were copied last."""
+    copied = _read_record(work)
+    same = copied.digest == digest
+    if digest is None or (same and all(_form_in(work, path) is not None for path in copied.left)):
+        return []
+    _remove_leftovers(work)
+    found = _entries(code)
+    files = _forms(found)
+    ours = copied.files.keys() | copied.begun.keys()
+    begun = {path: [*copied.begun.get(path, ()), files.get(path)] for path in ours | files.keys()}
+    _write_record(work, replace(copied, begun=begun))
+    for path in sorted(ours - files.keys(), reverse=True):  # first, since a directory may replace a file
+        here = _form_in(work, path)
+        if here is not None and here in copied.forms(path):
+            (work / path).unlink()
+            with suppress(OSError):  # not empty
+                for folder in list((work / path).parents)[: path.count("/")]:
+                    folder.rmdir()
+    left = []
+    for entry in found:
+        path, here = entry.path, _form_in(work, entry.path)
+        known = copied.forms(path)
+        if here == files[path] or (files[path] == copied.files.get(path) and here not in known):
+            continue
+        if here is None or here in known:
+            _replace_file(entry, work)
+        else:
+            left.append(path)
+            del files[path]
+    _write_record(work, CopiedCode(digest=digest, files=files, left=left))
+    return [] if same else left
+
+
+def _replace_file(entry: Entry, work: Path) -> None:
+    place = work / entry.path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=work.parent))
+    try:
+        _write_entry(entry, made / "file")
+        (made / "file").replace(place)
+    finally:
+        procfs.remove_tree(made)
+    _sync(place.parent)
+
+
+def _forms(found: list[Entry]) -> dict[str, str]:
+    """The form of each entry, by path."""
+    return {entry.path: _form(entry.source) for entry in found}
+
+
+def _form(path: Path) -> str:
+    """The form of a path as text: a file's content digest and whether it is executable, or a link's target."""
+    if path.is_symlink():
+        return f"link {path.readlink()}"
+    if not path.is_file():
+        return _OTHER
+    inner = hashlib.sha256()
+    for chunk in tree.read_chunks(path):
+        inner.update(chunk)
+    return f"{'x' if path.stat().st_mode & 0o111 else '-'} {inner.hexdigest()}"
+
+
+def _form_in(work: Path, path: str) -> str | None:
+    """The form of ``path`` in the working directory, where user code may have put anything; None if it does not exist."""
+    place = work / path
+    folders = list(place.parents)[: path.count("/")]
+    if any(folder.is_symlink() or (folder.exists() and not folder.is_dir()) for folder in folders):
+        return _OTHER
+    if not os.path.lexists(place):
+        return None
+    try:
+        return _form(place)
+    except OSError:  # user code has made it unreadable
+        return _OTHER
+
+
+def _read_record(work: Path) -> CopiedCode:
+    try:
+        told = json.loads(JobPaths(work.parent).work_file.read_bytes())
+        return CopiedCode(
+            None if told["digest"] is None else str(told["digest"]),
+            {str(path): str(form) for path, form in told["files"].items()},
+            {
+                str(path): [None if form is None else str(form) for form in forms]
+                for path, forms in told["begun"].items()
+            },
+            [str(path) for path in told["left"]],
+        )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return CopiedCode()
+
+
+def _write_record(work: Path, copied: CopiedCode) -> None:
+    text = json.dumps(asdict(copied))  # ASCII, since a file name need not be valid text
+    write_atomic(JobPaths(work.parent).work_file, text.encode(), durable=True)
+
+
+def _copy(found: list[Entry], target: Path) -> None:
+    """Copy the entries to ``target``, with permissions that let the owner write all of it."""
+    folders = {target}
+    for entry in found:
+        place = target / entry.path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        folders.update(p for p in place.parents if p.is_relative_to(target))
+        _write_entry(entry, place)
+    for folder in folders:
+        folder.chmod(0o755)
+        _sync(folder)
+
+
+def _write_entry(entry: Entry, place: Path) -> None:
+    if entry.link is not None:
+        place.symlink_to(entry.link)
+        return
+    shutil.copyfile(entry.source, place)
+    place.chmod(0o755 if entry.executable else 0o644)
+    _sync(place)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

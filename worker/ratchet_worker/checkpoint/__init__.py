@@ -1,0 +1,1 @@
+"""Saving a checkpoint: schedule, capture, copy, write, commit."""

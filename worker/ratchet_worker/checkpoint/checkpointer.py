@@ -1,0 +1,348 @@
+"""Saving, from the loop's side: hand the state over at a step boundary, continue, and wait only if a tensor that is not copied
+yet is about to change.
+
+Every rank writes its file in a separate thread, rank 0's thread commits the manifest; no collective takes part (``saver_thread``,
+``manifest_commit``). A rank that dies or hangs while a checkpoint is made fails only this checkpoint. The failure is reported and
+training continues; the third failure in a row ends the attempt, after the same step on all ranks, since a job that cannot save
+will lose its work.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ratchet_contract.checkpoint.manifest import SHARED_PREFIX
+from ratchet_contract.checkpoint.resume_report import Base
+from ratchet_contract.errors import CheckpointError, RatchetError, UserError
+from ratchet_contract.paths import JobPaths
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_hooks.errors import HookStateError
+from ratchet_worker.checkpoint.checkpoint_content import Content
+from ratchet_worker.checkpoint.copy_sources import Audit, Lister
+from ratchet_worker.checkpoint.host_copy import Staging, size_of
+from ratchet_worker.checkpoint.manifest_commit import Committer, Order, write_progress
+from ratchet_worker.checkpoint.save import Save
+from ratchet_worker.checkpoint.save_cost import expected_seconds
+from ratchet_worker.checkpoint.saver_thread import MAX_FAILURES, Saver
+from ratchet_worker.checkpoint.schedule import Due
+from ratchet_worker.checkpoint.threads import Latch
+from ratchet_worker.coordination.reporter import Reason, Reporter
+from ratchet_worker.coordination.store_exchange import Exchange
+from ratchet_worker.host.cpu import gc_disabled, rank_cores
+from ratchet_worker.ipc.progress_counter import Stage, StepCounter
+from ratchet_worker.state.model import MODEL
+from ratchet_worker.state.replica_digests import Cuts
+from ratchet_worker.state.snapshot import Snapshot, Until
+
+_TICK_SECONDS: Final = 0.25  # seconds between two ticks of the step counter while waiting for a save
+_RETRY_SECONDS: Final = 1.0  # seconds between two attempts to save a job's end
+_RETENTION_TIMEOUT: Final = 10.0  # seconds that the end of an attempt waits for older checkpoints to be deleted
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a save. ``error`` None: committed."""
+
+    error: str | None = None
+
+
+class Checkpointer:
+    """Saves of one attempt on one rank; only the loop's thread calls its methods. ``last``: the newest checkpoint of this
+    attempt, or the one that it started from. ``give_up``: called on rank 0, from the saving thread, when too many saves have
+    failed. ``early``: the job has no checkpoint yet, and may get one before the first scheduled one (``checkpoint.first``)."""
+
+    def __init__(
+        self,
+        launch: LaunchFile,
+        exchange: Exchange,
+        saving: Exchange,
+        counter: StepCounter,
+        reporter: Reporter,
+        base: Base,
+        device: torch.device,
+        give_up: Callable[[], None],
+        *,
+        early: bool = False,
+    ) -> None:
+        self._spec, self._launch = launch.spec.checkpoint, launch
+        self._exchange, self._counter, self._reporter = exchange, counter, reporter
+        self._rank, self._world_size, self._device = exchange.rank, exchange.world_size, device
+        self._staging, self._cuts, self._lister = Staging(device, rank_cores()), Cuts(), Lister(exchange.rank)
+        self._committer = Committer(launch, saving, reporter, base)
+        self._saver = Saver(launch, saving, reporter, self._committer, self._staging, give_up)
+        self._due = Due(self._spec, exchange, reporter, base.step, early=early)
+        self._schedule = self._due.schedule
+        staging = self._spec.staging
+        self._overlapped = staging == "overlapped" or (staging == "auto" and launch.spec.task is not None)
+        self._first = True  # no boundary of this attempt was reached yet
+        self._early_step: int | None = None  # the step saved before the first scheduled one
+        self._early_seconds: float | None = None  # the expected duration of that save
+        self._audit: Audit | None = None
+        self._audit_done = False  # the audit is done: the state may be copied concurrently with a step
+        self._save: Save | None = None
+        self._retention_done: Latch | None = None  # the latch of the last save
+        self._save_count = 0
+        self._stall_seconds = 0.0  # seconds that the open step waited for a save
+        self._failure: str | None = None
+        self._given_up_at = ""
+        self.last = base
+
+    # --- the loop's boundaries and gates -------------------------------------------------------------------------------
+
+    def on_step_end(
+        self, step: int, capture_step_tensors: Callable[[], tuple[Snapshot, int]], make_content: Callable[[], Content]
+    ) -> None:
+        """Begin a save if one is due; called after every step but the last. ``capture_step_tensors``: returns the parameters and
+        the optimizer's tensors, and roughly the number of bytes that a rank saves besides them.
+
+        Raises ``UserError`` for a hook's state that cannot be stored, ``CheckpointError`` where a save is stuck.
+        """
+        self._process_result()
+        if self._schedule is not None:
+            self._schedule.record_step(self._save is not None, self._stall_seconds)
+        self._stall_seconds = 0.0
+        if step >= self._due.next:
+            # A scheduled save is not skipped because of the save before the first scheduled one.
+            busy = self._save is not None and self._save.order.reason != "first"
+            reason = self._due.reason_at(step, busy, self.drain, lambda: self._expected_seconds(capture_step_tensors))
+            if reason is not None:
+                self._early_step = step if reason == "first" else self._early_step
+                self.begin_save(step, reason, make_content)
+        if self._first and self._due.next != math.inf:
+            self._prepare(*capture_step_tensors())
+        self._first = False
+
+    def wait_until_copied(self, until: Until, *, ends_audit: bool = True) -> None:
+        """Wait until tensors of this kind are copied, if a save is in progress; called before they change, possibly from a thread
+        of a backward pass. ``ends_audit`` False: the change will be undone, so the audit of the step continues after it."""
+        save = self._save
+        if save is not None:
+            self._stall_seconds += save.wait_until_copied(until)
+        if ends_audit and self._audit is not None and until is Until.STEP:
+            self._end_audit(self._audit)
+
+    def on_step_begin(self) -> None:
+        """Call when a step begins: the time since the previous step does not count as this step's."""
+        self._stall_seconds = 0.0
+        if self._schedule is not None:
+            self._schedule.restart_step_timer()
+
+    # --- acting together -----------------------------------------------------------------------------------------------
+
+    def begin_save(self, step: int, reason: Reason, make_content: Callable[[], Content]) -> None:
+        """Begin to save ``step``, after the previous save has ended; the result is reported later, and training does not wait for
+        it. The state is copied before the next step if ``checkpoint.staging`` requires it, or the audit is not done."""
+        self.drain()
+        if self._given_up_at:  # the same on all ranks: the stop that follows from it is being agreed on
+            return
+        beside = self._overlapped and self._audit_done
+        self._submit_save(step, reason, False, make_content, thorough=False, concurrent=beside)
+        if self._save is not None and not beside:
+            self._save.wait_until_copied(Until.STEP)
+
+    def save(
+        self,
+        step: int,
+        reason: Reason,
+        finished: bool,
+        make_content: Callable[[], Content],
+        remaining_seconds: float | None = None,
+    ) -> Outcome:
+        """Save ``step`` on every rank and wait for it; the outcome is the same on all. ``remaining_seconds``: seconds until the
+        processes are killed; a save that takes longer is not begun. Raises ``CheckpointError`` for the third failure in a row
+        (``finished``: after up to three attempts), ``UserError`` for a hook's state that cannot be stored, and if only some ranks
+        have ``finished``."""
+        self._counter.enter_stage(Stage.CHECKPOINTING)
+        self.drain()
+        if self._given_up_at:
+            raise self.too_many_failures
+        late = self._reason_not_to_save(remaining_seconds) if reason == "stop" else None
+        if late is not None:
+            return Outcome(late)
+        while True:
+            self._submit_save(step, reason, finished, make_content, thorough=True)
+            failures = self.drain()
+            if failures >= MAX_FAILURES:
+                raise self.too_many_failures
+            if failures == 0 or not finished:
+                break
+            time.sleep(_RETRY_SECONDS)
+        self._counter.enter_stage(Stage.TRAINING)
+        return Outcome(self._failure)
+
+    def drain(self) -> int:
+        """Wait for the save in progress, if any; return the number of failures in a row by then."""
+        if self._save is None:
+            return 0
+        self._wait_for(self._save)
+        return self._process_result()
+
+    def wait_for_retention(self) -> None:
+        """At the end, wait until older checkpoints are deleted and that is reported; not for long: the service deletes the
+        rest."""
+        end = time.monotonic() + _RETENTION_TIMEOUT
+        while (
+            self._retention_done is not None and not self._retention_done.wait(_TICK_SECONDS) and time.monotonic() < end
+        ):
+            self._counter.tick()
+
+    @property
+    def too_many_failures(self) -> CheckpointError:
+        return CheckpointError(f"{MAX_FAILURES} saves in a row failed, the last at {self._given_up_at}")
+
+    @property
+    def is_overlapped(self) -> bool:
+        """True if a save may be copied concurrently with a step; otherwise ``begin_save`` copies it before the next step."""
+        return self._overlapped
+
+    @property
+    def metric_step(self) -> int | None:
+        """Step of the save in progress, or of the last committed one; None for the save before the first scheduled one, which no
+        metric keeps."""
+        step = self.last.step if self._save is None else self._save.order.step
+        return None if step == self._early_step else step
+
+    def record_metrics(self, step: int, values: dict[str, float]) -> None:
+        """Store what rank 0 logged at ``step``: it decides which checkpoints are kept as the best."""
+        self._committer.record_metrics(step, values)
+
+    def finish(self) -> None:
+        """Mark the newest checkpoint of this attempt as the job's last. Raises ``CheckpointError``."""
+        self.wait_for_retention()
+        self._committer.finish()
+
+    # --- parts ---------------------------------------------------------------------------------------------------------
+
+    def _expected_seconds(self, capture_step_tensors: Callable[[], tuple[Snapshot, int]]) -> float | None:
+        """Return the expected seconds of the save before the first scheduled one, from earlier saves of this job or the disk's
+        speed. Called on rank 0. None: there was a save already, so it is not needed any more."""
+        if self._save_count:
+            return None
+        if self._early_seconds is None:
+            snapshot, private = capture_step_tensors()
+            size = sum(number * width for _, number, width in snapshot.sizes()) + self._world_size * private
+            scratch = JobPaths(Path(self._launch.job_root)).attempt(self._launch.attempt).root
+            self._early_seconds = self._launch.save_seconds or expected_seconds(scratch, size)
+        return self._early_seconds
+
+    def _reason_not_to_save(self, remaining_seconds: float | None) -> str | None:
+        """Return why a save is not begun, or None; the same on all ranks."""
+        text = None
+        if self._schedule is not None and remaining_seconds is not None:
+            takes = self._schedule.save_seconds() or self._launch.save_seconds or None
+            if takes is not None and takes > remaining_seconds:
+                text = f"a save takes about {takes:.1f} s, and {max(0.0, remaining_seconds):.1f} s are left"
+                self._reporter.note("checkpoint-late", text, seconds=takes, left=remaining_seconds)
+        told: str | None = self._due.broadcast(text)
+        return told
+
+    def _submit_save(
+        self,
+        step: int,
+        reason: Reason,
+        finished: bool,
+        make_content: Callable[[], Content],
+        *,
+        thorough: bool,
+        concurrent: bool = False,
+    ) -> None:
+        self._save_count += 1
+        self._due.on_save_begin()
+        order, begun = (
+            Order(self._save_count, step, reason, finished, time.monotonic(), concurrent),
+            time.perf_counter(),
+        )
+        mine = staged = error = None
+        try:
+            with gc_disabled():  # many small objects would trigger a garbage collection while training waits
+                mine = make_content()
+                slices = self._cuts.plan(mine.snapshot.sizes(), self._world_size)[self._rank]
+                staged = self._staging.stage(self._lister.list_sources(mine.snapshot, slices))
+        except HookStateError as error_:  # recurs with every save: training that cannot be saved is not continued
+            text = f"the state of the hook cannot be saved at step {step}: {error_}"
+            raise UserError(text, code="hook-state-unsupported") from error_
+        except UserError:
+            raise
+        except (RatchetError, OSError, MemoryError) as error_:
+            mine, error = None, f"rank {self._rank}: {error_}"
+        stall = time.perf_counter() - begun
+        self._save = Save(
+            order, mine, staged, error, thorough, (stall, None), previous_retention_done=self._retention_done
+        )
+        self._retention_done = self._save.retention_done
+        self._saver.submit(self._save)
+
+    def _wait_for(self, save: Save) -> None:
+        """Wait until the save has ended, and tick the step counter as long as it may progress. Raises ``CheckpointError``."""
+        directory = JobPaths(Path(self._launch.job_root)).checkpoint(save.order.step, self._launch.attempt)
+        limit = 3 * self._launch.deadlines.step + 120  # longer than any wait of a saving thread
+        seen, deadline = (-1, 0), time.monotonic() + limit
+        save.awaited.set()
+        while not save.done.wait(_TICK_SECONDS):
+            self._counter.tick()
+            if (size := write_progress(directory)) != seen:
+                seen, deadline = size, time.monotonic() + limit
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"the save of step {save.order.step} is stuck: nothing was written for {limit:.0f} s"
+                )
+
+    def _process_result(self) -> int:
+        """Process the result of a save that has ended; return the number of failures in a row by then."""
+        save = self._save
+        if save is None or not save.done.is_set():
+            return 0
+        self._save = None
+        if save.failure is not None:
+            raise save.failure
+        verdict = save.verdict
+        self._failure = verdict["error"]
+        if verdict.get("early"):
+            self._copy_before_steps(f"the save of step {save.order.step} failed: {self._failure}", note=self._rank == 0)
+        if self._schedule is not None:
+            first = save.order.reason == "first"
+            self._schedule.record_save(save.stall, save.seconds, succeeded=self._failure is None, first=first)
+        if verdict.get("parted"):
+            raise UserError(verdict["error"])
+        if verdict["error"] is None:
+            self.last = Base.model_validate(verdict["base"])
+            self._due.on_save_success()
+        failures: int = verdict["failures"]
+        if failures >= MAX_FAILURES:
+            self._given_up_at = self._given_up_at or f"step {save.order.step}: {self._failure}"
+        return failures
+
+    def _prepare(self, step_tensors: Snapshot, private: int) -> None:
+        """After the attempt's first step: allocate pages for the copies, and begin the audit if saves may be overlapped."""
+        slices = self._cuts.plan(step_tensors.sizes(), self._world_size)[self._rank]
+        sources = self._lister.list_sources(step_tensors, slices)
+        if self._save is None:
+            self._saver.reserve(size_of(sources) + private)
+        if self._overlapped:
+            whole = Lister(self._rank).list_sources(step_tensors, self._cuts.plan(step_tensors.sizes(), 1)[0])
+            model = f"{SHARED_PREFIX}{MODEL}/"  # all parameters: a rank compares all of them during a step, whichever it copies
+            parameters = {s.name: s._replace(until=Until.STEP) for s in whole.entries if s.name.startswith(model)}
+            self._audit = Audit([*parameters.values(), *(s for s in sources.entries if s.name not in parameters)])
+
+    def _end_audit(self, audit: Audit) -> None:
+        self._audit, self._audit_done = None, True
+        name = audit.first_changed()
+        if name is not None:
+            text = f"{name} was changed between two steps, other than by optimizer.step()"
+            self._copy_before_steps(f"rank {self._rank}: {text}", note=True)
+
+    def _copy_before_steps(self, reason: str, *, note: bool) -> None:
+        """Copy all of this rank's state before a step begins, from now on in this attempt."""
+        if self._overlapped and note:
+            text = (
+                f"{reason}. From now on the state is copied before a step begins, not concurrently (checkpoint.staging)"
+            )
+            self._reporter.note("staging-blocking", text)
+        self._overlapped = False

@@ -1,0 +1,368 @@
+"""Copies what one rank writes, while its tensors stay unchanged.
+
+Training continues after a step boundary. Large tensors may be copied until something changes them: the hook's state until the
+next backward pass calls the hook, parameters and the optimizer's tensors until the next ``optimizer.step()``. Buffers, which the
+forward pass changes, and all small tensors are copied at the boundary.
+
+A tensor that changes earlier fails its save, not the training: torch counts in-place changes, and a resized storage usually has
+another address (``live_memory``). Not detected are a storage that was freed and allocated again at the same address, until code
+fills it, and changes through ``tensor.data``, which has its own counter (see ``copy_sources.Audit``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from ratchet_contract.errors import StateError
+from ratchet_hooks.state.files import DTYPE_NAMES
+from ratchet_hooks.torch_compat import foreach_copy_, version_of
+from ratchet_store.format.shard_slices import Slice
+from ratchet_store.write.block_writer import Range
+from ratchet_store.write.rank_file import Piece, file_order
+from ratchet_worker.checkpoint.copy_buffer import StagingBuffer
+from ratchet_worker.checkpoint.copy_chunks import Move, Work, split_copy
+from ratchet_worker.checkpoint.copy_sources import Source, Sources
+from ratchet_worker.checkpoint.threads import Latch
+from ratchet_worker.state.live_memory import (
+    Bytes,
+    SafeReader,
+    address,
+    changed_error,
+    is_freed,
+    is_row_major,
+    live_bytes,
+    resized_error,
+)
+from ratchet_worker.state.snapshot import Until, byte_view
+
+_SMALL_BYTES: Final = 64 << 10
+"""A CPU tensor of fewer bytes is copied at the boundary: passing it to another thread would take the training longer."""
+
+
+class Staging:
+    """The buffer of one rank; ``stage`` begins a copy into it, one at a time. ``cores``: with one, a thread that waits for a copy
+    makes the rest of it alone; with more, the saving thread continues concurrently."""
+
+    def __init__(self, device: torch.device, cores: int = 1) -> None:
+        self._cores = cores
+        on_cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
+        self._staging_buffer, self._reader = StagingBuffer(pinned=on_cuda), SafeReader()
+        self._layout_key: object = None  # of the layout
+        self._layout = _Layout([], 0)
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate the buffer for copies of ``nbytes``; in the saving thread, before any save. Raises ``MemoryError``."""
+        self._staging_buffer.reserve(nbytes)
+
+    def stage(self, sources: Sources) -> Staged:
+        """Lay out the copies of ``sources``, and make those due at the boundary. Raises ``StateError`` for a dtype that cannot be
+        stored."""
+        layout = self.lay_out(sources)
+        buffer = self._staging_buffer.acquire(layout.nbytes)
+        staged = Staged(sources, layout, buffer, self._stream, self._cores, self._reader)
+        staged.copy_at_boundary()
+        return staged
+
+    def lay_out(self, sources: Sources) -> _Layout:
+        """Return the layout of the copies of ``sources``. Raises ``StateError`` for a dtype that cannot be stored."""
+        if sources.layout_key is None or sources.layout_key is not self._layout_key:
+            self._layout_key = None
+            self._layout = _Layout(sources.entries, _SMALL_BYTES if self._stream is None else 0)
+            self._layout_key = sources.layout_key
+        return self._layout
+
+    def reading_context(self) -> AbstractContextManager[Any]:
+        """Return a context for reading live tensors during training: on CUDA, the copies' own stream."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def size_of(sources: Sources) -> int:
+    """Return the bytes that staging ``sources`` takes."""
+    return sum(source.nbytes for source in sources.entries)
+
+
+class _Layout:
+    """The places of copies in the buffer, which follow from the sources' names, shapes and dtypes alone. A source of fewer than
+    ``small`` bytes is copied at the boundary."""
+
+    def __init__(self, sources: Sequence[Source], small: int) -> None:
+        for source in sources:
+            if source.tensor.dtype not in DTYPE_NAMES:
+                raise StateError(f"{source.name}: dtype {source.tensor.dtype} cannot be stored")
+        dtypes = [DTYPE_NAMES[source.tensor.dtype] for source in sources]
+        order = file_order([s.name for s in sources], dtypes, [s.nbytes for s in sources])
+        self.pieces = [
+            Piece(s.name, dtypes[i], tuple(s.tensor.shape), s.start, s.nbytes)
+            for i, s in ((i, sources[i]) for i in order)
+        ]
+        sizes = [source.nbytes for source in sources]
+        offsets = [0] * len(sources)
+        self.nbytes = 0
+        for number in order:
+            offsets[number] = self.nbytes
+            self.nbytes += sizes[number]
+        self.numbers_by_until: dict[Until, list[int]] = {until: [] for until in Until}
+        for number, source in enumerate(sources):
+            self.numbers_by_until[source.until if sizes[number] >= small else Until.BOUNDARY].append(number)
+        self.row_major = [is_row_major(source.tensor) for source in sources]
+        self.moves = {
+            until: [m for n in numbers for m in split_copy(n, sizes[n], undivided=not self.row_major[n])]
+            for until, numbers in self.numbers_by_until.items()
+        }
+        self.places = [
+            _Place(
+                offset, size, s.start, s.tensor.dtype, s.tensor.shape if s.stop - s.start == s.tensor.numel() else None
+            )
+            for s, offset, size in zip(sources, offsets, sizes, strict=True)
+        ]
+        self._names = [s.name for s in sources]
+        self._by_prefix: dict[str, dict[str, _Place]] = {}
+        self._targets: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+
+    def with_prefix(self, prefix: str) -> Mapping[str, _Place]:
+        """Return the places of names that begin with ``prefix``, by the rest of the name. For one thread at a time."""
+        if prefix not in self._by_prefix:
+            found = zip(self._names, self.places, strict=True)
+            self._by_prefix[prefix] = {name.removeprefix(prefix): at for name, at in found if name.startswith(prefix)}
+        return self._by_prefix[prefix]
+
+    def boundary_targets(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return a view of ``buffer`` for each source that is copied at the boundary, and for no other: in the tensor's shape, or
+        flat if only a part of it is copied."""
+        if self._targets is None or self._targets[0] is not buffer:
+            self._targets = buffer, [self.places[n].view_in(buffer) for n in self.numbers_by_until[Until.BOUNDARY]]
+        return self._targets[1]
+
+
+class _Place(NamedTuple):
+    """``offset`` and ``nbytes`` of a copy in the buffer; its first element is the tensor's element ``start``. ``shape``: that of
+    the tensor if all of it is copied, else None."""
+
+    offset: int
+    nbytes: int
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size | None
+
+    def view_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the copy in ``buffer``: in the tensor's shape, or flat if only a part of it is copied."""
+        flat = buffer[self.offset : self.offset + self.nbytes].view(self.dtype)
+        return flat if self.shape is None else flat.view(self.shape)
+
+
+class Staged:
+    """Copies in progress, made kind by kind: ``copy`` makes one kind's, in any thread; ``wait``, in any other thread, takes part
+    in them or takes them over, and waits for them."""
+
+    def __init__(
+        self, sources: Sources, layout: _Layout, buffer: torch.Tensor, stream: Any, cores: int, reader: SafeReader
+    ) -> None:
+        live = sources.live_tensors
+        self._sources, self._tensors = sources.entries, live.tensors
+        self._addresses, self._versions = live.addresses, live.versions
+        self._layout, self._buffer, self._stream, self._reader = layout, buffer, stream, reader
+        self._bytes: Bytes = buffer.numpy()
+        self._single_core = cores < 2
+        self._copied = {until: Latch() for until in Until}
+        self._awaited: set[Until] = set()
+        self._direct_copy_lock = threading.Lock()
+        self._events: dict[Until, Any] = {}
+        self._memory: dict[int, Bytes] = {}
+        self._work = {until: Work(layout.moves[until]) for until in (Until.BACKWARD, Until.STEP)}
+        self.error: StateError | None = None
+
+    def copy_at_boundary(self) -> None:
+        """Copy the sources due at the boundary, in the loop's thread. Raises ``StateError`` for a tensor without memory."""
+        numbers = self._layout.numbers_by_until[Until.BOUNDARY]
+        for number in numbers:
+            if not self._addresses[number] and is_freed(self._tensors[number]):
+                name = self._sources[number].name
+                raise StateError(f"{name} has no memory: its storage was emptied before the step's end")
+        with self._copy_stream(Until.BOUNDARY), torch.no_grad():
+            if self._stream is None:
+                foreach_copy_(
+                    self._layout.boundary_targets(self._buffer), [self._elements_to_copy(number) for number in numbers]
+                )
+            else:
+                for number in numbers:
+                    self._copy(number, self._tensors[number])
+                self._events[Until.BOUNDARY] = self._stream.record_event()
+        self._copied[Until.BOUNDARY].set()
+        self.wait(Until.BOUNDARY)
+
+    def copy(self, until: Until, *, exclusive: bool = False, is_waiting: bool = False) -> None:
+        """Copy every source of this kind that no other thread is copying; ``error`` is set if one changed before it was copied.
+        ``exclusive``: other threads leave the rest to this one. ``is_waiting``: the caller is the loop's thread, which runs
+        nothing else meanwhile."""
+        work = self._work[until]
+        try:
+            if exclusive:
+                work.take_over()
+            with self._copy_stream(until):
+                while moves := work.take():
+                    for move in moves:
+                        if is_waiting or not self._copy_if_awaited(move, until):
+                            self._copy_move(move, direct=is_waiting)
+                    work.mark_done(len(moves))
+                if self._stream is not None:
+                    self._events[until] = self._stream.record_event()
+            if work.is_done:
+                self._copied[until].set()
+        except BaseException:  # a thread that waits for this kind must continue, whether all of it was copied or not
+            self.abandon()
+            raise
+
+    def _copy_if_awaited(self, move: Move, until: Until) -> bool:
+        """Make a direct copy if the loop's thread waits for this kind. That thread cannot leave ``wait`` before the copy is made,
+        even if a signal handler raises there."""
+        with self._direct_copy_lock:
+            waited = until in self._awaited
+            if waited:
+                self._copy_move(move, direct=True)
+        return waited
+
+    def _copy_move(self, move: Move, *, direct: bool) -> None:
+        """Make one copy. ``direct``: the loop's code, which could free the memory, does not run meanwhile."""
+        number, begin, end = move
+        tensor, place = self._tensors[number], self._layout.places[number]
+        lost = address(tensor) != self._addresses[number]
+        if not lost and place.nbytes:
+            try:
+                if not self._layout.row_major[number]:
+                    self._copy(number, tensor if direct or not tensor.is_cpu else self._reader.private_copy(tensor))
+                else:
+                    memory = self._memory_of(number)[begin:end]
+                    target = self._bytes[place.offset + begin : place.offset + end]
+                    _copy_bytes(memory, target, None if direct else self._reader)
+            except BufferError:
+                lost = True
+            except RuntimeError as error:  # from torch, for a view of a storage that is too small, or from the device
+                name = self._sources[number].name
+                self.error = self.error or StateError(f"{name} could not be copied: {error}")
+        self._check(number, is_lost=lost)
+
+    def _check(self, number: int, *, is_lost: bool = False) -> None:
+        """Set ``error`` if the tensor has changed since the boundary."""
+        tensor = self._tensors[number]
+        if is_lost or address(tensor) != self._addresses[number]:
+            self.error = self.error or resized_error(self._sources[number].name)
+        if version_of(tensor) != self._versions[number]:
+            self.error = self.error or changed_error(self._sources[number].name)
+
+    def require_intact(self, until: Until) -> None:
+        """Raises ``StateError`` if a tensor of this kind has changed since the boundary. Call it before the loop may change
+        one."""
+        for number in self._layout.numbers_by_until[until]:
+            self._check(number)
+        if self.error is not None:
+            raise self.error
+
+    def _memory_of(self, number: int) -> Bytes:
+        """Return the bytes of the source in the live tensor's memory."""
+        if number not in self._memory:
+            place = self._layout.places[number]
+            begin = place.start * place.dtype.itemsize
+            self._memory[number] = live_bytes(self._tensors[number])[begin : begin + place.nbytes]
+        return self._memory[number]
+
+    def finish(self) -> None:
+        """In the saving thread: copy what is not copied yet, and wait for what other threads are copying. Raises ``StateError``
+        if a tensor changed before it was copied, or a copying thread was interrupted."""
+        for until in self._work:
+            self.copy(until)
+            self._copied[until].wait()
+        if not all(work.is_done for work in self._work.values()):
+            self.error = self.error or StateError("a thread that was copying the state was interrupted")
+        if self.error is not None:
+            raise self.error
+
+    def abandon(self) -> None:
+        """Stop copying, and release all threads that wait for a copy."""
+        for work in self._work.values():
+            work.cancel()
+        for copied in self._copied.values():
+            copied.set()
+
+    def wait(self, until: Until) -> None:
+        """Wait until this kind may change. On CUDA the current stream waits, not the host."""
+        copied = self._copied[until]
+        if not copied.is_set():
+            self._awaited.add(until)
+            try:
+                if self._stream is None:
+                    self.copy(until, exclusive=self._single_core, is_waiting=True)
+                copied.wait()
+            finally:
+                self._awaited.discard(until)
+                with self._direct_copy_lock:  # waits for a direct copy that has begun
+                    pass
+        if (mark := self._events.get(until)) is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(mark)
+
+    def data_to_write(self) -> tuple[list[Piece], memoryview]:
+        """Return the pieces to write and their bytes, once all kinds are copied. The host waits for the device. The list is the
+        same object as long as names, shapes and dtypes are the same."""
+        for mark in self._events.values():
+            mark.synchronize()
+        return self._layout.pieces, byte_view(self._buffer[: self._layout.nbytes])
+
+    @property
+    def layout_key(self) -> object:
+        """The same object as long as the copies have the same places."""
+        return self._layout
+
+    def ranges(self, prefix: str, slices: Iterable[Slice]) -> list[Range]:
+        """Return the byte ranges, in the bytes to write, of ``slices`` of the sources; their names are without ``prefix``."""
+        places = self._layout.with_prefix(prefix)
+        ranges: list[Range] = []
+        for name, start, stop in slices:
+            at = places[name]
+            zero = at.offset - at.start * at.dtype.itemsize  # where the tensor's first element would be
+            ranges.append((zero + start * at.dtype.itemsize, zero + stop * at.dtype.itemsize))
+        return ranges
+
+    def tensors(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Return the copies of sources whose names begin with ``prefix``, by the rest of the name: flat, in their dtypes."""
+        return {name: place.view_in(self._buffer).view(-1) for name, place in self._layout.with_prefix(prefix).items()}
+
+    def _elements_to_copy(self, number: int) -> torch.Tensor:
+        """Return the elements of a live tensor that are copied: all of it in its shape, or a part of it, flat."""
+        tensor, place = self._tensors[number], self._layout.places[number]
+        if place.shape is not None:
+            return tensor
+        return tensor.contiguous().view(-1)[place.start : place.start + place.nbytes // place.dtype.itemsize]
+
+    def _copy(self, number: int, tensor: torch.Tensor) -> None:
+        """Copy with torch: from another device, or if torch has to reorder or conjugate the elements."""
+        place = self._layout.places[number]
+        if place.nbytes:
+            flat = tensor.detach().contiguous().view(-1)
+            flat = flat[place.start : place.start + place.nbytes // place.dtype.itemsize]
+            place.view_in(self._buffer).view(-1).copy_(flat, non_blocking=True)
+
+    @contextmanager
+    def _copy_stream(self, until: Until) -> Iterator[None]:
+        """On CUDA, enter the copies' stream, which runs concurrently with the current one, after the work queued there before the
+        boundary."""
+        if self._stream is None:
+            yield
+            return
+        if until is Until.BOUNDARY:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def _copy_bytes(memory: Bytes, target: Bytes, reader: SafeReader | None) -> None:
+    """Copy ``memory`` without the GIL, with ``reader`` if user code may free it meanwhile."""
+    if reader is None:
+        np.copyto(target, memory)
+    else:
+        reader.copy(memory, target)

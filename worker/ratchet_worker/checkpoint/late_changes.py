@@ -1,0 +1,105 @@
+"""Detects what a script changes after ``checkpoint()`` in the same loop body. The undisturbed run has these changes, the
+checkpoint has not: the checkpoint is marked, and a resume from it is not exact. The step counter records that a body continues
+after ``checkpoint()``: if the process ends there, the attempt that resumes from the checkpoint marks it.
+
+The state is captured when ``checkpoint()`` has saved it, and again at the end of the body. Both captures are views: small tensors
+are compared by value, the others by torch's count of in-place changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ratchet_hooks.torch_compat import version_of
+from ratchet_worker.checkpoint.rank_state import JobState
+from ratchet_worker.state.live_memory import address
+from ratchet_worker.state.model import MODEL
+from ratchet_worker.state.object_walk import SMALL
+from ratchet_worker.state.rng import fork_rng
+from ratchet_worker.state.snapshot import Snapshot, digest
+
+
+class LateChanges:
+    """Changes on one rank since the end of a ``checkpoint()``. ``step``: the step that was saved."""
+
+    def __init__(self, state: JobState, device: torch.device, step: int) -> None:
+        self.step = step
+        self._state, self._device = state, device
+        self._snapshot = self._capture()  # holds the tensors, so that their memory is not reused
+        self._marks = _marks(self._snapshot)
+
+    def changed_components(self) -> list[str]:
+        """Return the names of the components that have changed."""
+        now = self._capture()
+        marks = _marks(now)
+        names = {
+            name.partition("/")[0] for name in {**self._marks, **marks} if self._marks.get(name) != marks.get(name)
+        }
+        states = self._snapshot.state, now.state
+        names |= {name for name in {**states[0], **states[1]} if states[0].get(name) != states[1].get(name)}
+        return sorted(names - self._harmless_components())
+
+    @contextmanager
+    def ignoring_evaluation(self) -> Iterator[None]:
+        """Ignore an evaluation in this block: it restores parameters and buffers bit for bit, which torch counts as changes."""
+        before = self._model_marks()
+        try:
+            yield
+        finally:
+            after = self._model_marks()
+            self._marks |= {name: mark for name, mark in after.items() if self._marks.get(name) == before.get(name)}
+
+    def _model_marks(self) -> dict[str, Any]:
+        marks = _marks(self._capture())
+        return {name: mark for name, mark in marks.items() if name.startswith((f"{MODEL}/", "buffers/"))}
+
+    def _capture(self) -> Snapshot:
+        with fork_rng(self._device):  # undoes what a state_dict() draws
+            return self._state.capture()
+
+    def _harmless_components(self) -> set[str]:
+        """Return components whose changes have no effect: where DDP broadcasts buffers, every forward begins with rank 0's."""
+        ddp = self._state.require_wrapped()[0]
+        return {"buffers"} if ddp.broadcast_buffers and self._state.rank != 0 else set()
+
+
+def late_change_message(step: int, names: Sequence[str]) -> str:
+    """Return a message: what the checkpoint of ``step`` lacks, and what to do."""
+    return (
+        f"{', '.join(name.removeprefix('user:') for name in names)} changed after checkpoint() in the same loop body, so the "
+        f"checkpoint of step {step} lacks it: call checkpoint() last"
+    )
+
+
+def early_checkpoint_message(step: int, names: Sequence[str]) -> str:
+    """Return the message for a ``checkpoint()`` between the beginning of a body and the step's work."""
+    moved = ", ".join(name.removeprefix("user:") for name in names)
+    return (
+        f"checkpoint() saved step {step} when the next one had begun: {moved} had advanced. A resume does the body again, and "
+        "advances once more: call checkpoint() last"
+    )
+
+
+def unfinished_body_message(step: int, attempt: int) -> str:
+    """Return the message for a body whose end was not reached."""
+    return (
+        f"attempt {attempt} did not reach the end of the loop body in which checkpoint() saved step {step}, so the checkpoint "
+        "lacks what the rest of the body changes: call checkpoint() last"
+    )
+
+
+def _marks(snapshot: Snapshot) -> dict[str, Any]:
+    tensors: Mapping[str, torch.Tensor] = snapshot.shared
+    found = {name: (address(tensor), _mark(tensor)) for name, tensor in tensors.items()}
+    return {**found, **{name: _mark(tensor) for name, tensor in snapshot.private.items()}}
+
+
+def _mark(tensor: torch.Tensor) -> Any:
+    form = tensor.shape, tensor.dtype
+    if tensor.is_cpu and tensor.nbytes <= SMALL:
+        return *form, digest([tensor])
+    return *form, version_of(tensor)

@@ -1,0 +1,207 @@
+"""One rank's part of a save, from copying its tensors on: its file, its digests of the other replicas, its report.
+
+The heavy work (memory copies, XXH3, write, fsync) runs without the GIL, so a separate process would gain nothing. During training
+it runs in threads that leave most of the processor to the threads that train. While the loop waits for the save, the saving
+thread does this work itself or takes part in it.
+
+``Disk`` checks that checkpoints are still written to the disk that the attempt found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ratchet_contract.checkpoint.manifest import HOOK_SUMMARY, RANK_PREFIX, SHARED_PREFIX
+from ratchet_contract.errors import CheckpointError
+from ratchet_contract.paths import JobPaths
+from ratchet_hooks.summary import HookSummary
+from ratchet_store.filesystem.durable_io import NOT_WRITTEN
+from ratchet_store.format.shard_slices import Slice
+from ratchet_store.write.block_writer import Range
+from ratchet_store.write.rank_file import RankWriter, Written
+from ratchet_worker.checkpoint.checkpoint_content import Content
+from ratchet_worker.checkpoint.host_copy import Staged, Staging
+from ratchet_worker.checkpoint.save import Save
+from ratchet_worker.checkpoint.threads import BackgroundThread, Call
+from ratchet_worker.coordination.reporter import Reporter
+from ratchet_worker.state import replica_digests
+from ratchet_worker.state.live_memory import SafeReader
+
+
+class Disk:
+    """The file system that a directory was on when this object was created. If it is unmounted during training (``umount -l``),
+    the directory below the mount point would receive the files, on another disk, where no resume looks for them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._device: int | None = None
+        with suppress(OSError):  # ``check_same_device`` tries again
+            self._device = device_number(directory)
+
+    def check_same_device(self) -> None:
+        """Raises ``CheckpointError`` if the file system is another one now, ``OSError`` if it cannot be determined."""
+        found = device_number(self._directory)
+        if self._device is None:
+            self._device = found
+        elif found != self._device:
+            raise CheckpointError(
+                f"{self._directory} is on another file system than when the attempt began: that one was unmounted, or "
+                "another was mounted over it. Mount it again, and start the job again; older checkpoints are on it",
+                code=NOT_WRITTEN,
+            )
+
+
+def device_number(path: Path) -> int:
+    """Return the device number of ``path``, or of its nearest existing parent. Raises ``OSError``."""
+    while True:
+        try:
+            return path.stat().st_dev
+        except (FileNotFoundError, NotADirectoryError):
+            if path == path.parent:
+                raise
+            path = path.parent
+
+
+_GIL_RELEASE_SECONDS: Final = 0.001
+"""Seconds in which a released loop takes the GIL before two threads of a save want it: after them, it would wait for a switch
+interval, which is five times as long (``sys.getswitchinterval``)."""
+_QUIET_WRITE_SECONDS: Final = 1.0
+"""Seconds, during training, after which a file that is still being written is not left to the quiet threads alone any more: on a
+machine whose processors are all busy they might never finish."""
+
+
+class _Looked(NamedTuple):
+    """``digests``: digests of the parts that other ranks write, by part."""
+
+    digests: dict[int, list[str]]
+    summary: HookSummary
+
+
+class _Own(NamedTuple):
+    """The parts that this rank writes, and the byte ranges of their slices in its file; both follow from ``layout_key`` and
+    ``plan``."""
+
+    layout_key: object
+    plan: object
+    parts: Sequence[Sequence[Slice]]
+    ranges: list[Range]
+
+    def by_part(self, digests: Sequence[str]) -> list[list[str]]:
+        left = iter(digests)
+        return [[*islice(left, len(slices))] for slices in self.parts]
+
+
+class RankPart:
+    """One rank's part of each save."""
+
+    def __init__(self, job: JobPaths, attempt: int, rank: int, world_size: int, staging: Staging) -> None:
+        self._job, self._attempt, self._rank, self._world_size = job, attempt, rank, world_size
+        self._staging, self._cuts = staging, replica_digests.Cuts()
+        self._writer, self._reader = RankWriter(rank, world_size), SafeReader()
+        self._disk = Disk(job.checkpoints)
+        self._prompt_thread = BackgroundThread("ratchet-writer")
+        self._quiet_threads = (
+            BackgroundThread("ratchet-quiet-writer", quiet=True),
+            BackgroundThread("ratchet-quiet-digests", quiet=True),
+        )
+        self._own: _Own | None = None
+
+    def directory(self, save: Save) -> Path:
+        return self._job.checkpoint(save.order.step, self._attempt)
+
+    def write_part(self, save: Save, reporter: Reporter) -> tuple[dict[str, Any], str]:
+        """Copy, compare and write; return this rank's report and its list of tensors as JSON. An exception fails only this
+        save."""
+        content, staged = save.content, save.staged
+        if content is None or staged is None:
+            return {"error": save.error}, ""
+        staged.finish()
+        self._disk.check_same_device()
+        seen = None
+        if save.is_hurried:  # release the loop first: else it would also wait for other threads' Python code
+            seen = self._compare(save, content)
+            save.released.set()
+            time.sleep(_GIL_RELEASE_SECONDS)
+        own = self._own_parts(content, staged)
+        writing = self._begin_write(save, staged, content, own)
+        try:
+            if save.thorough:
+                looked = self._compare_and_summarize(save, content, staged, seen)
+            else:
+                call = self._quiet_threads[1].submit(lambda: self._compare_and_summarize(save, content, staged, seen))
+                save.wait_for_previous()
+                save.awaited.wait(_QUIET_WRITE_SECONDS)
+                self._writer.help()
+                looked = call.result()
+            self._writer.help()
+        finally:
+            save.release()  # before the result: the disk may hang
+            written = writing.result()
+        save.require_intact()
+        reporter.report_saved_hook(looked.summary)
+        report = {
+            "error": None,
+            "step": save.order.step,
+            "finished": save.order.finished,
+            "file": written.file.model_dump(),
+            "parts": own.by_part(written.digests),
+            "seen": looked.digests,
+            "summary": HOOK_SUMMARY.dump_json(looked.summary).decode(),
+        }
+        return report, written.tensors_json
+
+    def _begin_write(self, save: Save, staged: Staged, content: Content, own: _Own) -> Call[Written]:
+        pieces, data = staged.data_to_write()
+
+        def write() -> Written:
+            try:
+                save.wait_for_previous()
+                state = content.snapshot.state
+                written = self._writer.write(self.directory(save), pieces, data, state, own.ranges)
+                self._disk.check_same_device()
+                return written
+            finally:
+                save.awaited.set()
+
+        return (self._prompt_thread if save.thorough else self._quiet_threads[0]).submit(write)
+
+    def _compare_and_summarize(
+        self, save: Save, content: Content, staged: Staged, digests: dict[int, list[str]] | None
+    ) -> _Looked:
+        try:
+            digests = self._compare(save, content) if digests is None else digests
+        finally:
+            save.released.set()
+        return _Looked(digests, self._summary(content, staged))
+
+    def _compare(self, save: Save, content: Content) -> dict[int, list[str]]:
+        """Return digests of the parts that other ranks write, from the live tensors, as long as these stay unchanged."""
+        if not content.parts:
+            return {}
+        sizes = content.snapshot.sizes()
+        with self._staging.reading_context():
+            return replica_digests.compare_parts(
+                self._plan(content), content.snapshot.shared, self._rank, self._world_size, save.order.number,
+                replica_digests.total_bytes(sizes), lambda: save.is_hurried, self._reader,
+            )  # fmt: skip
+
+    def _own_parts(self, content: Content, staged: Staged) -> _Own:
+        rank, world, parts, plan = self._rank, self._world_size, content.parts, self._plan(content)
+        if self._own is None or self._own.layout_key is not staged.layout_key or self._own.plan is not plan:
+            own = plan[rank * parts // world : (rank + 1) * parts // world]
+            ranges = staged.ranges(SHARED_PREFIX, chain.from_iterable(own))
+            self._own = _Own(staged.layout_key, plan, own, ranges)
+        return self._own
+
+    def _plan(self, content: Content) -> Sequence[Sequence[Slice]]:
+        return self._cuts.plan(content.snapshot.sizes(), content.parts or 1)
+
+    def _summary(self, content: Content, staged: Staged) -> HookSummary:
+        copies = staged.tensors(f"{RANK_PREFIX}{self._rank}/hook/")
+        return replace(content.summary, residual_norm=content.norm_of(copies))

@@ -1,0 +1,117 @@
+"""One save on one rank, shared by the loop, which hands it over and may have to wait for it, and the saving thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from ratchet_contract.errors import StateError
+from ratchet_worker.checkpoint.checkpoint_content import Content
+from ratchet_worker.checkpoint.host_copy import Staged
+from ratchet_worker.checkpoint.manifest_commit import Order, Verdict
+from ratchet_worker.checkpoint.threads import Latch
+from ratchet_worker.state.live_memory import LiveTensors
+from ratchet_worker.state.snapshot import Until
+
+
+@dataclass
+class Save:
+    """One save on one rank. ``content`` and ``staged`` None: ``error`` is the reason that there is nothing to write.
+    ``thorough``: the replicas are compared in full, since training waits."""
+
+    order: Order
+    content: Content | None
+    staged: Staged | None
+    error: str | None
+    thorough: bool
+    stall_state: tuple[float, float | None] = (0.0, None)
+    """Seconds that the loop has waited for this save, and since when it is waiting again (``time.perf_counter``), else None. One
+    tuple, since the saving thread reads both while the loop, the only writer, waits."""
+    previous_retention_done: Latch | None = None
+    """``retention_done`` of the previous save: nothing is written before it is set."""
+    loop_waits: Latch = field(default_factory=Latch)
+    """Set: the loop waits for the tensors."""
+    released: Latch = field(default_factory=Latch)
+    """Set: the live tensors are not read any more."""
+    awaited: Latch = field(default_factory=Latch)
+    """Set: a thread waits for the save, or its file has been written."""
+    done: Latch = field(default_factory=Latch)
+    retention_done: Latch = field(default_factory=Latch)
+    """Set: older checkpoints are deleted, too; training does not wait for that."""
+    verdict: Verdict = field(default_factory=dict)
+    failure: BaseException | None = None  # an error of the exchange: there is no verdict
+    seconds: float = 0.0
+    _check_lock: threading.Lock = field(default_factory=threading.Lock)
+    _checked: set[Until] = field(default_factory=set)
+    """The kinds of tensors that were checked, and may have changed since."""
+    _change_error: StateError | None = None
+
+    @property
+    def is_hurried(self) -> bool:
+        """True if the loop waits for the live tensors, and the save is not ``thorough``."""
+        return self.loop_waits.is_set() and not self.thorough
+
+    @property
+    def stall(self) -> float:
+        """Seconds that the loop has waited for the save until now; the saving thread may read it before a loop that was just
+        released has run."""
+        seconds, since = self.stall_state
+        return seconds if since is None else seconds + time.perf_counter() - since
+
+    def wait_until_copied(self, until: Until) -> float:
+        """Wait, before tensors of this kind change, until they are copied and no thread reads them; return the seconds. On CUDA
+        a released save is copied only from the host's point of view, so the current stream waits, too, until it is done."""
+        if self.staged is None or self.done.is_set():
+            return 0.0
+        before, begun = self.stall_state[0], time.perf_counter()
+        self.stall_state = before, begun
+        try:
+            if until is Until.STEP:
+                self.loop_waits.set()
+            self.staged.wait(until)
+            self._check(until)
+            if until is Until.STEP:
+                self.staged.wait(Until.BACKWARD)
+                self._check(Until.BACKWARD)
+                self.released.wait()
+        finally:
+            seconds = time.perf_counter() - begun
+            self.stall_state = before + seconds, None
+        return seconds
+
+    def _check(self, until: Until) -> None:
+        """Check, once, before tensors of this kind may change, that they have not changed since the boundary.
+
+        Each tensor is also checked as soon as it is copied; but a storage that was freed and allocated again at the same address
+        has other elements before user code fills it, and torch counts that change only after the copy."""
+        with self._check_lock:
+            if until in self._checked or until is Until.BOUNDARY or self.staged is None or self.content is None:
+                return
+            try:
+                self.staged.require_intact(until)
+                shared = self.content.snapshot.shared
+                if until is Until.STEP and isinstance(shared, LiveTensors):
+                    shared.require_all_intact()
+            except StateError as error:
+                self._change_error = self._change_error or error
+            self._checked.add(until)
+
+    def require_intact(self) -> None:
+        """Raises ``StateError`` if the tensors that were copied and compared had changed since the boundary. In the saving
+        thread, when everything is written."""
+        for until in (Until.BACKWARD, Until.STEP):
+            self._check(until)
+        if self._change_error is not None:
+            raise self._change_error
+
+    def wait_for_previous(self) -> None:
+        """Wait for the previous save's ``retention_done``, so that the disk does not have to hold yet another checkpoint."""
+        if self.previous_retention_done is not None:
+            self.previous_retention_done.wait()
+
+    def release(self) -> None:
+        """Stop reading the live tensors, whether they are copied or not."""
+        if self.staged is not None:
+            self.staged.abandon()
+        self.released.set()

@@ -1,0 +1,29 @@
+"""Estimates how long a job's first save takes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+_SAMPLE: Final = 4 << 20
+_SMALL: Final = 8 << 20
+"""Bytes that any usable disk writes within two seconds: measuring the disk would cost as much as saving them."""
+
+
+def expected_seconds(directory: Path, size: int) -> float:
+    """Return the seconds that writing ``size`` bytes to the disk of ``directory`` takes, estimated from a sample that is written
+    there, synced and removed. 0 for a small ``size``, and if writing the sample fails: the save will report why."""
+    if size <= _SMALL:
+        return 0.0
+    begun = time.monotonic()
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(os.urandom(_SAMPLE))  # a disk may compress
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return 0.0
+    return (time.monotonic() - begun) * size / _SAMPLE

@@ -1,0 +1,290 @@
+"""When to save: by steps, by time, or as often as a share of the training time allows. Rank 0 decides for all ranks.
+
+A rank cannot know the others' clocks, so each time something is due, rank 0 names the next step at which something may be due: by
+time, that is a step before the time is up, at which it checks again. If only ``every_steps`` is set, what is due follows from the
+step alone.
+
+``Schedule`` is rank 0's. ``Due`` gives what is due at a step boundary, the same on all ranks: from the step alone, or as rank 0's
+schedule decides and broadcasts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from ratchet_contract.errors import UserError
+from ratchet_contract.plural import pluralize
+from ratchet_contract.spec.checkpoint import CheckpointSpec
+from ratchet_worker.coordination.reporter import Reason, Reporter
+from ratchet_worker.coordination.store_exchange import Exchange
+
+_MAX_STEP_SAMPLES: Final = 32
+_MAX_SAVE_SAMPLES: Final = 3
+_FIRST_AUTO: Final = 10  # steps before the first save of an automatic schedule, whose cost must be measured first
+_LONGEST_AUTO: Final = 3600.0  # seconds: at most an hour's work is at risk, whatever the share of time
+_QUICK_SAVE_SECONDS: Final = 2.0  # seconds: a save that is expected to take less is done after the first step
+_EARLY_SAVE_FACTOR: Final = 20  # a slower save is done after training for this multiple of its expected duration
+
+
+class Cost(NamedTuple):
+    """Seconds of one save: that the loop waited, that concurrent steps took longer, and from its beginning to its end."""
+
+    stall: float
+    slowdown: float
+    total: float
+
+
+def first_due(spec: CheckpointSpec, step: int) -> float:
+    """Return the first step after ``step`` at which rank 0 is asked; infinite: never. The same on every rank."""
+    if isinstance(spec.every_steps, int):
+        due = step + spec.every_steps - step % spec.every_steps
+        return due if spec.every_seconds is None else min(due, step + 1)
+    if spec.every_steps is None and spec.every_seconds is None:
+        return math.inf
+    return step + (1 if spec.every_seconds is not None else _FIRST_AUTO)
+
+
+def early_due(spec: CheckpointSpec, step: int) -> float:
+    """Return the first step after ``step`` at which rank 0 is asked for a save before the first scheduled one; infinite: never.
+    The same on every rank."""
+    if isinstance(spec.first, int):
+        return spec.first if spec.first > step else math.inf
+    return step + 1 if spec.first == "auto" and first_due(spec, step) != math.inf else math.inf
+
+
+class Schedule:
+    """Decides on rank 0 when to save, from measured durations of steps and saves; ``Due`` gives the decision to the other ranks.
+    ``interval``: steps between saves under ``every_steps: auto``; None until a save has been measured."""
+
+    def __init__(self, spec: CheckpointSpec, step: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._spec, self._clock = spec, clock
+        self._step_durations: deque[float] = deque(
+            maxlen=_MAX_STEP_SAMPLES
+        )  # seconds of steps without a concurrent save
+        self._costs: deque[Cost] = deque(maxlen=_MAX_SAVE_SAMPLES)
+        self._saved_at = self._last_boundary_at = clock()
+        self._saved_step = step
+        self._slowdown = self._trained_seconds = 0.0
+        self._first_seconds: float | None = None
+        self.interval: int | None = None
+
+    def record_step(self, saving: bool, stall: float) -> None:
+        """Time a step; called after each. ``saving``: a save was in progress; ``stall``: seconds that the step waited for it."""
+        before, self._last_boundary_at = self._last_boundary_at, self._clock()
+        seconds = self._last_boundary_at - before - stall
+        self._trained_seconds += seconds
+        if not saving:
+            self._step_durations.append(seconds)
+        elif self._step_durations:
+            self._slowdown += max(0.0, seconds - self._step_seconds())
+
+    def record_save(self, stall: float, total: float, *, succeeded: bool = True, first: bool = False) -> None:
+        """Record a save that has ended. The duration of one that failed (``succeeded`` False: a deadline, or no time at all)
+        predicts nothing, and ``first``, the save before the first scheduled one, does not affect the schedule."""
+        if succeeded and first:
+            self._first_seconds = total
+        elif succeeded:
+            self._costs.append(Cost(stall, self._slowdown, total))
+        self._slowdown = 0.0
+
+    def restart_step_timer(self) -> None:
+        """Time the step that begins now from here: an evaluation or a save before it does not count."""
+        self._last_boundary_at = self._clock()
+
+    def save_seconds(self) -> float | None:
+        """Return the median seconds of the last saves from beginning to end; None: not known."""
+        return statistics.median(c.total for c in self._costs) if self._costs else self._first_seconds
+
+    def is_due(self, step: int) -> bool:
+        """True if a scheduled save is due at ``step``."""
+        spec, every = self._spec, self._spec.every_steps
+        if isinstance(every, int) and step % every == 0:
+            return True
+        if every == "auto" and step - self._saved_step >= (self.interval or _FIRST_AUTO):
+            return True
+        return spec.every_seconds is not None and self._remaining_seconds() < self._step_seconds() / 2
+
+    def next_early_check(self, step: int, seconds: float) -> int:
+        """Return the step at which to check again for the save before the first scheduled one, which is expected to take
+        ``seconds``; ``step`` itself if it is due."""
+        left = _EARLY_SAVE_FACTOR * seconds - self._trained_seconds
+        if isinstance(self._spec.first, int) or seconds < _QUICK_SAVE_SECONDS or left < self._step_seconds() / 2:
+            return step
+        return step + self._steps_within(left)
+
+    def record_save_begin(self, step: int) -> None:
+        """Note that the save of ``step`` begins: intervals count from here."""
+        self._saved_step, self._saved_at = step, self._clock()
+
+    def record_skip(self, step: int) -> None:
+        """Note that ``step`` was due but is not saved: the next save is due an interval later."""
+        self.record_save_begin(step)
+
+    def next_check(self, step: int) -> float:
+        """Return the step at which to check again; infinite: never. Computes ``interval`` again."""
+        spec = self._spec
+        steps = math.inf
+        if isinstance(spec.every_steps, int):
+            steps = spec.every_steps - step % spec.every_steps
+        elif spec.every_steps == "auto":
+            self.interval = self._allowed_interval()
+            steps = max(1, self._saved_step + (self.interval or _FIRST_AUTO) - step)
+        if spec.every_seconds is not None:
+            steps = min(steps, self._steps_within(self._remaining_seconds()))
+        return step + steps
+
+    def _remaining_seconds(self) -> float:
+        return self._saved_at + (self._spec.every_seconds or math.inf) - self._clock()
+
+    def _steps_within(self, available_seconds: float) -> int:
+        """Return half the number of steps that fit into ``available_seconds``, since steps may become slower; below 4, all of
+        them; at least 1."""
+        seconds = self._step_seconds()
+        if seconds <= 0:
+            return 1
+        steps = available_seconds / seconds
+        return max(1, round(steps) if steps < 4 else int(steps / 2))
+
+    def _allowed_interval(self) -> int | None:
+        """Return the steps between two saves whose cost is ``max_overhead`` of the time; at least the steps that a save lasts."""
+        step = self._step_seconds()
+        if not self._costs or step <= 0:
+            return None
+        cost = max(c.stall + c.slowdown for c in self._costs)
+        total = max(c.total for c in self._costs)
+        wanted = max(cost / (self._spec.max_overhead * step), total / step)
+        return max(1, min(math.ceil(wanted), math.ceil(_LONGEST_AUTO / step)))
+
+    def _step_seconds(self) -> float:
+        return statistics.median(self._step_durations) if self._step_durations else 0.0
+
+
+_REPORTED_WAIT_SECONDS: Final = 1.0  # seconds of waiting for the previous save from which on it is reported
+
+
+class Due:
+    """What is due at a step boundary. ``next``: the first step at which something may be due. ``schedule``: on rank 0, else None.
+    ``early``: there is nothing to resume from yet, so a save may be due before the first scheduled one."""
+
+    def __init__(
+        self, spec: CheckpointSpec, exchange: Exchange, reporter: Reporter, step: int, *, early: bool = False
+    ) -> None:
+        self._spec, self._exchange, self._reporter = spec, exchange, reporter
+        self.schedule = Schedule(spec, step) if exchange.rank == 0 else None
+        self._early = early_due(spec, step) if early else math.inf  # like ``next``, before the first scheduled save
+        self.next = min(first_due(spec, step), self._early)
+        self._plans = 0
+        self._plans_read = 0  # by all ranks, once the current save has succeeded
+        self._plans_deleted = 0  # deleted from the store
+        self._skipped = 0
+
+    def reason_at(
+        self, step: int, busy: bool, drain: Callable[[], object], expected_seconds: Callable[[], float | None]
+    ) -> Reason | None:
+        """Return why ``step``, which is not before ``next``, is saved; None: it is not. ``busy``: the previous save is in
+        progress; ``drain`` waits for it; ``expected_seconds`` returns the expected duration of the save before the first
+        scheduled one, or None if that is not needed any more.
+
+        Raises ``UserError`` if the ranks are not at the same step.
+        """
+        plan: dict[str, Any] = {}
+        early = step >= self._early
+        if self.schedule is not None:
+            plan = self._decide(self.schedule, step, busy, drain, expected_seconds)
+        if early or self._needs_broadcast():
+            plan = self.broadcast(plan)
+            if plan["step"] != step:
+                raise UserError(
+                    f"rank {self._exchange.rank} has done step {step} while rank 0 has done {plan['step']}: all ranks must do "
+                    "the same steps"
+                )
+        else:
+            plan = {"save": "schedule", "due": first_due(self._spec, step), "early": None}
+        self._early = math.inf if plan["early"] is None else plan["early"]
+        self.next = min(math.inf if plan["due"] is None else plan["due"], self._early)
+        reason: Reason | None = plan["save"]
+        return reason
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's ``value`` on all ranks."""
+        self._plans += 1
+        return self._exchange.broadcast(f"plan/{self._plans}", value)
+
+    def on_save_begin(self) -> None:
+        """Note that a save begins, for which all ranks will report: by then they have read all broadcasts up to now."""
+        self._plans_read = self._plans
+
+    def on_save_success(self) -> None:
+        """Note that all ranks have reported. Rank 0 deletes from the store what they have read."""
+        while self.schedule is not None and self._plans_deleted < self._plans_read:
+            self._plans_deleted += 1
+            self._exchange.delete_broadcast(f"plan/{self._plans_deleted}")
+
+    def _needs_broadcast(self) -> bool:
+        """True if rank 0 must be asked, since what is due does not follow from the step alone."""
+        by_steps = isinstance(self._spec.every_steps, int) and self._spec.every_seconds is None
+        return not by_steps or self._spec.when_busy == "skip"
+
+    def _decide(
+        self,
+        schedule: Schedule,
+        step: int,
+        busy: bool,
+        drain: Callable[[], object],
+        expected_seconds: Callable[[], float | None],
+    ) -> dict[str, Any]:
+        due, early, reason = schedule.is_due(step), self._early, None
+        if due:
+            early = math.inf
+        elif step >= early:
+            wanted = expected_seconds()
+            early = math.inf if wanted is None else schedule.next_early_check(step, wanted)
+            if early == step:
+                early, reason = math.inf, "first"
+        if due and busy and self._spec.when_busy == "skip":
+            self._skipped += 1
+            schedule.record_skip(step)
+            due = False
+        elif due:
+            if busy:
+                self._report_waiting(step, drain)
+            self._report_skipped(step)
+            schedule.record_save_begin(step)
+            reason = "schedule"
+        following, before = schedule.next_check(step), schedule.interval
+        if before is not None and self._spec.every_steps == "auto" and due:
+            self._report_interval(schedule)
+        return {
+            "step": step,
+            "save": reason,
+            "due": None if following == math.inf else following,
+            "early": None if early == math.inf else early,
+        }
+
+    def _report_interval(self, schedule: Schedule) -> None:
+        seconds = schedule.save_seconds() or 0.0
+        text = f"automatic schedule: every {schedule.interval} steps; a save takes {seconds:.3g} s from begin to end"
+        self._reporter.note("checkpoint-interval", text, steps=schedule.interval, seconds=seconds)
+
+    def _report_waiting(self, step: int, drain: Callable[[], object]) -> None:
+        begun = time.monotonic()
+        drain()
+        seconds = time.monotonic() - begun
+        if seconds >= _REPORTED_WAIT_SECONDS:
+            text = (
+                f"training waited {seconds:.1f} s at step {step} for the previous checkpoint: saves take longer than the time "
+                "between them. Save less often, or set checkpoint.when_busy to skip"
+            )
+            self._reporter.note("checkpoint-waited", text, step=step, seconds=seconds)
+
+    def _report_skipped(self, step: int) -> None:
+        if self._skipped:
+            left = pluralize(self._skipped, "due checkpoint")
+            text = f"{left} before step {step} skipped: the previous one was still being written"
+            self._reporter.note("checkpoint-skipped", text, step=step, skipped=self._skipped)
+            self._skipped = 0

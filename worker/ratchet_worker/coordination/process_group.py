@@ -1,0 +1,138 @@
+"""A rank's place in its group: identity, rendezvous store, process group."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import init_process_group, is_initialized
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
+
+from ratchet_contract import env_vars as names
+from ratchet_contract.errors import UserError
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_worker.coordination.store_exchange import poll_until_present
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The identity of this process, from the variables that the agent sets."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    port: int
+    store_fd: int | None
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Identity:
+        """Read the identity from ``env``. Raises ``KeyError`` or ``ValueError`` if the agent's variables are missing."""
+        fd = env.get(names.STORE_FD)
+        return cls(
+            rank=int(env[names.RANK]),
+            local_rank=int(env[names.LOCAL_RANK]),
+            world_size=int(env[names.WORLD_SIZE]),
+            host=env[names.MASTER_ADDR],
+            port=int(env[names.MASTER_PORT]),
+            store_fd=int(fd) if fd is not None else None,
+        )
+
+
+@dataclass(frozen=True)
+class Clients:
+    """One store client for each thread that waits (the main thread, the side thread, the saving thread) and one for the process
+    group. Rank 0 also has the server."""
+
+    main: Store
+    side: Store
+    saver: Store
+    group: Store
+    server: Store | None
+
+
+def rank_device(launch: LaunchFile, identity: Identity) -> torch.device:
+    """This rank's device. Does not touch CUDA."""
+    return torch.device("cpu") if launch.resolved.device == "cpu" else torch.device("cuda", identity.local_rank)
+
+
+def select_device(launch: LaunchFile, identity: Identity) -> torch.device:
+    """Make this rank's device current and return it. Raises ``UserError`` if the machine does not have it."""
+    device = rank_device(launch, identity)
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available() or identity.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"rank {identity.rank} needs CUDA device {identity.local_rank}, this machine offers {torch.cuda.device_count()} to "
+            "it: submit with world.device cpu, or with fewer ranks"
+        )
+    torch.cuda.set_device(device)
+    return device
+
+
+def connect(identity: Identity, timeout: float) -> Clients:
+    """Connect to the store, which rank 0 serves on the socket that its agent has bound. ``timeout`` in seconds."""
+    limit = timedelta(seconds=timeout)
+    server = None
+    if identity.rank == 0:
+        server = TCPStore(
+            identity.host, identity.port, is_master=True, timeout=limit, wait_for_workers=False,
+            master_listen_fd=_dup_and_close(identity.store_fd),
+        )  # fmt: skip
+
+    def client() -> Store:
+        return TCPStore(identity.host, identity.port, is_master=False, timeout=limit)
+
+    return Clients(client(), client(), client(), client(), server)
+
+
+def _dup_and_close(fd: int | None) -> int | None:
+    """A duplicate of ``fd`` for libuv, which closes it. The inherited ``fd`` is closed: children of this process would inherit
+    it, too, and keep the port open."""
+    if fd is None:
+        return None
+    copy = os.dup(fd)
+    os.close(fd)
+    return copy
+
+
+def check_no_process_group() -> None:
+    """Raise ``UserError`` if the script has started a process group."""
+    if is_initialized():
+        raise UserError(
+            "torch.distributed.init_process_group was called before the Session was made, which starts the group itself, with "
+            "the back end that ddp.backend names, and ends it: remove that line. transformers' TrainingArguments and "
+            "accelerate's Accelerator call it, too: make the Session before them",
+            code="group-exists",
+        )
+
+
+def init_group(launch: LaunchFile, identity: Identity, clients: Clients, device: torch.device, timeout: float) -> None:
+    """Call ``init_process_group`` with the job's back end; ``timeout`` (seconds) bounds every collective. Raises ``UserError`` if
+    the script has called it already."""
+    check_no_process_group()
+    init_process_group(
+        launch.resolved.backend,
+        store=PrefixStore("group", clients.group),
+        rank=identity.rank,
+        world_size=identity.world_size,
+        timeout=timedelta(seconds=timeout),
+        device_id=device if launch.resolved.backend == "nccl" else None,
+    )
+
+
+def sign_off(store: Store, identity: Identity, seconds: float) -> None:
+    """Mark this rank's last use of the store. Rank 0, which serves it, waits up to ``seconds`` for all other ranks' last use."""
+    with suppress(RuntimeError):  # rank 0 has exited already
+        store.set(f"farewell/{identity.rank}", "1")
+        if identity.rank == 0:
+            end = time.monotonic() + seconds
+            for _ in poll_until_present(store, [f"farewell/{rank}" for rank in range(identity.world_size)]):
+                if time.monotonic() > end:
+                    return

@@ -1,0 +1,188 @@
+"""A rank's reports to the service: one method per message, on top of the spool. No method raises, and none waits unless the
+rank's communicators have been aborted.
+
+The steps whose metrics are sent depend on step numbers alone, so that two runs of a job send the same series. Progress and hook
+summaries serve people who watch, and are sent by time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Literal
+
+import torch
+
+from ratchet_contract.checkpoint.manifest import Manifest
+from ratchet_contract.checkpoint.resume_report import Base, ResumeReport, StepDifference
+from ratchet_contract.errors import UserError
+from ratchet_contract.protocol import messages as m
+from ratchet_hooks.ddp.numeric_warnings import HookWarning
+from ratchet_hooks.summary import HookSummary
+from ratchet_worker.ipc.atomic_files import now
+from ratchet_worker.ipc.report_spool import Spool
+
+_PROGRESS_SECONDS: Final = 0.5
+_HOOK_SECONDS: Final = 1.0
+_HOOK_SHARE: Final = 0.005
+"""The largest share of a rank's time that summaries may take: computing the norm of large residuals is slow."""
+_POINTS: Final = 1000
+_NEVER: Final = -math.inf
+
+
+class Reporter:
+    """Messages of one rank. ``hold``: called before each message; see ``GroupAbort.block_if_aborting``."""
+
+    def __init__(self, spool: Spool, rank: int, block_if_aborting: Callable[[], None] = lambda: None) -> None:
+        self._spool, self._rank, self._block_if_aborting = spool, rank, block_if_aborting
+        self._hook_pause = _HOOK_SECONDS
+        self._hook_begun_at: float | None = None
+        self._progress_at = self._hook_at = _NEVER
+        self._progress_step: int | None = None
+        self._warned: set[str] = set()
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def report_started(self, device: str, torch_version: str) -> None:
+        self._send(
+            m.Started(
+                rank=self._rank,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                at=now(),
+                device=device,
+                torch=torch_version,
+            )
+        )
+
+    def report_training(self, base: Base, total_steps: int | None) -> None:
+        self._send(m.Training(rank=self._rank, at=now(), base=base, total_steps=total_steps))
+
+    def report_resumed(self, report: ResumeReport) -> None:
+        self._send(m.Resumed(rank=self._rank, at=now(), report=report))
+
+    def metrics_due(self, step: int, total_steps: int | None) -> bool:
+        """True if the metrics of ``step`` are sent: about a thousand points over the job (every step of a short job, every n-th
+        of a long one), always including the first and the last step."""
+        every = 10 if total_steps is None else max(1, total_steps // _POINTS)
+        return step % every == 0 or step == total_steps or step == 1
+
+    def report_metrics(self, step: int, values: dict[str, float]) -> None:
+        self._send(m.Metrics(rank=self._rank, at=now(), step=step, values=values))
+
+    def report_progress(
+        self, step: int, total_steps: int | None, data_epoch: int | None, *, always: bool = False
+    ) -> None:
+        """Send progress, at most every half second unless ``always``. Throughput is measured between two messages, at no cost per
+        step."""
+        instant = time.monotonic()
+        seconds = instant - self._progress_at
+        if not always and seconds < _PROGRESS_SECONDS:
+            return
+        done = 0 if self._progress_step is None else step - self._progress_step
+        rate = done / seconds if done > 0 and seconds > 0 else None
+        self._progress_at, self._progress_step = instant, step
+        self._send(
+            m.Progress(
+                rank=self._rank,
+                at=now(),
+                step=step,
+                total_steps=total_steps,
+                data_epoch=data_epoch,
+                steps_per_second=rate,
+            )
+        )
+
+    def hook_due(self) -> bool:
+        """True if a summary is due: every second, or less often so that making one (from this call to ``report_hook``) takes at
+        most ``_HOOK_SHARE`` of the time."""
+        instant = time.monotonic()
+        due = instant - self._hook_at >= self._hook_pause
+        if due:
+            self._hook_begun_at = instant
+        return due
+
+    def report_hook(self, summary: HookSummary, warnings: Iterable[HookWarning] = ()) -> None:
+        """Send the summary, and each warning once."""
+        self._hook_at = time.monotonic()
+        if self._hook_begun_at is not None:
+            self._hook_pause = max(_HOOK_SECONDS, (self._hook_at - self._hook_begun_at) / _HOOK_SHARE)
+            self._hook_begun_at = None
+        self._send(m.HookState(rank=self._rank, at=now(), summary=summary))
+        for warning in warnings:
+            text = str(warning)
+            if text not in self._warned:
+                self._warned.add(text)
+                self.note(f"hook-{warning.code}", text, parameter=warning.parameter)
+
+    def report_saved_hook(self, summary: HookSummary) -> None:
+        """Send the summary of a saved step, from the saving thread. Does not delay the summaries that are sent by time."""
+        self._send(m.HookState(rank=self._rank, at=now(), summary=summary))
+
+    def report_redone_steps(
+        self,
+        world_size: int,
+        steps: int,
+        compared: int,
+        equal: int,
+        difference: StepDifference | None,
+        reason: str | None,
+    ) -> None:
+        self._send(
+            m.RedoneSteps(
+                rank=self._rank, at=now(), world_size=world_size, steps=steps, compared=compared, equal=equal,
+                first_difference=difference, reason=reason,
+            )
+        )  # fmt: skip
+
+    def report_committed(self, manifest: Manifest, seconds: float, stall: float | None = None) -> None:
+        self._send(
+            m.CheckpointCommitted(
+                rank=self._rank, at=now(), step=manifest.step, attempt=manifest.attempt, digest=manifest.digest,
+                size=manifest.size, files=len(manifest.files), seconds=seconds, stall=stall, reason=manifest.reason,
+                parent=manifest.parent, finished=manifest.finished,
+            )
+        )  # fmt: skip
+
+    def report_checkpoint_failed(self, step: int, error: str) -> None:
+        self._send(m.CheckpointFailed(rank=self._rank, at=now(), step=step, error=error))
+
+    def report_deleted(self, step: int, attempt: int) -> None:
+        self._send(m.CheckpointDeleted(rank=self._rank, at=now(), step=step, attempt=attempt))
+
+    def report_quarantined(self, step: int, attempt: int, error: str) -> None:
+        self._send(m.Quarantined(rank=self._rank, at=now(), step=step, attempt=attempt, error=error))
+
+    def note(self, type_: str, message: str, **data: Any) -> None:
+        self._send(m.Note(rank=self._rank, at=now(), type=type_, message=message[:4000], data=data))
+
+    def close(self) -> None:
+        self._spool.close()
+
+    def _send(self, message: m.RankMessage) -> None:
+        self._block_if_aborting()
+        self._spool.append(message)
+
+
+Reason = Literal["schedule", "stop", "request", "end", "first"]
+
+
+def metric_value(name: str, value: float | torch.Tensor) -> float:
+    """A metric's value as a float. Raises ``UserError`` for an invalid name or a value that is not a number."""
+    if not name or len(name) > 200:
+        raise UserError(f"a metric needs a name of 1 to 200 characters, not {name[:20]!r}")
+    try:
+        return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            raise  # an error of the device, not of the value
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f" {value!r:.60}"
+        raise UserError(
+            f"metric {name!r} is a number or a tensor of one element, not a {type(value).__name__}{shape}: log each number by a "
+            "name of its own, or their mean"
+        ) from error

@@ -1,0 +1,247 @@
+"""The freeze: all ranks agree to stop, or to save, at the same step.
+
+A side thread receives requests (``control.json``, signals) and opens a round in the rendezvous store. In a round, the side thread
+of every rank publishes the position that the rank has last started. It does so under the lock that the start of each unit of work
+takes, and from then on the rank starts no new unit. The target is the largest published position. Every rank runs up to it, and
+there all act together: checkpoint and stop, or checkpoint and continue. No rank can be beyond the target, and the agreement needs
+no collective, so it is exact even under hooks that let ranks drift apart.
+
+A **position** numbers the units of work in the one order that all ranks follow: ``step * STRIDE + phase``. A unit is anything
+that needs all ranks: a training step with the save that is due at its end, the exchange that begins an evaluation, the end of the
+job.
+
+Store keys: ``freeze/<round>/open`` and ``freeze/<round>/<rank>``. Rounds count from 0; a rank opens round k + 1 only after it has
+acted on round k. Each thread has a store client of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from torch.distributed.distributed_c10d import Store
+
+from ratchet_contract.exit_codes import EXIT_PREEMPTED
+from ratchet_contract.phases import CAUSE_PRECEDENCE, Cause
+from ratchet_worker.coordination.store_exchange import poll_until_present
+
+STRIDE: Final = 1024
+STEP: Final = 0
+EVALUATION: Final = 1  # the first evaluation after a step begins; a second one has phase 2, and so on
+FINISH: Final = STRIDE - 1
+NOT_STARTED: Final = 0
+_NO_LIMIT: Final = 2**62
+
+
+def position(step: int, phase: int = STEP) -> int:
+    """The position of a unit of work; ``step`` counts from 1 (0: before the first)."""
+    return step * STRIDE + phase
+
+
+@dataclass(frozen=True)
+class StopRequests:
+    """The requests that a rank has received so far: a stop with its cause, and the number of "save now" requests."""
+
+    stop: Cause | None = None
+    requests: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do when each has finished all units up to ``target``. ``stop`` None: checkpoint and continue."""
+
+    round: int
+    target: int
+    stop: Cause | None
+
+
+class Stopped(SystemExit):
+    """Raised on all ranks after the same step to stop them; do not catch it. ``cause``: the origin of the stop request."""
+
+    def __init__(self, cause: Cause, message: str) -> None:
+        super().__init__(EXIT_PREEMPTED)
+        self.cause, self.message = cause, message
+
+
+def decide(number: int, published: list[tuple[int, StopRequests]]) -> Decision:
+    """The decision of a round, computed from what the ranks published; every rank computes the same one."""
+    stops = {wish.stop for _, wish in published if wish.stop is not None}
+    cause = next((c for c in CAUSE_PRECEDENCE if c in stops), None)
+    return Decision(number, max(position for position, _ in published), cause)
+
+
+class Agreement:
+    """One rank's part of the agreement. The main thread calls ``begin``, ``pending`` and ``resolve``; ``start`` starts the side
+    thread.
+
+    ``listen(seconds)`` waits up to that long for a request and returns the newest ``StopRequests``. ``on_idle`` is called, from
+    the side thread, with a decision that is made before any unit was started, so that a long start-up, or a script without a
+    Session, can be left at once. A save requested then has nothing to save and needs no ``resolve``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        listen: Callable[[float], StopRequests],
+        on_idle: Callable[[Decision], None] | None = None,
+    ) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._listen, self._on_idle = listen, on_idle
+        self._condition = threading.Condition()
+        self._position = NOT_STARTED
+        self._limit = _NO_LIMIT
+        self._decision: Decision | None = None
+        self._round = 0
+        self._served_requests = 0
+        self._closing = False
+        self._error: BaseException | None = None
+        self._own_stop: Cause | None = None
+        self._stop_received_at: float | None = None
+        self._thread: threading.Thread | None = None
+        self.received_requests = StopRequests()
+
+    def start(self) -> None:
+        """Start the side thread."""
+        self._thread = threading.Thread(target=self._run, name="ratchet-agreement", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the side thread. Call it when every rank has started its last unit."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def request_stop(self, cause: Cause) -> None:
+        """Request a stop that originates in the ranks themselves. May be called from any thread."""
+        self._own_stop = cause
+
+    def wait_for_decision(self) -> None:
+        """Wait until a request is decided. For the main thread, between two units."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._decision is not None or self._error is not None)
+
+    def seconds_since_stop(self) -> float:
+        """Seconds since this rank received the first stop request; 0.0 if it has received none."""
+        return 0.0 if self._stop_received_at is None else time.monotonic() - self._stop_received_at
+
+    # --- main thread ---------------------------------------------------------------------------------------------------
+
+    def begin(self, unit: int) -> Decision | None:
+        """Start ``unit`` and return None, unless there is a decision with an earlier target: then return it and start nothing.
+
+        Waits while a round is open whose target is not known yet. Raises the error that ended the side thread, if any.
+        """
+        with self._condition:
+            while unit > self._limit and self._decision is None and self._error is None:
+                self._condition.wait()
+            if self._error is not None:
+                raise self._error
+            if unit <= self._limit:
+                self._position = unit
+                return None
+            return self._decision
+
+    def pending(self) -> Decision | None:
+        """The decision that this rank can act on now, with nothing left to run before it; else None. Never waits."""
+        with self._condition:
+            decision = self._decision
+            return decision if decision is not None and decision.target <= self._position else None
+
+    def stop_pending(self) -> bool:
+        """True if this rank can act on a decision now and that decision is a stop."""
+        decision = self.pending()
+        return decision is not None and decision.stop is not None
+
+    def resolve(self, decision: Decision) -> None:
+        """Record that the action of ``decision`` is done: work continues and the next round may open."""
+        with self._condition:
+            assert decision is self._decision
+            self._decision, self._limit, self._round = None, _NO_LIMIT, self._round + 1
+            self._condition.notify_all()
+
+    def is_stopped_early(self, seconds: float) -> bool:
+        """True if a stop was decided before any unit was started. Waits up to ``seconds`` for a round that is open here. That is
+        enough: another rank acts on a decision (leaves, for example) only after this rank has published in that round."""
+        with self._condition:
+            if self._position != NOT_STARTED:
+                return False
+            self._condition.wait_for(
+                lambda: self._limit == _NO_LIMIT or self._decision is not None or self._error is not None, seconds
+            )
+            return self._decision is not None and self._decision.stop is not None
+
+    # --- side thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed():
+                self.received_requests = self._merge_requests(self._listen(0.05))
+                if self._is_undecided() and (self._has_request() or self._is_round_open()):
+                    self._run_round()
+        except BaseException as error:  # passed to the main thread, which may be waiting in begin()
+            with self._condition:
+                self._error = None if self._closing else error
+                self._condition.notify_all()
+
+    def _merge_requests(self, requests: StopRequests) -> StopRequests:
+        if self._own_stop is not None:
+            requests = StopRequests(self._own_stop, requests.requests)
+        if requests.stop is not None and self._stop_received_at is None:
+            self._stop_received_at = time.monotonic()
+        return requests
+
+    def _is_closed(self) -> bool:
+        with self._condition:
+            return self._closing
+
+    def _is_undecided(self) -> bool:
+        with self._condition:
+            return self._decision is None
+
+    def _has_request(self) -> bool:
+        return self.received_requests.stop is not None or self.received_requests.requests > self._served_requests
+
+    def _key(self, name: object) -> str:
+        return f"freeze/{self._round}/{name}"
+
+    def _is_round_open(self) -> bool:
+        return self._store.check([self._key("open")])
+
+    def _run_round(self) -> None:
+        """Open or join the current round: freeze, publish, gather, set the target."""
+        self._store.set(self._key("open"), "1")
+        with self._condition:
+            at = self._limit = self._position
+        mine = {"position": at, "stop": self.received_requests.stop, "requests": self.received_requests.requests}
+        self._store.set(self._key(self._rank), json.dumps(mine))
+        published = self._gather()
+        if published is None:
+            return
+        decision = decide(self._round, published)
+        self._served_requests = max(self._served_requests, *(wish.requests for _, wish in published))
+        idle = decision.target == NOT_STARTED
+        with self._condition:
+            if idle and decision.stop is None:
+                self._limit, self._round = _NO_LIMIT, self._round + 1
+            else:
+                self._limit, self._decision = decision.target, decision
+            self._condition.notify_all()
+        if idle and self._on_idle is not None:
+            self._on_idle(decision)
+
+    def _gather(self) -> list[tuple[int, StopRequests]] | None:
+        """What every rank has published in this round, or None if this rank is closed meanwhile."""
+        keys = [self._key(rank) for rank in range(self._world_size)]
+        for _ in poll_until_present(self._store, keys):
+            if self._is_closed():
+                return None
+        found = [json.loads(self._store.get(key)) for key in keys]
+        return [(f["position"], StopRequests(Cause(f["stop"]) if f["stop"] else None, f["requests"])) for f in found]

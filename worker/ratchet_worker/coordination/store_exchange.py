@@ -1,0 +1,193 @@
+"""Small messages between ranks over the rendezvous store, so that a save or an evaluation needs no collective.
+
+A collective waits for a rank that may never arrive; here every wait has a deadline, does not count as progress, and can be
+abandoned. Each ``Exchange`` belongs to one thread: a waiting ``TCPStore`` client blocks every other caller of that client.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from torch.distributed.distributed_c10d import Store
+
+from ratchet_contract.errors import WorkerError
+
+_FIRST_PAUSE: Final = 0.0005
+_LONGEST_PAUSE: Final = 0.02
+_PROGRESS_POLL_SECONDS: Final = 0.5  # seconds between two polls of ``progress``
+
+
+class Abandoned(Exception):
+    """The wait was abandoned because the caller's ``abandon`` returned True."""
+
+
+class PeerTimeout(WorkerError):
+    """A rank did not answer in time."""
+
+    code = "peer-timeout"
+
+
+def poll_until_present(
+    store: Store, keys: list[str], longest: float = _LONGEST_PAUSE, first: float = _FIRST_PAUSE
+) -> Iterator[None]:
+    """Yield before each pause, with pauses that grow from ``first`` to ``longest`` seconds, until all ``keys`` are in the store.
+    One poll costs some 25 microseconds here, and as much on the store's side.
+
+    ``Store.wait`` would block the client, and prints warnings at every timeout.
+    """
+    pause, following = first, max(2 * _FIRST_PAUSE, first / 8)
+    while not store.check(keys):
+        yield
+        time.sleep(pause)
+        pause, following = min(following, longest), 2 * following
+
+
+class Exchange:
+    """Gather and broadcast of JSON values among all ranks, by name; each name is used once. Values are a few megabytes at most.
+
+    A value may come with a text ``beside``, which is passed unparsed: only readers that need it parse it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        block_if_aborting: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``timeout`` in seconds. ``block_if_aborting``: called before each value is published; see
+        ``GroupAbort.block_if_aborting``."""
+        self._store, self.rank, self.world_size, self._timeout = store, rank, world_size, timeout
+        self.block_if_aborting = block_if_aborting
+        self._local_values: dict[str, tuple[Any, bytes]] = {}
+        self._last_wait_seconds: dict[
+            str, float
+        ] = {}  # by kind of recurring wait: least seconds that the last one took
+
+    def gather(
+        self, name: str, value: Any, *, should_abandon: Callable[[], bool] | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Every rank's value in rank order. Raises ``PeerTimeout`` (naming the ranks) or ``Abandoned``."""
+        self.post(name, value)
+        return self.collect(name, should_abandon=should_abandon, timeout=timeout)
+
+    def post(self, name: str, value: Any, attachment: str = "") -> None:
+        """Publish this rank's value; return at once."""
+        self.block_if_aborting()
+        self._store.set(self._key(name, self.rank), f"{_dump(value)}\n{attachment}" if attachment else _dump(value))
+
+    def post_locally(self, name: str, value: Any, attachment: str = "") -> None:
+        """Like ``post``, if only this rank collects the values: keep its own value here, unsent, until ``delete``."""
+        self.block_if_aborting()
+        self._local_values[name] = value, attachment.encode()
+
+    def collect(
+        self, name: str, *, should_abandon: Callable[[], bool] | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Wait for every rank's posted value; return the values in rank order."""
+        return [
+            value for value, _ in self.collect_with_attachments(name, should_abandon=should_abandon, timeout=timeout)
+        ]
+
+    def collect_with_attachments(
+        self,
+        name: str,
+        *,
+        should_abandon: Callable[[], bool] | None = None,
+        timeout: float | None = None,
+        progress: Callable[[], object] | None = None,
+        pause: float = _LONGEST_PAUSE,
+        is_recurring: bool = False,
+    ) -> list[tuple[Any, bytes]]:
+        """Like ``collect``, with the text ``beside`` each value, empty if there is none. ``progress``: each change of its value
+        restarts the timeout. ``pause``: the longest time between two polls, in seconds. ``is_recurring``: the wait is about as
+        long as the previous one, so the first poll comes after half of that. A value that this rank keeps is returned as the same
+        object."""
+        keys = self._posted_keys(name)
+        found: list[tuple[Any, bytes]] = []
+        if keys:
+            self._wait(name, keys, should_abandon, timeout, progress, pause, ("collect", 0.5) if is_recurring else None)
+            values = [raw.partition(b"\n") for raw in self._store.multi_get(keys)]
+            found = [(json.loads(value), beside) for value, _, beside in values]
+        if name in self._local_values:
+            found.insert(self.rank, self._local_values[name])
+        return found
+
+    def broadcast(
+        self,
+        name: str,
+        value: Any = None,
+        *,
+        timeout: float | None = None,
+        progress: Callable[[], object] | None = None,
+        is_recurring: bool = False,
+    ) -> Any:
+        """Return rank 0's ``value`` on every rank; the other ranks' argument is ignored. ``is_recurring``: the wait is about as
+        long as the previous one, so it is polled rarely until then."""
+        key = self._key(name, 0)
+        if self.rank == 0:
+            self.block_if_aborting()
+            text = _dump(value)
+            if self.world_size > 1:
+                self._store.set(key, text)
+            return json.loads(text)
+        self._wait(name, [key], None, timeout, progress, recurs=("broadcast", 0.9) if is_recurring else None)
+        return json.loads(self._store.get(key))
+
+    def delete(self, name: str) -> None:
+        """Remove the keys of ``name`` from the store. Call it only when every rank is known to have read them, that is, has
+        posted something since."""
+        for key in self._posted_keys(name):
+            self._store.delete_key(key)
+        self._local_values.pop(name, None)
+
+    def delete_broadcast(self, name: str) -> None:
+        """Remove the key of a broadcast value, under the same condition as ``delete``."""
+        if self.world_size > 1:
+            self._store.delete_key(self._key(name, 0))
+
+    def _posted_keys(self, name: str) -> list[str]:
+        """The keys of all ranks, without this rank's if it keeps its value."""
+        kept = self.rank if name in self._local_values else None
+        return [self._key(name, rank) for rank in range(self.world_size) if rank != kept]
+
+    def _key(self, name: str, rank: int) -> str:
+        return f"exchange/{name}/{rank}"
+
+    def _wait(
+        self,
+        name: str,
+        keys: list[str],
+        should_abandon: Callable[[], bool] | None,
+        timeout: float | None,
+        progress: Callable[[], object] | None = None,
+        pause: float = _LONGEST_PAUSE,
+        recurs: tuple[str, float] | None = None,
+    ) -> None:
+        """Wait for ``keys``. ``is_recurring``: a kind of wait, and the share of the last such wait that passes before the next
+        poll."""
+        kind, share = recurs or ("", 0.0)
+        first = min(max(_FIRST_PAUSE, share * self._last_wait_seconds.get(kind, 0.0)), _LONGEST_PAUSE)
+        limit = self._timeout if timeout is None else timeout
+        begun, absent = time.monotonic(), 0.0
+        deadline = begun + limit
+        look, seen = begun + _PROGRESS_POLL_SECONDS, None
+        for _ in poll_until_present(self._store, keys, pause, first):
+            absent = time.monotonic() - begun
+            if should_abandon is not None and should_abandon():
+                raise Abandoned(name)
+            if progress is not None and time.monotonic() > look:
+                look, before, seen = time.monotonic() + _PROGRESS_POLL_SECONDS, seen, progress()
+                deadline = deadline if seen == before else time.monotonic() + limit
+            if time.monotonic() > deadline:
+                missing = [int(k.rsplit("/", 1)[1]) for k in keys if not self._store.check([k])]
+                raise PeerTimeout(f"{name}: no answer from rank {missing} within {limit:.0f} s")
+        self._last_wait_seconds[kind] = absent
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))

@@ -1,0 +1,178 @@
+"""Finds and saves generators that a data set, ``augment``, ``collate_fn``, a sampler or a stream holds itself.
+
+In the rank's own process they are, at a step boundary, where the last batch left them: their state is all that a resume needs.
+A DataLoader's workers have copies whose state cannot be queried: the resume report names them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ratchet_worker.data.generator_positions import Point
+from ratchet_worker.state.rng import GeneratorState, is_generator, process_generators
+
+_MAX_ITEMS: Final = 100  # items of a container that is searched: samples do not hold generators
+_MAX_OBJECTS: Final = 10_000  # objects
+_SESSION: Final = "ratchet_worker.session.session"  # what it holds, the hook's generator too, is saved separately
+_MARKS: Final = "marks"  # cannot be a path: paths begin with a root
+_PLAIN: Final = (str, bytes, int, float, complex, type, ModuleType, torch.Tensor, np.ndarray)
+
+
+class OwnGenerators:
+    """Generators held by the objects ``roots``, by the attribute path at which each is found first, like ``dataset.rng``.
+
+    The search covers attributes, bound methods, ``partial``, closures, and containers of up to 100 items. Process-wide generators
+    belong to the rank and are excluded.
+    """
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self.roots = dict(roots)
+        self._epoch_start_states: dict[str, Any] | None = None
+
+    def find(self) -> dict[str, Any]:
+        """Return the generators by path. Each call searches again: some are created when they are first drawn from."""
+        return {path: item for path, item in reachable(self.roots) if is_generator(item)}
+
+    def begin(self, *, is_repeat: bool) -> None:
+        """Begin an epoch of a stream that a resume reads again from the epoch's beginning: until ``end``, ``states`` returns the
+        states of this moment. ``is_repeat``: the epoch has begun before; restore the states of that time if they are known."""
+        if is_repeat and self._epoch_start_states is not None:
+            self._restore(self._epoch_start_states)
+        else:
+            self._epoch_start_states = self._current_states()
+
+    def end(self) -> None:
+        self._epoch_start_states = None
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restore these generators on exit, also after an exception."""
+        states = self._current_states()
+        try:
+            yield
+        finally:
+            self._restore(states)
+
+    def states(self) -> dict[str, Any]:
+        """Return the states by path, in a form that ``ratchet_hooks.state.encode`` accepts."""
+        return self._current_states() if self._epoch_start_states is None else self._epoch_start_states
+
+    def load(self, states: Mapping[str, Any]) -> list[str]:
+        """Restore ``states``; return sentences about generators that only one side has. Raises what a generator raises for the
+        state of another kind."""
+        found = self._restore(states)
+        self.end()
+        told = [
+            f"{path} is no generator when training begins, and was one" for path in sorted(states.keys() - found.keys())
+        ]
+        told += [
+            f"the generator {path} starts again: the checkpoint has none"
+            for path in sorted(found.keys() - states.keys())
+        ]
+        return told
+
+    def _restore(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        found = self.find()
+        for path in found.keys() & states.keys():
+            GeneratorState(found[path]).load_state_dict(states[path])
+        return found
+
+    def _current_states(self) -> dict[str, Any]:
+        return {path: GeneratorState(item).state_dict() for path, item in self.find().items()}
+
+
+class StreamGenerators(OwnGenerators):
+    """Generators of a ``TrainStream``, which reads batches again to reach its position; ``marks`` are the points to restore then.
+
+    ``followed``: the stream restores itself and may create its generators again; so ``after_move`` restores their states.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], *, restores_itself: bool) -> None:
+        super().__init__(roots)
+        self.marks: dict[str, Point] = {}
+        self._restores_itself = restores_itself
+        self._pending_states: Mapping[str, Any] | None = None
+
+    def states(self) -> dict[str, Any]:
+        own = dict(super().states() if self._pending_states is None else self._pending_states)
+        return {**own, _MARKS: {name: mark.state() for name, mark in self.marks.items()}} if self.marks else own
+
+    def load(self, states: Mapping[str, Any]) -> list[str]:
+        self.marks = {name: Point.from_state(mark) for name, mark in states.get(_MARKS, {}).items()}
+        own = {path: state for path, state in states.items() if path != _MARKS}
+        if not self._restores_itself:
+            return super().load(own)
+        self._pending_states = own
+        return []
+
+    def begin(self, *, is_repeat: bool) -> None:
+        if not self._restores_itself:
+            super().begin(is_repeat=is_repeat)
+
+    def before_move(self) -> None:
+        """Call before the stream is moved: ``after_move`` will restore the generators to their current states, or to those passed
+        to ``load``."""
+        if self._restores_itself and self._pending_states is None:
+            self._pending_states = super().states()
+
+    def after_move(self) -> list[str]:
+        """Restore the generators, once the stream has reached its position; return sentences about missing ones."""
+        states, self._pending_states = self._pending_states, None
+        if states is None:
+            return []
+        return [f"{path} is no generator any more" for path in sorted(states.keys() - self._restore(states).keys())]
+
+
+def for_data(data: Any) -> OwnGenerators:
+    """Return ``data.own_generators``, or an empty set for a ``TrainData`` without it, whose ``state_dict`` is its whole state."""
+    found = getattr(data, "own_generators", None)
+    return found if isinstance(found, OwnGenerators) else OwnGenerators({})
+
+
+def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (path, object) for everything reachable from ``roots``, breadth first, each object once."""
+    # Holds the objects, so that no id() is reused meanwhile.
+    seen: dict[int, Any] = {id(item): item for item in process_generators()}
+    waiting = deque(roots.items())
+    while waiting and len(seen) < _MAX_OBJECTS:
+        path, item = waiting.popleft()
+        if item is None or isinstance(item, _PLAIN) or id(item) in seen or type(item).__module__ == _SESSION:
+            continue
+        seen[id(item)] = item
+        yield path, item
+        if not is_generator(item):
+            waiting.extend((f"{path}{name}", child) for name, child in _children(item))
+
+
+def _children(item: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(item, (list, tuple, dict)):
+        if len(item) <= _MAX_ITEMS:
+            # A copy: a thread of the data set may change the container meanwhile.
+            pairs = list(item.items() if isinstance(item, dict) else enumerate(item))
+            yield from ((f"[{key!r}]", child) for key, child in pairs)
+    elif isinstance(item, MethodType):
+        yield "", item.__self__
+    elif isinstance(item, partial):
+        yield from (("", item.func), (".args", item.args), (".keywords", item.keywords))
+    elif isinstance(item, FunctionType):
+        yield from ((f".{name}", child) for name, child in _function_state(item))
+    else:
+        yield from ((f".{name}", child) for name, child in list(getattr(item, "__dict__", {}).items()))
+
+
+def _function_state(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield what a function keeps between calls: closure variables and defaults."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield from (("__defaults__", function.__defaults__), ("__kwdefaults__", function.__kwdefaults__))

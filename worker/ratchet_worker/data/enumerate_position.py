@@ -1,0 +1,91 @@
+"""Finds an ``enumerate`` around an iterator that resumes in the middle, and makes it continue with the right number. Finds and
+names ``zip``, ``islice`` and other readers that would have to continue, too, but cannot.
+
+``enumerate`` requests an item before it reads its own counter. So an iterator that is asked for its first item can advance the
+``enumerate`` that reads it by the number of items used before, return placeholders to it, and then return the item.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+from collections.abc import Iterator
+from itertools import repeat
+from types import FrameType, GeneratorType
+from typing import Any, Final
+
+from ratchet_worker.state import loop_variables
+
+RESTARTED: Final = (
+    "the loop numbers a progress bar, or another generator or map over the loader, with enumerate: after a resume within an "
+    "epoch it counts from 0. Write session.enumerate(...) in place of enumerate(...)"
+)
+"""The problem where a number cannot be set."""
+
+BY_NEXT: Final = (
+    "the loop takes batches with next(): after a resume within an epoch the loader keeps its position, but code that counts or "
+    "keeps batches around it (`for n in range(N)`, a prefetcher) starts over. Write `for batch in loader`, and `if n == N: "
+    "break` in place of range(N)"
+)
+"""The problem where the loop is not over the loader."""
+
+THROUGH: Final = (
+    "the loop reads the loader through {name}: after a resume within an epoch the loader continues at its position, and {name} "
+    "starts over, with its count and its other inputs. Write `if n == N: break` in place of islice; put the other inputs "
+    "of zip into the loader's data set (torch.utils.data.StackDataset)"
+)
+"""The problem where the loader is read by something that keeps a count, an item or another iterator."""
+
+_PASSING: Final = (map, filter, itertools.chain, itertools.starmap, itertools.takewhile, itertools.filterfalse)
+_KEEPING: Final = (zip, *(one for one in vars(itertools).values() if hasattr(one, "__next__") and one not in _PASSING))
+
+
+def enumerate_readers(iterator: Iterator[Any]) -> list[enumerate[Any]]:
+    """Return the ``enumerate`` objects that read ``iterator`` directly."""
+    return [one for one in gc.get_referrers(iterator) if isinstance(one, enumerate)]
+
+
+def find_restarted(iterator: Iterator[Any], frame: FrameType | None) -> str | None:
+    """Return a sentence about what does not continue after a resume within an epoch, in the loop that reads ``iterator`` (in
+    ``frame``, or through generators that run there); None where everything does. An ``enumerate`` around a generator, such as a
+    progress bar's, cannot be advanced: the generator is already running. One around ``map`` would call the map's function."""
+    if loop_variables.calls_next(frame):
+        return BY_NEXT
+    waiting = _running_generators(frame)
+    for one in _iterators_reading(iterator):
+        waiting += _iterators_reading(one) if type(one) is enumerate else [one]
+    while waiting:
+        one = waiting.pop()
+        if type(one) is enumerate:
+            return RESTARTED
+        reads_others = type(one) is map and len(one.__reduce__()[1]) > 2  # the function, and more than one iterator
+        if type(one) in _KEEPING or reads_others:
+            return THROUGH.format(name=type(one).__name__)
+        waiting += _iterators_reading(one)
+    return None
+
+
+def _iterators_reading(iterator: Any) -> list[Any]:
+    """Return Python's built-in iterators that read ``iterator``. ``zip`` and ``map`` hold theirs in a tuple."""
+    kinds = (enumerate, *_PASSING, *_KEEPING)
+    found = gc.get_referrers(iterator)
+    tuples = [one for one in found if type(one) is tuple]
+    return [one for one in (*found, *(gc.get_referrers(*tuples) if tuples else ())) if type(one) in kinds]
+
+
+def _running_generators(frame: FrameType | None) -> list[Any]:
+    """Return the generators that run in ``frame``, from the inner to the outer."""
+    running: list[FrameType] = []
+    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
+        running.append(frame)
+        frame = frame.f_back
+    if not running:
+        return []
+    return [one for one in gc.get_objects() if type(one) is GeneratorType and one.gi_frame in running]
+
+
+def advance(reader: enumerate[Any], count: int) -> None:
+    """Take ``count`` placeholders, which the iterator returns at once, from ``reader``, so that its number rises by ``count``."""
+    for _ in repeat(None, count):
+        next(reader)

@@ -1,0 +1,1 @@
+"""``python -m ratchet_worker.export``: exports checkpoints in other formats."""

@@ -1,0 +1,127 @@
+"""``python -m ratchet_worker.export``: exports a checkpoint for other programs, in a process that may import torch.
+
+The request is JSON on standard input:
+
+- ``checkpoint``, ``digest``: the checkpoint's directory and the digest of its manifest.
+- ``format``: ``safetensors`` (the model alone), ``torch`` (a tar of one ``rank-00000-of-00002.pt`` per rank, the only place where
+  Ratchet calls ``torch.save``) or ``dcp`` (a tar of what ``torch.distributed.checkpoint`` writes).
+- ``fd``: the descriptor of an open unnamed file for the result, so that a partial result never has a name.
+- ``asker``: the pid of the parent; this process ends with it.
+- ``answer``: the descriptor of a file for the response, JSON: ``{"notes": [...], "digest": ...}`` (SHA-256 of the result, in hex)
+  or ``{"error": ..., "code": ...}``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Final
+
+import torch
+
+from ratchet_contract.errors import CheckpointError, RatchetError
+from ratchet_contract.paths import rank_file_name
+from ratchet_hooks.state.files import DTYPE_NAMES
+from ratchet_hooks.state.safetensors_header import Stored
+from ratchet_store.filesystem.durable_io import write_all
+from ratchet_store.format.manifest_file import check_files, read_manifest
+from ratchet_store.format.safetensors_header import model_header
+from ratchet_worker.export.torch_format import open_checkpoint, read_model, read_rank
+from ratchet_worker.ipc.procfs import die_with_parent
+from ratchet_worker.resume.read_checkpoint import Chosen
+from ratchet_worker.state.snapshot import byte_view
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def main() -> None:
+    """Read the request, export, and write the response."""
+    request = json.load(sys.stdin)
+    die_with_parent(request["asker"])
+    answer: dict[str, Any]
+    try:
+        answer = export(request)
+    except RatchetError as error:
+        answer = {"error": error.detail, "code": error.code}
+    except OSError as error:
+        full = error.errno in _FULL
+        answer = {"error": error.strerror or str(error), "code": "disk-full" if full else "export-failed"}
+    except MemoryError:
+        answer = {"error": "the machine has too little memory for it", "code": "export-failed"}
+    os.pwrite(request["answer"], json.dumps(answer).encode(), 0)
+
+
+def export(request: dict[str, Any]) -> dict[str, Any]:
+    """Write the requested file and return the response. Raises ``CheckpointError``, ``StateError``, ``OSError``."""
+    directory = Path(request["checkpoint"])
+    manifest = read_manifest(directory)
+    if manifest.digest != request["digest"]:
+        raise CheckpointError(f"{directory.name}: its manifest is not the one that was recorded")
+    check_files(directory, manifest)
+    chosen = open_checkpoint(directory, manifest)
+    with os.fdopen(request["fd"], "r+b") as out:
+        notes = _WRITERS[request["format"]](chosen, out)
+        out.seek(0)
+        return {"notes": notes, "digest": hashlib.file_digest(out, "sha256").hexdigest()}
+
+
+def _safetensors(chosen: Chosen, out: BinaryIO) -> list[str]:
+    assert chosen.manifest is not None
+    model = read_model(chosen)
+    # Wide elements first, so that every tensor is aligned to its element size.
+    order = sorted(model.tensors, key=lambda key: -model.tensors[key].element_size())
+    stored: dict[str, Stored] = {}
+    position = 0
+    for key in order:
+        tensor = model.tensors[key]
+        stored[key] = Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), position, position + tensor.nbytes)
+        position += tensor.nbytes
+    write_all(out.fileno(), memoryview(model_header(stored, model.metadata(chosen.manifest))))
+    for key in order:
+        write_all(out.fileno(), byte_view(model.tensors[key]))
+    return model.notes
+
+
+def _tar(chosen: Chosen, out: BinaryIO) -> list[str]:
+    assert chosen.manifest is not None
+    notes: list[str] = []
+    world_size = chosen.manifest.world_size
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for rank in range(world_size):
+            state = read_rank(chosen, rank)
+            notes += [note for note in state["notes"] if note not in notes]
+            with tempfile.TemporaryFile() as file:  # the tar header needs the size first
+                _save(state, file)
+                name = rank_file_name(rank, world_size).replace(".safetensors", ".pt")
+                member = tarfile.TarInfo(name)
+                member.size = file.tell()
+                file.seek(0)
+                tar.addfile(member, file)
+    return notes
+
+
+def _dcp(chosen: Chosen, out: BinaryIO) -> list[str]:
+    from ratchet_worker.export import dcp_format  # its imports take a second, which the other formats do not need
+
+    return dcp_format.write(chosen, out)
+
+
+_WRITERS: Final = {"safetensors": _safetensors, "torch": _tar, "dcp": _dcp}
+
+
+def _save(state: Any, file: IO[bytes]) -> None:
+    """Save ``state`` to ``file``. Raises the original ``OSError``, which torch turns into a ``RuntimeError`` about file
+    positions."""
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        hidden: BaseException | None = error
+        while hidden is not None and not isinstance(hidden, OSError):
+            hidden = hidden.__context__
+        raise hidden or error from None

@@ -1,0 +1,222 @@
+"""Converts a checkpoint to plain PyTorch: the model under its ``state_dict`` keys, and the whole state of a rank."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ratchet_contract.checkpoint.manifest import RANK_PREFIX, SHARED_PREFIX, Manifest, TensorEntry
+from ratchet_contract.errors import StateError
+from ratchet_contract.plural import pluralize
+from ratchet_contract.version import RATCHET_VERSION
+from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.manage.to_torch import plain_state
+from ratchet_store.read.checkpoint_reader import load
+from ratchet_worker.resume import read_checkpoint as disk
+from ratchet_worker.resume.read_checkpoint import Chosen
+from ratchet_worker.state import model as model_state
+from ratchet_worker.state import optimizer
+from ratchet_worker.state.average_replicas import mean
+from ratchet_worker.state.snapshot import Snapshot, Tensors, byte_view, empty
+
+FORMAT: Final = 1
+_BUILT_IN_COMPONENTS: Final = frozenset({"model", "buffers", "modules", "facts", "hook", "rng", model_state.COMPONENT})
+
+
+@dataclass
+class Model:
+    """A model. ``tensors``: by key, each once; ``tied``: additional keys, with the key of the same tensor; ``notes``: what a
+    reader must know."""
+
+    tensors: Tensors
+    tied: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def metadata(self, manifest: Manifest) -> dict[str, str]:
+        """The metadata of a safetensors file: tied keys as ``safetensors.torch.load_model`` reads them, and the file's origin."""
+        facts = {**origin(manifest), "notes": self.notes}
+        return {**self.tied, "format": "pt", "ratchet": json.dumps(facts)}
+
+
+def origin(manifest: Manifest) -> dict[str, Any]:
+    """The origin of an exported file, as facts by name."""
+    return {
+        "ratchet_version": RATCHET_VERSION,
+        "job": manifest.job_id,
+        "checkpoint": manifest.id,
+        "checkpoint_digest": manifest.digest,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "hook": manifest.hook.name,
+    }
+
+
+def read_model(chosen: Chosen) -> Model:
+    """The model of a checkpoint (parameters and buffers), with every file that is read verified. Raises ``CheckpointError``,
+    ``StateError``.
+
+    If replicas differ, the result is their mean, as in a resume on another number of ranks (``average_replicas.mean``). Buffers
+    are rank 0's.
+    """
+    manifest = chosen.manifest
+    assert manifest is not None
+    stored, state = _read_model(chosen)
+    notes = []
+    if manifest.replicas != "equal":
+        ranks = range(manifest.world_size)
+        found = mean((disk.read(chosen, [r], {"model"}.__contains__, shared=False)[r] for r in ranks), {"model"})
+        stored |= found.tensors
+        notes.append(f"parameters are the mean over {pluralize(manifest.world_size, 'rank')}, whose replicas differ")
+        if found.from_rank_0:
+            notes.append(f"from rank 0, since it has no mean: {', '.join(found.from_rank_0[:5])}")
+    elif state.get("model"):
+        notes.append(f"DDP does not average these, they are rank 0's: {', '.join(state['model'][:5])}")
+    if manifest.world_size > 1 and any(name.startswith("buffers/") for name in stored):
+        notes.append("buffers are rank 0's")
+    keys = state_dict_keys(stored, state, notes)
+    model = Model({}, notes=notes)
+    first: dict[str, str] = {}
+    for key, name in keys:
+        if name is None or name not in stored:
+            continue
+        if name in first:
+            model.tied[key] = first[name]
+        else:
+            first[name] = key
+            model.tensors[key] = stored[name]
+    if lost := [key for key, name in keys if name is None]:
+        notes.append(f"left out, being neither parameter nor buffer: {', '.join(lost[:5])}")
+    return model
+
+
+def read_rank(chosen: Chosen, rank: int) -> dict[str, Any]:
+    """One rank's state, in a form that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads. Raises
+    ``CheckpointError``, ``StateError``."""
+    manifest = chosen.manifest
+    assert manifest is not None
+    saved = disk.read(chosen, [rank])[rank]
+    tensors = {**saved.shared, **saved.private}
+    modules = saved.value("modules")
+    notes: list[str] = []
+    state_dict: OrderedDict[str, Any] = OrderedDict()
+    for key, name in state_dict_keys(tensors, saved.state, notes):
+        module, _, last = key.rpartition(".")
+        if name is not None:
+            state_dict[key] = tensors[name]
+        elif last == "_extra_state" and module in modules["extra"]:
+            state_dict[key] = to_plain(modules["extra"][module])
+        else:
+            notes.append(f"{key} is neither parameter nor buffer, and left out")
+    components = _components(saved, tensors)
+    hook_state, beside = _hook_state(manifest, saved, tensors)
+    return {
+        "format": FORMAT,
+        **origin(manifest),
+        "rank": rank,
+        "state_dict": state_dict,
+        "optimizer": components.pop("optimizer", None),
+        "comm_hook": manifest.hook.name,
+        "comm_hook_parameters": manifest.hook.parameters,
+        "comm_hook_state": to_plain(hook_state),
+        **to_plain(beside),
+        "bucket_layout": manifest.bucket_layout,
+        "rng": to_plain(saved.value("rng")),
+        "components": components,
+        "notes": notes,
+    }
+
+
+def to_plain(value: Any) -> Any:
+    """``value`` without anything that ``torch.load(weights_only=True)`` refuses: numpy generators become the dict that their
+    ``set_state`` (``state``) takes, arrays become tensors, sets become sorted lists."""
+    if isinstance(value, np.random.RandomState):
+        return to_plain(value.get_state(legacy=False))
+    if isinstance(value, np.random.Generator):
+        return to_plain(value.bit_generator.state)
+    if isinstance(value, np.ndarray):
+        return value.tolist() if value.dtype.kind in "uiOUS" and value.ndim <= 1 else torch.from_numpy(value.copy())
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, OrderedDict):
+        return OrderedDict((key, to_plain(item)) for key, item in value.items())
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(to_plain(item) for item in value)
+    if isinstance(value, set | frozenset):
+        return [to_plain(item) for item in sorted(value, key=repr)]
+    return value
+
+
+def _read_model(chosen: Chosen) -> tuple[Tensors, dict[str, Any]]:
+    """Parameters and rank 0's buffers as ``model/...`` and ``buffers/...``, and rank 0's JSON state."""
+    manifest, directory = chosen.manifest, chosen.directory
+    assert manifest is not None and directory is not None
+    own = f"{RANK_PREFIX}0/"
+    stored: Tensors = {}
+
+    def name_of(entry: TensorEntry) -> str:
+        return entry.name.removeprefix(SHARED_PREFIX).removeprefix(own)
+
+    def place(entry: TensorEntry) -> memoryview:
+        tensor = stored.setdefault(name_of(entry), empty(entry.dtype, entry.shape))
+        begin = entry.start * tensor.element_size()
+        return byte_view(tensor)[begin : begin + entry.nbytes]
+
+    wanted = (f"{SHARED_PREFIX}model/", f"{own}model/", f"{own}buffers/")
+    state = load(directory, manifest, lambda entry: entry.name.startswith(wanted), place, ranks=(0,)).states[0]
+    return stored, state
+
+
+def state_dict_keys(stored: Tensors, state: dict[str, Any], notes: list[str]) -> list[tuple[str, str | None]]:
+    """The recorded pairs of state_dict key and tensor name; if none were recorded, parameters and buffers under their own
+    names."""
+    recorded = state.get(model_state.COMPONENT) or {"keys": None, "error": "none were recorded"}
+    if recorded["keys"] is not None:
+        return [(key, name) for key, name in recorded["keys"]]
+    notes.append(f"parameters and buffers have their own names, state_dict's keys are not known: {recorded['error']}")
+    return [(name.partition("/")[2], name) for name in stored if name.startswith(("model/", "buffers/"))]
+
+
+def _components(saved: Snapshot, tensors: Tensors) -> dict[str, Any]:
+    """The state of optimizers and all other registered objects, by component."""
+    replicas = {n.removeprefix("model/") for n in saved.private if n.startswith("model/")}
+    out: dict[str, Any] = {}
+    for component in set(saved.state) - _BUILT_IN_COMPONENTS:
+        value = saved.value(component, exclude=replicas)
+        if optimizer.is_captured(value):
+            value = optimizer.as_state_dict(component, tensors, value)
+        out[component] = to_plain(value)
+    return out
+
+
+def _hook_state(manifest: Manifest, saved: Snapshot, tensors: Tensors) -> tuple[Any, dict[str, Any]]:
+    spec = disk.recorded_hook(manifest)
+    if spec is None:
+        raise StateError(f"hook {manifest.hook.name} is not known to this version of Ratchet")
+    strides = (saved.state.get(model_state.COMPONENT) or {}).get("strides", {})
+    parameters = {
+        name.removeprefix("model/"): _meta_like(tensor, strides.get(name.removeprefix("model/")))
+        for name, tensor in tensors.items()
+        if name.startswith("model/")
+    }
+    try:
+        return plain_state(spec, *saved.encoded("hook"), parameters)
+    except HookStateError as error:
+        raise StateError(f"the hook's state cannot be exported in torch's form: {error}") from error
+
+
+def _meta_like(tensor: torch.Tensor, strides: list[int] | None) -> torch.Tensor:
+    shape, dtype = tensor.shape, tensor.dtype
+    return torch.empty_strided(shape, strides or torch.empty(shape, device="meta").stride(), dtype=dtype, device="meta")
+
+
+def open_checkpoint(directory: Path, manifest: Manifest) -> Chosen:
+    """A checkpoint on disk as a ``Chosen``, for reading."""
+    return Chosen(manifest.base, manifest, directory)

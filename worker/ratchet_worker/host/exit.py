@@ -1,0 +1,106 @@
+"""How a rank ends: the cause that an exception stands for, the exit code, the result file, and leaving the process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from contextlib import suppress
+from typing import Final, NoReturn
+
+import torch
+
+from ratchet_contract.errors import CheckpointError, RatchetError, UserError
+from ratchet_contract.exit_codes import EXIT_CHECKPOINT_ERROR, EXIT_EXCEPTION, EXIT_USER_ERROR, script_exit_code
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.phases import Cause
+from ratchet_contract.protocol.messages import RankResult
+from ratchet_hooks.errors import advice_on
+from ratchet_hooks.manage.managed_ddp import UnsupportedModel
+from ratchet_worker.host.user_code import shadowing_advice
+from ratchet_worker.ipc.atomic_files import release
+from ratchet_worker.ipc.result_files import write_rank_result
+
+EXIT_CODES: Final = {
+    Cause.USER_ERROR: EXIT_USER_ERROR,
+    Cause.CHECKPOINT_ERROR: EXIT_CHECKPOINT_ERROR,
+    Cause.OOM: EXIT_EXCEPTION,
+    Cause.EXCEPTION: EXIT_EXCEPTION,
+}
+
+
+_PARSERS: Final = (
+    argparse.ArgumentParser.parse_args,
+    argparse.ArgumentParser.parse_known_args,
+    argparse.ArgumentParser.parse_intermixed_args,
+    argparse.ArgumentParser.parse_known_intermixed_args,
+)
+
+
+class ScriptExit(RuntimeError):
+    """A script called ``sys.exit`` with a value other than 0. ``code``: that value; ``cause``: the cause of the attempt's end."""
+
+    def __init__(self, exit_: SystemExit) -> None:
+        refusal = _refused_arguments(exit_)
+        self.code, self.cause = exit_.code, Cause.EXCEPTION if refusal is None else Cause.USER_ERROR
+        super().__init__(
+            f"the script ended with sys.exit({exit_.code!r})"
+            if refusal is None
+            else f"the script does not take its arguments: {refusal}"
+        )
+
+
+def _refused_arguments(exit_: SystemExit) -> str | None:
+    """The error message of the script's ``argparse`` if that ended the script (a retry would not help), else None."""
+    frames = {frame.f_code: frame for frame, _ in traceback.walk_tb(exit_.__traceback__)}
+    error = frames.get(argparse.ArgumentParser.error.__code__)
+    if error is None or not any(parse.__code__ in frames for parse in _PARSERS):  # else the script itself called it
+        return None
+    return str(error.f_locals["message"])
+
+
+def exit_code_of(error: BaseException, cause: Cause) -> int:
+    """The exit code of the rank's process: the code that user code passed to ``sys.exit``, if it may have a meaning of its own
+    (``policy.exit_codes``), else the code of ``cause``."""
+    given = script_exit_code(error.code) if isinstance(error, ScriptExit | SystemExit) else None
+    return EXIT_CODES[cause] if given is None else given
+
+
+def cause_of(error: BaseException) -> tuple[Cause, str]:
+    """The cause of an attempt's end by ``error``, and a readable message. The causes are the keys of ``EXIT_CODES``."""
+    if isinstance(error, UserError):
+        return Cause.USER_ERROR, error.detail
+    if isinstance(error, CheckpointError):
+        return Cause.CHECKPOINT_ERROR, error.detail
+    if isinstance(error, ScriptExit):
+        return error.cause, str(error)
+    if isinstance(error, SystemExit):
+        return Cause.EXCEPTION, f"the user's code called sys.exit({error.code!r}) in the middle of its work"
+    if isinstance(error, UnsupportedModel):  # detected only when training begins
+        return Cause.USER_ERROR, str(error)
+    if advice := advice_on(error) or shadowing_advice(error):
+        return Cause.USER_ERROR, f"{advice} ({type(error).__name__}: {error})"[:4000]
+    text = error.detail if isinstance(error, RatchetError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return Cause.OOM, f"out of memory: {text}"
+    return Cause.EXCEPTION, text[:4000]
+
+
+def write_result(paths: AttemptPaths, result: RankResult) -> None:
+    """Free the disk space reserved for the result, and write it. A failed write is logged, and the rank ends all the same."""
+    path = paths.rank_result(result.rank)
+    release(path)
+    try:
+        write_rank_result(path, result)
+    except OSError as error:
+        with suppress(OSError):
+            print(f"ratchet: the result could not be written: {error}", file=sys.stderr, flush=True)
+
+
+def exit_process(code: int) -> NoReturn:
+    """End the process without running destructors: at interpreter shutdown, torch's threads may abort the process."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)

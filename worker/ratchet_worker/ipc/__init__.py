@@ -1,0 +1,1 @@
+"""Files and shared memory between an agent and its ranks."""

@@ -1,0 +1,60 @@
+"""Atomic file writes: a concurrent reader sees the old file or the new one, never a part."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+_RESERVE_BYTES: Final = 128 * 1024
+
+
+def now() -> str:
+    """The current UTC time in RFC 3339 format, with microseconds and ``Z``."""
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write ``data`` to ``path`` atomically, by rename; ``durable`` also syncs file and directory. Raises ``OSError``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with tmp.open("wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        tmp.replace(path)
+    except BaseException:
+        tmp.unlink(missing_ok=True)
+        raise
+    if durable:
+        fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def reserve(path: Path) -> None:
+    """Reserve disk space for the result file ``path``, since the job itself may fill the disk. If the disk is full already,
+    nothing is reserved: the job's checkpoint saves fail and report it."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".reserve").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
+
+
+def release(path: Path) -> None:
+    """Free the space that ``reserve`` holds, immediately before ``path`` is written."""
+    with suppress(OSError):
+        path.with_suffix(".reserve").unlink()
+
+
+def log_message(text: str) -> None:
+    """Write one line to the agent's log."""
+    with suppress(OSError, ValueError):  # a full disk must not end the supervision
+        print(f"{now()} ratchet agent: {text}", file=sys.stderr, flush=True)

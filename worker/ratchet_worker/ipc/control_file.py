@@ -1,0 +1,36 @@
+"""``control.json``: the newest desired state. The agent writes it by rename; each rank polls it, at the cost of one ``stat``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ratchet_contract.protocol.messages import Control
+from ratchet_worker.ipc.atomic_files import write_atomic
+
+
+def write_control(path: Path, control: Control) -> None:
+    """Replace the desired state. Raises ``OSError`` if the write fails; the old desired state then stays in force."""
+    write_atomic(path, control.model_dump_json().encode())
+
+
+class ControlReader:
+    """Returns each change once. Not thread-safe: use one reader per thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._last_mark: tuple[int, int, int] | None = None
+
+    def poll(self) -> Control | None:
+        """The desired state if the file has changed since the last call; None if it has not, is missing or is unreadable."""
+        try:
+            stat = self._path.stat()
+            mark = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
+            if mark == self._last_mark:
+                return None
+            control = Control.model_validate_json(self._path.read_bytes())
+        except (OSError, ValidationError):
+            return None
+        self._last_mark = mark
+        return control

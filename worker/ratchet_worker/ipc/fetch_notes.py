@@ -1,0 +1,25 @@
+"""Notes of node 0's agent about the object store, for the resume report; written to a file before the ranks start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_worker.ipc.atomic_files import write_atomic
+
+
+def write_notes(paths: AttemptPaths, notes: Sequence[str]) -> None:
+    """Write ``notes`` to the attempt's file. Raises ``OSError``."""
+    write_atomic(paths.fetch_notes_file, json.dumps(list(notes)).encode())
+
+
+def read_notes(launch: LaunchFile) -> list[str]:
+    """The notes; empty if the object store was not queried, or if the file cannot be read (the notes are also sent as events)."""
+    try:
+        found = json.loads(AttemptPaths(Path(launch.attempt_dir)).fetch_notes_file.read_bytes())
+        return [str(note) for note in found]
+    except (OSError, ValueError, TypeError):
+        return []

@@ -1,0 +1,177 @@
+"""Linux processes: parent-death signal, facts from /proc, and killing the processes that a rank left running."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_PF_EXITING: Final = 0x4
+_PROC: Final = Path("/proc")
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}): {os.strerror(code)}")
+
+
+def die_with_parent(expected_ppid: int) -> None:
+    """Have the kernel SIGKILL this process when the parent's *thread* that forked it ends; a rank's first action.
+
+    Does not return if the parent has already ended. A later change of credentials would clear the setting (prctl(2)).
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != expected_ppid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def become_subreaper() -> None:
+    """Make this process the new parent of its orphaned descendants, so that all of them can be found."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from number 3 (state) on, or None if the process does not exist."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+
+
+def start_time(pid: int) -> int:
+    """Field 22: clock ticks since boot; together with the pid it identifies a process uniquely. Raises ``ProcessLookupError``."""
+    fields = _stat(pid)
+    if fields is None:
+        raise ProcessLookupError(pid)
+    return int(fields[19])
+
+
+def state(pid: int) -> str | None:
+    """One letter of proc(5): R, S, D, T (stopped), t (traced), Z ...; None if the process does not exist."""
+    fields = _stat(pid)
+    return fields[0] if fields else None
+
+
+def is_exiting(pid: int) -> bool:
+    """True if the process is dead or exiting: a signal sent now is not the cause of its end."""
+    fields = _stat(pid)
+    return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
+
+
+def pids() -> Iterator[int]:
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            yield int(entry.name)
+
+
+def descendants(root: int) -> set[int]:
+    """All processes below ``root``, zombies included."""
+    parents = {pid: int(fields[1]) for pid in pids() if (fields := _stat(pid)) is not None}
+    found = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
+        found |= more
+    return found - {root}
+
+
+def has_variable(pid: int, assignment: bytes) -> bool:
+    """True if ``NAME=value`` is in the initial environment of ``pid``; False if that cannot be read."""
+    try:
+        return assignment in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def kill_group(pgid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Signal a process group; do nothing if it no longer exists."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pgid, number)
+
+
+def kill_stragglers(variable: str, value: str, *, timeout: float = 5.0) -> list[int]:
+    """SIGKILL every process started with ``variable=value`` and every descendant of this process, repeatedly until none is left.
+
+    Requires ``become_subreaper``, to find processes that changed their session and environment. Returns the pids that are still
+    alive after ``timeout`` seconds (in an uninterruptible system call). Does not kill this process.
+    """
+    assignment = os.fsencode(f"{variable}={value}")
+    own = os.getpid()
+    end = time.monotonic() + timeout
+    while True:
+        marked = {pid for pid in pids() if pid != own and has_variable(pid, assignment)} | descendants(own)
+        alive = {pid for pid in marked if state(pid) not in ("Z", "X", None)}
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        reap_orphans(set)
+        if not alive or time.monotonic() > end:
+            return sorted(alive)
+        time.sleep(0.01)
+
+
+def reap_orphans(owned_pids: Callable[[], set[int]]) -> None:
+    """Reap dead children that this process adopted as orphans, except the pids that ``owned_pids`` returns, which their owners
+    reap. ``owned_pids`` is called after the dead children are listed: a child that has just been adopted may belong to an
+    owner."""
+    own = os.getpid()
+    dead = {pid for pid in pids() if (fields := _stat(pid)) and fields[0] == "Z" and int(fields[1]) == own}
+    for pid in dead - owned_pids():
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+class OomWatch:
+    """Detects kills by the kernel's out-of-memory killer, from the ``oom_kill`` count of this cgroup, or else of the machine."""
+
+    def __init__(self) -> None:
+        self._source = _oom_source()
+        self._last = self._count()
+        self._grew_at: float | None = None
+
+    def killed_recently(self, seconds: float = 10.0) -> bool:
+        """True if this call, or an earlier one less than ``seconds`` ago, has seen the count grow."""
+        count, now = self._count(), time.monotonic()
+        if count > self._last:
+            self._grew_at = now
+        self._last = count
+        return self._grew_at is not None and now - self._grew_at < seconds
+
+    def _count(self) -> int:
+        try:
+            for line in self._source.read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
+        except (OSError, ValueError):
+            pass
+        return 0
+
+
+def _oom_source() -> Path:
+    mount = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        for line in (_PROC / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                candidate = mount / path.lstrip("/") / "memory.events"
+            elif "memory" in controllers.split(","):
+                candidate = mount / "memory" / path.lstrip("/") / "memory.oom_control"
+            else:
+                continue
+            if candidate.is_file():
+                return candidate
+    return _PROC / "vmstat"
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory of temporary files, skipping what cannot be deleted."""
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,113 @@
+"""The step counter: a 64-byte file per rank, mapped by the rank and read by the agent. Liveness is progress, not a heartbeat.
+
+The layout is defined in ``ratchet_contract.protocol.counter_layout``, because the service reads the counters of dead ranks. An
+update is a plain memory store: no system call, no lock, a few tens of nanoseconds. The values survive the process that wrote
+them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from ratchet_contract.protocol.counter_layout import (
+    COUNTER_MAGIC,
+    COUNTER_SIZE,
+    COUNTER_WORDS,
+    FINISHED,
+    SAVED_WITHIN,
+    STAGE,
+    STARTED,
+    TICKS,
+)
+
+
+class Stage(IntEnum):
+    """What a rank is doing."""
+
+    STARTUP = 0
+    TRAINING = 1
+    EVALUATING = 2
+    CHECKPOINTING = 3
+    STOPPING = 4
+    UNMANAGED = 5  # a script without a Session: its progress is unknown, and no deadline applies
+
+
+class Reading(NamedTuple):
+    """One reading of a counter. Steps are global step numbers; 0 until the first step of this attempt is started/finished."""
+
+    ticks: int
+    started: int
+    finished: int
+    stage: Stage
+
+
+class StepCounter:
+    """The rank's side. One thread writes; only ``tick`` may also be called from the rank's other threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Create ``path`` with its space allocated: a full disk must fail here, not as a SIGBUS in the middle of a step."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(fd, bytes(COUNTER_SIZE))
+            os.posix_fallocate(fd, 0, COUNTER_SIZE)
+            self._map = mmap.mmap(fd, COUNTER_SIZE)
+        finally:
+            os.close(fd)
+        self._words = memoryview(self._map).cast("Q")
+        self._words[0] = COUNTER_MAGIC
+
+    @classmethod
+    def create(cls, path: Path) -> StepCounter:
+        return cls(path)
+
+    def tick(self) -> None:
+        """Record progress other than a step: an evaluation batch, a part of a checkpoint."""
+        self._words[TICKS] += 1
+
+    def start_step(self, step: int) -> None:
+        """Record the start of the global step ``step`` (the first is 1)."""
+        self._words[STARTED] = step
+        self._words[TICKS] += 1
+
+    def finish_step(self, step: int) -> None:
+        self._words[FINISHED] = step
+        self._words[TICKS] += 1
+
+    def set_saved_within(self, step: int) -> None:
+        """Record that ``checkpoint()`` has ended and saves ``step`` while the loop body continues after it. 0: the body has
+        ended."""
+        self._words[SAVED_WITHIN] = step
+
+    def enter_stage(self, stage: Stage) -> None:
+        """Enter ``enter_stage``, which also counts as progress."""
+        self._words[STAGE] = stage
+        self._words[TICKS] += 1
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+
+
+class CounterReader:
+    """The reading side (agent, tests, tools). Keeps no file open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> Reading | None:
+        """The current counter, or None until the rank has created it."""
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if len(data) != COUNTER_SIZE:
+            return None
+        words = COUNTER_WORDS.unpack(data)
+        if words[0] != COUNTER_MAGIC:
+            return None
+        return Reading(words[TICKS], words[STARTED], words[FINISHED], Stage(words[STAGE]))

@@ -1,0 +1,170 @@
+"""A rank's messages on disk: JSON lines, one ``RankMessage`` each; the line number, from 1, is the sequence number.
+
+The rank appends; the agent sends the lines that the service has not acknowledged; the service itself reads the lines that an
+agent did not send. Only complete lines count, since a rank may die in the middle of a write.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from ratchet_contract.protocol.messages import Note, RankBatch, RankMessage
+from ratchet_worker.ipc.atomic_files import now
+
+_MEMORY_LIMIT: Final = 16 * 1024 * 1024
+LOW_PRIORITY_KINDS: Final = frozenset({"metrics", "progress", "hook"})
+"""Kinds of frequent messages: they are dropped first when the buffer is full, and may be sent with a delay."""
+_READ_SIZE: Final = 1024 * 1024
+_MIN_READ_SIZE: Final = 64 * 1024
+_MESSAGE: Final[TypeAdapter[RankMessage]] = TypeAdapter(RankMessage)
+
+
+class Spool:
+    """The rank's side: ``append`` never raises and waits for nothing but the page cache."""
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path`` for appending; create it if missing. Raises ``OSError``: a rank that cannot report should not start."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._lock = threading.Lock()
+        self._pending: deque[bytes] = deque()
+        self._pending_bytes = 0
+        self._dropped = 0
+        self._failing = False
+
+    def append(self, message: RankMessage) -> None:
+        """Append ``message`` as one line with one ``write``. Lines that cannot be written wait in memory; the next call writes
+        them first, in order."""
+        try:
+            line = message.model_dump_json().encode() + b"\n"
+        except Exception as error:  # a value that JSON cannot carry must not end the training
+            self._log(f"a message of kind {message.kind} cannot be written as JSON and is lost: {error}")
+            return
+        with self._lock:
+            if self._fd < 0:
+                return
+            if self._pending_bytes + len(line) > _MEMORY_LIMIT and message.kind in LOW_PRIORITY_KINDS:
+                self._dropped += 1
+                return
+            self._pending.append(line)
+            self._pending_bytes += len(line)
+            self._drain()
+
+    def flush(self) -> bool:
+        """Retry the writes that wait in memory; True if none is left."""
+        with self._lock:
+            if self._fd >= 0:
+                self._drain()
+            return not self._pending
+
+    def close(self) -> None:
+        """Retry the waiting writes once, log how many messages are lost, and close."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            self._drain()
+            lost = len(self._pending) + self._dropped
+            if lost:
+                self._log(f"{lost} messages are lost: they could not be written to {self._path}")
+            os.close(self._fd)
+            self._fd = -1
+
+    def _drain(self) -> None:
+        while self._pending:
+            line = self._pending[0]
+            try:
+                written = os.write(self._fd, line)
+            except OSError as error:
+                if not self._failing:
+                    self._failing = True
+                    self._log(f"{self._path} cannot be written ({error.strerror}); messages wait in memory")
+                return
+            self._pending_bytes -= written
+            if written < len(line):  # partial write on a nearly full disk: the rest of this line must follow
+                self._pending[0] = line[written:]
+            else:
+                self._pending.popleft()
+        if self._failing:
+            self._failing = False
+            shed, self._dropped = self._dropped, 0
+            self._log(f"{self._path} can be written again; {shed} metrics and progress messages were dropped")
+
+    def _log(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # the log may be on the same full disk
+            print(f"ratchet: spool: {text}", file=sys.stderr, flush=True)
+
+
+def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[bytes]:
+    """Complete lines from byte ``offset`` on, without newlines: at most ``max_lines``, about ``max_bytes`` in total.
+
+    Returns at least one line if a complete one exists; ``[]`` if the file is missing.
+    """
+    lines: list[bytes] = []
+    total = 0
+    rest = b""
+    size = min(_READ_SIZE, max(_MIN_READ_SIZE, max_bytes))
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return lines
+    with file:
+        file.seek(offset)
+        while chunk := file.read(size):
+            *complete, rest = (rest + chunk).split(b"\n")
+            for line in complete:
+                total += len(line) + 1
+                if lines and (total > max_bytes or len(lines) >= max_lines):
+                    return lines
+                lines.append(line)
+    return lines
+
+
+class SpoolReader:
+    """The agent's side: reads the lines of one rank that are not acknowledged yet."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path = path
+        self._rank = rank
+        self._offset = 0
+        self.acked = 0
+
+    def batch(self, max_lines: int = 500, max_bytes: int = 256 * 1024) -> tuple[RankBatch | None, int]:
+        """The next unacknowledged lines, or None, and their size in bytes."""
+        lines = read_lines(self._path, self._offset, max_lines, max_bytes)
+        if not lines:
+            return None, 0
+        messages = [self._parse(line, self.acked + 1 + i) for i, line in enumerate(lines)]
+        return RankBatch(rank=self._rank, from_seq=self.acked + 1, messages=messages), sum(map(len, lines)) + len(lines)
+
+    def has_more(self, size: int) -> bool:
+        """True if complete lines follow the next ``size`` bytes; ``size`` is the one that ``batch`` returned."""
+        return bool(read_lines(self._path, self._offset + size, 1, 1))
+
+    def ack(self, seq: int) -> None:
+        """Record that the service has stored all lines up to ``seq``, which may be more than this reader has sent, or fewer than
+        it has seen acknowledged."""
+        if seq < self.acked:
+            self._offset = self.acked = 0
+        while self.acked < seq:
+            lines = read_lines(self._path, self._offset, seq - self.acked, _READ_SIZE)
+            if not lines:
+                return
+            self._offset += sum(map(len, lines)) + len(lines)
+            self.acked += len(lines)
+
+    def _parse(self, line: bytes, seq: int) -> RankMessage:
+        try:
+            return _MESSAGE.validate_json(line)
+        except ValidationError as error:  # a note takes this line's number, so the following lines are not lost
+            first = error.errors(include_url=False, include_input=False)[0]["msg"]
+            text = f"line {seq} of {self._path.name} is no message: {first}"
+            return Note(rank=self._rank, at=now(), type="bad-message", message=text[:4000])

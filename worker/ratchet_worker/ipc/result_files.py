@@ -1,0 +1,206 @@
+"""Result files of ranks, and how the ends of all ranks become the one cause of an attempt's end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from pydantic import ValidationError
+
+from ratchet_contract.exit_codes import CAUSE_OF_EXIT_CODE
+from ratchet_contract.phases import CAUSE_PRECEDENCE, Cause, Desired, Outcome
+from ratchet_contract.protocol.messages import Control, RankEnd, RankResult
+from ratchet_worker.ipc.atomic_files import write_atomic
+
+TRACEBACK_LIMIT: Final = 16 * 1024
+_TIE: Final = 0.01  # seconds; the kernel's clock for file times is no finer than 4 ms
+
+
+def write_rank_result(path: Path, result: RankResult) -> None:
+    """Write a rank's result by rename, before the rank leaves the process group: the file times show which rank failed first."""
+    if result.traceback is not None and len(result.traceback) > TRACEBACK_LIMIT:
+        result = result.model_copy(update={"traceback": result.traceback[-TRACEBACK_LIMIT:]})
+    write_atomic(path, result.model_dump_json().encode())
+
+
+def read_rank_result(path: Path) -> tuple[RankResult, float] | None:
+    """The result and the time of its writing (Unix seconds); None if it is missing or incomplete."""
+    try:
+        return RankResult.model_validate_json(path.read_bytes()), path.stat().st_mtime
+    except (OSError, ValidationError):
+        return None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One rank's end. ``at``: the time of its result, or of its death if that is earlier (Unix seconds)."""
+
+    end: RankEnd
+    at: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the agent knows in addition to the ranks' ends.
+
+    ``fenced``: why the attempt is fenced; ``hung``: the hung ranks; ``hung_since``: when they last made progress; ``overdue``:
+    the grace period of the stop expired and the agent killed ranks; ``progressed``: some rank made progress after the stop
+    request; ``oom``: ranks that died while the kernel's out-of-memory killer was active; ``peer_end``: ranks were killed because
+    another node had failed; ``killed_at``: when the agent killed ranks, for any reason; ``aborts``: which ranks aborted their
+    process groups before that. Times are Unix seconds.
+    """
+
+    fenced: str | None = None
+    hung: tuple[int, ...] = ()
+    hang_message: str = ""
+    hung_since: float | None = None
+    peer_end: str | None = None
+    killed_at: float | None = None
+    oom: frozenset[int] = field(default_factory=frozenset)
+    stop: Control | None = None
+    overdue: bool = False
+    progressed: bool = True
+    aborts: str = ""
+
+
+class Conclusion(NamedTuple):
+    """Why an attempt ended. ``began_at``: when the event that ended the ranks began (Unix seconds); ``secondary``: another node's
+    failure ended the ranks."""
+
+    cause: Cause
+    rank: int | None
+    exit_code: int | None
+    message: str
+    began_at: float | None = None
+    secondary: bool = False
+
+
+class NotStarted(Exception):
+    """The attempt ended before any rank was started."""
+
+    def __init__(self, conclusion: Conclusion) -> None:
+        super().__init__(conclusion.message)
+        self.conclusion = conclusion
+
+
+def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusion:
+    """Return one cause for the attempt, the rank it comes from, that rank's exit code and a message.
+
+    The agent's own decisions (fenced, hang, another node's end) come first, then the earliest failure, then an overdue stop, then
+    stops and completions by ``CAUSE_PRECEDENCE``.
+    """
+    codes = {e.end.rank: e.end.exit_code for e in ends}
+    if evidence.fenced is not None:
+        return Conclusion(Cause.LEASE_LOST, None, None, evidence.fenced)
+    if evidence.hung:
+        first = evidence.hung[0]
+        return Conclusion(Cause.HANG, first, codes.get(first), evidence.hang_message, evidence.hung_since)
+    if evidence.peer_end is not None:
+        return peer_failure(evidence.peer_end, evidence.killed_at)
+    causes = [(cause, e) for e in ends if (cause := cause_of(e.end, oom=e.end.rank in evidence.oom)) is not None]
+    failures = [(c, e) for c, e in causes if c.outcome in (Outcome.FAILED, Outcome.LOST)]
+    if failures:
+        return _conclusion(*_root_failure(failures))
+    if evidence.overdue and evidence.stop is not None:
+        killed = [e.end.rank for e in ends if e.end.result is None]
+        return _overdue_conclusion(evidence.stop, evidence.progressed, killed)._replace(began_at=evidence.killed_at)
+    alone = any(
+        e.end.result is None for _, e in causes
+    )  # SIGTERM ended it before its handler was installed, and the agent killed the ranks that waited for it
+    if not causes or (len(causes) < len(ends) and not alone):
+        return Conclusion(Cause.UNKNOWN, None, None, "ranks ended without reporting a cause")
+    return _conclusion(*min(causes, key=lambda item: (CAUSE_PRECEDENCE.index(item[0]), item[1].end.rank)))
+
+
+def cause_of(end: RankEnd, *, oom: bool = False) -> Cause | None:
+    """The cause of one rank's end; None if the agent killed it before it had written a result.
+
+    The result is authoritative. Without one, exit code 0 is no success: the process ended without the runtime's knowledge.
+    """
+    if end.result is not None:
+        return end.result.cause
+    if end.exit_code is None:
+        return None
+    if end.exit_code == -signal.SIGTERM:  # it came before the rank had installed its handler: nothing was trained yet
+        return Cause.SIGTERM
+    if end.exit_code < 0:
+        return Cause.OOM if oom and end.exit_code == -signal.SIGKILL else Cause.RANK_KILLED
+    if end.exit_code == 0:
+        return Cause.EXCEPTION
+    return CAUSE_OF_EXIT_CODE.get(end.exit_code, Cause.EXCEPTION)
+
+
+def is_fine(end: RankEnd) -> bool:
+    """True if the rank completed or stopped as agreed, so the others may continue to their own end."""
+    cause = cause_of(end)
+    return cause is not None and cause.outcome not in (Outcome.FAILED, Outcome.LOST)
+
+
+def _root_failure(failures: Sequence[tuple[Cause, Ended]]) -> tuple[Cause, Ended]:
+    """The failure that caused the others.
+
+    Survivors of a dead rank raise exceptions about broken connections (or abort, under NCCL), sometimes before the agent notices
+    the death itself. No rank is killed, runs out of memory or fails to import *because of* a broken connection.
+    """
+    roots = [(c, e) for c, e in failures if c in (Cause.OOM, Cause.USER_ERROR) or _is_killed(c, e.end)]
+    candidates = roots or list(failures)
+    first = min(e.at for _, e in candidates)
+    tied = [(c, e) for c, e in candidates if e.at <= first + _TIE]
+    return min(tied, key=lambda item: (CAUSE_PRECEDENCE.index(item[0]), item[1].at, item[1].end.rank))
+
+
+def _is_killed(cause: Cause, end: RankEnd) -> bool:
+    return cause is Cause.RANK_KILLED and end.result is None and end.exit_code != -signal.SIGABRT
+
+
+def _overdue_conclusion(stop: Control, progressed: bool, ranks: Sequence[int]) -> Conclusion:
+    cause = stop.cause or default_cause(stop.desired)
+    names = ", ".join(map(str, ranks))
+    text = f"no agreed stop within the grace (policy.stop_grace); killed ranks {names}; the last checkpoint counts"
+    if stop.desired is Desired.PREEMPT and not progressed:
+        return Conclusion(Cause.HANG, ranks[0] if ranks else None, None, f"{cause}: no rank made progress and {text}")
+    return Conclusion(cause, None, None, f"{cause}: {text}")
+
+
+def peer_failure(sentence: str, at: float | None) -> Conclusion:
+    """The conclusion for ranks that were ended, or not started, because another node had failed."""
+    text = f"ended because another node had failed: {sentence}"
+    return Conclusion(Cause.UNKNOWN, None, None, text[:4000], at, secondary=True)
+
+
+def default_cause(desired: Desired) -> Cause:
+    """The cause of a stop request that names none."""
+    return {
+        Desired.CANCEL: Cause.API_CANCEL,
+        Desired.SUSPEND: Cause.API_SUSPEND,
+        Desired.PREEMPT: Cause.API_PREEMPT,
+        Desired.RUN: Cause.UNKNOWN,
+    }[desired]
+
+
+def _conclusion(cause: Cause, ended: Ended) -> Conclusion:
+    return Conclusion(cause, ended.end.rank, ended.end.exit_code, _end_message(cause, ended.end), ended.at)
+
+
+def _end_message(cause: Cause, end: RankEnd) -> str:
+    if cause is Cause.COMPLETED:
+        return "all ranks completed"
+    if end.result is not None:
+        return end.result.message or f"rank {end.rank}: {end.result.cause}"
+    code, after = end.exit_code, f" after step {end.last_step}" if end.last_step else ""
+    if code is not None and code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        why = "; the kernel's out-of-memory killer was at work" if cause is Cause.OOM else ""
+        return f"rank {end.rank} was killed by {name}{after}{why}"
+    if cause is Cause.CHECKPOINT_ERROR:
+        return (
+            f"rank {end.rank} could not save after step {end.last_step}, nor record why: check whether the disk of "
+            "the run directory is full (`ratchet doctor`), free space, then `ratchet resume JOB`"
+        )
+    return f"rank {end.rank} ended with exit code {code} and no result{after}; see its log"

@@ -1,0 +1,131 @@
+"""Stack dumps of hung ranks: each rank writes the Python stacks of all its threads to its log before it is killed.
+
+``faulthandler`` writes them in the C signal handler, which does not need the GIL, so a rank whose thread holds the GIL in native
+code is dumped, too. The signal is a real-time one that neither torch nor the libraries that scripts commonly use reserve; SIGUSR1
+does the same for operators, unless the script handles it itself. A rank halted by SIGSTOP is continued for the dump after the
+others are dead, and killed as soon as it has written, because it must not train further. For a rank that does not respond, its
+state in the kernel is logged instead.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+
+STACKS_SIGNAL: Final = int(signal.SIGRTMIN) + 12
+_WRITTEN: Final = b"most recent call first"
+_QUIET: Final = 0.1  # seconds without another byte after which a dump is complete
+_TICK: Final = 0.02
+
+
+def install_handlers() -> None:
+    """In a rank, before anything else: install the handlers that write the stacks."""
+    for number in (STACKS_SIGNAL, signal.SIGUSR1):
+        faulthandler.register(number, all_threads=True)
+
+
+def request_dump(pid: int) -> None:
+    """Request the stacks of ``pid``. In a halted process the signal stays pending, and is handled first when SIGCONT continues
+    the process."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, STACKS_SIGNAL)
+        os.kill(pid, signal.SIGCONT)
+
+
+class Asked(Protocol):
+    """The part of ``rank_starter.RankProcess`` that is needed here."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def exit_code(self) -> int | None: ...
+
+    def request_stacks(self) -> None: ...
+
+
+class Target(NamedTuple):
+    process: Asked
+    log: Path
+
+
+def capture_stacks(
+    targets: Mapping[int, Target], why: str, timeout: float, quiet_seconds: float = _QUIET
+) -> dict[int, str]:
+    """Have all ``targets`` write their stacks, under a heading with ``why``. Returns when each rank has written them or ended, or
+    after ``timeout`` seconds. A dump is complete when nothing more is written for ``quiet_seconds`` seconds. The result maps each
+    rank that wrote no stacks to a description of its state, which is also appended to its log."""
+    sizes = {}
+    for rank, target in targets.items():
+        _append(target.log, f"ratchet: {why}; rank {rank} writes the stacks of its threads:\n")
+        sizes[rank] = _size(target.log)
+        target.process.request_stacks()
+    deadline = time.monotonic() + timeout
+    waiting = {rank: (sizes[rank], time.monotonic()) for rank in targets}
+    while waiting and time.monotonic() < deadline:
+        time.sleep(_TICK)
+        now = time.monotonic()
+        for rank, (size, since) in list(waiting.items()):
+            target = targets[rank]
+            new = _size(target.log)
+            if new != size:
+                waiting[rank] = new, now
+            elif target.process.exit_code() is not None or (
+                now - since >= quiet_seconds and _has_written(target.log, sizes[rank])
+            ):
+                del waiting[rank]
+    silent = {}
+    for rank, target in targets.items():
+        if not _has_written(target.log, sizes[rank]):
+            silent[rank] = _state(target.process)
+            _append(
+                target.log, f"ratchet: rank {rank} wrote no stacks: {silent[rank]}\n{_kernel_stack(target.process.pid)}"
+            )
+    return silent
+
+
+def _state(process: Asked) -> str:
+    if process.exit_code() is not None:
+        return "it could not handle signals yet, and the request's signal ended it"
+    facts = []
+    with suppress(OSError):
+        status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        facts += [line.replace("\t", " ") for line in status if line.startswith("State:")]
+    with suppress(OSError):
+        waits = Path(f"/proc/{process.pid}/wchan").read_text().strip()
+        facts += [f"in the kernel's {waits}"] if waits not in ("", "0") else []
+    return ", ".join(facts) or "its state is unknown"
+
+
+def _kernel_stack(pid: int) -> str:
+    """The kernel stack of ``pid``; empty without root privileges, since only root may read it."""
+    try:
+        return Path(f"/proc/{pid}/stack").read_text()
+    except OSError:
+        return ""
+
+
+def _append(log: Path, text: str) -> None:
+    with suppress(OSError), log.open("ab", buffering=0) as file:
+        file.write(text.encode())
+
+
+def _size(log: Path) -> int:
+    try:
+        return log.stat().st_size
+    except OSError:
+        return 0
+
+
+def _has_written(log: Path, offset: int) -> bool:
+    try:
+        with log.open("rb") as file:
+            file.seek(offset)
+            return _WRITTEN in file.read()
+    except OSError:
+        return False

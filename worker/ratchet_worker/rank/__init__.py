@@ -1,0 +1,1 @@
+"""The rank process, from its launch file to its exit code."""

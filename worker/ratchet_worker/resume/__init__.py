@@ -1,0 +1,1 @@
+"""Choosing and reading the checkpoint that an attempt starts from."""

@@ -1,0 +1,45 @@
+"""A job that has adopted a run without a service, until it has a checkpoint of its own. The spec and code that the run recorded
+are compared with what the run would have recorded for this job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ratchet_contract.paths import AttemptPaths, JobPaths
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.run_without_service import standalone_spec
+from ratchet_worker.resume.read_checkpoint import Chosen
+from ratchet_worker.state import imported_code
+
+UNCHECKED_NOTE = (
+    "not compared: code that was not imported yet when Session() was called; environment variables, including "
+    "PYTHONHASHSEED, except those that are known to change bits"
+)
+"""What the verdict on the first resume does not cover; a note in the resume report."""
+
+
+class Adopted:
+    """Create it when the script makes its Session, since the same code is imported then as at that point of the run. ``launch``:
+    the launch file as the run would have written it, as far as a resume compares it; ``paths``: those of the copy of the run."""
+
+    def __init__(self, launch: LaunchFile) -> None:
+        assert launch.fork is not None and launch.spec.script is not None
+        self.paths = JobPaths(Path(launch.fork.job_root))
+        script = Path(launch.code_dir or launch.workdir) / launch.spec.script[0]
+        resolved = launch.resolved.model_copy(update={"code_digest": imported_code.digest(script)})
+        spec = standalone_spec(launch.spec, launch.resolved.device)
+        self.launch = launch.model_copy(update={"spec": spec, "resolved": resolved})
+
+    def attempts(self) -> Iterator[AttemptPaths]:
+        """The starts of the run whose steps may be replayed, newest first."""
+        found = [int(path.name) for path in (self.paths.root / "attempts").iterdir()]
+        yield from (self.paths.attempt(number) for number in sorted(found, reverse=True))
+
+
+def find_adopted(launch: LaunchFile, chosen: Chosen) -> Adopted | None:
+    """The adopted run; None if the attempt does not start from the checkpoint of such a run."""
+    fork = launch.fork
+    if fork is None or fork.adopted is None or chosen.base.digest != fork.digest:
+        return None
+    return Adopted(launch)

@@ -1,0 +1,242 @@
+"""Chooses the checkpoint that an attempt starts from. Rank 0 finds it; all ranks together read and verify it, in one pass over
+the disk.
+
+Each rank reads what it needs into fresh memory, its own file completely; in a group of another size the old ranks' files are
+divided among the ranks. So some rank verifies every byte of every file before anything depends on the choice: the bucket layout
+with which the model is wrapped comes from the manifest, and damaged bytes must not reach live tensors. A rank holds what it has
+read until ``restore`` copies it: one copy of the rank's state, which must exist next to the live tensors at that point anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from ratchet_contract.checkpoint.manifest import Manifest
+from ratchet_contract.checkpoint.resume_report import Base
+from ratchet_contract.errors import CheckpointError, RatchetError, UserError
+from ratchet_contract.paths import MANIFEST_NAME, JobPaths
+from ratchet_contract.protocol.messages import ForkSource, LaunchFile
+from ratchet_store.filesystem.durable_io import DAMAGED, MISSING, UNREADABLE, ensure_dir, refresh
+from ratchet_store.filesystem.mount_policy import check_directory
+from ratchet_store.format.manifest_file import check_files, read_manifest
+from ratchet_store.read.checkpoint_reader import verify_files
+from ratchet_store.read.find_base import find_base, move_to_quarantine
+from ratchet_worker.coordination.reporter import Reporter
+from ratchet_worker.coordination.store_exchange import Exchange
+from ratchet_worker.ipc.fetch_notes import read_notes
+from ratchet_worker.resume.adopted_run import UNCHECKED_NOTE
+from ratchet_worker.resume.read_checkpoint import Chosen, read
+from ratchet_worker.state.snapshot import Snapshot
+
+_VISIBILITY_TIMEOUT: Final = 90.0
+"""Seconds within which another node must see what rank 0 sees: an NFS client may cache for ``acdirmax`` (60 s) that a name does
+not exist (nfs(5), "Data and metadata coherence")."""
+
+Message = dict[str, Any]
+
+
+def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen:
+    """The newest undamaged checkpoint of the lineage (or the fork's source), every byte verified, with this rank's part of it.
+
+    Rank 0 quarantines and reports damaged checkpoints, and the next older one is tried; all ranks agree on each. Raises, on all
+    ranks, ``CheckpointError`` if a checkpoint must not be skipped silently, ``UserError`` for a fork whose source is damaged.
+    """
+    side = _RankZero(launch, reporter)
+    timeout = 0.0 if launch.node == 0 else _VISIBILITY_TIMEOUT
+    problems: list[Message | None] = []
+    tried = 0
+    while True:
+        tried += 1
+        message = exchange.broadcast(f"base/{tried}", side.next_candidate(problems) if exchange.rank == 0 else None)
+        if message["error"] is not None:
+            raise _error_from_message(message["error"])
+        chosen, problem = Chosen(quarantined=message["quarantined"], notes=message["notes"]), None
+        if message["directory"] is None:
+            return chosen
+        try:
+            chosen = _read_visible(chosen, Path(message["directory"]), message["digest"], timeout)
+            chosen.loaded.append(_read_part(chosen, exchange))
+        except CheckpointError as error:
+            problem = _error_message(error)
+        problems = exchange.gather(f"base/{tried}/read", problem)
+        if not any(problems):
+            return chosen
+        for rank, found in enumerate(problems):
+            if found is not None and found["code"] not in (DAMAGED, MISSING):
+                raise _error_from_message({**found, "detail": f"rank {rank}: {found['detail']}"})
+
+
+def _read_part(chosen: Chosen, exchange: Exchange) -> Snapshot:
+    """Read this rank's state, or in a group of another size that of one old rank; verify all files assigned to this rank."""
+    assert chosen.manifest is not None
+    old = chosen.manifest.world_size
+    source = exchange.rank % old
+    return read(chosen, [source], verified_ranks=range(exchange.rank, old, exchange.world_size))[source]
+
+
+def _read_visible(chosen: Chosen, directory: Path, digest: str, timeout: float) -> Chosen:
+    """``chosen`` with the manifest that rank 0 has found. While the manifest or some of its files are not visible yet, retry for
+    ``timeout`` seconds. Raises ``CheckpointError``."""
+    end = time.monotonic() + timeout
+    while True:
+        for folder in (directory.parent, directory):
+            refresh(folder)
+        try:
+            manifest = read_manifest(directory)
+            if manifest.digest != digest:
+                raise CheckpointError(f"{directory} changed while the ranks agreed on it")
+            check_files(directory, manifest)
+            return replace(chosen, base=manifest.base, manifest=manifest, directory=directory)
+        except CheckpointError as error:
+            if error.code not in (MISSING, DAMAGED) or timeout == 0:
+                raise
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"this node does not see {directory} as rank 0 does, after {timeout:.0f} s: {error.detail}. The run "
+                    "directory must be the same on all nodes: one shared file system, at the same path",
+                    code=UNREADABLE,
+                ) from error
+        time.sleep(0.2)
+
+
+class _RankZero:
+    """Rank 0's side: selects the next candidate and handles damaged ones."""
+
+    def __init__(self, launch: LaunchFile, reporter: Reporter) -> None:
+        self._launch, self._reporter = launch, reporter
+        self._job = JobPaths(Path(launch.job_root))
+        self._quarantined: list[str] = []
+        self._candidate: tuple[Path, Manifest] | None = None
+
+    def next_candidate(self, problems: list[Message | None]) -> Message:
+        """The message to all ranks: the next candidate or the outcome. ``problems``: the ranks' problems with the last one."""
+        out: Message = {"error": None, "directory": None, "digest": None, "quarantined": self._quarantined, "notes": []}
+        try:
+            if self._candidate is not None:
+                self._handle_damage(*self._candidate, problems)
+            else:
+                self._check_file_system()
+            notes = self._find()
+        except RatchetError as error:
+            return {**out, "error": _error_message(error)}
+        if self._candidate is not None:
+            out |= {"directory": str(self._candidate[0]), "digest": self._candidate[1].digest}
+        return {**out, "notes": [*read_notes(self._launch), *notes]}
+
+    def _check_file_system(self) -> None:
+        """Raise ``UserError`` for a file system that cannot provide the durability that a save promises."""
+        try:
+            ensure_dir(self._job.checkpoints)
+            verdict = check_directory(self._job.checkpoints)
+        except OSError as error:  # no verdict on its kind; the next read or save reports the error's effect
+            self._reporter.note("file-system-not-tried", f"{self._job.checkpoints}: {error.strerror or error}")
+            return
+        if verdict.status == "refused":
+            raise UserError(str(verdict), code="file-system-refused")
+        if verdict.status == "noted":
+            self._reporter.note("file-system", str(verdict))
+
+    def _find(self) -> list[str]:
+        """Set the next candidate and return notes on it."""
+        launch, job, fork = self._launch, self._job, self._launch.fork
+        manifest, moved = find_base(
+            job.checkpoints,
+            job.quarantine,
+            launch.lineage,
+            expected_job_id=launch.job_id,
+            root=_root_base(launch),
+            check=check_files,
+        )
+        for item in moved:
+            self._report_quarantined(item.step, item.attempt, item.error, item.path)
+        self._candidate = None
+        if manifest is not None:
+            self._candidate = job.checkpoint(manifest.step, manifest.attempt), manifest
+            return []
+        if fork is not None:
+            self._candidate = _read_fork_source(fork)
+            if fork.adopted is None:
+                return [f"forked from job {self._candidate[1].job_id}"]
+            return [
+                f"adopted from the run in {fork.adopted}, step {fork.step} of its start {fork.attempt}",
+                UNCHECKED_NOTE,
+            ]
+        if not launch.lineage:
+            return []
+        valid = "valid " if self._quarantined else ""
+        return [f"there is no {valid}checkpoint of earlier attempts; the job starts over"]
+
+    def _handle_damage(self, directory: Path, manifest: Manifest, problems: list[Message | None]) -> None:
+        """Handle the damage that some rank has found: quarantine the checkpoint if rank 0 finds damage, too, else raise. If only
+        another node reads it wrongly, that node is suspect, not the checkpoint, which may be the last good one."""
+        if not (directory / MANIFEST_NAME).exists():  # deleted while it was read
+            return
+        rank, found = next((r, p) for r, p in enumerate(problems) if p is not None)
+        detail = found["detail"] if rank == 0 else _find_damage(directory, manifest)
+        if detail is None:
+            raise CheckpointError(
+                f"rank {rank} reads other bytes than rank 0, which finds nothing wrong with {directory}: {found['detail']}. "
+                "Check that node's memory, and its path to the disk; no older checkpoint was used instead",
+                code=UNREADABLE,
+            )
+        if directory.parent != self._job.checkpoints:  # another job's checkpoint must not be quarantined here
+            assert self._launch.fork is not None
+            raise _unusable_source(detail, self._launch.fork)
+        self._report_quarantined(
+            manifest.step, manifest.attempt, detail, move_to_quarantine(directory, self._job.quarantine)
+        )
+
+    def _report_quarantined(self, step: int, attempt: int, error: str, path: Path) -> None:
+        self._reporter.report_quarantined(step, attempt, error)
+        self._quarantined.append(f"{path.name}: {error}")
+
+
+def _root_base(launch: LaunchFile) -> Base | None:
+    """The base of the job's first checkpoint. None if unknown here, as for a fork that has checkpoints of its own: its source is
+    not named any more."""
+    if launch.fork is not None:
+        return Base(step=launch.fork.step, attempt=launch.fork.attempt, digest=launch.fork.digest)
+    return Base() if min((segment.after_step for segment in launch.lineage), default=0) == 0 else None
+
+
+def _find_damage(directory: Path, manifest: Manifest) -> str | None:
+    """Verify every byte; return the damage found, or None. Raises ``CheckpointError`` if verification is not possible."""
+    try:
+        verify_files(directory, manifest)
+    except CheckpointError as error:
+        if error.code != DAMAGED:
+            raise
+        return error.detail
+    return None
+
+
+def _read_fork_source(fork: ForkSource) -> tuple[Path, Manifest]:
+    directory = JobPaths(Path(fork.job_root)).checkpoint(fork.step, fork.attempt)
+    try:
+        manifest = read_manifest(directory)
+        if manifest.digest != fork.digest:
+            raise CheckpointError(f"{directory} is not the checkpoint that the job was forked from")
+        check_files(directory, manifest)
+    except CheckpointError as error:
+        if error.code in (MISSING, DAMAGED):
+            raise _unusable_source(error.detail, fork) from error
+        raise
+    return directory, manifest
+
+
+def _unusable_source(detail: str, fork: ForkSource) -> UserError:
+    what, cure = "the source of the fork", "fork from another checkpoint"
+    if fork.adopted is not None:
+        what, cure = f"the copy of the run adopted from {fork.adopted}", "submit the job again, with --adopt"
+    return UserError(f"{what} cannot be used: {detail}; {cure}")
+
+
+def _error_message(error: RatchetError) -> Message:
+    return {"detail": error.detail, "code": error.code, "user": isinstance(error, UserError)}
+
+
+def _error_from_message(message: Message) -> RatchetError:
+    return (UserError if message["user"] else CheckpointError)(message["detail"], code=message["code"])

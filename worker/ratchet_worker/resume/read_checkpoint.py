@@ -1,0 +1,189 @@
+"""Reads a checkpoint back, with every byte verified, and compares what it recorded with the current environment and spec."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch.utils import deterministic
+
+from ratchet_contract.checkpoint.manifest import RANK_PREFIX, SHARED_PREFIX, Manifest, TensorEntry
+from ratchet_contract.checkpoint.resume_report import Base, EnvironmentDifference
+from ratchet_contract.paths import JobPaths
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.job import JobSpec
+from ratchet_hooks.specs.compatibility import HookChange, hook_change, recorded_spec
+from ratchet_hooks.specs.hook_specs import HookSpec
+from ratchet_store.read.checkpoint_reader import load
+from ratchet_worker.host.cpu import rank_cores
+from ratchet_worker.state.environment import PACKAGES, Record, compare, compared_facts, expand_package_difference
+from ratchet_worker.state.snapshot import Snapshot, byte_view, empty
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What this attempt starts from; ``manifest`` None: from scratch. The same on every rank, except ``loaded``: the part that
+    this rank has read already."""
+
+    base: Base = field(default_factory=Base)
+    manifest: Manifest | None = None
+    directory: Path | None = None
+    quarantined: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    loaded: list[Snapshot] = field(default_factory=list)
+
+    def take(self) -> Snapshot:
+        """Return what this rank has read and drop the reference here, so that only the caller holds it. Call it once."""
+        return self.loaded.pop()
+
+
+def read(
+    chosen: Chosen,
+    ranks: Collection[int],
+    select: Callable[[str], bool] = lambda component: True,
+    *,
+    shared: bool = True,
+    verified_ranks: Collection[int] = (),
+) -> dict[int, Snapshot]:
+    """Snapshots of ``ranks`` as they were saved; ``select`` selects private components by name. With ``shared``, the shared
+    tensors are in every snapshot returned. ``verified_ranks``: ranks whose files are verified completely, including parts that
+    are not wanted. Raises ``CheckpointError``."""
+    manifest, directory = chosen.manifest, chosen.directory
+    assert manifest is not None and directory is not None
+    tensors: dict[str, torch.Tensor] = {}
+
+    def takes(entry: TensorEntry) -> bool:
+        if entry.name.startswith(SHARED_PREFIX):
+            return shared
+        rank, _, rest = entry.name.removeprefix(RANK_PREFIX).partition("/")
+        return int(rank) in ranks and select(rest.partition("/")[0])
+
+    def place(entry: TensorEntry) -> memoryview:
+        if entry.name not in tensors:
+            tensors[entry.name] = empty(entry.dtype, entry.shape)
+        tensor = tensors[entry.name]
+        begin = entry.start * tensor.element_size()
+        return byte_view(tensor)[begin : begin + entry.nbytes]
+
+    with _uninitialized_tensors():
+        loaded = load(
+            directory, manifest, takes, place, ranks=ranks, complete_ranks=verified_ranks, threads=rank_cores()
+        )
+    return {rank: _snapshot(rank, tensors, loaded.states[rank]) for rank in ranks}
+
+
+@contextmanager
+def _uninitialized_tensors() -> Iterator[None]:
+    """Leave new tensors uninitialised, although deterministic algorithms would fill them: all of these are overwritten by the
+    read or never used."""
+    settings: Any = deterministic  # the module's attributes are created at import
+    before = settings.fill_uninitialized_memory
+    if before and torch.are_deterministic_algorithms_enabled():
+        settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = before
+
+
+def _snapshot(rank: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Snapshot:
+    prefix = f"{RANK_PREFIX}{rank}/"
+    return Snapshot(
+        shared={n.removeprefix(SHARED_PREFIX): t for n, t in tensors.items() if n.startswith(SHARED_PREFIX)},
+        private={n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)},
+        state=state,
+    )
+
+
+def differences(
+    manifest: Manifest,
+    directory: Path,
+    current: Record,
+    packages: Sequence[str],
+    launch: LaunchFile,
+    data_digest: str | None,
+    own: Record | None = None,
+) -> list[EnvironmentDifference]:
+    """All differences between what was recorded and the present: the environment, the spec, and digests of code and data.
+
+    ``directory``: the checkpoint's directory. ``own``: what this rank itself had recorded (its GPU, the digest of its share of
+    the data); without it, rank 0's facts are used. Specs that differ only in the number of ranks count as equal: ``world_size``
+    and ``ranks_per_node`` show that difference. ``packages``: the packages of this process; they are not compared with a
+    checkpoint of a Ratchet version that recorded none."""
+    recorded = {
+        **(own if own is not None else {**compared_facts(manifest.environment), "data_digest": manifest.data_digest}),
+        "code_digest": manifest.code_digest,
+    }
+    now: Record = {
+        **current,
+        "code_digest": launch.resolved.code_digest,
+        "data_digest": data_digest,
+    }
+    if PACKAGES not in recorded:
+        del now[PACKAGES]
+    found = expand_package_difference(compare(recorded, now), manifest.environment, packages)
+    return sorted([*found, *_spec_differences(manifest, directory, launch)], key=lambda difference: difference.key)
+
+
+def is_same_spec_ignoring_ranks(manifest: Manifest, launch: LaunchFile, *, any_hook: bool = False) -> bool:
+    """True if the checkpoint was made under the same spec, ignoring the number of ranks (and with ``any_hook`` the hook)."""
+    hook = recorded_hook(manifest) if any_hook else None
+    return _spec_with_recorded_ranks(manifest, launch, {"hook": hook} if hook else {}).digest() == manifest.spec_digest
+
+
+def _spec_with_recorded_ranks(manifest: Manifest, launch: LaunchFile, updates: Mapping[str, Any]) -> JobSpec:
+    """This attempt's spec with the checkpoint's number of ranks, updated by ``updates``."""
+    world = launch.spec.world
+    ranks = {"world": world.model_copy(update={"ranks_per_node": manifest.world_size // world.nodes})}
+    return launch.spec.model_copy(update={**ranks, **updates})
+
+
+def _spec_differences(manifest: Manifest, directory: Path, launch: LaunchFile) -> list[EnvironmentDifference]:
+    """The fields of the spec that differ from those of the attempt that saved the checkpoint; if that attempt's launch file is
+    not available, the two digests. Values of ``env`` may be secrets and are not shown."""
+    now = _spec_with_recorded_ranks(manifest, launch, {})
+    if now.digest() == manifest.spec_digest:
+        return []
+    try:
+        file = JobPaths(directory.parents[1]).attempt(manifest.attempt).launch_file
+        then = LaunchFile.model_validate_json(file.read_bytes()).spec
+    except (OSError, ValidationError):
+        then = None
+    digests = EnvironmentDifference(key="spec_digest", recorded=manifest.spec_digest, current=now.digest())
+    if then is None or then.digest() != manifest.spec_digest:
+        return [digests]
+    there, here = _flatten(then.canonical()), _flatten(now.canonical())
+    found = []
+    for key in sorted({*there, *here}):
+        before, after = there.get(key), here.get(key)
+        if repr(before) != repr(after):  # == treats 1, 1.0 and True as equal
+            before, after = ("a value", "another") if key.startswith("env.") else (before, after)
+            found.append(EnvironmentDifference(key=f"spec:{key}", recorded=before, current=after))
+    return found or [digests]
+
+
+def _flatten(part: Mapping[str, Any], prefix: str = "") -> Record:
+    """The fields of a spec by name, nested ones with dotted names; lists as JSON."""
+    found: Record = {}
+    for key, value in part.items():
+        if isinstance(value, dict) and value:
+            found |= _flatten(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value if isinstance(value, str | int | float | None) else json.dumps(value)
+    return found
+
+
+def recorded_hook(manifest: Manifest) -> HookSpec | None:
+    """The hook that made the checkpoint; None if it is from a later version, or unknown to this one."""
+    return recorded_spec({**manifest.hook.parameters, "name": manifest.hook.name})
+
+
+def recorded_hook_change(manifest: Manifest, launch: LaunchFile) -> HookChange | None:
+    """The change from the hook that made the checkpoint to the hook of the spec; None if they are the same."""
+    return hook_change(manifest.hook.name, manifest.hook.parameters, launch.spec.hook)

@@ -1,0 +1,57 @@
+"""The arguments of ``Session()``, named after keys of the spec. They are the whole spec of a run without a service. In a job the
+job's spec counts, and arguments that differ from it are reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ratchet_contract.errors import SpecError, UserError
+from ratchet_contract.paths import RUN_DIRECTORY
+from ratchet_contract.spec.job import JobSpec
+from ratchet_contract.spec.parse import parse_spec
+from ratchet_contract.spec.run_without_service import differing_leaves, value_text
+
+_POLICY: Final = "on_hook_mismatch"
+
+
+@dataclass(frozen=True)
+class SessionArguments:
+    """``specified``: the arguments that the script passed, by the spec's keys; those left out are absent. ``on_hook_mismatch`` is
+    a key of ``policy``. ``yields_to_script``: an integration package passed them, in place of a script that has made no
+    Session."""
+
+    directory: Path = Path(RUN_DIRECTORY)
+    specified: dict[str, Any] = field(default_factory=dict)
+    yields_to_script: bool = False
+
+    def spec(self, data: Mapping[str, Any]) -> JobSpec:
+        """Return the spec of ``data`` with the script's arguments in place of its values; of a mapping (``checkpoint``) only the
+        keys that the script passed are replaced. Raises ``UserError``."""
+        out = {**data}
+        for key, value in self.specified.items():
+            if key == _POLICY:
+                out["policy"] = {**out.get("policy", {}), _POLICY: value}
+            elif key != "hook" and isinstance(value, dict):
+                out[key] = {**out.get(key, {}), **value}
+            else:
+                out[key] = value
+        try:
+            return parse_spec(out)
+        except SpecError as error:
+            raise UserError(f"the arguments of Session(): {error.detail}", code="session-arguments") from None
+
+    def differences(self, spec: JobSpec) -> list[str]:
+        """The keys whose values in the script and in the job's ``spec`` differ, with both values. Raises ``UserError``."""
+        if not self.specified:
+            return []
+        jobs = spec.model_dump(mode="json")
+        asked = self.spec(jobs).model_dump(mode="json")
+        return [
+            f"{path} ({value_text(there)} in the script, {value_text(here)} in the job's spec)"
+            for key in ("policy" if key == _POLICY else key for key in self.specified)
+            for path, there, here in differing_leaves(key, asked[key], jobs[key])
+        ]

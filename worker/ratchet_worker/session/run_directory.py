@@ -1,0 +1,146 @@
+"""The checkpoint directory of a run without a service, managed by rank 0. Its layout (``JobPaths``) and the form of its id are
+those of a job in the service, so that a service can take it over::
+
+    ratchet-checkpoints/ratchet-run.json     the run's id
+    ratchet-checkpoints/agent.lock           held while a start of the script runs
+    ratchet-checkpoints/checkpoints/step-000000000040.a0002/
+    ratchet-checkpoints/quarantine/          damaged ones, moved here whole
+    ratchet-checkpoints/attempts/0002/       the second start: launch.json, base.json, spool, counters, fingerprints
+
+Each start is an attempt. Only two things are ever deleted: checkpoints of the run that its spec does not keep, and unfinished
+ones that a killed process left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ratchet_contract.checkpoint.resume_report import Base
+from ratchet_contract.errors import CheckpointError, UserError
+from ratchet_contract.paths import MANIFEST_NAME, JobPaths, NodePaths
+from ratchet_contract.protocol.lineage import lineage
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.checkpoint import BestSpec, CheckpointSpec
+from ratchet_store.format.manifest_file import checkpoint_dirs, read_manifest
+from ratchet_store.read.run_directory import RunDirectory
+from ratchet_store.retention.delete import complete_checkpoints, delete_unless_pinned, sweep
+from ratchet_store.retention.rules import Id, Rules
+from ratchet_worker.agent.attempt_files import lock
+from ratchet_worker.ipc.atomic_files import write_atomic
+
+
+class StandaloneDirectory:
+    """The directory, locked by this process until ``close`` or the end of the process. Raises ``UserError`` where another process
+    holds the lock (``directory-in-use``) or the directory does not belong to a run (``directory-of-others``), and ``OSError``."""
+
+    def __init__(self, root: Path) -> None:
+        self.paths = JobPaths(root)
+        self._run = RunDirectory(self.paths)
+        root.mkdir(parents=True, exist_ok=True)
+        held = lock(NodePaths(root))
+        if held is None:
+            raise UserError(
+                f"another process trains with the checkpoints in {root}: wait until it ends, or give this one a directory of its "
+                'own (Session("other-directory"))',
+                code="directory-in-use",
+            )
+        self._lock: int | None = held
+        os.register_at_fork(after_in_child=self.close)  # worker processes that the script forks may survive a kill
+        try:
+            self.id = self._read_or_create_id()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Release the directory's lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def begin_attempt(self, facts: Mapping[str, Any]) -> LaunchFile:
+        """Create the next attempt and write its ``launch.json``. ``facts``: the fields of the launch file that do not follow from
+        the directory. Raises ``UserError`` where the directory has checkpoints but not the attempts that wrote them."""
+        attempts = [e for _, e, at in checkpoint_dirs(self.paths.checkpoints) if (at / MANIFEST_NAME).exists()]
+        attempt = max([*self._run.attempt_numbers(), *attempts], default=0) + 1
+        segments = lineage(self._run.bases())
+        if attempts and not segments:
+            raise UserError(
+                f"{self.paths.root} has checkpoints, and {self.paths.root / 'attempts'} does not record which starts made them: "
+                'restore it, or give another directory (Session("other-directory"))',
+                code="directory-of-others",
+            )
+        paths = self.paths.attempt(attempt)
+        launch = LaunchFile(
+            **facts,
+            job_id=self.id,
+            attempt=attempt,
+            job_root=str(self.paths.root),
+            attempt_dir=str(paths.root),
+            lineage=segments,
+            save_seconds=0.0,
+            report_token="",
+            service_file="",
+        )
+        write_atomic(paths.launch_file, launch.model_dump_json().encode(), durable=True)
+        return launch
+
+    def _read_or_create_id(self) -> str:
+        if found := self._run.id():
+            return found
+        theirs = [path for path in (self.paths.checkpoints, self.paths.root / "attempts") if path.exists()]
+        if self._run.mark.exists() or theirs:
+            raise UserError(
+                f"{self.paths.root} is no directory of a run without a service: {self._run.mark} is missing or has no id. Give "
+                'another directory (Session("other-directory"))',
+                code="directory-of-others",
+            )
+        made = f"job-{secrets.token_hex(6)}"
+        write_atomic(self._run.mark, json.dumps({"id": made}).encode(), durable=True)
+        return made
+
+    def delete_surplus(self, spec: CheckpointSpec) -> list[str]:
+        """Delete the checkpoints that the spec does not keep. Called before a start trains and after its last save; while a start
+        trains, it deletes only what it wrote itself. Returns a sentence for each checkpoint that could not be deleted."""
+        notes, bases = [], self._run.bases()
+        try:
+            sweep(self.paths.checkpoints, dead_attempts=[*self._run.attempt_numbers()])
+            found = complete_checkpoints(self.paths.checkpoints, lineage(bases))
+            first = [one for one in found if read_manifest(self.paths.checkpoint(*one)).reason == "first"]
+        except CheckpointError as error:
+            return [error.detail]
+        pinned = [one for one, is_pinned in found.items() if is_pinned]
+        values = {} if spec.keep_best is None else self._metric_values(spec.keep_best, found, bases)
+        for one in Rules.from_spec(spec).surplus([*found], values, pinned, first):
+            try:
+                delete_unless_pinned(self.paths.checkpoint(*one))
+            except CheckpointError as error:
+                notes.append(error.detail)
+        return notes
+
+    def _metric_values(self, best: BestSpec, found: Collection[Id], bases: Mapping[int, Base]) -> dict[Id, float]:
+        """The metric's values logged at exactly a checkpoint's step, by the attempt that wrote it or by one that started from
+        it."""
+        values: dict[Id, float] = {}
+        for attempt, base in sorted(bases.items()):
+            for step, logged in self._logged_metrics(attempt):
+                at = (step, attempt) if (step, attempt) in found else (base.step, base.attempt)
+                if at in found and at[0] == step and best.metric in logged:
+                    values[step, at[1] or 0] = float(logged[best.metric])
+        return values
+
+    def _logged_metrics(self, attempt: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        spool = self.paths.attempt(attempt).spool(0)
+        if not spool.exists():
+            return
+        with spool.open("rb") as lines:
+            for line in lines:
+                if b'"metrics"' in line and line.endswith(b"\n"):
+                    message = json.loads(line)
+                    if message["kind"] == "metrics":
+                        yield message["step"], message["values"]

@@ -1,0 +1,88 @@
+"""Seeding without a service, where no rank is seeded before its script runs. Generators that the script has seeded before its
+Session stay as they are; the Session seeds the others, as a job's rank is seeded. So a script's own seeds count wherever it sets
+them, as in a job.
+
+A generator counts as seeded by the script: torch's if its seed is not the process's initial one, numpy's if it was given a seed,
+that of ``random`` if more was drawn from it than packages draw while they are imported.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ratchet_worker.state.import_draws import is_only_drawn
+from ratchet_worker.state.rng import Seeds
+
+_TORCH: Final = torch.get_rng_state()
+_PROCESS_SEED: Final = torch.initial_seed()
+_MIN_RANDOM_SEED: Final = 2**32
+"""A seed below this was set before this module was imported: the process's own is a random one of 53 bits or more."""
+
+
+class _OwnRandom:
+    """The state of ``random`` before any seeding. Python reseeds ``random`` in a forked process."""
+
+    def __init__(self) -> None:
+        self.record_state()
+        os.register_at_fork(after_in_child=self.record_state)
+
+    def record_state(self) -> None:
+        self.state = random.getstate()
+
+
+_RANDOM: Final = _OwnRandom()
+
+
+class ScriptSeeds:
+    """Seeds, for each Session, the generators that the script has not seeded itself. There is one per process, which may make
+    several Sessions, one after the other. ``drawn``: names of generators from which the script drew before the first Session
+    without having seeded them."""
+
+    def __init__(self) -> None:
+        self.drawn: list[str] = []
+        self._torch = {_PROCESS_SEED} if _PROCESS_SEED >= _MIN_RANDOM_SEED else set[int]()
+        self._random, self._random_is_own = _RANDOM.state, False
+        self._first = True
+
+    def seed_others(self, seed: int, rank: int) -> list[str]:
+        """Seed the generators that the script has not seeded. Returns the names of those that it has."""
+        seeds, script = Seeds.for_rank(seed, rank), list[str]()
+        first, self._first = self._first, False
+        if torch.initial_seed() not in self._torch:
+            script.append("torch")
+        else:
+            if first and not torch.equal(torch.get_rng_state(), _TORCH):
+                self.drawn.append("torch")
+            torch.manual_seed(seeds.torch)
+            self._torch.add(seeds.torch)
+        numpys: Any = np.random.mtrand._rand._bit_generator
+        if not isinstance(numpys, np.random.MT19937) or numpys.seed_seq is None:
+            script.append("numpy")
+        else:
+            if first and not _is_undrawn(numpys):
+                self.drawn.append("numpy")
+            # Not with ``seed``, which leaves no ``seed_seq``: the next Session would take it for the script's seed.
+            np.random.set_state(np.random.RandomState(seeds.numpy).get_state(legacy=False))
+        self._random_is_own = is_only_drawn(self._random, random.getstate())
+        if not self._random_is_own:
+            script.append("random")
+        else:
+            random.seed(seeds.python)
+            self._random = random.getstate()
+        return script
+
+    def on_run_end(self) -> None:
+        """Draws from ``random`` in a run that had seeded it do not count as a seed of the script."""
+        if self._random_is_own:
+            self._random, self._random_is_own = random.getstate(), False
+
+
+def _is_undrawn(numpys: Any) -> bool:
+    """True if nothing has been drawn from it."""
+    made, now = (one.state["state"] for one in (np.random.MT19937(numpys.seed_seq), numpys))
+    return bool(made["pos"] == now["pos"] and np.array_equal(made["key"], now["key"]))

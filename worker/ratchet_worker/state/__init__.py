@@ -1,0 +1,1 @@
+"""Finds, captures, restores and compares the state of a rank's training."""

@@ -1,0 +1,105 @@
+"""Comparison of objects, dictionaries and tensors with what they were at the last save.
+
+A save makes names, plans and JSON only when something changed, because the training waits meanwhile. Everything here uses
+public Python and torch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+
+CONSTANTS: Final = (int, float, bool, str, type(None))
+"""Types of small values that never change."""
+_OPEN: Final = (list, dict, tuple)
+
+
+class Same:
+    """The identity of objects in a sequence. ``matches`` is true while the sequence has the same objects in the same order.
+
+    Constants, modules and parameters are referenced. All others are referenced weakly, so that a tensor that a training
+    replaces in every step does not stay in memory until the next save. (``torch.utils.swap_tensors`` refuses tensors with weak
+    references, so parameters and other subclasses of tensors are referenced.) Of lists, dictionaries and tuples, which may hold
+    tensors, only the ``id`` is compared, unless a tuple is constant. A caller must check their contents separately: they change
+    without becoming another object."""
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        listed = [*objects]
+        self._ids = [*map(id, listed)]
+        self._collected: list[object] = []
+        kinds = {kind: _kind(kind) for kind in {*map(type, listed)}}
+        self._strong_references = [one for one in listed if kinds[type(one)] == "referenced" or is_constant(one)]
+        self._weak_references = [
+            weakref.ref(one, self._collected.append) for one in listed if kinds[type(one)] == "weak"
+        ]
+
+    def matches(self, objects: Iterable[Any]) -> bool:
+        """True if these are the same objects in the same order."""
+        return not self._collected and [*map(id, objects)] == self._ids
+
+
+def _kind(kind: type) -> Literal["referenced", "weak", "open"]:
+    """Return how ``Same`` keeps the identity of values of this type. Types without weak references, such as numpy's scalars, are
+    referenced."""
+    if issubclass(kind, _OPEN):
+        return "open"
+    special = issubclass(kind, torch.Tensor) and kind is not torch.Tensor
+    return "referenced" if special or issubclass(kind, nn.Module) or not kind.__weakrefoffset__ else "weak"
+
+
+def is_constant(value: object) -> bool:
+    """True if nothing in ``value`` can change: a number, a string, None, or a tuple of these."""
+    return type(value) in CONSTANTS or (isinstance(value, tuple) and all(map(is_constant, value)))
+
+
+class Contents:
+    """The keys and values of dictionaries, by identity and order. ``Same`` describes which of them are referenced."""
+
+    def __init__(self, dictionaries: Iterable[Mapping[Any, Any]]) -> None:
+        held = [*dictionaries]
+        self._lengths = [*map(len, held)]
+        self._keys, self._values = Same(chain.from_iterable(held)), Same(_values(held))
+
+    def matches(self, dictionaries: Iterable[Mapping[Any, Any]]) -> bool:
+        """True if the dictionaries have the same keys and values in the same order."""
+        held = [*dictionaries]
+        return (
+            [*map(len, held)] == self._lengths
+            and self._values.matches(_values(held))
+            and self._keys.matches(chain.from_iterable(held))
+        )
+
+
+def _values(dictionaries: Iterable[Mapping[Any, Any]]) -> Iterable[Any]:
+    return chain.from_iterable(one.values() for one in dictionaries)
+
+
+_FORM: Final = attrgetter("__class__", "dtype", "device", "shape", "requires_grad")
+
+
+class Forms:
+    """All properties of tensors except their elements and their memory: type, dtype, device, shape, strides, ``requires_grad``,
+    whether they are inference tensors, and whether torch defers a conjugation or negation."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """If a tensor has another layout than strided, or two are the same object, ``matches`` is always False."""
+        usual = all(tensor.layout is torch.strided for tensor in tensors)
+        self._forms = _forms(tensors) if usual and len({*map(id, tensors)}) == len(tensors) else None
+
+    def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """True if the number of tensors is the same, and each has the form of the earlier one at its place."""
+        if self._forms is None or not all(tensor.layout is torch.strided for tensor in tensors):
+            return False
+        return _forms(tensors) == self._forms
+
+
+def _forms(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    tensor = torch.Tensor
+    looks = (_FORM, tensor.stride, tensor.is_inference, tensor.is_conj, tensor.is_neg)
+    return [[*map(look, tensors)] for look in looks]

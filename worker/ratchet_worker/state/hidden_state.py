@@ -1,0 +1,868 @@
+"""State outside of ``state_dict``: attributes of modules, optimizers, data sets and tasks, and the objects that these hold.
+
+A script builds the same objects in every attempt. They are walked (``object_walk``) before the first step and again at each save.
+What has changed by then is stored under the path of the changed object (``model.layers.0.cache``), and put into the object at
+that path in the next attempt. Objects that two attributes share are shared again.
+
+Numbers, strings, containers, tensors, numpy arrays, generators, and objects of the user's classes and modules made of these are
+stored. Other changes are only named by their path: an iterator that moved on, a function that replaced another, and every
+variable of a module, a class or a function (``train:COUNT``, ``train:Net.calls``, ``model.layer._forward_hooks[0].calls``).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum, Flag
+from fractions import Fraction
+from functools import partial
+from pathlib import Path, PosixPath, PurePosixPath
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, Final, NamedTuple, TypeAlias
+from uuid import UUID
+
+import numpy as np
+import torch
+from torch import nn
+
+from ratchet_contract.errors import StateError
+from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.state.encode import encode
+from ratchet_hooks.torch_compat import storage_id
+from ratchet_worker.state import job_modules
+from ratchet_worker.state.object_walk import (  # fmt: skip
+    PLAIN_TENSORS,
+    SMALL,
+    Kind,
+    Node,
+    Roots,
+    Walked,
+    are_same_children,
+    attributes,
+    is_constant,
+    is_same,
+    is_user_class,
+    is_user_code,
+    path_step,
+    slots_of,
+    walk,
+)
+from ratchet_worker.state.rng import GeneratorState
+
+Reference: TypeAlias = tuple[Any, ...]
+"""``("value", constant)``; ``("at", path)``: an object that the script builds; ``("new", number)``: one that training made;
+``("covered", path)``: a tensor that is saved separately; ``("view", path, offset, shape, stride)``: a part of one; ``("member",
+module, class, name)``: of an enumeration; ``("flag", module, class, value)``; ``("code", module, name)``: a function or class;
+``("address", reference)``: an object's ``id``; ``("torch", name)``, ``("device", name)``, ``("tuple", references)``, ranges,
+``("python", type, text)``."""
+
+References: TypeAlias = list[Reference] | dict[str, Any]
+"""References of a container's items; ``{"plain": items}`` if all are numbers, strings and the like, ``{"packed": (dtype,
+bytes)}`` if all are numbers of one type."""
+_TYPES: Final[dict[str, type]] = {
+    kind.__name__: kind for kind in (list, tuple, deque, dict, OrderedDict, defaultdict, Counter, set, frozenset)
+}
+
+_VALUES: Final[dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]]] = {
+    "Fraction": (Fraction, str, Fraction),
+    "Decimal": (Decimal, str, Decimal),
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": (date, date.isoformat, date.fromisoformat),
+    "time": (time, time.isoformat, time.fromisoformat),
+    "timedelta": (timedelta, lambda d: [d.days, d.seconds, d.microseconds], lambda parts: timedelta(*parts)),
+    "UUID": (UUID, str, UUID),
+    "PosixPath": (PosixPath, str, PosixPath),
+    "PurePosixPath": (PurePosixPath, str, PurePosixPath),
+}
+"""Constants of Python's standard library: type, function that writes them, function that reads them."""
+_PACKED: Final[dict[type, str]] = {float: "<f8", int: "<i8", bool: "|b1"}
+_PLAIN: Final = frozenset({float, int, bool, str, bytes, complex, type(None)})
+_LEAVES: Final = ("tensor", "array", "generator", "bytes")
+_CHANGEABLE: Final = ("list", "dict", "set")
+_CODE: Final[tuple[Kind, ...]] = ("other", "bound", "function", "class", "module")
+_HEAP_TYPE_FLAG: Final = 1 << 9
+"""The flag of classes that a ``class`` statement makes (``Py_TPFLAGS_HEAPTYPE``)."""
+_MAX_NAMED: Final = 100
+_TOO_LARGE: Final = (
+    "a hook of the script has changed it before the first batch of this attempt, and it is too large to be restored"
+)
+_CHANGED_ONLY_WHEN_SAVED: Final = (
+    "a hook of the script had changed it before the first batch of the attempt that saved this, but not before that of this "
+    "attempt, and it cannot be saved"
+)
+_CHANGED_ONLY_NOW: Final = (
+    "a hook of the script has changed it before the first batch of this attempt, but not before that of the attempt that saved "
+    "this, and it cannot be saved"
+)
+_MAX_DEPTH: Final = 20
+"""Largest depth at which nested objects are compared with other objects than the original ones."""
+
+
+class Changes(NamedTuple):
+    """``stored``: a tree for ``ratchet_hooks.state.encode``, whose tensors are live. ``unsaved``: paths of changes that are not
+    stored. ``made_before_begin``: paths of unstored changes that were made before ``begin``."""
+
+    stored: dict[str, Any]
+    unsaved: list[str]
+    made_before_begin: tuple[str, ...] = ()
+
+
+class HiddenState:
+    """Hidden state of one rank. ``ignored``: reasons, by the path of an object that is ignored together with everything that is
+    reachable only through it. ``code``: the directory of the job's own modules."""
+
+    def __init__(self, code: Path | None = None) -> None:
+        self.ignored: dict[str, str] = {}
+        self._code = code
+        self._roots = Roots()
+        self._built = Walked()
+        self._noted: Walked | None = None  # objects noted before `begin`
+        self._copies: dict[int, Any] = {}  # copies of these, by the id of an object that can be changed in place
+        self._visited: set[str] = set()
+
+    def note_built(self, roots: Roots, *, undo: bool) -> None:
+        """Note that everything that ``roots`` hold is as the script has built it: changes count from here on, including those
+        that code of the script makes before ``begin``, which depend on where an attempt begins. Call it again with additional or
+        replaced roots: it notes the objects that are not noted yet. ``undo``: ``restore`` will be called, and undoes the changes
+        made before ``begin``."""
+        before = self._roots
+        self._roots = replace(roots, separate_optimizers=before.separate_optimizers)
+        if self._noted is None:
+            self._noted, nodes = Walked(), self._walk_roots().nodes
+        else:
+            nodes = self._new_nodes(roots, before)
+        for walked in (self._noted, self._built):
+            self._add(walked, nodes)
+        if undo:
+            own = [node for node in nodes.values() if node.region == "own" and not node.covered]
+            self._copies |= {id(node.item): _copy(node) for node in own if _can_be_copied(node)}
+
+    def _new_nodes(self, roots: Roots, before: Roots) -> dict[str, Node]:
+        """Return the nodes of objects that ``roots`` have in addition to ``before``. The walk starts from the new ones, since
+        objects that a hook has put elsewhere meanwhile may hold the same objects."""
+        noted = [*before.own.values(), *before.registered.values()]
+        known = {*map(id, noted)}
+        passed = dict(roots.registered) | {f"noted {number}": item for number, item in enumerate(noted)}
+        own = {name: item for name, item in roots.own.items() if id(item) not in known}
+        beside = [name for name, item in roots.registered.items() if id(item) not in known]
+        found = walk(replace(self._roots, own=own, registered=passed, shared={}), self.ignored).nodes
+        return {
+            path: node
+            for path, node in found.items()
+            if node.region == "own" or (node.region == "registered" and _is_below_one(path, beside))
+        }
+
+    def begin(self, roots: Roots) -> None:
+        """Note that everything that ``roots`` hold, by name, is as the script has built it, except for objects noted before:
+        changes count from here on."""
+        self._roots = roots
+        self._built = self._walk_roots()
+        self._roots = replace(roots, separate_optimizers=frozenset(self._built.separate_optimizers))
+        if self._noted is not None:  # other objects that state may refer to
+            self._add(self._noted, {p: n for p, n in self._built.nodes.items() if n.region == "registered"})
+
+    @staticmethod
+    def _add(walked: Walked, nodes: Mapping[str, Node]) -> None:
+        """Add objects that ``walked`` has not met, by their current paths."""
+        for path, node in nodes.items():
+            if walked.path_of(node.item) is None:
+                walked.nodes[path], walked.paths[id(node.item)] = node, path
+
+    def changes(self) -> Changes:
+        """Return the changes since ``begin``; the stored ones are those since the objects were noted."""
+        now = self._walk_roots()
+        self._add_new_modules(now)
+        found = self._compare(self._built, now)
+        if self._noted is None:
+            return found
+        # Unstorable changes made before `begin` are made by each attempt again: `restore` checks that.
+        early = self._compare(self._noted, now)
+        return Changes(early.stored, found.unsaved, tuple(sorted({*early.unsaved} - {*found.unsaved})))
+
+    def _compare(self, before: Walked, now: Walked) -> Changes:
+        return _Recorder(before, now, self._roots.covered_attributes.keys()).run()
+
+    @property
+    def unmatched(self) -> list[str]:
+        """Ignored paths that no walk has met."""
+        return sorted(self.ignored.keys() - self._visited)
+
+    def _walk_roots(self) -> Walked:
+        modules = {f"{name}:": module for name, module in job_modules.modules_below(self._code).items()}
+        found = walk(replace(self._roots, shared={**self._roots.shared, **modules}), self.ignored)
+        self._visited |= found.ignored_paths
+        return found
+
+    def _add_new_modules(self, now: Walked) -> None:
+        """Add modules that training has imported: their changes count from their first save on."""
+        new = {path for path, node in now.nodes.items() if node.kind == "module"} - self._built.nodes.keys()
+        if new:
+            self._add(self._built, {p: n for p, n in now.nodes.items() if f"{p.partition(':')[0]}:" in new})
+
+    def restore(self, stored: Mapping[str, Any], changed_before_begin: Collection[str] = ()) -> dict[str, str]:
+        """Put the objects into the saved state: changes made since the objects were noted are undone, then the stored changes are
+        applied. ``changed_before_begin``: paths that the saving attempt had changed before ``begin`` and could not store. Return
+        the reasons by path where an object differs from the saved state: a change too large to undo, or an unstorable change in
+        only one of the two attempts. Without noted objects nothing is undone or compared. Raises ``StateError`` if a stored path
+        has no object of that kind, or its content does not fit."""
+        if self._noted is None:
+            _Restorer(self._built, stored).run()
+            return {}
+        changed = self._compare(self._noted, self._walk_roots())
+        left = self._undo(self._noted, changed.stored.get("changed", {}), stored.get("changed", {}))
+        _Restorer(self._noted, stored).run()
+        left |= dict.fromkeys({*changed_before_begin} - {*changed.unsaved}, _CHANGED_ONLY_WHEN_SAVED)
+        return left | dict.fromkeys({*changed.unsaved} - {*changed_before_begin}, _CHANGED_ONLY_NOW)
+
+    def _undo(self, early: Walked, changed: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
+        left = {}
+        for path, change in changed.items():
+            node = early.nodes[path]
+            if node.covered or node.kind == "object":
+                for name in (*change["content"]["set"], *change["content"]["gone"]):
+                    _restore_attribute(node, name)
+            elif id(node.item) in self._copies:
+                _restore_content(node, self._copies[id(node.item)])
+            elif path not in stored:
+                left[path] = _TOO_LARGE
+        self._copies.clear()
+        return left
+
+
+def _is_below_one(path: str, roots: Iterable[str]) -> bool:
+    return any(path == root or path.startswith((f"{root}.", f"{root}[")) for root in roots)
+
+
+def _can_be_copied(node: Node) -> bool:
+    large = node.kind in ("tensor", "array") and node.item.nbytes > SMALL
+    return node.kind in _CHANGEABLE or (node.kind in _LEAVES and not large)
+
+
+def _copy(node: Node) -> Any:
+    """Return a copy of the contents of an object that can be changed in place."""
+    item: Any = node.item
+    if node.kind == "tensor":
+        return item.detach().clone(), item.requires_grad
+    if node.kind == "generator":
+        return GeneratorState(item).state_dict()
+    if node.kind == "dict":
+        return [*item.items()]
+    return item[:] if node.kind == "bytes" else item.copy() if node.kind == "array" else [*item]
+
+
+def _restore_content(node: Node, copied: Any) -> None:
+    """Restore an object's contents from the result of ``_copy``."""
+    item: Any = node.item
+    if node.kind == "tensor":
+        _fill_tensor(item, copied[0])
+        if item.is_leaf:
+            item.requires_grad_(copied[1])
+        for name in {**node.children, **vars(item)}:
+            _restore_attribute(node, name)
+    elif node.kind == "generator":
+        GeneratorState(item).load_state_dict(copied)
+    elif node.kind == "array":
+        item[...] = copied
+    elif node.kind == "bytes":
+        item[:] = copied
+    else:
+        item.clear()
+        if node.kind == "dict":
+            for key, value in copied:
+                item[key] = value
+        else:
+            (item.extend if node.kind == "list" else item.update)(copied)
+
+
+def _restore_attribute(node: Node, name: str) -> None:
+    """Restore the original attribute, or remove it if there was none."""
+    if name in node.children:
+        _set(node.item, name, node.children[name])
+    else:
+        _remove(node.item, name)
+
+
+class _Unstorable(Exception):
+    """A change that cannot be stored; the message is its path."""
+
+
+class _Recorder:
+    """Compares two walks and encodes the changes. ``with_state``: paths of objects that have a ``state_dict``."""
+
+    def __init__(self, built: Walked, now: Walked, with_state: Collection[str]) -> None:
+        self._built, self._now, self._with_state = built, now, with_state
+        self._numbers: dict[int, int] = {}
+        self._new: list[Any] = []
+        self._unsaved: set[str] = set()
+        self._arrays: Counter[int] | None = None  # number of arrays per memory address that they use
+
+    def run(self) -> Changes:
+        changed: dict[str, Any] = {}
+        for node in self._now.nodes.values():
+            path = self._built.path_of(node.item)
+            if path is None or node.region == "registered":
+                continue
+            before = self._built.nodes[path]
+            if node.mark == before.mark and are_same_children(before.children, node.children):
+                continue
+            if node.region == "shared":
+                self._unsaved.update(self._changed_paths(path, before, node))
+                continue
+            try:
+                if node.covered:
+                    self._unsaved |= {
+                        f"{path}.{n}" for n in {**before.mark, **node.mark} if before.mark.get(n) != node.mark.get(n)
+                    }
+                    content = self._attributes(path, before, node)
+                elif node.kind == "tensor":
+                    content = self._content(path, node) | (self._attributes(path, before, node) or {})
+                elif node.kind == "object":
+                    self._unsaved.update(_changed_code(path, before, node))
+                    content = self._attributes(path, before, node)
+                elif node.kind in _LEAVES or node.kind in _CHANGEABLE:
+                    if node.kind == "generator" and not are_same_children(before.children, node.children):
+                        raise _Unstorable(path)
+                    content = self._content(path, node)
+                else:
+                    raise _Unstorable(path)
+            except _Unstorable as error:
+                self._unsaved.add(str(error))
+            except Exception:  # raised by the object's own code, or because the structure is too deep
+                self._unsaved.add(path)
+            else:
+                if content is not None:
+                    changed[path] = {"kind": node.kind, "content": content}
+        self._unsaved |= {f"{path} (raises when it is inspected)" for path in self._now.failed}
+        if not self._now.complete:
+            self._unsaved.add("objects beyond the first 200000")
+        return Changes({"changed": changed, "new": self._new} if changed else {}, sorted(self._unsaved)[:_MAX_NAMED])
+
+    def _changed_paths(self, path: str, before: Node, now: Node) -> Iterator[str]:
+        """Yield the paths of changes in variables of modules, classes and functions. In objects of installed packages only
+        tensors, arrays and generators count."""
+        if now.kind in _LEAVES:
+            yield path
+            return
+        if not now.from_user:
+            return
+        if now.kind not in ("object", "function", "class", "module"):
+            if (now.mark != before.mark or not self._are_children_equal(before, now)) and not job_modules.is_log(path):
+                yield path
+            return
+        for name in {**before.children, **now.children}:
+            old, new = before.children.get(name), now.children.get(name)
+            has_changed = (self._has_state(old) or self._has_state(new)) and not self._is_equal(old, new)
+            if (has_changed or _is_other_code(old, new)) and self._is_set_by_code(now, name):
+                yield f"{path}{path_step(now.kind, name)}"
+
+    def _is_set_by_code(self, node: Node, name: str) -> bool:
+        """False if only the running script or function itself sets its variable: such variables are local, like a loop's."""
+        if node.kind == "function":
+            return job_modules.assigns(node.item.__code__, name) or name not in node.item.__code__.co_freevars
+        return node.kind != "module" or job_modules.is_set_by_functions(node.item, name)
+
+    def _is_equal(self, old: Any, new: Any, depth: int = 0) -> bool:
+        """True if both are the same object, or ``new`` equals ``old`` as it was at the beginning."""
+        if is_same(old, new):
+            return True
+        a, b = self._built.path_of(old), self._now.path_of(new)
+        if a is None or b is None or type(old) is not type(new) or depth == _MAX_DEPTH:
+            return False
+        before, now = self._built.nodes[a], self._now.nodes[b]
+        return before.mark == now.mark and self._are_children_equal(before, now, depth + 1)
+
+    def _are_children_equal(self, before: Node, now: Node, depth: int = 0) -> bool:
+        old, new = before.children, now.children
+        return [*old] == [*new] and all(self._is_equal(old[key], value, depth) for key, value in new.items())
+
+    def _attributes(self, path: str, before: Node, now: Node) -> Any:
+        """Return the changed attributes of an object; None if there are none to store."""
+        names = [
+            n for n, value in now.children.items() if n not in before.children or not is_same(before.children[n], value)
+        ]
+        if self._now.library_hooks > self._built.library_hooks:
+            # A library that registers hooks in a first forward notes that on the module; a new process does not have them.
+            noted = {n for n in names if n.startswith("_") and n not in before.children and now.children[n] is True}
+            names = [name for name in names if name not in noted]
+        gone = [name for name in before.children if name not in now.children]
+        found: dict[str, Reference] = {}
+        for name in names:
+            at, value, old = f"{path}.{name}", now.children[name], before.children.get(name)
+            if _is_other_code(old, value) or (_is_code(old) and value is None) or (old is None and _is_code(value)):
+                if (code := _code_reference(value)) is not None:
+                    found[name] = code
+                    continue
+                if old is not None:
+                    self._unsaved.add(at)
+            if not self._has_state(value) and not self._has_state(old):
+                continue
+            try:
+                found[name] = self._reference(at, value)
+            except _Unstorable as error:
+                if old is None and path in self._with_state:
+                    return None  # created when it is needed, and its position is in the state
+                self._unsaved.add(str(error))
+        return {"set": found, "gone": gone} if found or gone else None
+
+    def _has_state(self, value: Any) -> bool:
+        """False for code, and for objects that the walk does not enter."""
+        if value is None or is_constant(value):
+            return value is not None
+        path = self._now.path_of(value) or self._built.path_of(value)
+        walked = self._now if self._now.path_of(value) else self._built
+        if path is None or (node := walked.nodes[path]).kind in _CODE:
+            return False
+        return node.region != "shared" or node.from_user or node.kind in _LEAVES
+
+    def _reference(self, path: str, item: Any) -> Reference:
+        if is_constant(item):
+            return _constant_reference(path, item)
+        at = self._now.path_of(item)
+        if at is None:
+            return self._unvisited_reference(path, item)
+        node = self._now.nodes[at]
+        if node.covered:
+            return "covered", at
+        if (built := self._built.path_of(item)) is not None:
+            return "at", built
+        if id(item) not in self._numbers:
+            if node.kind in ("sealed", *_CODE):
+                raise _Unstorable(path)
+            if node.kind == "tensor" and (view := self._view(item)) is not None:
+                return view
+            if node.kind in ("tensor", "array") and self._shares_memory_of_array(item):
+                raise _Unstorable(path)
+            number = self._numbers[id(item)] = len(self._new)
+            self._new.append(None)
+            self._new[number] = {"kind": node.kind, "content": self._content(path, node, new=True)}
+        return "new", self._numbers[id(item)]
+
+    def _unvisited_reference(self, path: str, item: Any) -> Reference:
+        """Return a reference to a container of constants that the walk does not visit, such as a new module's internal ones."""
+        kind: Kind = "dict" if isinstance(item, dict) else "set"
+        if _TYPES.get(type(item).__name__) is not type(item) or not isinstance(item, (dict, set)):
+            raise _Unstorable(path)
+        if not all(is_constant(one) for one in (item.values() if isinstance(item, dict) else item)):
+            raise _Unstorable(path)
+        self._new.append(
+            {"kind": kind, "content": self._content(path, Node(item, kind, None, {}, from_user=True, region="own"))}
+        )
+        return "new", len(self._new) - 1
+
+    def _shares_memory_of_array(self, item: Any) -> bool:
+        """True if a new tensor or array shares the memory of an array that is another attribute."""
+        if self._arrays is None:
+            arrays = [node.item for node in self._now.nodes.values() if node.kind == "array"]
+            self._arrays = Counter(map(_memory_of, arrays))
+        return self._arrays[_memory_of(item)] > (1 if isinstance(item, np.ndarray) else 0)
+
+    def _view(self, tensor: torch.Tensor) -> Reference | None:
+        owner = self._now.storage_paths.get(storage_id(tensor)) if tensor.numel() else None
+        if owner is None or self._now.nodes[owner].item.dtype is not tensor.dtype:
+            return None
+        return "view", owner, tensor.storage_offset(), list(tensor.shape), list(tensor.stride())
+
+    def _content(self, path: str, node: Node, *, new: bool = False) -> Any:
+        """Return the content of a whole object. Raises ``_Unstorable``."""
+        item: Any = node.item
+        kind = node.kind
+        if kind == "tensor":
+            if type(item) not in PLAIN_TENSORS:
+                raise _Unstorable(path)
+            trained = item.requires_grad and item.is_leaf
+            value = _storable(path, item.detach())
+            kept = {name: self._reference(f"{path}.{name}", one) for name, one in node.children.items()} if new else {}
+            return {"value": value, "parameter": isinstance(item, nn.Parameter), "trained": trained, "set": kept}
+        if kind == "array":
+            return _storable(path, item)
+        if kind == "bytes":
+            return {"type": "" if isinstance(item, bytearray) else item.typecode, "value": bytes(item)}
+        if kind == "generator":
+            return {"made": _generator_source(path, item) if new else None, "state": GeneratorState(item).state_dict()}
+        if kind == "object":
+            return self._object(path, item)
+        if isinstance(item, tuple) and hasattr(item, "_fields"):
+            items = [self._reference(f"{path}[{number}]", one) for number, one in enumerate(item)]
+            return {"class": _qualified_name(path, type(item)), "items": items}
+        name = type(item).__name__
+        if _TYPES.get(name) is not node.item.__class__:
+            raise _Unstorable(path)
+        content: dict[str, Any] = {"type": name}
+        if kind == "set":
+            if type(item) is set and [*{*item}] != [*item]:
+                raise _Unstorable(path)  # its order also depends on removed items
+            # In an order that does not depend on how the set grew: two checkpoints of equal sets are equal.
+            items = sorted(item, key=repr) if all(map(is_constant, item)) else [*item]
+            content["items"] = _plain_references(path, items) or [self._reference(path, one) for one in items]
+        elif kind == "dict":
+            keys = [*item]
+            plain = (
+                _plain_references(path, keys) if {*map(type, keys)} == {str} else None
+            )  # a number may be an object's id
+            content["keys"] = plain or [self._key(path, key) for key in keys]
+            content["items"] = _plain_references(path, [*item.values()]) or [
+                self._reference(f"{path}{path_step(kind, key)}", one) for key, one in item.items()
+            ]
+            if type(item) is defaultdict:
+                content["factory"] = _qualified_name(path, item.default_factory)
+        else:
+            content["items"] = _plain_references(path, [*item]) or [
+                self._reference(f"{path}[{number}]", one) for number, one in enumerate(item)
+            ]
+            if type(item) is deque:
+                content["longest"] = item.maxlen
+        return content
+
+    def _key(self, path: str, key: Any) -> Reference:
+        """Return a reference for a key of a dictionary; an object's ``id`` refers to that object."""
+        found = self._now.paths.get(key) if type(key) is int else None
+        return (
+            self._reference(path, key)
+            if found is None
+            else ("address", self._reference(path, self._now.nodes[found].item))
+        )
+
+    def _object(self, path: str, item: Any) -> Any:
+        users: type = type(item)
+        if not (is_user_class(users) or isinstance(item, nn.Module)):
+            raise _Unstorable(path)
+        try:
+            _new_instance(users)
+        except TypeError as error:
+            raise _Unstorable(path) from error
+        held = vars(item) if isinstance(item, nn.Module) else attributes(item)
+        found = {}
+        for name, value in held.items():
+            if self._has_state(value) or value is None or isinstance(item, nn.Module):
+                found[name] = self._reference(f"{path}.{name}", value)
+        return {"class": _qualified_name(path, type(item)), "set": found}
+
+
+def _changed_code(path: str, before: Node, now: Node) -> Iterator[str]:
+    """Yield paths where an object has another class or other parts, or calls other functions of the user's."""
+    (old_class, old), (new_class, new) = before.mark, now.mark
+    if old_class is not new_class:
+        yield f"{path}.__class__"
+    yield from (f"{path}.{name}" for name in {**old, **new} if old.get(name) != new.get(name))
+
+
+def _is_other_code(old: Any, new: Any) -> bool:
+    """True if a function or class was replaced by another; one that was created again from the same code is the same."""
+    if isinstance(old, partial) and isinstance(new, partial):
+        kept = zip((*old.args, *old.keywords.values()), (*new.args, *new.keywords.values()), strict=False)
+        return _is_other_code(old.func, new.func) or any(is_constant(a) and not is_same(a, b) for a, b in kept)
+    if is_same(old, new) or not (_is_code(old) and _is_code(new)):
+        return False
+    if is_user_code(old) and is_user_code(new):
+        return getattr(old, "__code__", old) is not getattr(new, "__code__", new)
+    return (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__)
+
+
+def _code_reference(item: Any) -> Reference | None:
+    """Return a reference to a function or a class by name; None if no name finds it, as for a lambda."""
+    if item is None:
+        return "value", None
+    name = str(item.__module__), str(getattr(item, "__qualname__", ""))  # a partial has none
+    return ("code", *name) if _find_by_name(*name) is item else None
+
+
+def _is_code(item: Any) -> bool:
+    return is_user_code(item) or isinstance(item, (FunctionType, BuiltinFunctionType, type))
+
+
+def _plain_references(path: str, items: list[Any]) -> References | None:
+    """Return the references of all ``items`` at once; None if one of them needs its own reference."""
+    kinds = {*map(type, items)}
+    if not kinds or not kinds <= _PLAIN:
+        return None
+    if len(kinds) == 1 and (dtype := _PACKED.get(*kinds)) is not None:
+        try:
+            return {"packed": (dtype, np.array(items, dtype).tobytes())}
+        except OverflowError:  # beyond 64 bits
+            return {"plain": items}
+    try:
+        return {"plain": _storable(path, items)}
+    except _Unstorable:
+        return None
+
+
+def _constant_reference(path: str, item: Any) -> Reference:
+    """Return a reference to a constant. Raises ``_Unstorable``."""
+    if type(item).__name__ in _VALUES:
+        kind, write, read = _VALUES[type(item).__name__]
+        if type(item) is not kind or repr(read(write(item))) != repr(item):
+            raise _Unstorable(path)
+        return "python", type(item).__name__, write(item)
+    if type(item) is tuple and not all(
+        type(one) in (int, float, str, bool, bytes, complex, type(None)) for one in item
+    ):
+        return "tuple", [_constant_reference(path, one) for one in item]
+    if isinstance(item, Flag):  # not every version of Python names a combination of members
+        return "flag", *_qualified_name(path, type(item)), item.value
+    if isinstance(item, Enum):
+        return "member", *_qualified_name(path, type(item)), item.name
+    if isinstance(item, (torch.dtype, torch.memory_format)):
+        return "torch", str(item).removeprefix("torch.")
+    if isinstance(item, torch.device):
+        return "device", str(item)
+    if isinstance(item, (range, slice)):
+        return type(item).__name__, item.start, item.stop, item.step
+    return "value", _storable(path, item)
+
+
+def _storable(path: str, value: Any) -> Any:
+    try:
+        encode(value, root=path)
+    except HookStateError as error:
+        raise _Unstorable(path) from error
+    return value
+
+
+def _generator_source(path: str, generator: Any) -> Any:
+    """Return what a new generator is created from: the generator itself if ``ratchet_hooks.state.encode`` accepts it."""
+    if type(generator) in (np.random.Generator, np.random.RandomState):
+        return _storable(path, generator)
+    if type(generator) is random.Random:
+        return "random"
+    if type(generator) is torch.Generator and generator.device.type == "cpu":
+        return "torch"
+    raise _Unstorable(path)
+
+
+def _qualified_name(path: str, item: Any) -> tuple[str, str]:
+    """Return module and name by which a later process finds a class or factory. Raises ``_Unstorable`` if there is no such
+    name."""
+    if item is None:
+        return "", ""
+    name = str(item.__module__), str(getattr(item, "__qualname__", ""))
+    if _find_by_name(*name) is not item:
+        raise _Unstorable(path)
+    return name
+
+
+def _find_by_name(module: str, name: str) -> Any:
+    """Return an object by name from the imported modules, without importing any; None if there is none."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _new_instance(kind: type) -> Any:
+    """Return an object without attributes, made by ``__new__`` of the first built-in base. Raises ``TypeError``."""
+    maker: Any = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE_FLAG)
+    return maker.__new__(kind)
+
+
+def _memory_of(item: Any) -> int:
+    """Return the address of the memory that an array or a tensor uses."""
+    if isinstance(item, torch.Tensor):
+        return item.untyped_storage().data_ptr()
+    while isinstance(item.base, np.ndarray):
+        item = item.base
+    address: int = item.__array_interface__["data"][0]
+    return address
+
+
+def _require_imported(module: str, name: str) -> Any:
+    found = _find_by_name(module, name)
+    if found is None:
+        raise StateError(f"{module}.{name} is not imported this time")
+    return found
+
+
+def _require_class(module: str, name: str) -> Any:
+    found = _find_by_name(module, name)
+    if not isinstance(found, type):
+        raise StateError(f"the class {module}.{name} is not imported this time")
+    return found
+
+
+class _Restorer:
+    def __init__(self, built: Walked, stored: Mapping[str, Any]) -> None:
+        self._built = built
+        self._changed: Mapping[str, Any] = stored.get("changed", {})
+        self._new: list[Any] = stored.get("new", [])
+        self._created: dict[int, Any] = {}
+
+    def run(self) -> None:
+        for path, change in self._changed.items():
+            node = self._built.nodes.get(path)
+            if node is None or node.kind != change["kind"]:
+                raise StateError(f"{path}: a {change['kind']} was there, which the script has not built this time")
+        for path, change in self._changed.items():
+            node = self._built.nodes[path]
+            if node.covered:
+                self._set_attributes(self._covered_tensor(path), change["content"])
+            else:
+                self._fill(path, node.item, change["kind"], change["content"])
+
+    def _fill(self, path: str, item: Any, kind: str, content: Any) -> None:
+        """Set the content of an existing object."""
+        if kind == "tensor":
+            _fill_tensor(item, content["value"])
+            if item.is_leaf:
+                item.requires_grad_(content["trained"])
+            self._set_attributes(item, content)
+        elif kind == "bytes":
+            item[:] = self._empty(kind, content)
+        elif kind == "array":
+            if item.shape != content.shape or item.dtype != content.dtype:
+                raise StateError(
+                    f"{path}: an array of {content.dtype} {content.shape} was there, now it is {item.dtype} {item.shape}"
+                )
+            item[...] = content
+        elif kind == "generator":
+            GeneratorState(item).load_state_dict(content["state"])
+        elif kind == "object":
+            self._set_attributes(item, content)
+        elif kind == "dict":
+            found = self._pairs(content)
+            item.clear()
+            for key, value in found:
+                item[key] = value
+        else:
+            found = self._resolve_all(content["items"])
+            item.clear()
+            (item.update if kind == "set" else item.extend)(found)
+
+    def _set_attributes(self, item: Any, content: Mapping[str, Any]) -> None:
+        """Set and remove attributes."""
+        for name in content.get("gone", ()):
+            _remove(item, name)
+        for name, reference in content.get("set", {}).items():
+            _set(item, name, self._resolve(reference))
+
+    def _pairs(self, content: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+        return [*zip(self._resolve_all(content["keys"]), self._resolve_all(content["items"]), strict=True)]
+
+    def _resolve_all(self, references: References) -> list[Any]:
+        if isinstance(references, list):
+            return [*map(self._resolve, references)]
+        if "plain" in references:
+            return [*references["plain"]]
+        dtype, data = references["packed"]
+        found: list[Any] = np.frombuffer(data, dtype).tolist()
+        return found
+
+    def _resolve(self, reference: Reference) -> Any:
+        kind, *rest = reference
+        if kind == "value":
+            return rest[0]
+        if kind == "at":
+            return self._object_at(rest[0])
+        if kind == "covered":
+            return self._covered_tensor(rest[0])
+        if kind == "new":
+            return self._new_object(rest[0])
+        if kind == "view":
+            path, offset, shape, stride = rest
+            return self._covered_tensor(path).detach().as_strided(shape, stride, offset)
+        if kind == "tuple":
+            return tuple(map(self._resolve, rest[0]))
+        if kind == "python":
+            return _VALUES[rest[0]][2](rest[1])
+        if kind == "address":
+            return id(self._resolve(rest[0]))
+        if kind == "code":
+            return _require_imported(rest[0], rest[1])
+        if kind == "flag":
+            return _require_class(rest[0], rest[1])(rest[2])
+        if kind == "member":
+            return _find_by_name(rest[0], rest[1])[rest[2]]
+        if kind == "torch":
+            return getattr(torch, rest[0])
+        if kind == "device":
+            return torch.device(rest[0])
+        return {"range": range, "slice": slice}[kind](*rest)
+
+    def _covered_tensor(self, path: str) -> Any:
+        """Return the tensor of that name now: it may be another one than the one that was built."""
+        root, _, name = path.partition(".")
+        owner, _, attribute = name.rpartition(".")
+        try:
+            return getattr(self._object_at(root).get_submodule(owner), attribute)
+        except AttributeError:
+            raise StateError(f"{path}: the model has no such parameter or buffer this time") from None
+
+    def _object_at(self, path: str) -> Any:
+        if path not in self._built.nodes:
+            raise StateError(f"{path}: the script has built no such object this time")
+        return self._built.nodes[path].item
+
+    def _new_object(self, number: int) -> Any:
+        if self._new[number] is None:  # it could not be stored; the checkpoint names it
+            return None
+        if number not in self._created:
+            kind, content = self._new[number]["kind"], self._new[number]["content"]
+            if kind == "tuple":
+                items = self._resolve_all(content["items"])
+                self._created[number] = (
+                    _require_class(*content["class"])(*items) if "class" in content else tuple(items)
+                )
+            else:
+                self._created[number] = self._empty(kind, content)
+                if kind == "tensor":
+                    self._set_attributes(self._created[number], content)
+                elif kind not in ("array", "bytes") and content.get("type") != "frozenset":
+                    self._fill("", self._created[number], kind, content)
+        return self._created[number]
+
+    def _empty(self, kind: str, content: Any) -> Any:
+        """Return an object without its content, so that two objects can hold each other; leaves are complete."""
+        if kind == "tensor":
+            value = content["value"]
+            return (
+                nn.Parameter(value, content["trained"])
+                if content["parameter"]
+                else value.requires_grad_(content["trained"])
+            )
+        if kind == "array":
+            return content
+        if kind == "bytes":
+            return array(content["type"], content["value"]) if content["type"] else bytearray(content["value"])
+        if kind == "generator":
+            made = content["made"]
+            return {"random": random.Random, "torch": torch.Generator}[made]() if isinstance(made, str) else made
+        if kind == "object":
+            return _new_instance(_require_class(*content["class"]))
+        if content["type"] == "deque":
+            return deque(maxlen=content["longest"])
+        if content["type"] == "defaultdict":
+            factory = content["factory"]
+            return defaultdict(_find_by_name(*factory) if factory[0] else None)
+        if content["type"] == "frozenset":
+            return frozenset(self._resolve_all(content["items"]))
+        return _TYPES[content["type"]]()
+
+
+def _set(item: Any, name: str, value: Any) -> None:
+    """Set an attribute where it was found: a class may have a property of that name."""
+    kind: type = type(item)
+    if isinstance(item, torch.Tensor):
+        setattr(item, name, value)
+    elif hasattr(item, "__dict__") and name not in slots_of(kind):
+        vars(item)[name] = value
+    else:
+        object.__setattr__(item, name, value)
+
+
+def _remove(item: Any, name: str) -> None:
+    """Remove an attribute that ``_set`` has added."""
+    if isinstance(item, torch.Tensor) and name == "grad":
+        item.grad = None
+    vars(item).pop(name, None)
+
+
+def _fill_tensor(item: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        if item.shape != value.shape or item.dtype is not value.dtype:
+            item.data = value.to(item.device)
+        else:
+            item.copy_(value)

@@ -1,0 +1,82 @@
+"""Undoes draws from ``random`` that packages make while they are imported.
+
+``rich`` does so: it numbers its styles from a random start. A resumed attempt imports such a package again. If the script imports
+it in the middle of training, ``random`` would be ahead of its state in the undisturbed job; the same if only one of two attempts
+has imported the package already. So the import of an installed package takes its draws back.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+_LOADERS: Final = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader)
+_MAX_DRAWS: Final = 100
+"""Words of 32 bits: a package that has moved ``random`` further has seeded it, which is not undone."""
+
+
+@cache
+def installed_folders() -> tuple[Path, ...]:
+    """Return the directories of Python's own modules and of installed packages."""
+    return tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def undo_import_draws() -> None:
+    """Undo draws of imports in the main thread from now on."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Returns the result of the finders after it, with a loader that undoes draws."""
+
+    def __init__(self) -> None:
+        self._importing = False  # an installed package is being imported, with the modules that it imports
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if self._importing or threading.current_thread() is not threading.main_thread():
+            return None  # draws of training while another thread imports must not be undone
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(fullname, path, target) for finder in behind)
+        spec = next((spec for spec in found if spec is not None), None)
+        loader: Any = spec and spec.loader
+        if spec is not None and type(loader) in _LOADERS and _is_installed(spec):
+            loader.exec_module = partial(self._execute, loader.exec_module)
+        return spec
+
+    def _execute(self, run: Callable[[ModuleType], None], module: ModuleType) -> None:
+        self._importing, before = True, random.getstate()
+        try:
+            run(module)
+        finally:
+            self._importing = False
+            if is_only_drawn(before, random.getstate()):
+                random.setstate(before)
+
+
+def _is_installed(spec: ModuleSpec) -> bool:
+    return spec.origin is not None and any(Path(spec.origin).is_relative_to(folder) for folder in installed_folders())
+
+
+def is_only_drawn(before: Any, after: Any) -> bool:
+    """True if a few draws, or none, take ``random`` from the state ``before`` to ``after``."""
+    if before == after:
+        return True
+    probe = random.Random()
+    probe.setstate(before)
+    for _ in range(_MAX_DRAWS):
+        probe.getrandbits(32)
+        if probe.getstate()[1] == after[1]:
+            return True
+    return False

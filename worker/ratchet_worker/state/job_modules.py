@@ -1,0 +1,121 @@
+"""The modules of a job's own code, and facts about their variables that follow from the source.
+
+The walk (``object_walk``) detects that a variable of a module has changed, not which code changed it. In the main script, names
+that only its top-level code assigns are like local variables of a function: a loop's ``batch`` and ``loss``. Names that a
+function declares ``global`` are not, nor are any in other modules, whose top-level code has ended when training begins.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, Final
+
+from ratchet_worker.state.object_walk import is_user_module
+
+_WRITES: Final = frozenset({"append", "appendleft", "extend", "add", "update", "insert", "setdefault", "clear"})
+_INNER: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.For, ast.AsyncFor, ast.While, ast.ClassDef)
+
+
+def modules_below(code: Path | None) -> dict[str, ModuleType]:
+    """Return imported modules whose files are below ``code``, by name, except packages that are installed there."""
+    if code is None:
+        return {}
+    starts = f"{code}/", f"{code.resolve()}/"
+    files = ((name, module, getattr(module, "__file__", None)) for name, module in [*sys.modules.items()])
+    mine = ((name, module) for name, module, file in files if isinstance(file, str) and file.startswith(starts))
+    return {
+        name: module for name, module in mine if is_user_module(name) and "site-packages" not in str(module.__file__)
+    }
+
+
+def assigns(code: CodeType, name: str) -> bool:
+    """True if a function assigns the variable ``name`` of an enclosing function."""
+    return name in _assigned(code)
+
+
+@lru_cache(maxsize=4096)
+def _assigned(code: CodeType) -> frozenset[str]:
+    free = {*code.co_freevars}
+    own = {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    inner = (_assigned(one) for one in code.co_consts if isinstance(one, CodeType))
+    return frozenset(free & own.union(*inner))
+
+
+def is_set_by_functions(module: ModuleType, name: str) -> bool:
+    """True if functions of the main script assign ``name``, and for every name of another module."""
+    if module.__name__ != "__main__":
+        return True
+    return any(isinstance(node, ast.Global) and name in node.names for node, _ in _nodes(module))
+
+
+def is_log(path: str) -> bool:
+    """True if the job's code only writes into the container at ``path`` (``train:LOSSES``) while it trains, by statements like
+    ``LOSSES.append(x)`` or ``LOSSES[key] = x``: a container that is never read does not affect training."""
+    name, _, variable = path.partition(":")
+    variable = variable.replace("[", ".").partition(".")[0]
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if module is None or file is None or not variable:
+        return False
+    written = 0
+    later: list[int] = []
+    for node, above in _nodes(module):
+        if isinstance(node, ast.Name) and node.id == variable and isinstance(node.ctx, ast.Load):
+            if _is_written(node, above):
+                written = max(written, node.lineno)
+            elif any(isinstance(one, _INNER) for one in above):
+                return False
+            else:
+                later.append(node.lineno)
+    return written > 0 and all(line > written for line in later) and not _is_used_elsewhere(module, variable)
+
+
+def _is_written(node: ast.AST, above: tuple[ast.AST, ...]) -> bool:
+    """True if ``node`` is only written into. ``above``: the nodes around it, the nearest first."""
+    for number, one in enumerate(above):
+        if isinstance(one, ast.Subscript) and one.value is node:
+            if not isinstance(one.ctx, ast.Load):
+                return True
+            node = one
+            continue
+        call, statement = (*above[number + 1 : number + 3], None, None)[:2]
+        is_call = isinstance(one, ast.Attribute) and one.attr in _WRITES and isinstance(call, ast.Call)
+        return is_call and isinstance(statement, ast.Expr)
+    return False
+
+
+def _is_used_elsewhere(module: ModuleType, name: str) -> bool:
+    code = Path(str(module.__file__)).resolve().parent
+    others = (other for other in modules_below(code).values() if other is not module)
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr == name)
+        or (isinstance(node, ast.ImportFrom) and any(alias.name in (name, "*") for alias in node.names))
+        for other in others
+        for node, _ in _nodes(other)
+    )
+
+
+def _nodes(module: ModuleType) -> list[tuple[ast.AST, tuple[ast.AST, ...]]]:
+    return parsed(str(module.__file__))
+
+
+@lru_cache(maxsize=256)
+def parsed(file: str) -> list[tuple[ast.AST, tuple[ast.AST, ...]]]:
+    """Return each node of a source file with the nodes around it, the nearest first."""
+    try:
+        tree: Any = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [*_descend(tree, ())]
+
+
+def _descend(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
+    yield node, above
+    for child in ast.iter_child_nodes(node):
+        yield from _descend(child, (node, *above))

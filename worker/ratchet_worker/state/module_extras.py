@@ -1,0 +1,122 @@
+"""A module's state besides the tensors that it was built with: modes, frozen parameters, extra state, changed buffers, and
+gradients.
+
+Between two steps gradients are mostly None or zeros; a script that accumulates over several of its steps leaves other ones, and
+whether an unused parameter has zeros or None decides if an optimizer moves it.
+"""
+
+from __future__ import annotations
+
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, Final, NamedTuple
+
+import torch
+from pydantic import JsonValue
+from torch import nn
+
+from ratchet_contract.errors import StateError
+from ratchet_hooks.state.encode import Tensors, encode
+from ratchet_worker.state import module_baseline
+from ratchet_worker.state.module_baseline import Origin
+from ratchet_worker.state.module_walk import Walk, Walked, as_walk
+
+COMPONENT: Final = "modules"
+_GRADIENT: Final = attrgetter("grad")
+_MODE: Final = attrgetter("training")
+
+
+class Capture:
+    """The encoded state of one module, from save to save: the previous one if nothing that ``capture`` reads can have
+    changed."""
+
+    def __init__(self) -> None:
+        self._known: _Known | None = None
+
+    def capture_encoded(self, walk: Walk, before: Origin) -> tuple[Tensors, JsonValue]:
+        """Return named tensors and JSON, which is the same object while the state is known to be unchanged. Raises
+        ``HookStateError`` for state that cannot be stored."""
+        known, seen = self._known, _observe(walk)
+        if known is not None and known.walk is walk and known.before is before and known.seen == seen:
+            return {}, known.data
+        state, self._known = capture(walk, before), None
+        tensors, data = encode(state, root=COMPONENT)
+        if seen is not None and not (state["made"] or state["resized"]):
+            self._known = _Known(walk, before, seen, data)
+        return tensors, data
+
+
+class _Known(NamedTuple):
+    """A captured state. ``seen``: everything that may change while ``walk`` is the same."""
+
+    walk: Walk
+    before: Origin
+    seen: _Seen
+    data: JsonValue
+
+
+class _Seen(NamedTuple):
+    modes: list[bool]
+    trained: list[bool]
+    buffers: list[tuple[int, torch.Size, torch.dtype]]
+
+
+def _observe(walk: Walk) -> _Seen | None:
+    """Return None if there are gradients, whose elements would have to be read, or extra state, which user code returns."""
+    if _modules_with_extra_state(walk) or not all(map(is_, map(_GRADIENT, walk.all_parameters), repeat(None))):
+        return None
+    parts = walk.cached("parts", lambda: [part for _, part in walk.named_modules()])
+    return _Seen([*map(_MODE, parts)], module_baseline.trained_flags(walk), module_baseline.buffer_forms(walk))
+
+
+def capture(module: Walked, before: Origin) -> dict[str, Any]:
+    """Return a tree that ``ratchet_hooks.state.encode`` accepts; a gradient of zeros is stored as None. ``before``: the wrapped
+    module's origin."""
+    gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
+    return {
+        **module_baseline.changed_buffers(module, before),
+        "eval": [name for name, m in module.named_modules() if not m.training],
+        "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
+        "extra": {name: m.get_extra_state() for name, m in _modules_with_extra_state(module).items()},
+        "gradients": {name: None if _is_zero(g) else g for name, g in gradients.items()},
+    }
+
+
+def restore(module: nn.Module, state: dict[str, Any], *, frozen: bool = True) -> None:
+    """Restore a captured state. ``frozen`` False leaves ``requires_grad`` unchanged, since DDP was built for other parameters.
+
+    Raises ``StateError`` if the module has other parts than the recorded one.
+    """
+    modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
+    holders = _modules_with_extra_state(module)
+    if odd := sorted(set(holders) ^ set(state["extra"])):
+        raise StateError(f"extra state of {odd[0]!r} is only in the model or only in the checkpoint")
+    named = {*state["frozen"], *state["gradients"]} - set(parameters) | set(state["eval"]) - set(modules)
+    if named:
+        raise StateError(f"{min(named)!r}, which the model has no longer")
+    for name, part in modules.items():
+        part.training = name not in state["eval"]
+    for name, holder in holders.items():
+        holder.set_extra_state(state["extra"][name])
+    for name, parameter in parameters.items():
+        if frozen and parameter.requires_grad is (name in state["frozen"]):
+            parameter.requires_grad_(name not in state["frozen"])
+        parameter.grad = _gradient(parameter, state["gradients"][name]) if name in state["gradients"] else None
+
+
+def _is_zero(gradient: torch.Tensor) -> bool:
+    """True if all elements are zeros, and none is a negative zero."""
+    return not bool(gradient.any()) and not bool(torch.signbit(gradient).any())
+
+
+def _gradient(parameter: nn.Parameter, saved: torch.Tensor | None) -> torch.Tensor:
+    return torch.zeros_like(parameter) if saved is None else saved.to(parameter.device, copy=True)
+
+
+def _modules_with_extra_state(module: Walked) -> dict[str, nn.Module]:
+    walk = as_walk(module)
+    return walk.cached("extra", lambda: _own_extra_state(walk))
+
+
+def _own_extra_state(module: Walk) -> dict[str, nn.Module]:
+    return {n: m for n, m in module.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}

@@ -1,0 +1,151 @@
+"""Caches the lists of a module's parts, parameters and buffers: torch walks through the whole module for each list, a save needs
+some twenty of them while training waits, and from save to save they are mostly the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from operator import is_
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import nn
+
+from ratchet_hooks.torch_compat import MODULE_TABLES, non_persistent_buffers, own_buffers
+from ratchet_worker.state.change_detection import Contents
+
+T = TypeVar("T")
+
+_LISTS: Final = ("named_modules", "named_parameters", "named_buffers")
+_Vars = dict[str, Any]
+
+
+class Walk:
+    """Returns what the methods of the same names of ``nn.Module`` return, as long as the module does not change."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._structure: _Stand | None = None
+        self._derived: dict[str, Any] = {}
+
+    def updated(self) -> Walk:
+        """Return this walk if the module still has the very same parts, parameters and buffers under the same names; else a new
+        one. Memory, shape and dtype of a tensor may have changed nevertheless."""
+        own = self.overrides(_LISTS)
+        if not own and self._structure is not None and self._structure.matches():
+            return self
+        new = Walk(self.module)
+        parts = [part for _, part in new.named_modules()]
+        own = own or new.overrides(("named_modules",), parts=True)  # a part's override affects the parts below it
+        plain = not own and all(type(vars(part).get(name)) is dict for part in parts for name in MODULE_TABLES)
+        new._structure = _Stand(parts) if plain else None
+        return new
+
+    @property
+    def attributes(self) -> object:
+        """The same object as long as, at the last ``updated``, all parts have the same attributes with the same values. A value
+        that is changed in place is not detected."""
+        return object() if self._structure is None else self._structure.attributes
+
+    def cached(self, name: str, make: Callable[[], T]) -> T:
+        """Return the cached result of ``make``, which must follow from names, types and places alone."""
+        if name not in self._derived:
+            self._derived[name] = make()
+        found: T = self._derived[name]
+        return found
+
+    def overrides(self, methods: Iterable[str], *, parts: bool = False) -> bool:
+        """True if the module (``parts``: or one of its parts) overrides one of these methods of ``nn.Module``."""
+        asked = [part for _, part in self.named_modules()] if parts else [self.module]
+        return any(
+            name in vars(one) or getattr(type(one), name) is not getattr(nn.Module, name)
+            for one in asked
+            for name in methods
+        )
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return iter(self._parts)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._parameters)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return iter(self.all_parameters)
+
+    @cached_property
+    def all_parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self._parameters]
+
+    def named_buffers(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._structure is None:
+            return self.module.named_buffers(remove_duplicate=remove_duplicate)
+        places = self._buffers if remove_duplicate else self._all_buffers
+        return ((name, held[key]) for name, held, key in places)
+
+    def get_submodule(self, path: str) -> nn.Module:
+        return self.module.get_submodule(path)
+
+    def state_dict(self, *, keep_vars: bool) -> Mapping[str, Any]:
+        return self.module.state_dict(keep_vars=keep_vars)
+
+    @cached_property
+    def _parts(self) -> list[tuple[str, nn.Module]]:
+        return list(self.module.named_modules())
+
+    @cached_property
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.module.named_parameters())
+
+    @cached_property
+    def _buffers(self) -> list[tuple[str, _Vars, str]]:
+        """Name and place of each buffer, not the buffer: one that is replaced is not kept alive here."""
+        found = dict[int, tuple[str, _Vars, str]]()
+        for name, held, key in _buffers(self._parts):
+            found.setdefault(id(held[key]), (name, held, key))
+        return list(found.values())
+
+    @cached_property
+    def _all_buffers(self) -> list[tuple[str, _Vars, str]]:
+        return _buffers(self.module.named_modules(remove_duplicate=False))
+
+
+class _Stand:
+    """The state of all parts at one time: their classes, their dictionaries, and the names and identities of the objects in
+    these. It does not keep replaced buffers alive; it keeps parts and their parameters alive until the next ``again``."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self._parts, self._types, self._vars = parts, [*map(type, parts)], [*map(vars, parts)]
+        self._held = self._dictionaries()
+        self._own, self._contents = Contents(self._vars), Contents(self._held)
+        self._with_buffers = [part for part in parts if own_buffers(part)]
+        self._non_persistent_names = [*map(frozenset, self._non_persistent())]
+        self.attributes = object()
+
+    def matches(self) -> bool:
+        if [*map(type, self._parts)] != self._types or not all(map(is_, map(vars, self._parts), self._vars)):
+            return False
+        if not self._own.matches(self._vars):
+            if not all(map(is_, self._dictionaries(), self._held)):
+                return False
+            self._own, self.attributes = Contents(self._vars), object()
+        return self._contents.matches(self._held) and [*self._non_persistent()] == self._non_persistent_names
+
+    def _dictionaries(self) -> list[_Vars]:
+        return [one[name] for one in self._vars for name in MODULE_TABLES]
+
+    def _non_persistent(self) -> Iterator[set[str]]:
+        return map(non_persistent_buffers, self._with_buffers)
+
+
+def _buffers(parts: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, _Vars, str]]:
+    held = ((path, own_buffers(part)) for path, part in parts)
+    return [(f"{path}.{k}" if path else k, one, k) for path, one in held for k, b in one.items() if b is not None]
+
+
+Walked = nn.Module | Walk
+"""Objects whose parts can be listed."""
+
+
+def as_walk(module: Walked) -> Walk:
+    return module if isinstance(module, Walk) else Walk(module)

@@ -1,0 +1,720 @@
+"""A walk through the attributes of objects and the objects that they hold. It finds every object once, by its shortest path.
+
+It traverses three regions, one after the other, and an object belongs to the first in which it is found:
+
+- ``own``: attributes of modules, optimizers, data sets and tasks. Changes are stored, or named if they cannot be stored.
+- ``registered``: objects that are saved separately, through their ``state_dict``.
+- ``shared``: variables of the job's modules and classes, and what functions keep between calls. Changes are named.
+
+The walk enters containers, modules, optimizers, schedulers, data sets, bound methods, ``functools.partial``, functions and
+classes of the user's, and objects of any other class. Objects of classes of installed packages are not ``users``: none is created
+again, and of the shared ones only tensors, arrays and generators count. The walk does not enter what ``_EXCLUDED_PACKAGES``
+lists: the frameworks themselves, loggers, threads, files.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import sysconfig
+import threading
+import warnings
+from argparse import Namespace
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path, PurePath
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    GeneratorType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)  # fmt: skip
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+from uuid import UUID
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ratchet_hooks.state.encode import encode
+from ratchet_hooks.torch_compat import own_buffers, storage_id, tensor_hooks, version_of
+from ratchet_worker.state.rng import GeneratorState, is_generator, process_generators
+
+Kind: TypeAlias = Literal[
+    "tensor", "array", "generator", "bytes", "list", "tuple", "dict", "set", "object", "bound", "function", "class", "module",
+    "sealed", "other",
+]  # fmt: skip
+"""``bytes``: a ``bytearray`` or an ``array.array``; ``sealed``: has a state that cannot be stored; ``bound``: a bound method, a
+partial, or another object that only holds others; ``module``: the variables of a Python module; ``other``: code of installed
+packages, or not entered."""
+Region: TypeAlias = Literal["own", "registered", "shared"]
+Children: TypeAlias = dict[Any, Any]
+"""By index, key or name."""
+
+PLAIN_TENSORS: Final = (torch.Tensor, nn.Parameter)
+VALUES: Final = (Decimal, Fraction, date, time, timedelta, UUID, PurePath)
+"""Constants of Python's standard library."""
+_PLAIN: Final = frozenset({int, float, complex, str, bytes, bool, type(None)})
+_CONSTANTS: Final = (
+    int, float, complex, str, bytes, type(None), np.generic, Enum, torch.dtype, torch.device, torch.Size, torch.memory_format,
+    range, slice, *VALUES,
+)  # fmt: skip
+_CONTAINERS: Final[dict[Kind, tuple[type, ...]]] = {
+    "list": (list, deque), "tuple": (tuple,), "dict": (dict,), "set": (set, frozenset)
+}  # fmt: skip
+_EXCLUDED_PACKAGES: Final = frozenset({
+    "torch", "lightning", "pytorch_lightning", "lightning_utilities", "accelerate", "ratchet_worker", "ratchet_hooks",
+    "ratchet_contract", "ratchet_store", "ratchet",
+    "logging", "threading", "_thread", "io", "_io", "weakref", "concurrent", "multiprocessing", "asyncio",
+    "re", "pathlib", "abc", "inspect", "warnings", "wandb", "tensorboard", "mlflow", "comet_ml", "neptune", "tqdm", "rich",
+    "builtins", "typing", "socket", "queue", "contextlib", "functools", "sqlite3", "tempfile", "subprocess", "datetime",
+    "decimal", "fractions", "uuid", "ctypes", "mmap", "operator", "importlib", "numpy", "unittest",
+})  # fmt: skip
+_INCLUDED_MODULES: Final = ("torch.utils.data", "torch.quasirandom", "torch.distributions", "numpy.polynomial", "queue")
+_INCLUDED_IF_REGISTERED: Final = (
+    "lightning", "pytorch_lightning", "accelerate", "ratchet_worker.integrations"
+)  # fmt: skip
+_POSITION_MODULES: Final = (
+    "ratchet_worker.data.",
+    "ratchet_worker.session.session",
+    "ratchet_worker.training.epoch_loop",
+)
+"""Modules of classes whose positions are restored."""
+_USER_LIKE_TYPES: Final = (SimpleNamespace, Namespace)
+"""Python's classes whose objects are treated like a user's."""
+_TORCH_TYPES: Final = (nn.Module, Optimizer, LRScheduler)
+_MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module()))
+_HOLDERS: Final = (
+    MethodType, partial, BuiltinMethodType, MappingProxyType, ContextVar, memoryview, WeakKeyDictionary, WeakValueDictionary,
+    WeakSet,
+)  # fmt: skip
+_MODULE_STATE_ATTRIBUTES: Final = frozenset({"training", "_parameters", "_buffers", "_modules"})
+_MODULE_HOOK_ATTRIBUTES: Final = _MODULE_ATTRIBUTES - _MODULE_STATE_ATTRIBUTES
+_MAX_OBJECTS: Final = 200_000
+"""Largest number of objects that a walk visits."""
+_LARGE_ITEMS: Final = 20_000
+"""A container of up to this many items is entered; of a larger one the number of items and a sample of them are compared."""
+_SAMPLE: Final = 1000
+_FULLY_COMPARED_BYTES: Final = 256 << 20
+"""An array of up to this many bytes is compared as a whole; of a larger one, a part of about this size."""
+_BLOCK: Final = 64 << 10
+"""Contiguous bytes in such a part."""
+_MAX_ARRAY_ITEMS: Final = 64 << 10
+"""Number of items of an array of objects that are compared."""
+SMALL: Final = 16 << 20
+"""The elements of a CPU tensor of up to this many bytes are compared; for other tensors, torch's count of changes is."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One object at one time. ``mark``: the value by which it is compared, besides its ``children``, the objects that it holds.
+    ``from_user``: it is the script's, so it may be changed and created. ``covered``: a tensor that is saved
+    separately."""
+
+    item: Any
+    kind: Kind
+    mark: Any
+    children: Children
+    from_user: bool
+    region: Region
+    covered: bool = False
+
+
+@dataclass
+class Walked:
+    """The result of a walk. ``nodes``: by path; ``paths``: by the id of their objects; ``storage_paths``: by storage, the path of
+    a covered tensor; ``ignored_paths``: the paths that were left out; ``failed``: paths of objects that raise when they are
+    visited; ``separate_optimizers``: ids of optimizers whose state is saved separately; ``library_hooks``: the number of
+    registered hooks of libraries; ``complete``: the walk has visited everything."""
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    paths: dict[int, str] = field(default_factory=dict)
+    storage_paths: dict[int, str] = field(default_factory=dict)
+    ignored_paths: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    separate_optimizers: set[int] = field(default_factory=set)
+    library_hooks: int = 0
+    complete: bool = True
+
+    def path_of(self, item: Any) -> str | None:
+        path = self.paths.get(id(item))
+        return path if path is not None and self.nodes[path].item is item else None
+
+
+@dataclass(frozen=True)
+class Roots:
+    """The objects from which the walk starts, by path, per region. Parts, parameters and buffers of a module in ``own`` are saved
+    separately. ``covered_attributes``: for some objects, by path, the attributes that their ``state_dict`` covers, which are left
+    to it. ``separate_optimizers``: see ``Walked``."""
+
+    own: Mapping[str, Any] = field(default_factory=dict)
+    registered: Mapping[str, Any] = field(default_factory=dict)
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    covered_attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    separate_optimizers: frozenset[int] = frozenset()
+
+
+def walk(roots: Roots, ignored: Collection[str] = ()) -> Walked:
+    """Walk from ``roots``. ``ignored``: paths that are not visited."""
+    states = [vars(item).get("state") for item in roots.own.values() if isinstance(item, Optimizer)]
+    walker = _Walker(
+        ignored, {*map(id, (*process_generators(), *roots.registered.values(), *states))}, roots.covered_attributes
+    )
+    walker.result.separate_optimizers |= {
+        *roots.separate_optimizers,
+        *map(id, (*roots.own.values(), *roots.registered.values())),
+    }
+    walker.root_ids = {*map(id, roots.own.values())}
+    walker.run("own", roots.own)
+    walker.excluded_ids = {*map(id, process_generators())}
+    walker.run("registered", roots.registered)
+    walker.shared |= roots.shared
+    walker.run("shared", {})
+    return walker.result
+
+
+class _Found(NamedTuple):
+    """An object before it is visited."""
+
+    path: str
+    item: Any
+    from_user: bool = True
+    covered: bool = False
+
+
+class _Walker:
+    """Visits one region after the other, breadth first. ``excluded_ids``: ids of objects that are not visited; ``shared``:
+    objects found so far that belong to the last region."""
+
+    def __init__(
+        self, ignored: Collection[str], excluded_ids: set[int], covered_attributes: Mapping[str, frozenset[str]]
+    ) -> None:
+        self.result, self.excluded_ids, self.shared = Walked(), excluded_ids, dict[str, Any]()
+        self._ignored, self._covered_attributes = ignored, covered_attributes
+        self.root_ids = set[int]()  # ids of roots
+        self._queue = deque[_Found]()
+
+    def run(self, region: Region, roots: Mapping[str, Any]) -> None:
+        covered = region == "own"
+        self._queue.extend(
+            _Found(path, item, covered=covered and isinstance(item, nn.Module)) for path, item in roots.items()
+        )
+        while self.result.complete and (self._queue or (region == "shared" and self.shared)):
+            if not self._queue:
+                self._queue.extend(_Found(path, item) for path, item in self.shared.items())
+                self.shared.clear()
+            one = self._queue.popleft()
+            known = id(one.item) in self.result.paths or id(one.item) in self.excluded_ids
+            if not known and not self._is_ignored(one.path):
+                try:
+                    self._visit(one, region)
+                except Exception:  # a user's property, a dead proxy, a structure too deep
+                    self.result.failed.add(one.path)
+
+    def _visit(self, one: _Found, region: Region) -> None:
+        path, item = one.path, one.item
+        kind = _kind(item, region)
+        if kind in ("function", "class", "bound") and region == "registered":
+            return  # a state_dict does not contain what they keep
+        if kind in ("function", "class") and region == "own":
+            self.shared.setdefault(path if kind == "function" else class_path(item), item)
+            return
+        if len(self.result.nodes) == _MAX_OBJECTS:
+            self.result.complete = False
+            return
+        its_class: type = type(item)
+        users = one.from_user and (kind != "object" or isinstance(item, _TORCH_TYPES) or is_user_class(its_class))
+        children = _children(item, kind, covered=one.covered)
+        if kind == "dict":
+            children = {self._address_key(key): child for key, child in children.items()}
+        if isinstance(item, Optimizer) and region == "own":
+            children |= self._inner_optimizer_state(item)
+        if names := self._covered_attributes.get(path):
+            children = {name: child for name, child in children.items() if name not in names}
+        if self._ignored:
+            children = {
+                k: child for k, child in children.items() if not self._is_ignored(f"{path}{path_step(kind, k)}")
+            }
+        self.result.paths[id(item)] = path
+        mark = None if region == "registered" else _mark(item, kind)
+        self.result.nodes[path] = Node(item, kind, mark, children, users, region)
+        if one.covered:
+            self._visit_parts(path, item)
+        self._queue.extend(
+            _Found(f"{path}{path_step(kind, key)}", child, users)
+            for key, child in children.items()
+            if not is_constant(child) and not isinstance(child, ModuleType)
+        )
+        if kind == "object" and region != "registered":
+            for name, hook in _hooks(item):
+                self._queue.append(_Found(f"{path}.{name}", hook, users))
+                self.result.library_hooks += not is_user_code(hook)
+            self.shared |= {class_path(base): base for base in _user_bases(its_class)}
+
+    def _visit_parts(self, path: str, module: nn.Module) -> None:
+        buffers = () if id(own_buffers(module)) in self.root_ids else module.named_buffers(recurse=False)
+        for name, tensor in (*module.named_parameters(recurse=False), *buffers):
+            self._cover(f"{path}.{name}", tensor)
+        parts = (_Found(f"{path}.{name}", part, covered=True) for name, part in module.named_children())
+        self._queue.extendleft(reversed([*parts]))
+
+    def _cover(self, path: str, tensor: torch.Tensor) -> None:
+        found = self.result
+        if id(tensor) in found.paths:
+            return
+        found.paths[id(tensor)] = path
+        hooks = [(f"hooks[{number}]", hook) for number, hook in enumerate(tensor_hooks(tensor))]
+        mark, kept = {name: hook for name, hook in hooks if is_user_code(hook)}, _attributes_of_tensor(tensor)
+        found.nodes[path] = Node(tensor, "tensor", mark, kept, from_user=False, region="own", covered=True)
+        if tensor.layout is torch.strided and tensor.numel():
+            found.storage_paths.setdefault(storage_id(tensor), path)
+        self._queue.extend(
+            _Found(f"{path}.{name}", one) for name, one in (*hooks, *kept.items()) if not is_constant(one)
+        )
+
+    def _inner_optimizer_state(self, optimizer: Optimizer) -> Children:
+        """Return the state of an optimizer inside another one, unless it is the other one's state."""
+        held = vars(optimizer)
+        if id(held.get("state")) in self.excluded_ids:
+            self.result.separate_optimizers.add(id(optimizer))
+        if id(optimizer) in self.result.separate_optimizers:
+            return {}
+        return {name: held[name] for name in ("state", "param_groups") if name in held}
+
+    def _address_key(self, key: Any) -> Any:
+        """Replace a key that is the ``id`` of an object by the object's path, which is the same in every process."""
+        path = self.result.paths.get(key) if type(key) is int else None
+        return key if path is None else AddressKey(path)
+
+    def _is_ignored(self, path: str) -> bool:
+        if path not in self._ignored:
+            return False
+        self.result.ignored_paths.add(path)
+        return True
+
+
+def path_step(kind: Kind, key: Any) -> str:
+    """Return the part of a path from an object of this kind to what it holds under ``key``."""
+    if kind == "module":
+        return str(key)
+    return f".{key}" if kind in ("object", "bound", "function", "class", "tensor", "generator") else f"[{key!r}]"
+
+
+class ObjectKey:
+    """A key of a dictionary that is not a constant, named by its place."""
+
+    def __init__(self, number: int, item: Any) -> None:
+        self.number, self.item = number, item
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectKey) and self.number == other.number and self.item is other.item
+
+    def __hash__(self) -> int:
+        return hash((self.number, id(self.item)))
+
+    def __repr__(self) -> str:
+        return f"#{self.number}"
+
+
+@dataclass(frozen=True)
+class AddressKey:
+    """A key of a dictionary that is the ``id`` of the object at ``path``."""
+
+    path: str
+
+    def __repr__(self) -> str:
+        return f"id({self.path})"
+
+
+def is_constant(item: Any) -> bool:
+    """True for a value that cannot change, and for a tuple of such values."""
+    if type(item) in _PLAIN:
+        return True
+    if type(item) is tuple:
+        try:
+            return all(map(is_constant, item))
+        except RecursionError:  # nested tuples: they are visited one by one
+            return False
+    return isinstance(item, _CONSTANTS) and (isinstance(item, Enum) or not getattr(item, "__dict__", None))
+
+
+def class_path(item: Any) -> str:
+    """Return the path of a class: ``module:Class``."""
+    return f"{item.__module__}:{item.__qualname__}"
+
+
+def _kind(item: Any, region: Region) -> Kind:
+    if isinstance(item, torch.Tensor):
+        return "tensor" if item.layout is torch.strided else "sealed"
+    if isinstance(item, np.ndarray):
+        return "array" if item.dtype.kind in "biufcSUmM" and not isinstance(item, np.memmap) else "sealed"
+    if is_generator(item):
+        return "generator"
+    if isinstance(item, (bytearray, array)):
+        return "bytes"
+    for kind, types in _CONTAINERS.items():
+        if isinstance(item, types):
+            return kind
+    if isinstance(item, _HOLDERS):
+        return "bound"
+    if isinstance(item, threading.local):
+        return "object"
+    if isinstance(item, FunctionType):
+        return "function" if is_user_module(str(item.__module__)) else "other"
+    if isinstance(item, type):
+        return "class" if is_user_class(item) and not issubclass(item, Enum) else "other"
+    if isinstance(item, ModuleType):
+        return "module"
+    if isinstance(item, (np.random.SeedSequence, torch.UntypedStorage)) or (
+        isinstance(item, io.IOBase) and _is_input_file(item)
+    ):
+        return "sealed"
+    if isinstance(item, GeneratorType):
+        return "other" if _is_excluded(_owner_of(item)) else "sealed"
+    if hasattr(type(item), "__next__") and not hasattr(item, "__dict__"):
+        return "other" if hasattr(item, "fileno") else "sealed"
+    its_class = cast(type, type(item))
+    package = its_class.__module__
+    if isinstance(item, _TORCH_TYPES) or package.startswith(_INCLUDED_MODULES):
+        return "object"
+    if region == "registered" and package.startswith(_INCLUDED_IF_REGISTERED):
+        return "object"
+    return "other" if _is_excluded(package) or not (hasattr(item, "__dict__") or slots_of(its_class)) else "object"
+
+
+def _is_input_file(file: io.IOBase) -> bool:
+    """True if a file is read: one that is only written does not affect training."""
+    with suppress(ValueError):  # closed
+        return file.readable() and (isinstance(file, (io.BytesIO, io.StringIO)) or not file.writable())
+    return False
+
+
+def _is_excluded(module: str) -> bool:
+    return module.partition(".")[0] in _EXCLUDED_PACKAGES and not module.startswith(_INCLUDED_MODULES)
+
+
+def _owner_of(generator: GeneratorType[Any, Any, Any]) -> str:
+    """Return the module whose code a generator object runs; if it reads a Session or registered data, that one's module."""
+    frame = generator.gi_frame
+    if frame is None:
+        return ""
+    held = (str(type(value).__module__) for value in frame.f_locals.values())
+    return next(
+        (module for module in held if module.startswith(_POSITION_MODULES)), str(frame.f_globals.get("__name__"))
+    )
+
+
+def _hooks(item: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the hooks that are registered on a module or an optimizer, with their names."""
+    names = (
+        _MODULE_HOOK_ATTRIBUTES
+        if isinstance(item, nn.Module)
+        else _optimizer_attributes()
+        if isinstance(item, Optimizer)
+        else ()
+    )
+    attributes_of_item = vars(item) if names else {}
+    for name in names:
+        held = attributes_of_item.get(name)
+        if isinstance(held, OrderedDict) and held:
+            yield from ((f"{name}[{n}]", hook) for n, hook in enumerate(held.values()) if callable(hook))
+
+
+def _registered_code(item: Any) -> dict[str, Any]:
+    """Return a module's parts and, for a module or an optimizer, the user's functions among its hooks, by table."""
+    if not isinstance(item, (nn.Module, Optimizer)):
+        return {}
+    found: dict[str, Any] = {"parts": dict(item.named_children())} if isinstance(item, nn.Module) else {}
+    for name, hook in _hooks(item):
+        if is_user_code(hook):
+            found.setdefault(name.partition("[")[0], []).append(hook)
+    return found
+
+
+def is_user_code(item: Any) -> bool:
+    """True if ``item`` is a function, a method or a class of the user's."""
+    return isinstance(item, (FunctionType, MethodType, type)) and is_user_module(str(item.__module__))
+
+
+@lru_cache(maxsize=4096)
+def _user_bases(kind: type) -> tuple[type, ...]:
+    return tuple(
+        base
+        for base in kind.__mro__
+        if is_user_class(base) and base not in _USER_LIKE_TYPES and not issubclass(base, Enum)
+    )
+
+
+def attributes(item: Any) -> dict[str, Any]:
+    """Return the attributes of an object that carry state."""
+    held = {name: getattr(item, name) for name in slots_of(cast(type, type(item))) if hasattr(item, name)}
+    held |= getattr(item, "__dict__", {})
+    if isinstance(item, nn.Module):
+        return {
+            name: value
+            for name, value in held.items()
+            if name not in _MODULE_ATTRIBUTES or name in _MODULE_STATE_ATTRIBUTES
+        }
+    if isinstance(item, Optimizer):
+        return {name: value for name, value in held.items() if name not in _optimizer_attributes()}
+    return held
+
+
+@lru_cache(maxsize=4096)
+def _framework_names(kind: type) -> frozenset[str]:
+    """Return private names that Lightning's classes among the bases use internally (ids of objects, the Trainer)."""
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]
+    methods = [getattr(method, "fget", method) for base in bases for method in vars(base).values()]
+    names = (name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ()))
+    return frozenset(name for name in names if name.startswith("_"))
+
+
+@lru_cache(maxsize=1)
+def _optimizer_attributes() -> frozenset[str]:
+    """Return the attributes that every optimizer has, and those that schedulers add. Not computed at import, since the first
+    optimizer of a process makes torch read the variables of its compiler."""
+    return frozenset({*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "step", "_opt_called", "_step_count"})
+
+
+def _is_large(item: Any, kind: Kind) -> bool:
+    return kind in ("list", "tuple", "dict") and len(item) > _LARGE_ITEMS
+
+
+def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
+    if _is_large(item, kind):
+        return {}
+    if kind in ("list", "tuple"):
+        return dict(enumerate([*item]))
+    if kind == "dict":
+        held = enumerate(item.items())
+        return {key if is_constant(key) else ObjectKey(number, key): value for number, (key, value) in held}
+    if kind == "set":
+        objects = [one for one in item if not is_constant(one)]
+        return dict(enumerate(objects)) if len(objects) == 1 else {}  # the order of several differs between processes
+    if kind == "tensor":
+        return _tensor_state(item)
+    if covered:
+        its_class: type = type(item)
+        theirs = _MODULE_ATTRIBUTES | _framework_names(its_class)
+        return {name: value for name, value in vars(item).items() if name not in theirs}
+    if kind == "object":
+        return attributes(item)
+    if kind == "function":
+        return _function_state(item)
+    if kind in ("class", "module"):
+        plain = {name: value for name, value in vars(item).items() if not name.startswith("__")}
+        return {n: v.__func__ if isinstance(v, (classmethod, staticmethod)) else v for n, v in plain.items()}
+    if kind == "generator":
+        return {name: value for name, value in getattr(item, "__dict__", {}).items() if name != "gauss_next"}
+    return _held_objects(item) if kind == "bound" else {}
+
+
+def _held_objects(item: Any) -> Children:
+    if isinstance(item, partial):
+        return {"args": item.args, "keywords": item.keywords, "func": item.func}
+    if isinstance(item, MappingProxyType):
+        return dict(item)
+    if isinstance(item, ContextVar):
+        return {"value": item.get(None)}
+    if isinstance(item, (WeakKeyDictionary, WeakValueDictionary, WeakSet)):
+        return dict(enumerate([*item] if isinstance(item, WeakSet) else [*item.values()]))
+    if isinstance(item, memoryview):
+        return {"obj": item.obj}
+    return {"__self__": item.__self__}
+
+
+def _attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return a tensor's attributes without those of torch's compiler, which a resumed process sets again when it compiles."""
+    return {name: value for name, value in vars(tensor).items() if not name.startswith("_dynamo_")}
+
+
+def _tensor_state(tensor: torch.Tensor) -> Children:
+    """Return the attributes of a tensor, and the gradient of one that is trained by hand."""
+    kept = _attributes_of_tensor(tensor)
+    if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None:
+        kept["grad"] = tensor.grad
+    return kept
+
+
+def _function_state(function: FunctionType) -> Children:
+    """Return what a function keeps from call to call: defaults, its attributes, and closure variables."""
+    code = function.__code__
+    defaults, names = function.__defaults__ or (), code.co_varnames[: code.co_argcount]
+    kept = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | (function.__kwdefaults__ or {})
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            kept[name] = cell.cell_contents
+    return kept | vars(function)
+
+
+def _mark(item: Any, kind: Kind) -> Any:
+    if kind == "tensor":
+        return _mark_of_tensor(item)
+    if kind == "array":
+        return item.shape, item.dtype.str, _array_digest(item)
+    if kind == "generator":
+        tensors, data = encode(GeneratorState(item).state_dict(), root="generator")
+        return data, {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    if kind == "set":
+        constant = all(map(is_constant, item))
+        return frozenset(item) if constant else [(id(one), _mark(one, _kind(one, "own"))) for one in item]
+    if kind == "bytes":
+        return bytes(item)
+    if _is_large(item, kind):
+        return _mark_of_large(item)
+    if kind == "object":
+        return type(item), _registered_code(item)
+    return _mark_of_sealed(item) if kind == "sealed" else None
+
+
+def _mark_of_large(item: Any) -> Any:
+    """Return the number of items of a container, and a sample of them: constants by value, other items by identity."""
+    every = -(-len(item) // _SAMPLE)
+    found = islice(item.items() if isinstance(item, dict) else item, 0, None, every)
+    return len(item), [repr(one) if is_constant(one) else _shallow(one) for one in (*found, *_last(item))]
+
+
+def _last(item: Any) -> list[Any]:
+    return [*islice(reversed(item.items() if isinstance(item, dict) else item), 1)]
+
+
+def _shallow(item: Any) -> Any:
+    """Return the identity of an item and, for a container, of its items."""
+    held = [*(item.items() if isinstance(item, dict) else item)] if isinstance(item, (list, dict, tuple)) else []
+    return id(item), [repr(one) if is_constant(one) else id(one) for one in held[:_SAMPLE]]
+
+
+def _mark_of_sealed(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return version_of(item)
+    if isinstance(item, np.ndarray):
+        return [*map(id, item.reshape(-1)[:_MAX_ARRAY_ITEMS])] if item.dtype.hasobject else _array_digest(item)
+    if isinstance(item, np.random.SeedSequence):
+        return repr(item.state)
+    if isinstance(item, torch.UntypedStorage):
+        return _mark_of_tensor(torch.empty(0, dtype=torch.uint8, device=item.device).set_(item))
+    if isinstance(item, io.IOBase):
+        return _mark_of_file(item)
+    if isinstance(item, GeneratorType):
+        frame = item.gi_frame
+        return frame and (frame.f_lasti, {name: value for name, value in frame.f_locals.items() if is_constant(value)})
+    return _position(item)
+
+
+def _mark_of_file(file: Any) -> Any:
+    """Return a mark that changes with the file: its read position, with the contents if it is in memory. If the position is not
+    known: the contents alone, or None."""
+    held = file.getvalue() if isinstance(file, (io.BytesIO, io.StringIO)) else None
+    places: tuple[Any, ...] = (file, getattr(file, "buffer", None))
+    for one in places:  # tell() raises for a text file that is being iterated over
+        with suppress(OSError, AttributeError):
+            return one.tell(), held
+    return held
+
+
+def _position(iterator: Any) -> Any:
+    """Return the position of one of Python's iterators, without moving it; a new object if it is not available."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            parts = iterator.__reduce__()
+    except Exception:  # whatever the iterator's own code raises
+        return object()
+    return _position_of(parts)
+
+
+def _position_of(part: Any) -> Any:
+    if type(part) is tuple:
+        return [*map(_position_of, part)]
+    if is_constant(part):
+        return part
+    return _position(part) if hasattr(type(part), "__next__") else id(part)
+
+
+def _mark_of_tensor(tensor: torch.Tensor) -> Any:
+    if type(tensor) not in PLAIN_TENSORS or tensor.is_quantized:
+        return version_of(tensor)
+    form = tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+    if tensor.is_cpu and tensor.nbytes <= SMALL:
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        return *form, _digest(flat.view(torch.uint8).numpy()) if flat.numel() else ""
+    return *form, tensor.data_ptr(), version_of(tensor)
+
+
+def _array_digest(array: np.ndarray[Any, Any]) -> str:
+    if not array.size:
+        return ""
+    flat = np.ascontiguousarray(array.reshape(-1, order="A")).view(np.uint8)  # no copy for a transposed array
+    if flat.nbytes <= _FULLY_COMPARED_BYTES:
+        return _digest(flat)
+    blocks = flat[: flat.nbytes // _BLOCK * _BLOCK].reshape(-1, _BLOCK)
+    return _digest(np.ascontiguousarray(blocks[:: -(-flat.nbytes // _FULLY_COMPARED_BYTES)]).reshape(-1))
+
+
+def _digest(flat: np.ndarray[Any, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(flat.data)
+
+
+@lru_cache(maxsize=4096)
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Return the slots of a class and its bases, under the names by which ``getattr`` finds them."""
+    names: list[str] = []
+    for one in kind.__mro__:
+        slots = vars(one).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{one.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def is_user_class(kind: type) -> bool:
+    """True if a class is neither Python's nor an installed package's."""
+    return kind in _USER_LIKE_TYPES or is_user_module(kind.__module__)
+
+
+@lru_cache(maxsize=4096)
+def is_user_module(name: str) -> bool:
+    """True if the code of a module is neither Python's nor an installed package's."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if name == "__main__" or file is None:
+        return name == "__main__"
+    return not _is_excluded(name) and not any(Path(file).is_relative_to(folder) for folder in _installed_folders())
+
+
+@lru_cache(maxsize=1)
+def _installed_folders() -> tuple[Path, ...]:
+    places = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return tuple(places | {Path(one) for one in sys.path if Path(one).name in ("site-packages", "dist-packages")})
+
+
+def is_same(old: Any, new: Any) -> bool:
+    """True if both are the same object, or equal constants."""
+    if old is new:
+        return True
+    if isinstance(old, MethodType):
+        return isinstance(new, MethodType) and old.__func__ is new.__func__ and old.__self__ is new.__self__
+    if type(old) is not type(new) or not is_constant(new):
+        return False
+    return repr(old) == repr(new) if isinstance(new, (float, complex, np.generic, tuple, *VALUES)) else bool(old == new)
+
+
+def are_same_children(old: Children, new: Children) -> bool:
+    """True if both have the same keys in the same order, and the same values under them."""
+    return [*old] == [*new] and all(is_same(old[key], value) for key, value in new.items())

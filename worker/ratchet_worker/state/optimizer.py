@@ -1,0 +1,347 @@
+"""An optimizer's state by parameter name, with tensors that are equal on all ranks separate from the rest.
+
+``Optimizer.state_dict`` numbers parameters and ``load_state_dict`` casts floating-point state to the parameter's dtype. Both are
+undone here: another order of parameters is detected, and float32 momenta of bfloat16 parameters are restored as float32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, islice
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from ratchet_contract.errors import StateError, UserError
+from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.state.encode import Encoded, encode, is_dense
+from ratchet_hooks.torch_compat import has_state_hooks
+from ratchet_worker.state.change_detection import CONSTANTS, Contents, Same, is_constant
+from ratchet_worker.state.snapshot import Tensors
+
+_ADDED: Final = (
+    "Groups that training adds at some step (add_param_group) must exist before the first step of a resumed run: let the "
+    "script add them with `if session.step >= N: optimizer.add_param_group(...)`, where N is how many steps were done without"
+)
+_OWN: Final = "ratchet:own"
+_SHARED: Final = "ratchet:shared"
+"""In format 1, the key of the placeholder for a shared tensor; its value is the list of strides."""
+
+
+def check_not_sharded(name: str, optimizer: Optimizer) -> None:
+    """Raises ``UserError`` if the state of an optimizer, or of one inside it, is sharded over the ranks, which is not
+    supported."""
+    # By name: importing torch.distributed.optim costs every rank a second at its start.
+    kinds = {kind.__name__ for part in (optimizer, *vars(optimizer).values()) for kind in type(part).__mro__}
+    if "ZeroRedundancyOptimizer" in kinds:
+        raise UserError(
+            f"{name}: ZeroRedundancyOptimizer keeps each part of the state on one rank only, which is not supported; use the "
+            "optimizer that it wraps"
+        )
+
+
+class AroundOptimizer:
+    """The state of an object that wraps an optimizer without being one, like schedulefree's wrappers: its ``state_dict`` is only
+    the optimizer's, so its own numbers (whether it is in train mode) are added."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self.item).items() if type(value) in (bool, int, float, str)}
+        return {**self.item.state_dict(), _OWN: own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.item.load_state_dict({key: value for key, value in state.items() if key != _OWN})
+        vars(self.item).update(state.get(_OWN, {}))
+
+
+class Captured(NamedTuple):
+    """An optimizer's state. ``shared``: names of tensors that are equal on all ranks, ``tensors``: these, in the same order.
+    ``rest``: a tree that ``ratchet_hooks.state.encode`` accepts. ``layout_key``: the same object as long as the optimizer has the
+    same parameters, and the same tensors under the same names; ``is_change_detectable``: whether that can be detected.
+    ``is_reused``: everything but the tensors is from the previous capture, which is right if the tensors have the same forms as
+    then: the caller must check."""
+
+    shared: list[str]
+    tensors: list[torch.Tensor]
+    rest: object
+    layout_key: object
+    is_change_detectable: bool
+    is_reused: bool
+
+
+class Capture:
+    """Captures the state of one optimizer, from save to save: if it holds the very same objects under the same names, these names
+    are not built again while training waits."""
+
+    def __init__(self, optimizer: Optimizer, component: str) -> None:
+        self.optimizer, self._component = optimizer, component
+        self._known: _Known | None = None
+
+    def capture_state(self, names: Mapping[int, str], replicated: Collection[str], *, force: bool = False) -> Captured:
+        """Return the current state. ``names``: parameter name by ``id``; ``replicated``: names of parameters that DDP keeps
+        equal; both the same objects as before if their contents are the same. ``force``: reuse nothing."""
+        optimizer, known = self.optimizer, self._known
+        plain = _is_plain(optimizer)
+        if not force and known is not None and plain and known.names is names and known.replicated is replicated:
+            tensors = known.tensors(optimizer)
+            if tensors is not None:
+                return Captured(known.shared, tensors, known.rest(optimizer), known, True, True)
+        shared, rest = capture(optimizer, self._component, names, replicated)
+        constant = not any(rest[part] for part in ("others", "extra")) and all(
+            isinstance(value, CONSTANTS) for values in rest["state"].values() for value in values.values()
+        )
+        self._known = None
+        if plain and constant:
+            with suppress(HookStateError):  # reported when the caller encodes it
+                self._known = _Known(optimizer, names, replicated, shared, rest)
+        known = self._known
+        return Captured([*shared], [*shared.values()], rest, known or object(), known is not None, False)
+
+
+class _Known:
+    """A result of ``capture``. Holds no tensors, so the old ones are freed when an optimizer replaces them. Raises
+    ``HookStateError`` if something cannot be encoded."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[int, str],
+        replicated: Collection[str],
+        shared: Tensors,
+        rest: dict[str, Any],
+    ) -> None:
+        self.names, self.replicated, self.shared = names, replicated, [*shared]
+        self._states = Contents([optimizer.state, *optimizer.state.values()])
+        self._parameters = Same(_parameters(optimizer))
+        self._counts = [len(group["params"]) for group in optimizer.param_groups]
+        values = [*_values(optimizer.state)]
+        place = {id(one): number for number, one in enumerate(values)}
+        self._places = [place[id(tensor)] for tensor in shared.values()]
+        self._in_order = self._places == [*range(len(values))]
+        self._constant = {key: Encoded(encode(rest[key], root=key)[1]) for key in rest if key != "param_groups"}
+        self._keys = [*rest]
+        self._labels = [Encoded(encode(group["params"], root="params")[1]) for group in rest["param_groups"]]
+        self._groups: Contents | None = None
+        self._rest: object = None
+
+    def tensors(self, optimizer: Optimizer) -> list[torch.Tensor] | None:
+        """Return the shared tensors if nothing else has changed; else None."""
+        state, groups = optimizer.state, optimizer.param_groups
+        if (
+            not self._states.matches([state, *state.values()])
+            or [len(group["params"]) for group in groups] != self._counts
+        ):
+            return None
+        if not self._parameters.matches(_parameters(optimizer)):
+            return None
+        values = [*_values(state)]
+        return values if self._in_order else [values[place] for place in self._places]
+
+    def rest(self, optimizer: Optimizer) -> object:
+        """Return what was captured besides the shared tensors, with the current values of the groups. The keys of a group are in
+        the order of ``Optimizer.state_dict``: ``params`` is last."""
+        groups = optimizer.param_groups
+        if self._groups is not None and self._groups.matches(groups):
+            return self._rest
+        each = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": labels}
+            for group, labels in zip(groups, self._labels, strict=True)
+        ]
+        rest = {key: self._constant.get(key, each) for key in self._keys}
+        self._groups = None
+        if all(type(group) is dict for group in groups) and all(
+            type(value) is Encoded or is_constant(value) for one in each for value in one.values()
+        ):
+            with suppress(HookStateError):  # reported when the caller encodes it
+                self._rest = Encoded(encode(rest, root="groups")[1])
+                self._groups = Contents(groups)
+        return rest if self._groups is None else self._rest
+
+
+def _is_plain(optimizer: Optimizer) -> bool:
+    """True if ``state_dict`` is torch's own, without hooks, and the state is kept in the containers that torch uses."""
+    own = type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer)
+    if own or has_state_hooks(optimizer):
+        return False
+    return type(optimizer.state) in (dict, defaultdict) and {*map(type, optimizer.state.values())} <= {dict}
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def _values(state: Mapping[Any, dict[Any, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, state.values()))
+
+
+def capture(
+    optimizer: Optimizer, component: str, names: Mapping[int, str], replicated: Collection[str]
+) -> tuple[Tensors, dict[str, Any]]:
+    """Return ``(shared tensors, the rest)``. ``names``: parameter name by ``id``; ``replicated``: names of parameters that DDP
+    keeps equal. The rest is a tree that ``ratchet_hooks.state.encode`` accepts. Its ``keys`` are JSON text, not a tree, since
+    there is one for every tensor, and training waits: pairs of a parameter's name and its keys, each with a shared tensor's
+    strides or null."""
+    state = optimizer.state_dict()
+    labels, replicated = list(_labels(optimizer, names)), frozenset(replicated)
+    shared: Tensors = {}
+    keys: list[tuple[str, list[tuple[Any, Any]]]] = []
+    entries: dict[str, dict[str, Any]] = {}
+    others: dict[Any, Any] = {}
+    for index, values in state["state"].items():
+        if not isinstance(index, int):  # not a parameter's: state_dict leaves such keys unchanged
+            others[index] = values
+            continue
+        label = labels[index]
+        if not isinstance(values, dict):
+            raise StateError(f"{component}: the state of {label} is a {type(values).__name__}, not a dict")
+        rest: dict[str, Any] = {}
+        listed: list[tuple[Any, Any]] = []
+        equal = label in replicated and all(isinstance(key, str) for key in values)
+        for key, value in values.items():
+            if equal and _is_plain_tensor(value):
+                shared[f"{component}/{label}/{key}"] = value
+                listed.append((key, value.stride()))
+            else:
+                rest[key] = value
+                listed.append((key, None))
+        if equal:
+            keys.append((label, listed))
+        if rest or not equal:
+            entries[label] = rest
+    groups = [{**group, "params": [labels[i] for i in group["params"]]} for group in state["param_groups"]]
+    extra = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+    place = _order_key({name: number for number, name in enumerate(names.values())})
+    ordered = [{**group, "params": sorted(group["params"], key=place)} for group in groups]
+    if any(one["params"] != other["params"] for one, other in zip(groups, ordered, strict=True)):
+        # Parameters from a set, say, have another order on every rank and in every attempt: all ranks store one order.
+        order = {label: number for number, label in enumerate(label for group in ordered for label in group["params"])}
+        keys.sort(key=lambda pair: order[pair[0]])
+        entries = {label: entries[label] for label in sorted(entries, key=order.__getitem__)}
+        named = (f"{component}/{label}/{key}" for label, listed in keys for key, stride in listed if stride is not None)
+        shared = {name: shared[name] for name in named}
+        if not isinstance(optimizer, torch.optim.LBFGS):  # its vectors are all parameters in a row
+            groups = ordered
+    text = json.dumps(keys, separators=(",", ":"))
+    return shared, {"keys": text, "state": entries, "others": others, "param_groups": groups, "extra": extra}
+
+
+def is_captured(rest: Any) -> bool:
+    """True if ``rest`` was made by ``capture``, in this format or the previous one, and is not some object's own state."""
+    return isinstance(rest, dict) and set(rest) - {"keys"} == {"state", "others", "param_groups", "extra"}
+
+
+def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared: Tensors, rest: Any) -> None:
+    """Restore a captured state. Raises ``StateError`` if the optimizer has other parameters or groups than the recorded one."""
+    labels = list(_labels(optimizer, names))
+    recorded = [label for group in rest["param_groups"] for label in group["params"]]
+    if sorted(recorded) != sorted(labels):
+        odd = sorted(set(recorded) ^ set(labels))
+        raise StateError(
+            f"{component}: it has other parameters than the recorded one: {', '.join(odd[:3]) or 'in number'}. {_ADDED}"
+        )
+    sizes = [[len(g["params"]) for g in groups] for groups in (rest["param_groups"], optimizer.param_groups)]
+    own = iter(labels)
+    groups = [
+        {**group, "params": list(islice(own, size))}
+        for group, size in zip(rest["param_groups"], sizes[1], strict=False)
+    ]
+    moved = isinstance(optimizer, torch.optim.LBFGS) and recorded != labels  # its vectors are all parameters in a row
+    if (
+        sizes[0] != sizes[1]
+        or moved
+        or any(set(a["params"]) != set(b["params"]) for a, b in zip(groups, rest["param_groups"], strict=True))
+    ):
+        raise StateError(f"{component}: its parameter groups hold other parameters than the recorded ones. {_ADDED}")
+    rest = {**rest, "param_groups": groups}  # within a group the order may differ (parameters from a set)
+    entries = _entries(component, shared, rest)
+    optimizer.load_state_dict(_numbered(entries, rest))
+    _undo_casts(optimizer, labels, entries)
+
+
+def as_state_dict(component: str, shared: Tensors, rest: Any) -> dict[str, Any]:
+    """Return what ``Optimizer.state_dict`` returned, with numbered parameters, from the result of ``capture``."""
+    return _numbered(_entries(component, shared, rest), rest)
+
+
+def _numbered(entries: dict[str, dict[str, Any]], rest: Any) -> dict[str, Any]:
+    index = {label: i for i, label in enumerate(label for group in rest["param_groups"] for label in group["params"])}
+    groups = [{**group, "params": [index[label] for label in group["params"]]} for group in rest["param_groups"]]
+    state = {index[label]: values for label, values in entries.items()} | rest["others"]
+    return {"state": state, "param_groups": groups, **rest["extra"]}
+
+
+def _entries(component: str, shared: Tensors, rest: Any) -> dict[str, dict[str, Any]]:
+    own = rest["state"]
+    if "keys" not in rest:  # format 1
+        return {
+            label: {k: _tensor(shared, f"{component}/{label}/{k}", v) for k, v in values.items()}
+            for label, values in own.items()
+        }
+    equal = {
+        label: {
+            key: own[label][key] if stride is None else _strided(shared[f"{component}/{label}/{key}"], stride)
+            for key, stride in keys
+        }
+        for label, keys in json.loads(rest["keys"])
+    }
+    return equal | {label: values for label, values in own.items() if label not in equal}
+
+
+def _tensor(shared: Tensors, name: str, value: Any) -> Any:
+    if not isinstance(value, dict) or list(value) != [_SHARED]:
+        return value
+    return _strided(shared[name], value[_SHARED])
+
+
+def _strided(stored: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """Return a shared tensor with its recorded strides: channels-last stays channels-last. ``stored`` itself if it has them."""
+    if stored.stride() == tuple(stride) or not is_dense(torch.empty_strided(stored.shape, stride, device="meta")):
+        return stored
+    return torch.empty_strided(stored.shape, stride, dtype=stored.dtype).copy_(stored)
+
+
+def _undo_casts(optimizer: Optimizer, labels: list[str], entries: dict[str, dict[str, Any]]) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for label, parameter in zip(labels, parameters, strict=True):
+        for key, value in entries.get(label, {}).items():
+            if key in optimizer.state[parameter]:
+                optimizer.state[parameter][key] = _as_recorded(value, optimizer.state[parameter][key])
+
+
+def _as_recorded(value: Any, there: Any) -> Any:
+    """Return what ``load_state_dict`` made of ``value``, with every tensor's recorded dtype and strides, on the device it
+    chose."""
+    if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
+        same = (there.dtype, there.stride()) == (value.dtype, value.stride())
+        return there if same else value.to(there.device, copy=True)
+    if isinstance(value, dict) and isinstance(there, dict):
+        return {key: _as_recorded(item, there[key]) for key, item in value.items()}
+    if type(value) in (list, tuple) and isinstance(there, list | tuple):
+        return type(value)(_as_recorded(item, other) for item, other in zip(value, there, strict=True))
+    return there
+
+
+def _labels(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[str]:
+    """Yield one label per parameter in the order that ``state_dict`` numbers them; by number for those outside the model."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    for number, parameter in enumerate(parameters):
+        yield names.get(id(parameter), f"#{number}")
+
+
+def _order_key(place: Mapping[str, int]) -> Callable[[str], int]:
+    return lambda label: place.get(label, len(place))
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and not value.dtype.is_complex
+    )

@@ -1,0 +1,94 @@
+"""The packages that this interpreter has, as ``name==version``, and the changes since a checkpoint was made.
+
+Names and versions are those of the directories ``NAME-VERSION.dist-info`` on the import path; the first of each name counts.
+(``importlib.metadata`` reads and parses a file of each, which takes half a second with 160 packages.) For a package installed
+from a repository or a file, the commit or the file's digest follows (``name==version@COMMIT``), for an editable one
+``@editable``. The files of packages are not read. Ratchet itself is not in the list: its version is recorded separately, and a
+checkpoint means the same to every version that reads its format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from importlib.metadata import Distribution
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract.checkpoint.resume_report import EnvironmentDifference
+
+OWN: Final = ("ratchet-train", "ratchet-hooks")
+EDITABLE: Final = "editable"
+_SUFFIXES: Final = (".dist-info", ".egg-info")
+_NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+"""The name of a package, unlike what pip leaves when it replaces one (``~ip-23.0.dist-info``)."""
+_SEPARATORS: Final = re.compile(r"[-_.]+")
+
+
+def installed(folders: Sequence[str] | None = None) -> list[str]:
+    """Return ``name==version`` of each package, sorted, with normalised names (``scikit-learn``). ``folders``: an import path;
+    None: this process's."""
+    found: dict[str, str] = {}
+    for folder in map(Path, sys.path if folders is None else folders):
+        try:
+            names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _SUFFIXES)
+        except OSError:  # a zip file, or missing
+            continue
+        for name, version in (_name_and_version(folder / entry) for entry in names):
+            if _NAME.fullmatch(name):
+                found.setdefault(_SEPARATORS.sub("-", name).lower(), version)
+    for name in OWN:
+        found.pop(name, None)
+    return sorted(f"{name}=={version}" for name, version in found.items())
+
+
+def _name_and_version(place: Path) -> tuple[str, str]:
+    name, _, version = place.stem.partition("-")
+    if place.suffix == ".egg-info":  # NAME.egg-info, NAME-VERSION-py3.11.egg-info
+        with suppress(OSError, ValueError, KeyError):
+            meta = Distribution.at(place).metadata
+            name, version = meta["Name"] or name, meta["Version"] or version
+    return name, (version or "unknown") + _source_suffix(place)
+
+
+def _source_suffix(place: Path) -> str:
+    """Return ``@`` and what distinguishes two installations of one version, if the installer recorded it; else empty."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        told = json.loads((place / "direct_url.json").read_bytes())
+        if told.get("dir_info", {}).get("editable"):
+            return f"@{EDITABLE}"
+        found = told.get("vcs_info", {}).get("commit_id") or told.get("archive_info", {}).get("hashes", {}).get(
+            "sha256"
+        )
+        return f"@{found}" if found and " " not in found else ""
+    return ""
+
+
+def editable(packages: Sequence[str]) -> list[str]:
+    """Return the names of packages whose code may change while the list stays the same."""
+    return [package.partition("==")[0] for package in packages if package.endswith(f"@{EDITABLE}")]
+
+
+def digest(packages: Sequence[str]) -> str:
+    """Return the hex SHA-256 of the list, one package a line."""
+    return hashlib.sha256("\n".join(packages).encode()).hexdigest()
+
+
+def changes(recorded: Sequence[str], current: Sequence[str], excluded: Collection[str]) -> list[EnvironmentDifference]:
+    """Return a difference, with the key ``package:NAME``, for each package that was added, removed or has another version, except
+    the packages ``excluded`` (torch, numpy), which have a separate fact."""
+    then, now = dict(map(_split, recorded)), dict(map(_split, current))
+    return [
+        EnvironmentDifference(key=f"package:{name}", recorded=then.get(name), current=now.get(name))
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name) and name not in excluded
+    ]
+
+
+def _split(package: str) -> tuple[str, str]:
+    name, _, version = package.partition("==")
+    return name, version

@@ -1,0 +1,141 @@
+"""Checks that replicas are still equal: every save reports digests of the shared state in parts, which rank 0 compares.
+
+Each rank writes only its own slice, so no process sees a whole replica in a save. Therefore every rank also computes digests of
+the others' parts from its live tensors, as long as these stay unchanged anyway: during the next step, or before a stop. If there
+is not enough time for all parts, they take turns from save to save; a share of them is always compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+import xxhash
+
+from ratchet_store.format.shard_slices import Slice, plan_slices
+from ratchet_worker.state.live_memory import LiveTensors, SafeReader, is_row_major, live_bytes, resized_error
+from ratchet_worker.state.snapshot import Sizes, flat
+
+_PARTS: Final = 64
+_SMALL_PART: Final = 256 << 10  # bytes; with smaller parts the digests cost more than the hashed data
+_PART_BYTES: Final = 16 << 20
+_MIN_SHARE: Final = 64
+"""At least one part in 64 is compared in every save, however little time there is."""
+_MIN_COMPARED_BYTES: Final = 4 << 20
+
+
+def number_of_parts(sizes: Sizes, world_size: int) -> int:
+    """Return a multiple of ``world_size``, so that the cuts between ranks are also cuts between parts."""
+    total = total_bytes(sizes)
+    parts = max(min(_PARTS, -(-total // _SMALL_PART)), -(-total // _PART_BYTES), 1)
+    return world_size * -(-parts // world_size)
+
+
+def total_bytes(sizes: Sizes) -> int:
+    return sum(numel * itemsize for _, numel, itemsize in sizes)
+
+
+def plan_parts(sizes: Sizes, parts: int) -> list[list[Slice]]:
+    """Return the slices of each part; a part is cut out of the whole like a rank's slice."""
+    return plan_slices(sizes, parts)
+
+
+class Cuts:
+    """Caches the plans for the last sizes, which mostly stay the same from save to save."""
+
+    def __init__(self) -> None:
+        self._sizes: Sizes | None = None
+        self._plans: dict[int, list[list[Slice]]] = {}
+
+    def plan(self, sizes: Sizes, parts: int) -> list[list[Slice]]:
+        """Return ``plan_parts(sizes, parts)``."""
+        if sizes is not self._sizes and sizes != self._sizes:
+            self._sizes, self._plans = sizes, {}
+        if parts not in self._plans:
+            self._plans[parts] = plan_parts(sizes, parts)
+        return self._plans[parts]
+
+
+def slice_digests(
+    slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor], reader: SafeReader | None = None
+) -> list[str]:
+    """Return the hex XXH3-128 of the bytes of each slice of a part, row-major. ``tensors``: a snapshot's. ``reader``: set if user
+    code, which may free their memory, runs meanwhile. Raises ``StateError`` for a tensor that was changed in place since the
+    boundary, and for one whose storage was resized."""
+    out: list[str] = []
+    for name, start, stop in slices:
+        live = tensors if isinstance(tensors, LiveTensors) else None
+        if live is not None:
+            live.require_intact(name)
+        try:
+            out.append(_digest(tensors[name], start, stop, reader))
+        except BufferError as error:
+            raise resized_error(name) from error
+        if live is not None:
+            live.require_intact(name)
+    return out
+
+
+def _digest(tensor: torch.Tensor, start: int, stop: int, reader: SafeReader | None) -> str:
+    hasher, size = xxhash.xxh3_128(), tensor.element_size()
+    if not is_row_major(tensor):
+        tensor = flat(tensor if reader is None or not tensor.is_cpu else reader.private_copy(tensor))[start:stop].cpu()
+        start, stop, reader = 0, stop - start, None
+    memory = live_bytes(tensor)[start * size : stop * size]
+    for block in (memory,) if reader is None else reader.blocks(memory):
+        hasher.update(block.data)
+    return hasher.hexdigest()
+
+
+def part_digest(slices: Sequence[str]) -> str:
+    """Return the digest of a part, from the digests of its slices."""
+    return xxhash.xxh3_128_hexdigest("".join(slices).encode())
+
+
+def compare_parts(
+    plan: Sequence[Sequence[Slice]],
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    world_size: int,
+    number: int,
+    total: int,
+    is_enough: Callable[[], bool],
+    reader: SafeReader | None = None,
+) -> dict[int, list[str]]:
+    """Return the slices' digests of other ranks' parts, by the part's number: all of them, or, once ``is_enough`` returns True,
+    no more than the minimum. ``number``: the save's number, which determines the first part. ``total``: bytes of all parts.
+    ``reader``: as for ``slice_digests``."""
+    parts = len(plan)
+    own = range(rank * parts // world_size, (rank + 1) * parts // world_size)
+    others = [part for part in range(parts) if part not in own]
+    least = max(-(-parts // _MIN_SHARE), -(-_MIN_COMPARED_BYTES * parts // max(total, 1)))
+    out: dict[int, list[str]] = {}
+    for done in range(len(others)):
+        if done >= least and is_enough():
+            break
+        part = others[(number * least + done) % len(others)]
+        out[part] = slice_digests(plan[part], tensors, reader)
+    return out
+
+
+class Difference(NamedTuple):
+    """The first slice that differs between some ranks and the rank that writes its part."""
+
+    part: int
+    slice: int
+    ranks: list[int]
+
+
+def first_difference(
+    writer_digests: Sequence[Sequence[str]], other_digests: Sequence[Mapping[str, Sequence[str]]]
+) -> Difference | None:
+    """Return the first difference, or None. ``writer_digests``: digests of all parts from the ranks that write them;
+    ``other_digests``: each rank's digests of others' parts, by the part's number as a JSON key."""
+    odd: dict[tuple[int, int], list[int]] = {}
+    for rank, found in enumerate(other_digests):
+        for part, digests in found.items():
+            for number, (digest, right) in enumerate(zip(digests, writer_digests[int(part)], strict=True)):
+                if digest != right:
+                    odd.setdefault((int(part), number), []).append(rank)
+    return min((Difference(part, number, ranks) for (part, number), ranks in odd.items()), default=None)

@@ -1,0 +1,158 @@
+"""Why replicas have diverged: each rank's facts about the first tensor that differs, and the likely cause that follows from them.
+
+Used only after a save has found a difference. A cause is derived from observations only, and is called likely, since several may
+contribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ratchet_hooks.summary import HookSummary
+from ratchet_hooks.torch_compat import version_of
+from ratchet_worker.state.live_memory import LiveTensors
+from ratchet_worker.state.model import MODEL
+from ratchet_worker.state.optimizer import is_captured
+from ratchet_worker.state.snapshot import Snapshot
+
+Facts = Mapping[str, Any]
+"""The facts of one rank, as JSON."""
+
+
+class Start(NamedTuple):
+    """A model before its first step. ``renormed``: parameters that a forward pass scales down (``max_norm``), and by which
+    module; ``versions``: torch's count of in-place changes, by parameter."""
+
+    renormed: Mapping[str, str]
+    versions: Mapping[str, int | None]
+
+
+def record_start(module: nn.Module) -> Start:
+    named = dict(module.named_parameters())
+    names = {id(parameter): name for name, parameter in named.items()}
+    renormed = {
+        names[id(part.weight)]: f"{type(part).__name__} {path or '(the model)'}"
+        for path, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None and id(part.weight) in names
+    }
+    return Start(renormed, {name: version_of(parameter) for name, parameter in named.items()})
+
+
+def facts(snapshot: Snapshot, summary: HookSummary, found: Start, name: str | None) -> Facts:
+    """Return this rank's facts about the shared tensor ``name`` at a save; None: the ranks have different sets of tensors."""
+    if name is None:
+        return {"tensors": [[one, numel] for one, numel, _ in snapshot.sizes()]}
+    parameter = _parameter(name)
+    groups = {component: _groups(snapshot, component) for component in snapshot.state}
+    return {
+        "steps": summary.step,
+        "backwards": summary.iteration,
+        "changes": _changes(snapshot, parameter, found.versions.get(parameter)),
+        "renormed": found.renormed.get(parameter),
+        "trained": any(parameter in group["params"] for listed in groups.values() for group in listed),
+        "groups": {
+            component: [{key: value for key, value in group.items() if key != "params"} for group in listed]
+            for component, listed in groups.items()
+            if listed
+        },
+    }
+
+
+def cause(name: str | None, facts_by_rank: Sequence[Facts]) -> str:
+    """Return the likely cause, and what to do, in a sentence or two. ``facts_by_rank``: the facts of all ranks, in rank order."""
+    return f"Likely cause: {_other_tensors(facts_by_rank) if name is None else _other_values(name, facts_by_rank)}"
+
+
+def _other_tensors(facts_by_rank: Sequence[Facts]) -> str:
+    ranks = [dict(map(tuple, one["tensors"])) for one in facts_by_rank]
+    for name in {name: None for rank in ranks for name in rank}:
+        have = [number for number, rank in enumerate(ranks) if name in rank]
+        if len(have) < len(ranks):
+            return (
+                f"only rank {have} has {name}: the optimizer of the others has not trained that parameter yet. Have all ranks do "
+                "the same optimizer steps for the same parameters"
+            )
+        if len({rank[name] for rank in ranks}) > 1:
+            return f"{name} has another size on every rank: build the same model on all ranks"
+    return "the ranks list them in another order: build the same model and optimizers, in the same order, on all ranks"
+
+
+def _other_values(name: str, facts_by_rank: Sequence[Facts]) -> str:
+    first = facts_by_rank[0]
+    if first["renormed"]:
+        return (
+            f"{first['renormed']} scales rows down in its forward pass (max_norm), each rank those of its own batch. Build it "
+            "without max_norm, and scale all rows after optimizer.step(), the same on all ranks"
+        )
+    if (odd := _other_groups(facts_by_rank)) is not None:
+        return (
+            f"{odd}, as where each rank steps a scheduler by its own metric. Step it by a value that all ranks share "
+            "(Evaluation.averages, Session.all_gather)"
+        )
+    if first["backwards"] < first["steps"]:
+        return (
+            f"{first['steps'] - first['backwards']} of {first['steps']} steps had no synchronised backward, so each rank trained "
+            "on its own gradients: under no_sync() throughout, or with a forward outside the wrapped model. Call the model that "
+            "wrap() returned, and leave no_sync() before the last backward of a step"
+        )
+    if len({one["changes"] for one in facts_by_rank}) > 1:
+        counts = ", ".join(f"rank {rank} {one['changes']} times" for rank, one in enumerate(facts_by_rank))
+        return (
+            f"{_parameter(name)} was changed in place by {counts}: code that only some ranks run (`if rank == 0`), or a step of "
+            "the optimizer that some leave out. Have all ranks do it"
+        )
+    what = "the optimizer" if first["trained"] else "any registered optimizer"
+    return (
+        f"code other than {what} changes {_parameter(name)} by values that differ between ranks: a draw from generators, a "
+        "function of the rank's batch. Have all ranks use the same value"
+    )
+
+
+def _other_groups(facts_by_rank: Sequence[Facts]) -> str | None:
+    """Return a clause about the first option of an optimizer that differs between ranks, or None."""
+    for component, groups in facts_by_rank[0]["groups"].items():
+        for number, group in enumerate(groups):
+            for key in group:
+                values = [_option(one, component, number, key) for one in facts_by_rank]
+                if len(set(values)) > 1:
+                    text = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+                    return f"{key} of {component} is {text}"
+    return None
+
+
+def _option(rank_facts: Facts, component: str, number: int, key: str) -> Any:
+    groups = rank_facts["groups"].get(component, [])
+    return groups[number].get(key) if number < len(groups) else None
+
+
+def _groups(snapshot: Snapshot, component: str) -> list[dict[str, Any]]:
+    """Return an optimizer's groups; empty for another component. Values are texts, those of ``params`` are names."""
+    data = snapshot.state[component]
+    pairs = data.get("dict", []) if isinstance(data, dict) else []
+    if not any(pair[0] == "param_groups" for pair in pairs) or not is_captured(rest := snapshot.value(component)):
+        return []
+    return [
+        {key: value if key == "params" else _text(value) for key, value in group.items()}
+        for group in rest["param_groups"]
+    ]
+
+
+def _text(value: Any) -> str:
+    return repr(value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value)
+
+
+def _changes(snapshot: Snapshot, parameter: str, before: int | None) -> int | None:
+    shared, name = snapshot.shared, f"{MODEL}/{parameter}"
+    if before is None or not isinstance(shared, LiveTensors) or name not in shared:
+        return None
+    version = shared.version(name)
+    return None if version is None else version - before
+
+
+def _parameter(name: str) -> str:
+    """Return the parameter: ``layer.weight`` for ``model/layer.weight`` and ``optimizer/layer.weight/exp_avg``."""
+    return name.split("/")[1]

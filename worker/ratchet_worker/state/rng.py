@@ -1,0 +1,140 @@
+"""Every generator a rank draws from (torch on CPU and CUDA, numpy, ``random``): seeded per rank, restored bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
+
+import numpy as np
+import torch
+from pydantic import JsonValue
+
+from ratchet_hooks.state.encode import Tensors, encode
+from ratchet_hooks.state.rng import capture, restore
+
+__all__ = [
+    "Capture",
+    "GeneratorState",
+    "Seeds",
+    "capture",
+    "derive_seed",
+    "fork_rng",
+    "is_generator",
+    "restore",
+    "seed_all",
+]
+
+
+def derive_seed(seed: int, *parts: str | int, bits: int = 63) -> int:
+    """Return a seed of ``bits`` bits that is a pure function of ``seed`` and ``parts``: SHA-256 of their text, cut."""
+    text = ":".join(str(p) for p in ("ratchet", seed, *parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - bits)
+
+
+class Seeds(NamedTuple):
+    """The seeds of a rank's generators."""
+
+    torch: int
+    numpy: int
+    python: int
+
+    @staticmethod
+    def for_rank(seed: int, rank: int) -> Seeds:
+        return Seeds(
+            derive_seed(seed, "torch", rank),
+            derive_seed(seed, "numpy", rank, bits=32),
+            derive_seed(seed, "python", rank),
+        )
+
+
+def seed_all(seed: int, rank: int) -> None:
+    """Seed all generators of this process as a function of (seed, rank). ``torch.manual_seed`` seeds every CUDA device too."""
+    seeds = Seeds.for_rank(seed, rank)
+    torch.manual_seed(seeds.torch)
+    np.random.seed(seeds.numpy)
+    random.seed(seeds.python)
+
+
+@contextmanager
+def fork_rng(device: torch.device) -> Iterator[None]:
+    """Restore all generators on exit, also after an exception."""
+    state = capture(device)
+    try:
+        yield
+    finally:
+        restore(state, device)
+
+
+class Capture:
+    """The encoded result of ``capture``, from save to save: the part that is not tensors seldom changes, and is kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._facts: object = None
+        self._data: JsonValue = None
+
+    def encoded(self) -> tuple[Tensors, JsonValue]:
+        """Return named tensors and JSON; the JSON is the same object as long as it is equal."""
+        state = capture(self._device)
+        numpy, (version, words, gauss) = state["numpy"], state["python"]
+        key = numpy["state"].get("key")
+        if not isinstance(key, np.ndarray) or [*numpy["state"]] != ["key", "pos"] or key.dtype.str != "<u4":
+            return encode(state, root="rng")  # not the bit generator that numpy has at its start
+        own = [numpy[name] for name in numpy if name not in ("state", "gauss")]
+        halves = [None if half is None else float(half).hex() for half in (numpy["gauss"], gauss)]
+        facts = [*numpy, *own, *halves, key.shape, numpy["state"]["pos"], version, state["cuda"] is None]
+        if facts != self._facts:
+            self._data, self._facts = encode(state, root="rng")[1], facts
+        tensors = {
+            "torch": state["torch"],
+            "cuda": state["cuda"],
+            "numpy.state.key": torch.from_numpy(key.view(np.uint8)),
+        }
+        return {n: t for n, t in (tensors | {"python[1]": words}).items() if t is not None}, self._data
+
+
+Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+
+def process_generators() -> tuple[Generator, ...]:
+    """Return the generators of the process, which ``capture`` saves."""
+    return torch.default_generator, np.random.mtrand._rand, random._inst
+
+
+def is_generator(item: object) -> TypeGuard[Generator]:
+    # SystemRandom has no state, and its draws cannot be repeated.
+    return isinstance(item, Generator) and not isinstance(item, random.SystemRandom)
+
+
+def _spawn_count(generator: np.random.Generator) -> int:
+    """Return the number of children of ``spawn`` so far: the next ones depend on it, and the state does not contain it."""
+    return int(getattr(getattr(generator.bit_generator, "seed_seq", None), "n_children_spawned", 0))
+
+
+class GeneratorState:
+    """Adds ``state_dict`` to a generator of torch, numpy (``Generator``, ``RandomState``) or ``random``."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        if isinstance(self.generator, torch.Generator):
+            return {"state": self.generator.get_state()}
+        if isinstance(self.generator, np.random.RandomState):
+            return {"state": self.generator.get_state(legacy=False)}
+        if isinstance(self.generator, random.Random):
+            return {"state": self.generator.getstate()}
+        return {"state": self.generator.bit_generator.state, "spawned": _spawn_count(self.generator)}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        if isinstance(self.generator, (torch.Generator, np.random.RandomState)):
+            self.generator.set_state(state["state"])
+        elif isinstance(self.generator, random.Random):
+            self.generator.setstate(state["state"])
+        else:
+            self.generator.bit_generator.state = state["state"]
+            if (more := state.get("spawned", 0) - _spawn_count(self.generator)) > 0:
+                self.generator.spawn(more)  # numpy cannot decrease the count: what an evaluation spawned stays counted

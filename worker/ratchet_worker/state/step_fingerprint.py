@@ -1,0 +1,302 @@
+"""A rank's fingerprint after a step: a sample of its parameters, its generators, its position in the data.
+
+The parameters form one line of bytes, cut into chunks once (``SamplePlan``); step s reads chunk s modulo their number K, so that
+every element is read within K steps. The plan follows from shapes alone, so all attempts of a job have the same one. Memory on
+the CPU is hashed in place (XXH3). On CUDA the chunk is reduced on the device to two sums of its words with random odd weights,
+which are copied to the host concurrently with the next step; nothing waits for them.
+
+The loop's thread calls everything here between two steps, so no user code frees memory meanwhile. A step leaves the caches full
+of its own data: the cost of a fingerprint is the number of functions and objects that it touches, not the hashing. So the reads
+of a step are laid out in advance.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from xxhash import xxh3_64, xxh3_64_hexdigest, xxh3_64_intdigest
+
+from ratchet_contract.checkpoint.step_ring import RING_VERSION, StepFingerprint
+from ratchet_worker.state.live_memory import address, live_bytes
+from ratchet_worker.state.snapshot import flat
+
+_MIN_CHUNK_BYTES: Final = 32 << 10
+_MAX_CHUNK_BYTES: Final = 512 << 10
+_CHUNKS: Final = 1024
+"""A chunk is this share (1/1024) of the parameters, within the two bounds: larger models have longer steps."""
+_MAX_PIECES: Final = 4
+"""Largest number of pieces, of different tensors, in a chunk: after a step, nothing that is read of a tensor is in a cache."""
+_MAX_PENDING: Final = 64
+"""Steps whose sums may be in transit from the device; beyond that the oldest is waited for."""
+_ALIGNMENT: Final = 4
+_EPOCH: Final = 1 << 40
+"""More than the positions of an epoch."""
+_WORD: Final = (1 << 64) - 1
+_UNKNOWN: Final = -1
+_MT19937: Final = ctypes.c_uint32 * 625
+"""The Mersenne Twister's 624 words and the position in them, which numpy stores after them and Python before them."""
+_NO_MEMORY: Final = (RuntimeError, BufferError)
+"""Raised if user code has freed or resized a storage, or given a parameter another kind of tensor: the fingerprint records
+that."""
+
+
+class Piece(NamedTuple):
+    """Bytes ``start`` to ``stop`` of parameter ``number``; ``buffer`` is the ctypes array type of that size."""
+
+    number: int
+    start: int
+    stop: int
+    buffer: Any
+
+
+class SamplePlan:
+    """The bytes of parameters that are read after each step. ``chunks``: by step modulo their number. ``unreadable``: numbers of
+    parameters without memory of their own (sparse ones, subclasses that wrap other tensors)."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        readable = [n for n, p in enumerate(parameters) if p.numel() and address(p) and p.layout is torch.strided]
+        self.unreadable = sorted({n for n, p in enumerate(parameters) if p.numel()} - {*readable})
+        self.sizes = [p.nbytes if n in readable else 0 for n, p in enumerate(parameters)]
+        total = sum(self.sizes)
+        self.chunk_bytes = min(max(total // _CHUNKS, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES) // _ALIGNMENT * _ALIGNMENT
+        self.chunks: list[list[Piece]] = []
+        room = pieces = 0
+        for number in readable:
+            size, start = self.sizes[number], 0
+            while start < size:
+                if room == 0 or pieces == 0:
+                    self.chunks.append([])
+                    room, pieces = self.chunk_bytes, _MAX_PIECES
+                stop = min(size, start + room)
+                self.chunks[-1].append(Piece(number, start, stop, ctypes.c_char * (stop - start)))
+                # The next piece begins at a multiple of the alignment, so that all words of a chunk are whole.
+                room, pieces = (room - (stop - start)) // _ALIGNMENT * _ALIGNMENT, pieces - 1
+                start = stop
+        sizes = ([-(-(p.stop - p.start) // _ALIGNMENT) for p in chunk] for chunk in self.chunks)
+        self.max_words = max(map(sum, sizes), default=0)
+        forms = [(str(p.dtype), [*p.shape], [*p.stride()] if n in readable else None) for n, p in enumerate(parameters)]
+        self.digest = xxh3_64_hexdigest(repr((RING_VERSION, forms, self.chunk_bytes, _MAX_PIECES)).encode())
+
+
+class _Place(NamedTuple):
+    """The last known place of a piece: the address ``begin`` of its tensor, or ``_UNKNOWN``, and ``memory``, the piece's
+    bytes."""
+
+    tensor: torch.Tensor
+    begin: int
+    memory: Any
+
+
+class StepFingerprints:
+    """Makes one rank's fingerprints. ``parameters``: the model's, each once, in an order that is the same in every attempt."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], device: torch.device, *, on_device: bool = False) -> None:
+        """``on_device``: reduce on the device, as is always done on CUDA."""
+        self.plan = SamplePlan(parameters)
+        self._parameters, self._device = parameters, device
+        self._dense = [_is_dense(p) for p in parameters]
+        self._generators = Generators(device)
+        on_device = on_device or device.type == "cuda"
+        self._sums = DeviceSums(device, self.plan.max_words) if on_device else None
+        here = {n for n, p in enumerate(parameters) if on_device and p.device.type == device.type}
+        chunks = self.plan.chunks or [[]]
+        self._on_device = [[piece for piece in chunk if piece.number in here] for chunk in chunks]
+        self._on_host = [[piece for piece in chunk if piece.number not in here] for chunk in chunks]
+        self._places = [[_Place(parameters[p.number], _UNKNOWN, None) for p in chunk] for chunk in self._on_host]
+        self._pending: deque[tuple[int, int, int, int, _Sums]] = deque()
+        self._generators_digest: int | None = None  # digest of the generators after the newest step
+
+    @property
+    def has_drawn(self) -> bool:
+        """True if the generators have moved since the newest step."""
+        return self._generators_digest is not None and self._generators.digest() != self._generators_digest
+
+    def record_step(self, step: int, position: tuple[int, int]) -> list[StepFingerprint]:
+        """Make the fingerprint after ``step``, whose ``position`` in the data is (epoch, place in it). Return the fingerprints
+        that are complete: this step's, or, if sums come from a device, those of earlier steps."""
+        epoch, place = position
+        data, generators = (epoch * _EPOCH + place) & _WORD, self._generators.digest()
+        on_host, self._generators_digest = self._host_digest(step % len(self._places)), generators
+        if self._sums is None:
+            return [StepFingerprint(step, on_host, generators, data)]
+        on_device = self._device_bytes(self._on_device[step % len(self._on_device)])
+        self._pending.append((step, on_host, generators, data, self._sums.begin(on_device)))
+        return self._collect_arrived(wait=len(self._pending) >= _MAX_PENDING)
+
+    def drain(self) -> list[StepFingerprint]:
+        """Wait for the fingerprints still in transit, and return them; called when the loop waits anyway."""
+        found: list[StepFingerprint] = []
+        while self._pending:
+            found += self._collect_arrived(wait=True)
+        return found
+
+    def _collect_arrived(self, *, wait: bool) -> list[StepFingerprint]:
+        """Return the pending fingerprints that have arrived. ``wait``: wait for the oldest of them."""
+        found: list[StepFingerprint] = []
+        while self._pending:
+            step, on_host, generators, data, sums = self._pending[0]
+            if not sums.has_arrived(wait=wait and not found):
+                break
+            self._pending.popleft()
+            found.append(StepFingerprint(step, sums.digest(on_host), generators, data))
+        return found
+
+    def _host_digest(self, chunk: int) -> int:
+        hasher = xxh3_64()
+        for number, (tensor, begin, memory) in enumerate(self._places[chunk]):
+            try:
+                if tensor.data_ptr() == begin:  # the address changes when a storage is resized
+                    hasher.update(memory)
+                else:
+                    hasher.update(self._locate(chunk, number))
+            except _NO_MEMORY:
+                hasher.update(b"no memory")
+        return hasher.intdigest()
+
+    def _locate(self, chunk: int, number: int) -> Any:
+        """Return the bytes of a piece, and store its place for the next time."""
+        tensor, *_ = self._places[chunk][number]
+        parameter, start, stop, buffer = self._on_host[chunk][number]
+        begin, memory = tensor.data_ptr(), None
+        if begin and self._dense[parameter] and tensor.is_cpu and _has_memory_to(tensor, self.plan.sizes[parameter]):
+            memory = memoryview(buffer.from_address(begin + start)).cast("B")
+        self._places[chunk][number] = _Place(tensor, _UNKNOWN if memory is None else begin, memory)
+        return live_bytes(flat(tensor).cpu())[start:stop].data if memory is None else memory
+
+    def _device_bytes(self, pieces: list[Piece]) -> list[torch.Tensor]:
+        """Return the bytes of ``pieces``, in parts whose sizes are multiples of the alignment."""
+        found: list[torch.Tensor] = []
+        for number, start, stop, _ in pieces:
+            tensor = self._parameters[number].detach()
+            try:
+                dense = self._dense[number] and _has_memory_to(tensor, stop)
+                line = tensor.as_strided((tensor.numel(),), (1,)) if dense else flat(tensor)
+                found.append(line.view(torch.uint8)[start:stop])
+            except _NO_MEMORY:
+                continue
+            if rest := -(stop - start) % _ALIGNMENT:
+                found.append(torch.zeros(rest, dtype=torch.uint8, device=self._device))
+        return found
+
+
+class _Sums(NamedTuple):
+    """Two sums in transit from the device. ``event`` None: they have arrived."""
+
+    host: torch.Tensor
+    event: Any
+
+    def has_arrived(self, *, wait: bool) -> bool:
+        if self.event is None or self.event.query():
+            return True
+        if wait:
+            self.event.synchronize()
+        return wait
+
+    def digest(self, on_host: int) -> int:
+        """Return the digest of the sums and ``on_host``, the digest of what was hashed on the host."""
+        return xxh3_64_intdigest(struct.pack("<2qQ", *self.host.tolist(), on_host))
+
+
+class DeviceSums:
+    """Sums of 32-bit words with odd 64-bit weights, modulo 2^64: different words have equal sums only by chance. Integer sums do
+    not depend on the order of summation."""
+
+    def __init__(self, device: torch.device, max_words: int) -> None:
+        numbers = random.Random(0).randbytes(
+            2 * 8 * max_words
+        )  # torch's generator may return other numbers in another version
+        weights = (
+            torch.frombuffer(bytearray(numbers), dtype=torch.int64) if max_words else torch.zeros(0, dtype=torch.int64)
+        )
+        self._weights = weights.bitwise_or(1).reshape(2, max_words).to(device)
+        self._device = device
+
+    def begin(self, pieces: list[torch.Tensor]) -> _Sums:
+        """Compute the sums of these bytes, and begin to copy them to the host."""
+        pinned = self._device.type == "cuda"
+        host = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
+        if not pieces:
+            return _Sums(host, None)
+        words = torch.cat(pieces).view(torch.int32)
+        sums = torch.mul(self._weights[:, : words.numel()], words).sum(1)
+        host.copy_(sums, non_blocking=True)
+        if not pinned:
+            return _Sums(host, None)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return _Sums(host, event)
+
+
+class Generators:
+    """Digests the process-wide generators: torch on the CPU and on ``device``, numpy, ``random``. numpy and ``random`` are read
+    from memory: their getstate functions create hundreds of numbers, 25 us for each of the two after every step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self._torch_state = torch.default_generator.get_state
+        self._torch_words = ctypes.c_char * self._torch_state().nbytes
+        self._numpy_own: Any = np.random.mtrand._rand
+        self._numpy: tuple[Any, Any] = (None, None)  # its bit generator, and that one's words
+        self._python_own: Any = random._inst
+        self._python = _python_words()
+
+    def digest(self) -> int:
+        torch_state = self._torch_state()
+        hasher = xxh3_64(self._torch_words.from_address(torch_state.data_ptr()))
+        if self._cuda is not None:
+            hasher.update(torch.cuda.get_rng_state(self._cuda).numpy().data)
+        generator, words = self._numpy
+        if self._numpy_own._bit_generator is not generator:
+            words = self._numpy_words()
+        # Without numpy's cached second half of a pair of normal numbers: it shows in the next draws.
+        hasher.update(words)
+        if self._python is None:
+            hasher.update(repr(random.getstate()).encode())
+        else:
+            hasher.update(self._python)
+            gauss = self._python_own.gauss_next
+            if gauss is not None:  # the cached half of a pair
+                hasher.update(float(gauss).hex().encode())
+        return hasher.intdigest()
+
+    def _numpy_words(self) -> Any:
+        generator = self._numpy_own._bit_generator
+        if type(generator) is not np.random.MT19937:  # user code gave numpy another one
+            return repr(generator.state).encode()
+        self._numpy = generator, memoryview(_MT19937.from_address(generator.ctypes.state_address)).cast("B")
+        return self._numpy[1]
+
+
+def _python_words() -> Any:
+    """Return the memory of Python's own generator; None if this Python has another layout."""
+    inst, head = random._inst, object.__basicsize__
+    if type(inst).__basicsize__ < head + ctypes.sizeof(_MT19937):
+        return None
+    view = _MT19937.from_address(id(inst) + head)
+    place, *words = view
+    return memoryview(view).cast("B") if (*words, place) == random.getstate()[1] else None
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if its elements fill the memory from its address on without a gap, in any order; they are read in memory order."""
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return False
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _has_memory_to(tensor: torch.Tensor, stop: int) -> bool:
+    """True if it has memory up to byte ``stop``. User code may have resized its storage, or given it another."""
+    storage = tensor.untyped_storage()
+    return storage.nbytes() >= tensor.storage_offset() * tensor.element_size() + stop

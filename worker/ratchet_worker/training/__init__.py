@@ -1,0 +1,1 @@
+"""Training under a job: runtime, loops, resume, replay proof."""

@@ -1,0 +1,107 @@
+"""Gather tensors of all ranks, stacked, on every rank; gradients flow back through the gather."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from ratchet_contract.errors import UserError
+from ratchet_hooks.ddp.process_groups import duplicate_group
+
+_HEADER: Final = 16  # number of integers that describe a tensor: dtype, whether it needs a gradient, dimensions, shape
+_DTYPES: Final = tuple(
+    sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+)  # each dtype's index is its code, the same in every process with the same torch
+
+
+class Gatherer:
+    """One rank's gathers. Without a specified group they use a process group of their own: a backward pass gathers while DDP
+    reduces, and the order of the two may differ between ranks."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    def gather(self, tensor: torch.Tensor, group: dist.ProcessGroup | None, sync_grads: bool) -> torch.Tensor:
+        """Return ``tensor`` of every rank, in rank order: (ranks of the group, *shape). A collective, and so is its backward.
+
+        Raises ``UserError`` on every rank where the tensors differ in shape, dtype or in whether they need a gradient.
+        """
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise UserError(f"all_gather takes dense tensors, not one of layout {tensor.layout}; make it dense first")
+        if tensor.dim() > _HEADER - 3:
+            raise UserError(f"all_gather takes tensors of up to {_HEADER - 3} dimensions, not {tensor.dim()}")
+        ranks = self._group(tensor.device) if group is None else group
+        if dist.get_rank(ranks) < 0:
+            raise UserError("all_gather: this rank is not in the specified group; only its ranks may call it")
+        differentiable = sync_grads and tensor.requires_grad and torch.is_grad_enabled()
+        _check_same_kind(tensor, differentiable, ranks)
+        if differentiable:
+            return _Gather.apply(tensor, ranks)  # type: ignore[no-untyped-call,no-any-return]
+        return _gather_stacked(tensor, ranks)
+
+    def _group(self, device: torch.device) -> dist.ProcessGroup:
+        if device.type not in self._groups:
+            main = dist.group.WORLD
+            assert main is not None
+            self._groups[device.type] = duplicate_group(main, device)
+        return self._groups[device.type]
+
+
+class _Gather(torch.autograd.Function):
+    """Backward: the gradient of a rank's tensor is the sum, over the ranks, of the gradients of its slice of the gathered
+    tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _gather_stacked(tensor, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        sent = gradient.resolve_conj().resolve_neg().contiguous()
+        received = torch.empty_like(sent)
+        if sent.numel():
+            dist.all_to_all_single(_bytes(received), _bytes(sent), group=ctx.group)
+        total = received[0].clone()
+        for part in received[1:]:  # in rank order: the same bits on every back end
+            total += part
+        return total, None
+
+
+def _gather_stacked(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    own = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    out = own.new_empty((group.size(), *own.shape))
+    if own.numel():
+        dist.all_gather(list(_bytes(out).view(group.size(), -1)), _bytes(own), group=group)
+    return out
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, flat: every back end moves bytes, but not every one bfloat16, bool or complex numbers."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _check_same_kind(tensor: torch.Tensor, differentiable: bool, group: dist.ProcessGroup) -> None:
+    """Raise ``UserError`` unless the tensors have one kind: a back end would wait for bytes that never come, or mix up those that
+    do."""
+    numbers = [_DTYPES.index(tensor.dtype), int(differentiable), tensor.dim(), *tensor.shape]
+    header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64, device=tensor.device)
+    found = [torch.empty_like(header) for _ in range(group.size())]
+    dist.all_gather(found, header, group=group)
+    kinds = [_describe_kind(numbers) for numbers in torch.stack(found).tolist()]
+    odd = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if odd is not None:
+        raise UserError(
+            f"all_gather: rank 0 gave a tensor of {kinds[0]}, rank {odd} one of {kinds[odd]}. All ranks must give the same kind: "
+            "pad the shorter ones, convert them, or detach them all (sync_grads=False)",
+            code="gather-mismatch",
+        )
+
+
+def _describe_kind(numbers: list[int]) -> str:
+    dtype, differentiable, dimensions, *shape = numbers
+    return f"{_DTYPES[dtype]} {shape[:dimensions]} {'with' if differentiable else 'without'} a gradient"

@@ -1,0 +1,125 @@
+"""Evaluation between two steps: it leaves the training state unchanged, and uses no collective that a stop could leave
+hanging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ratchet_hooks.ddp.bucket_layout import ManagedDDP
+from ratchet_hooks.manage.managed_hook import ManagedHook
+from ratchet_hooks.torch_compat import versions_of
+from ratchet_worker.coordination.store_exchange import Abandoned, Exchange
+from ratchet_worker.data import data_generators
+from ratchet_worker.state import rng
+from ratchet_worker.task import TrainData
+
+Item = TypeVar("Item")
+
+
+class Evaluation:
+    """The object that the block of ``evaluating`` uses. All its methods raise ``Abandoned`` once the ranks have agreed to stop;
+    the block is then left, and the evaluation runs again after the resume."""
+
+    def __init__(
+        self, exchange: Exchange, name: str, tick: Callable[[], None], stop_pending: Callable[[], bool]
+    ) -> None:
+        self._exchange, self._name, self._tick, self._stop_pending = exchange, name, tick, stop_pending
+        self._gathers = 0
+
+    def batches(self, items: Iterable[Item]) -> Iterator[Item]:
+        """``items``; each of them is counted as progress."""
+        for item in items:
+            if self._stop_pending():
+                raise Abandoned(self._name)
+            self._tick()
+            yield item
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order; every rank calls it."""
+        self._gathers += 1
+        return self._exchange.gather(f"{self._name}/{self._gathers}", value, should_abandon=self._stop_pending)
+
+    def averages(self, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+        """Sum of sums / sum of weights over all ranks, by name (0 weight: NaN)."""
+        parts = self.gather({k: [float(v[0]).hex(), float(v[1]).hex()] for k, v in sums.items()})
+        names = sorted({name for part in parts for name in part})
+        out: dict[str, float] = {}
+        for name in names:
+            total = sum(float.fromhex(p[name][0]) for p in parts if name in p)
+            weight = sum(float.fromhex(p[name][1]) for p in parts if name in p)
+            out[name] = total / weight if weight else float("nan")
+        return out
+
+
+@contextmanager
+def preserving_state(
+    ddp: ManagedDDP,
+    hook: ManagedHook,
+    data: TrainData | None,
+    device: torch.device,
+    optimizers: Sequence[Any] = (),
+    *,
+    broadcast: bool,
+) -> Iterator[None]:
+    """Eval mode without gradients. Afterwards modes, parameters, buffers and generators are as before, including generators
+    inside the training ``data`` and weights that ``optimizers`` with modes of their own have switched.
+
+    One model is evaluated, not one per rank: where replicas differ, their mean replaces the parameters. With ``broadcast`` every
+    rank has rank 0's buffers inside, those that DDP would broadcast at the next forward; it is then a collective.
+    """
+    modes = [(module, module.training, _own_buffers(module)) for module in ddp.modules()]
+    synced = ddp.require_forward_param_sync
+    buffers = [buffer for _, buffer in sorted(ddp.module.named_buffers())]
+    with torch.no_grad():
+        kept = [buffer.clone() for buffer in buffers]
+        if broadcast:
+            for buffer in buffers:
+                dist.broadcast(buffer, src=0, group=ddp.process_group)
+    try:
+        ddp.eval()
+        with (
+            rng.fork_rng(device), data_generators.for_data(data).preserved(), hook.averaged_parameters(),
+            _preserving_weights(optimizers), torch.no_grad(),
+        ):  # fmt: skip
+            yield
+    finally:
+        for module, training, held in modes:
+            module.training = training
+            now = _own_buffers(module)
+            for name in now | held:  # an evaluation may have replaced a buffer
+                if now.get(name) is not held.get(name):
+                    setattr(module, name, held.get(name))
+        ddp.require_forward_param_sync = synced
+        with torch.no_grad():
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
+
+
+def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_buffers(recurse=False, remove_duplicate=False))
+
+
+@contextmanager
+def _preserving_weights(optimizers: Sequence[Any]) -> Iterator[None]:
+    """Keep the weights and modes of optimizers that switch between training and evaluating (schedulefree's ``train`` and
+    ``eval``): switching there and back rounds the weights, and an evaluation that runs again after a resume would round them
+    twice."""
+    modal = {id(o): [place for place in (vars(o), *o.param_groups) if "train_mode" in place] for o in optimizers}
+    weights = [p for o in optimizers if modal[id(o)] for group in o.param_groups for p in group["params"]]
+    modes = [(place, place["train_mode"]) for places in modal.values() for place in places]
+    kept, versions = [p.detach().clone() for p in weights], versions_of(weights)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value, before, now in zip(weights, kept, versions, versions_of(weights), strict=True):
+                if now != before:
+                    p.copy_(value)
+        for place, mode in modes:
+            place["train_mode"] = mode

@@ -1,0 +1,347 @@
+"""Proof that steps lost in a kill are redone as the same steps. Fingerprints of both executions are compared while the attempt
+trains.
+
+Every rank writes one fingerprint per step into its attempt's ring (``step_ring``) and reads the rings of earlier attempts, for
+steps after its base. Steps are compared only where they must be equal: the resume is exact, and the earlier attempt trained along
+the same line (``RingHeader.line``: no inexact resume in between) under the same facts. Otherwise nothing is compared, and the
+reason is reported. All ranks compare the same steps: those whose fingerprints every rank has.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import xxhash
+
+from ratchet_contract.checkpoint.resume_report import ResumeReport, StepDifference
+from ratchet_contract.checkpoint.step_ring import (
+    RING_ATTEMPTS,
+    RingHeader,
+    StepFingerprint,
+    StepRing,
+    read_header,
+    read_ring,
+)
+from ratchet_contract.errors import UserError
+from ratchet_contract.paths import AttemptPaths, JobPaths
+from ratchet_contract.plural import pluralize
+from ratchet_contract.protocol.counter_layout import finished_step
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_worker.coordination.reporter import Reporter
+from ratchet_worker.data.loader import TrainLoader
+from ratchet_worker.data.sampler_position import SamplerPosition
+from ratchet_worker.data.stream_position import StreamPosition
+from ratchet_worker.data.streams import TrainStream
+from ratchet_worker.state.environment import Record, compare, describe_differences
+from ratchet_worker.state.step_fingerprint import StepFingerprints
+from ratchet_worker.task import TrainData
+
+if TYPE_CHECKING:
+    from ratchet_worker.training.runtime import Runtime
+
+_REPORT_SECONDS: Final = 2.0
+"""Interval between two reports on the progress of the comparison."""
+_MAX_NAMED: Final = 3
+INEXACT: Final = "the resume is not exact"
+"""Prefix of the reason why the steps of an earlier attempt are not compared."""
+_POSITIONED: Final = (TrainLoader, TrainStream, SamplerPosition, StreamPosition)
+"""Data classes whose attribute ``position`` is the position in the epoch."""
+_DIGITS: Final = 16
+"""Digits of digests in headers and reasons."""
+
+Ranges = list[list[int]]
+"""First and last step of each run of steps."""
+
+
+class Redone(NamedTuple):
+    """The same on all ranks. ``steps``: number of steps that an earlier attempt had done after the base; ``compared``: those of
+    them whose fingerprints every rank has; ``reason``: why some or all are left out."""
+
+    steps: int
+    compared: frozenset[int]
+    reason: str | None
+
+
+class ReplayProof:
+    """One rank's fingerprints in this attempt. ``earlier``: an earlier attempt's fingerprints, by step. ``differs`` is called at
+    the first step whose fingerprint differs from the earlier one."""
+
+    def __init__(
+        self,
+        fingerprints: StepFingerprints,
+        ring: StepRing | None,
+        redone: Redone,
+        earlier: dict[int, StepFingerprint],
+        reporter: Reporter,
+        launch: LaunchFile,
+        on_difference: Callable[[], None],
+    ) -> None:
+        self._fingerprints, self._ring, self._reporter, self._redone = fingerprints, ring, reporter, redone
+        self._world_size, self._own_line, self._on_difference = launch.world_size, _own_line(launch), on_difference
+        self._advice, self._strict = _advice(launch), launch.spec.determinism == "strict"
+        self._earlier = {step: earlier[step] for step in redone.compared}
+        self._compared = self._equal = 0
+        self._difference: StepDifference | None = None
+        self._reported: tuple[int, int] | None = None
+        self._reported_at = time.monotonic()
+        self._position: tuple[int, int] | None = None
+
+    def record_step(self, step: int, data: TrainData | None, batches_taken: int) -> None:
+        """Record a step; called after each. ``batches_taken``: number of batches that it took. Raises ``UserError``
+        (``replay-difference``) under ``determinism: strict`` for a step that differs from its earlier execution."""
+        self._position = _position(data, batches_taken)
+        for fingerprint in self._fingerprints.record_step(step, self._position):
+            self._record(fingerprint)
+
+    def changed_since_step(self, data: TrainData | None, batches_taken: int) -> list[str]:
+        """Names of what has moved since ``record_step``; ``batches_taken``: number of batches taken since then."""
+        placed = isinstance(data, _POSITIONED) and self._position not in (None, _position(data, batches_taken))
+        return [
+            *(["data"] if batches_taken or placed else []),
+            *(["generators"] if self._fingerprints.has_drawn else []),
+        ]
+
+    def finish(self) -> None:
+        """The loop has ended, or stops: report the result of the comparison so far. Raises as ``record_step`` does."""
+        for fingerprint in self._fingerprints.drain():
+            self._record(fingerprint)
+        self.report()
+
+    def report(self) -> None:
+        """Report the comparison, unless nothing has changed since the last report."""
+        if self._redone.steps and self._reported != (self._compared, self._equal):
+            self._reported, self._reported_at = (self._compared, self._equal), time.monotonic()
+            self._reporter.report_redone_steps(
+                self._world_size, self._redone.steps, self._compared, self._equal, self._difference, self._redone.reason
+            )
+
+    def _record(self, fingerprint: StepFingerprint) -> None:
+        if self._ring is not None:
+            self._ring.write(fingerprint)
+        if self._earlier:
+            self._compare(fingerprint)
+
+    def _compare(self, fingerprint: StepFingerprint) -> None:
+        before = self._earlier.pop(fingerprint.step, None)
+        if before is None:
+            return
+        self._compared += 1
+        part = before.first_difference(fingerprint)
+        if part is not None and self._difference is None:
+            self._difference = StepDifference(step=fingerprint.step, rank=self._reporter.rank, part=part)
+            self._on_difference()
+            if self._ring is not None:  # from here on the steps differ from those of earlier attempts
+                self._ring.set_line(self._own_line)
+            self.report()
+            if self._strict:
+                raise UserError(
+                    f"determinism is strict, and {self._difference.sentence()}: something that training depends on is not in the "
+                    "checkpoint, or computes with other bits each time. Register it (session.register, Parts.stateful) and "
+                    f"{self._advice}",
+                    code="replay-difference",
+                )
+        self._equal += self._difference is None
+        if not self._earlier or time.monotonic() - self._reported_at > _REPORT_SECONDS:
+            self.report()
+
+
+def begin_proof(runtime: Runtime, report: ResumeReport) -> ReplayProof:
+    """Begin the proof after everything is restored. ``report``: the resume report. A collective."""
+    launch, rank = runtime.launch, runtime.rank
+    ddp, _ = runtime.state.require_wrapped()
+    fingerprints = StepFingerprints([*ddp.module.parameters()], runtime.device)
+    facts = _facts(runtime, launch, fingerprints.plan.digest)
+    line = _line(runtime, report)
+    earlier = [_Attempt(f"attempt {paths.root.name.lstrip('0')}", paths, facts) for paths in _attempts(launch)]
+    if runtime.adopted is not None:
+        theirs = _facts(runtime, runtime.adopted.launch, fingerprints.plan.digest)
+        earlier += [_Attempt("the adopted run", paths, theirs) for paths in runtime.adopted.attempts()]
+    found = _earlier(earlier, rank, report, line)
+    redone = _agree(runtime.exchange.gather("redone", found.message()), report.base.step)
+    ring = _ring(AttemptPaths(Path(launch.attempt_dir)).ring(rank), RingHeader(line, facts), runtime.reporter)
+    if fingerprints.plan.unreadable:
+        names = [name for name, _ in ddp.module.named_parameters()]
+        left = ", ".join(names[n] for n in fingerprints.plan.unreadable[:_MAX_NAMED])
+        text = (
+            f"fingerprints of steps leave out {len(fingerprints.plan.unreadable)} parameters without memory of their "
+            f"own: {left}"
+        )
+        runtime.reporter.note("fingerprints-partial", text)
+    proof = ReplayProof(
+        fingerprints, ring, redone, found.fingerprints, runtime.reporter, launch, runtime.mark_not_exact
+    )
+    if rank == 0:
+        proof.report()
+    return proof
+
+
+class _Attempt(NamedTuple):
+    """An earlier attempt. ``facts``: the current attempt's facts, computed with the launch file that the earlier one's are of."""
+
+    name: str
+    paths: AttemptPaths
+    facts: Record
+
+
+def _attempts(launch: LaunchFile) -> Iterator[AttemptPaths]:
+    """The job's own attempts, newest first."""
+    job = JobPaths(Path(launch.job_root))
+    numbers = range(launch.attempt - 1, max(0, launch.attempt - 1 - RING_ATTEMPTS), -1)
+    yield from (job.attempt(number) for number in numbers)
+
+
+class _Earlier(NamedTuple):
+    """This rank's knowledge of the steps after the base. ``last``: the last of them that it had done in an attempt that may be
+    compared, or, where there is none (``reason``: why), in any attempt."""
+
+    last: int
+    fingerprints: dict[int, StepFingerprint]
+    reason: str | None
+
+    def message(self) -> dict[str, Any]:
+        return {"last": self.last, "has": _ranges(self.fingerprints), "reason": self.reason}
+
+
+def _earlier(attempts: Sequence[_Attempt], rank: int, report: ResumeReport, line: str) -> _Earlier:
+    """``attempts``: newest first; where several have done a step, the newest one's fingerprint counts."""
+    base = report.base.step
+    refused: list[tuple[int, str]] = []
+    last, fingerprints = 0, dict[int, StepFingerprint]()
+    for name, paths, facts in attempts:
+        done = finished_step(paths.counter(rank if paths.counter(rank).exists() else 0))
+        if done <= base:
+            continue
+        why = _why_incomparable(name, report, read_header(paths.ring(rank)), RingHeader(line, facts))
+        if why is not None:
+            refused.append((done, why))
+            continue
+        last = max(last, done)
+        fingerprints = {s: f for s, f in read_ring(paths.ring(rank)).items() if base < s <= done} | fingerprints
+    if last == 0 and refused:
+        done, why = refused[0]
+        return _Earlier(done, {}, why)
+    return _Earlier(last, fingerprints, None)
+
+
+def _why_incomparable(name: str, report: ResumeReport, found: RingHeader | None, own: RingHeader) -> str | None:
+    """Why the attempt ``name`` is not compared; None if it is."""
+    if report.verdict not in ("fresh", "exact"):
+        return f"{INEXACT}: {describe_inexact(report)}"
+    if found is None:
+        return f"{name} left no fingerprints that this version of Ratchet reads"
+    differences = compare(found.facts, own.facts)
+    if differences:
+        return f"{name} ran under other facts: {describe_differences(differences, _MAX_NAMED)}"
+    if found.line != own.line:
+        return f"{name} and this one go back to different resumes that were not exact"
+    return None
+
+
+def describe_inexact(report: ResumeReport) -> str:
+    """A sentence on what is not exact in a resume: the differences, and the first component that lost something for another
+    reason. A redistributed or reset component follows from the differences, and is named only where there are none; data that
+    start over are always named."""
+    found = []
+    if report.differences:
+        found.append(describe_differences(report.differences, _MAX_NAMED))
+    parts = [part for part in report.components if part.status != "exact"]
+    lost = [
+        part for part in parts
+        if part.status in ("not-exact", "absent") or (part.component == "data" and part.status == "reset")
+    ]  # fmt: skip
+    for part in (lost if found else lost + parts)[:1]:
+        told = part.reason if part.status == "not-exact" else f"{part.status} ({part.reason})"
+        text = f"{part.component} of rank {part.rank}: {told}"
+        found.append(textwrap.shorten(text, 400, placeholder=" ..."))
+    return "; ".join(found)
+
+
+def _agree(messages: list[dict[str, Any]], base: int) -> Redone:
+    """Over all ranks: the steps that every rank had done, and those of them that every rank has fingerprints of."""
+    steps = max(0, min(rank["last"] for rank in messages) - base)
+    reason = next((rank["reason"] for rank in messages if rank["reason"] is not None), None)
+    common = frozenset(range(base + 1, base + steps + 1))
+    for rank in messages:
+        common &= {step for first, last in rank["has"] for step in range(first, last + 1)}
+    if reason is None and len(common) < steps:
+        reason = f"fingerprints of {pluralize(steps - len(common), 'step')} no longer exist, or were not written yet"
+    return Redone(steps, common, reason)
+
+
+def _line(runtime: Runtime, report: ResumeReport) -> str:
+    """The line of this attempt, see ``RingHeader``. An exact resume continues the line of the attempt that wrote the
+    checkpoint."""
+    base, launch, manifest = report.base, runtime.launch, runtime.chosen.manifest
+    if report.verdict == "fresh":
+        return "start"
+    if report.verdict != "exact":
+        return _own_line(launch)
+    job = JobPaths(Path(launch.job_root)) if runtime.adopted is None else runtime.adopted.paths
+    own = manifest is not None and (runtime.adopted is not None or manifest.job_id == launch.job_id)
+    if own and base.attempt is not None:
+        header = read_header(job.attempt(base.attempt).ring(runtime.rank))
+        if header is not None:
+            return header.line
+    return f"checkpoint {base.digest}"
+
+
+def _advice(launch: LaunchFile) -> str:
+    """Advice after a step that differs in a strict run."""
+    if launch.is_standalone:
+        return 'start it in another directory. To continue anyway, with other bits: Session(determinism="warn")'
+    return (
+        "submit the job again. To continue anyway, as a new job whose bits may differ: "
+        f"`ratchet fork {launch.job_id} --set determinism=warn`, or where there is no checkpoint yet, submit it again with that"
+    )
+
+
+def _own_line(launch: LaunchFile) -> str:
+    return f"attempt {launch.attempt} of {launch.job_id}"  # the id since an adopted run's line may continue in this job
+
+
+def _facts(runtime: Runtime, launch: LaunchFile, sample: str) -> Record:
+    hook = launch.spec.hook
+    facts = {
+        **runtime.environment,
+        "code_digest": launch.resolved.code_digest,
+        "data_digest": runtime.data_digest,
+        "hook": f"{hook.name} {xxhash.xxh3_64_hexdigest(json.dumps(hook.values()).encode())[:8]}",
+        "sample": sample,
+        "spec_digest": launch.spec.digest(),
+    }
+    return {
+        key: value[:_DIGITS] if isinstance(value, str) and "digest" in key else value for key, value in facts.items()
+    }
+
+
+def _ring(path: Path, header: RingHeader, reporter: Reporter) -> StepRing | None:
+    try:
+        return StepRing(path, header)
+    except (OSError, ValueError) as error:
+        text = f"no fingerprints of this attempt's steps are kept, so that nothing can be compared with them: {error}"
+        reporter.note("fingerprints-unavailable", text)
+        return None
+
+
+def _position(data: TrainData | None, batches_taken: int) -> tuple[int, int]:
+    """Epoch and position in it. For data of the user's own, whose attributes may mean anything, the number of batches that the
+    step took."""
+    if isinstance(data, _POSITIONED):
+        return data.epoch, data.position
+    return 0 if data is None else int(data.epoch), batches_taken
+
+
+def _ranges(steps: Iterable[int]) -> Ranges:
+    """``[[41, 60], [62, 70]]``"""
+    out: Ranges = []
+    for step in sorted(steps):
+        if out and out[-1][1] == step - 1:
+            out[-1][1] = step
+        else:
+            out.append([step, step])
+    return out

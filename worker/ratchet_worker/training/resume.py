@@ -1,0 +1,350 @@
+"""Resume: the model on the recorded bucket layout, every component's state, and a report of what was restored exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import nn
+
+from ratchet_contract.checkpoint.manifest import SHARED_PREFIX, Manifest
+from ratchet_contract.checkpoint.resume_report import (
+    NOT_EXACT_SINCE,
+    ComponentReport,
+    EnvironmentDifference,
+    ResumeReport,
+    Verdict,
+)
+from ratchet_contract.errors import UserError
+from ratchet_contract.paths import AttemptPaths, JobPaths
+from ratchet_contract.plural import pluralize
+from ratchet_contract.protocol.counter_layout import mid_step_save
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.job import DdpSpec
+from ratchet_hooks.ddp.bucket_layout import Layout, ManagedDDP
+from ratchet_hooks.errors import CustomHookError, HookStateError, LayoutMismatch, UnsupportedModel
+from ratchet_hooks.manage.managed_ddp import ManagedHook, managed_ddp
+from ratchet_hooks.specs.compatibility import HookChange
+from ratchet_hooks.torch_versions import untested
+from ratchet_store.format.manifest_file import mark_changed, read_changed_marker
+from ratchet_worker.checkpoint.late_changes import unfinished_body_message
+from ratchet_worker.ipc.atomic_files import write_atomic
+from ratchet_worker.resume import read_checkpoint as disk
+from ratchet_worker.resume import start_from as imported
+from ratchet_worker.resume.read_checkpoint import Chosen
+from ratchet_worker.resume.start_from import Imported
+from ratchet_worker.state import environment, package_list
+from ratchet_worker.state.hook_transfer import reset_by_policy
+from ratchet_worker.state.model import MODEL
+from ratchet_worker.state.module_baseline import is_compiled
+from ratchet_worker.training import restore_state
+
+if TYPE_CHECKING:
+    from ratchet_worker.training.runtime import Runtime
+
+_TOTAL: Final = "total_steps"
+_MODEL: Final = f"{SHARED_PREFIX}{MODEL}/"
+
+
+@dataclass
+class Notes:
+    """What the construction of the model had to give up; None: nothing."""
+
+    layout: str | None = None
+    reset: str | None = None
+    change: HookChange | None = None
+    total: str | None = None
+    unregistered: str | None = None
+    imported: Imported | None = None
+
+
+def build(
+    launch: LaunchFile, chosen: Chosen, module: nn.Module, device: torch.device, notes: Notes, ddp: DdpSpec
+) -> tuple[ManagedDDP, ManagedHook]:
+    """Wrap ``module`` in DDP under the job's hook, on the recorded layout. A collective. Raises ``UserError`` where
+    ``policy.on_hook_mismatch`` does not allow what that requires."""
+    spec, manifest = launch.spec, chosen.manifest
+    if manifest is None and launch.start_file is not None:
+        notes.imported = imported.load(launch, module)
+    policy = spec.policy.on_hook_mismatch
+    recorded = manifest.bucket_layout if manifest is not None else None
+    if manifest is not None and (change := disk.recorded_hook_change(manifest, launch)) is not None:
+        if (refusal := change.refusal(policy, launch.mismatch_setting)) is not None:
+            raise UserError(refusal, code="hook-mismatch")
+        notes.change = change
+        notes.reset = reset_by_policy(policy, disk.recorded_hook(manifest), change.description)
+    try:
+        return _wrap_managed(launch, ddp, module, device, recorded)
+    except LayoutMismatch as error:
+        assert manifest is not None  # only a checkpoint has a layout
+        if (odd := _model_difference(manifest, module)) is not None:
+            raise UserError(
+                f"the checkpoint is of another model: {odd}. Resume with the model that made it, or start a new "
+                f"run: {_new_run(launch)}",
+                code="state-mismatch",
+            ) from error
+        if policy == "fail":
+            raise UserError(
+                f"the recorded bucket layout cannot be rebuilt: {error}. Resume with the recorded model and ddp settings, or "
+                f"set {launch.mismatch_setting} to redistribute (state by parameter name) or reset",
+                code="layout-mismatch",
+            ) from error
+        notes.layout = str(error)
+        notes.reset = notes.reset or reset_by_policy(policy, disk.recorded_hook(manifest), str(error))
+    return _wrap_managed(launch, ddp, module, device, None)
+
+
+def _model_difference(manifest: Manifest, module: nn.Module) -> str | None:
+    """Name a parameter that only the checkpoint or only the model has; None if both have the same. A parameter that is frozen,
+    now or when the checkpoint was written, is in both."""
+    trained, present = {*chain.from_iterable(manifest.bucket_layout or ())}, {n for n, _ in module.named_parameters()}
+    if lost := trained - present:
+        return f"it has {min(lost)}, and the model does not"
+    saved = {tensor.name.removeprefix(_MODEL) for tensor in manifest.tensors}
+    # A module whose state_dict uses names of its own does not show which parameters were saved.
+    if trained <= saved and (new := present - saved):
+        return f"the model has {min(new)}, and it does not"
+    return None
+
+
+def _new_run(launch: LaunchFile) -> str:
+    return 'Session("another-directory")' if launch.is_standalone else "as a new job (of `ratchet run`: --new)"
+
+
+def _wrap_managed(
+    launch: LaunchFile, ddp: DdpSpec, module: nn.Module, device: torch.device, recorded: Layout | None
+) -> tuple[ManagedDDP, ManagedHook]:
+    hook, options = launch.spec.hook, ddp.model_dump(exclude={"backend"})
+    try:
+        return managed_ddp(module, hook, ddp=options, device=device, recorded_layout=recorded)
+    except UnsupportedModel as error:
+        raise UserError(f"hook {hook.name} cannot run this model: {error}", code="unsupported-model") from error
+    except CustomHookError as error:
+        raise UserError(f"hook.{error.key}: {error.detail}", code=error.code) from error
+    except LayoutMismatch:
+        raise
+    except HookStateError as error:
+        raise UserError(f"the state of the hook cannot be saved: {error}", code="hook-state-unsupported") from error
+
+
+def restore(runtime: Runtime) -> ResumeReport:
+    """Load, compare, report. Afterwards ``base.json`` is on disk and rank 0 has reported that training begins. Every rank returns
+    the report; only rank 0's has its ``notes``."""
+    launch, chosen = runtime.launch, runtime.chosen
+    packages = package_list.installed()
+    runtime.environment = environment.record(launch, runtime.device, packages)
+    differences: list[EnvironmentDifference] = []
+    reports: list[ComponentReport] = []
+    if chosen.manifest is not None:
+        assert chosen.directory is not None
+        saved = chosen.take()
+        own = saved.state.get("facts") if chosen.manifest.world_size == runtime.world_size else None
+        now = launch if runtime.adopted is None else runtime.adopted.launch
+        differences = disk.differences(
+            chosen.manifest, chosen.directory, runtime.environment, packages, now, runtime.data_digest, own
+        )
+        if (odd := total_difference(runtime)) is not None:
+            differences.append(odd)
+        if differences and launch.spec.determinism == "strict":
+            raise UserError(
+                "determinism is strict and this is not what was recorded: "
+                f"{environment.describe_differences(differences)}. Resume "
+                f"it where it is the same, or continue with other bits: {_nonstrict_advice(launch)}",
+                code="environment-differs",
+            )
+        _restore_total(runtime, chosen.manifest)
+        reports = [*restore_state.restore_state(runtime, chosen.manifest, saved), *_report_late_changes(runtime)]
+        if runtime.notes.unregistered is not None and runtime.rank == 0:
+            why = runtime.notes.unregistered
+            reports.append(ComponentReport(component="unregistered", rank=0, status="not-exact", reason=why))
+        _check_strict(launch, reports)
+    elif launch.start_file is not None:
+        reports = _report_import(runtime)
+    mine = {
+        "reports": [r.model_dump() for r in reports],
+        "differences": [d.model_dump() for d in differences],
+        "total": runtime.total,
+    }
+    gathered = runtime.exchange.gather("resume", mine)
+    _check_same_total([rank["total"] for rank in gathered])
+    components = [ComponentReport.model_validate(r) for rank in gathered for r in rank["reports"]]
+    differences = _merge_differences(
+        [EnvironmentDifference.model_validate(d) for rank in gathered for d in rank["differences"]]
+    )
+    since = _not_exact_since(chosen)
+    earlier = [] if since is None else [f"{NOT_EXACT_SINCE} {since}: the checkpoint itself has other bits"]
+    report = ResumeReport(
+        verdict=_verdict(chosen.manifest, components, differences),
+        base=chosen.base,
+        world_size=launch.world_size,
+        recorded_world_size=chosen.manifest.world_size if chosen.manifest else None,
+        components=components,
+        differences=differences,
+        quarantined=chosen.quarantined,
+        notes=[*chosen.notes, *earlier, *_caveats(runtime, packages, differences)] if runtime.rank == 0 else [],
+    )
+    if runtime.rank == 0:
+        paths = AttemptPaths(Path(launch.attempt_dir))
+        runtime.provenance = environment.provenance(packages, environment.read_git(paths))
+        if since is not None:
+            runtime.provenance[environment.NOT_EXACT] = since
+        elif report.verdict == "not-exact":
+            runtime.mark_not_exact()
+        environment.write(paths, packages)
+        _persist_mark(runtime, components)
+        _write_base(runtime, report)
+    return report
+
+
+def total_difference(runtime: Runtime) -> EnvironmentDifference | None:
+    """The number of steps that the script requests, where it differs from that of the attempt that saved the base: a schedule
+    made for the old number does not adapt to the new one."""
+    before, now = runtime.earlier_total, runtime.total
+    if before is None or now is None or before == now:
+        return None
+    return EnvironmentDifference(key=_TOTAL, recorded=before, current=now)
+
+
+def _not_exact_since(chosen: Chosen) -> str | None:
+    """Step and attempt that the first inexact resume started from; None if all resumes that led to the checkpoint were exact."""
+    found = None if chosen.manifest is None else chosen.manifest.environment.get(environment.NOT_EXACT)
+    return None if found is None else str(found)
+
+
+def _report_late_changes(runtime: Runtime) -> list[ComponentReport]:
+    """What the checkpoint lacks, since it changed after ``checkpoint()`` (``late_changes``), or since the body was cut off."""
+    directory, manifest = runtime.chosen.directory, runtime.chosen.manifest
+    assert directory is not None and manifest is not None
+    what = read_changed_marker(directory)
+    if what is None:
+        attempt = JobPaths(directory.parent.parent).attempt(manifest.attempt)
+        ranks = range(
+            runtime.rank, manifest.world_size, runtime.world_size
+        )  # the checkpoint's ranks, divided over this group
+        if all(mid_step_save(attempt.counter(rank)) != manifest.step for rank in ranks):
+            return []
+        what = unfinished_body_message(manifest.step, manifest.attempt)
+    return [ComponentReport(component="checkpoint", rank=runtime.rank, status="not-exact", reason=what)]
+
+
+def _persist_mark(runtime: Runtime, components: list[ComponentReport]) -> None:
+    """Mark the job's own checkpoint, so that copies of it carry the mark too; a checkpoint of another job is left as it is."""
+    what = next((c.reason for c in components if c.component == "checkpoint"), None)
+    directory, own = runtime.chosen.directory, JobPaths(Path(runtime.launch.job_root)).checkpoints
+    if what is not None and directory is not None and directory.parent == own:
+        mark_changed(directory, what)
+
+
+def _report_import(runtime: Runtime) -> list[ComponentReport]:
+    found, state = runtime.notes.imported, runtime.state
+    if found is None:
+        raise UserError(
+            "start_from loads the file when Session.wrap wraps the model, but this model was wrapped otherwise: load the file "
+            "in the script, and leave start_from out",
+            code="import-mismatch",
+        )
+    _, hook = state.require_wrapped()
+    return imported.report(found, runtime.rank, state.optimizers, state.stateful, stateful_hook=hook.stateful)
+
+
+def _restore_total(runtime: Runtime, manifest: Manifest) -> None:
+    """Keep the recorded number of steps where a task computes another one because the number of ranks changed: the restored
+    learning rate schedule has the old number, so the job must end there too. A script counts for itself."""
+    launch, before, asked = runtime.launch, manifest.total_steps, runtime.total
+    same = (
+        disk.is_same_spec_ignoring_ranks(manifest, launch, any_hook=True)
+        and manifest.code_digest == launch.resolved.code_digest
+    )
+    if launch.spec.task is None or before is None or before == asked or not same:
+        return
+    if manifest.data_digest != runtime.data_digest:
+        return
+    runtime.total = before
+    here = pluralize(launch.world_size, "rank")
+    runtime.notes.total = f"the job ends after step {before} as before; for {here} the task would request {asked} steps"
+
+
+def _check_same_total(totals: list[int | None]) -> None:
+    """A rank with more steps than the others would wait for them until a deadline, and look like a hang."""
+    if len(set(totals)) > 1:
+        raise UserError(
+            f"the ranks do not agree on the number of steps: {totals}, in rank order. It must not depend on a rank's own share "
+            "of the data",
+            code="total-steps-differ",
+        )
+
+
+def _merge_differences(found: list[EnvironmentDifference]) -> list[EnvironmentDifference]:
+    """Each difference once, sorted by key; those that several ranks report alike are merged."""
+    return sorted({(d.key, repr(d)): d for d in found}.values(), key=lambda d: d.key)
+
+
+def _caveats(runtime: Runtime, packages: list[str], differences: Sequence[EnvironmentDifference]) -> list[str]:
+    """Notes on what a report does not cover, and on how to read it."""
+    found = runtime.notes.total, untested(torch.__version__)
+    out = [note for note in found if note is not None]
+    if any(difference.key in ("spec:script", _TOTAL) for difference in differences):
+        out.append(
+            "the script's arguments, or its steps, have changed: the checkpoint's values (learning rates, a schedule and its "
+            "position, the state of all registered objects) replace those from the script; a schedule of a fixed length "
+            "(OneCycleLR) ends with the length that it was made with"
+        )
+    if edited := package_list.editable(packages):
+        out.append(f"installed as editable, so whether their code is the same is not checked: {', '.join(edited)}")
+    for path, reason in sorted(runtime.state.hidden.ignored.items()):
+        odd = (
+            "; nothing was found there when the checkpoint was made" if path in runtime.state.unmatched_ignores else ""
+        )
+        out.append(f"{path} is ignored: {reason}{odd}")
+    if runtime.chosen.manifest is not None and (told := getattr(runtime.state.data, "resume_note", None)) is not None:
+        out.append(f"data: {told}")
+    if runtime.state.data is None:
+        out.append(
+            "no data are registered: the same batches return only if they depend on the step, or are drawn from torch's, numpy's "
+            "or Python's own generators"
+        )
+    if runtime.chosen.manifest is not None and is_compiled(runtime.state.require_wrapped()[0].module):
+        out.append(
+            "parts of the model are compiled: generated code depends on the order in which a process meets shapes, so the bits "
+            "are the same only while all steps have the same shapes"
+        )
+    if runtime.launch.spec.determinism == "off":
+        out.append("determinism is off: the state is compared, but the same state need not lead to the same bits")
+    return out
+
+
+def _check_strict(launch: LaunchFile, reports: list[ComponentReport]) -> None:
+    lost = [f"{r.component} of rank {r.rank}: {r.status} ({r.reason})" for r in reports if r.status != "exact"]
+    if lost and launch.spec.determinism == "strict":
+        raise UserError(
+            f"determinism is strict and not everything is restored exactly: {'; '.join(lost)}. To continue anyway: "
+            f"{_nonstrict_advice(launch)}",
+            code="state-differs",
+        )
+
+
+def _nonstrict_advice(launch: LaunchFile) -> str:
+    """What lets a run continue although it is strict and not exact."""
+    if launch.is_standalone:
+        return 'Session(determinism="warn")'
+    return f"as a new job, `ratchet fork {launch.job_id} --set determinism=warn`"
+
+
+def _write_base(runtime: Runtime, report: ResumeReport) -> None:
+    """Write the base to disk before any training: the lineage depends on it."""
+    paths = AttemptPaths(Path(runtime.launch.attempt_dir))
+    write_atomic(paths.base_file, report.base.model_dump_json().encode(), durable=True)
+    runtime.reporter.report_resumed(report)
+    runtime.reporter.report_training(report.base, runtime.total)
+
+
+def _verdict(
+    manifest: Manifest | None, components: list[ComponentReport], differences: list[EnvironmentDifference]
+) -> Verdict:
+    if manifest is None:
+        return "fresh"
+    return "exact" if not differences and all(c.status == "exact" for c in components) else "not-exact"

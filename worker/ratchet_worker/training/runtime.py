@@ -1,0 +1,727 @@
+"""One rank's run: the step boundary, where state is captured and all ranks act together. Task loop and Session are built on it.
+
+Order at the boundary after a step: the save that is due, then whatever the ranks agreed on, then an evaluation. A save comes
+before an evaluation, so an evaluation that a stop cut short runs again after the resume, from the same state.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ratchet_contract.errors import CheckpointError, UserError
+from ratchet_contract.paths import JobPaths
+from ratchet_contract.phases import Cause
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_hooks.ddp.bucket_layout import ManagedDDP
+from ratchet_store.format.manifest_file import mark_changed
+from ratchet_worker.checkpoint.checkpoint_content import Content, Contents
+from ratchet_worker.checkpoint.checkpointer import Checkpointer
+from ratchet_worker.checkpoint.late_changes import LateChanges, early_checkpoint_message, late_change_message
+from ratchet_worker.checkpoint.rank_state import JobState
+from ratchet_worker.coordination import process_group
+from ratchet_worker.coordination.process_group import Clients, Identity
+from ratchet_worker.coordination.reporter import Reason, Reporter, metric_value
+from ratchet_worker.coordination.stop_agreement import (
+    FINISH,
+    NOT_STARTED,
+    STRIDE,
+    Agreement,
+    Decision,
+    Stopped,
+    position,
+)
+from ratchet_worker.coordination.store_exchange import Abandoned, Exchange
+from ratchet_worker.data.loader import endless
+from ratchet_worker.ipc.progress_counter import Stage, StepCounter
+from ratchet_worker.resume.adopted_run import find_adopted
+from ratchet_worker.resume.choose_checkpoint import choose
+from ratchet_worker.resume.read_checkpoint import Chosen
+from ratchet_worker.state import environment as environment_record
+from ratchet_worker.state import loop_variables, unregistered
+from ratchet_worker.state.environment import Record
+from ratchet_worker.state.snapshot import Until
+from ratchet_worker.state.thread_pools import is_working
+from ratchet_worker.training import replay_proof, resume
+from ratchet_worker.training.all_gather import Gatherer
+from ratchet_worker.training.evaluation import Evaluation, preserving_state
+from ratchet_worker.training.trial import Trial
+
+if TYPE_CHECKING:
+    from ratchet_worker.training.epoch_loop import EpochLoop
+
+Item = TypeVar("Item")
+
+
+class Runtime:
+    """``step``: number of completed steps of the job; ``total``: number of all its steps (None: only the script knows)."""
+
+    def __init__(
+        self,
+        launch: LaunchFile,
+        local_rank: int,
+        device: torch.device,
+        exchange: Exchange,
+        saving: Exchange,
+        agreement: Agreement,
+        counter: StepCounter,
+        reporter: Reporter,
+        chosen: Chosen,
+    ) -> None:
+        self.launch, self.local_rank, self.device = launch, local_rank, device
+        self.exchange, self.agreement, self.counter, self.reporter = exchange, agreement, counter, reporter
+        self.chosen, self.adopted = chosen, find_adopted(launch, chosen)
+        self.step = chosen.base.step
+        self.total: int | None = None
+        code = Path(launch.code_dir or launch.workdir)
+        self.state = JobState(exchange.rank, device, code=code, strict=launch.spec.determinism == "strict")
+        self.state.hidden.ignored |= launch.spec.checkpoint.ignore
+        self._contents = Contents(self.state, exchange.rank, exchange.world_size)
+        self.checkpointer = Checkpointer(
+            launch,
+            exchange,
+            saving,
+            counter,
+            reporter,
+            chosen.base,
+            device,
+            lambda: agreement.request_stop(Cause.CHECKPOINT_ERROR),
+            early=_may_save_early(launch, chosen),
+        )
+        self.proof: replay_proof.ReplayProof | None = None  # set by restore
+        self.restored = self.finished = False
+        self.data_digest: str | None = None
+        self.environment: Record = {}
+        self.provenance: Record = {}  # rank 0's, set by restore
+        self.notes = resume.Notes()
+        self.gathers = 0  # number of the script's gathers of JSON values
+        self.gatherer = Gatherer()
+        self.trial = Trial(launch, exchange.rank)
+        self.is_evaluation_abandonable = False  # within an evaluation that a stop may cut short
+        self.epoch_loop: EpochLoop | None = None  # for the script's Sessions
+        self.by_epochs = False  # a step is a batch of the loop's loader; ``total`` is the expected number of steps
+        self._unit = position(self.step)  # the last unit begun
+        self._reported_variables = set[str]()  # variables of the script's loops that were reported
+        self._ended = False  # the last step is done and the final checkpoint saved
+        self._step_open = False  # between begin_step and end_step
+        self._iteration = 0  # the hook's iteration count when the open step began
+        self._has_stepped = False  # this attempt has done a step
+        self._evaluations = 0  # number of evaluations in the open step
+        self._batches = 0  # number of batches taken in the open step
+        self._saved_in_body = False  # checkpoint() has ended the step, but the body of its loop continues
+        self._late_changes: LateChanges | None = None  # set then, if the step is saved
+        self._last_scheduler_counts: dict[str, list[int]] = {}  # of schedulers, at the last step boundary
+        self.stopped: Stopped | None = None  # already raised; a thread of the script may have ended with it
+        # Hooks of a run without a service: ``on_begin`` is called before the attempt's first step, ``on_nothing_left`` where
+        # there is none to do, ``on_exit`` with the error when the Session's block is left.
+        self.on_begin: Callable[[], None] | None = None
+        self.on_nothing_left: Callable[[], None] | None = None
+        self.earlier_objects = WeakSet[object]()  # objects of earlier runs in this process, which the script may keep
+        self.on_exit: Callable[[BaseException | None], None] | None = None
+        self.trainer: threading.Thread | None = None  # the thread that requested the last step, set by restore
+        self._boundary_lock = threading.RLock()  # another thread may end the job, but not while the last step is ending
+
+    @property
+    def rank(self) -> int:
+        return self.exchange.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.exchange.world_size
+
+    @property
+    def open_step(self) -> int:
+        """Number of the open step; between two steps that of the last one."""
+        return self.step + self._step_open
+
+    @property
+    def done(self) -> bool:
+        """True if nothing is left to train: the checkpoint is the run's last and the script does not request more steps by now,
+        or the last step is done."""
+        if self._ended or (self.is_base_last and self.step == self.chosen.base.step):
+            return True
+        return self.total is not None and self.step >= self.total and not self.by_epochs
+
+    @property
+    def is_base_last(self) -> bool:
+        """True if the base is the run's last checkpoint and no more steps are requested by now. Another job that starts from it
+        has not ended."""
+        return self._is_base_finished and not self.is_extended
+
+    @property
+    def is_extended(self) -> bool:
+        """True if the base is the run's last checkpoint and more steps are requested by now."""
+        before = self.earlier_total
+        return self._is_base_finished and None not in (self.total, before) and self.total > before  # type: ignore[operator]
+
+    @property
+    def _is_base_finished(self) -> bool:
+        manifest = self.chosen.manifest
+        return manifest is not None and manifest.finished and manifest.job_id == self.launch.job_id
+
+    @property
+    def earlier_total(self) -> int | None:
+        """``total`` of the attempt that saved the base. None where it was not known, or where the number of ranks has changed,
+        which may change the number of steps."""
+        manifest = self.chosen.manifest
+        return manifest.total_steps if manifest is not None and manifest.world_size == self.world_size else None
+
+    @property
+    def is_judged(self) -> bool:
+        """True if this step is saved and its checkpoint is judged by a metric (``checkpoint.keep_best``)."""
+        return self.launch.spec.checkpoint.keep_best is not None and self.checkpointer.metric_step == self.step
+
+    # --- before the first step -----------------------------------------------------------------------------------------
+
+    def wrap(self, module: nn.Module, *, find_unused_parameters: bool = False) -> ManagedDDP:
+        """Wrap ``module`` in DDP under the job's hook, on the recorded bucket layout. ``find_unused_parameters``: True enables it
+        even if the spec does not, unless the spec sets ``static_graph``. A collective. Raises ``UserError``."""
+        if self.state.ddp is not None:
+            raise UserError(
+                "one model per job can be wrapped; put several networks into one module. Pass a copy that is not trained (an "
+                "average) to prepare after requires_grad_(False), or register it"
+            )
+        options = self.launch.spec.ddp
+        if find_unused_parameters and not options.static_graph:
+            options = options.model_copy(update={"find_unused_parameters": True})
+        ddp, hook = resume.build(self.launch, self.chosen, module.to(self.device), self.device, self.notes, options)
+        self.state.set_model(ddp, hook)
+        return ddp
+
+    def check_loop_variables(self, frame: FrameType | None, *, within_epoch: bool = False) -> None:
+        """Report the variables that the script's loop in ``frame`` carries from one pass to the next. ``within_epoch``: the loop
+        is over an epoch's batches."""
+        place, names = loop_variables.find_carried(frame)
+        new = [name for name in names if name not in self._reported_variables]
+        if not new:
+            return
+        self._reported_variables.update(new)
+        if self.chosen.manifest is not None:
+            text = loop_variables.lost_message(place, new)
+        else:
+            text = loop_variables.carried_message(place, new, within_epoch=within_epoch)
+        if self.rank == 0:
+            self.reporter.note("loop-variables", text, place=place, names=new)
+
+    def _check_unregistered(self) -> None:
+        """Look, on all ranks, for objects that act on the training and are not registered. Raises ``UserError`` under
+        ``determinism: strict``."""
+        state, (ddp, _) = self.state, self.state.require_wrapped()
+        given = (
+            *state.optimizers.values(),
+            *state.stateful.values(),
+            *state.plain.values(),
+            *ddp.module.modules(),
+            state.task,
+        )
+        mine = unregistered.find_unregistered(ddp.module, state.optimizers.values(), (*given, *self.earlier_objects))
+        self.earlier_objects.update(unregistered.unattributable(given))
+        names = sorted({name for rank in self.exchange.gather("unregistered", mine) for name in rank})
+        if not names:
+            return
+        text = unregistered.unregistered_message(names)
+        if self.launch.spec.determinism == "strict":
+            raise UserError(text, code="unregistered-state")
+        self.notes.unregistered = text
+        if self.rank == 0 and self.chosen.manifest is None:
+            self.reporter.note("unregistered", text)
+
+    def restore(self, total: int | None) -> None:
+        """Restore what was registered, report the result, and report that training begins. Called on every rank, once.
+
+        Raises ``UserError`` (state that does not fit, or a difference under ``determinism: strict``) and ``CheckpointError``.
+        """
+        if self.restored:
+            raise UserError("call restore once, after everything is registered and before the first step")
+        self.total = total
+        self._check_unregistered()
+        self.state.check_parameters_covered()
+        self.state.check_parameters_unchanged()
+        self.state.begin()
+        self.counter.tick()
+        self.proof = replay_proof.begin_proof(self, resume.restore(self))
+        self.trainer, self.restored = threading.current_thread(), True
+        self.state.require_storable()
+        self._set_gates()
+        self.counter.enter_stage(Stage.TRAINING)
+        self.trial.begin(self._data_epoch)
+        self._report_hook()
+
+    def mark_not_exact(self) -> None:
+        """Every checkpoint from here on records since which resume its bits may differ from those of an undisturbed run."""
+        base = self.chosen.base
+        self.provenance.setdefault(environment_record.NOT_EXACT, f"step {base.step}, attempt {base.attempt}")
+
+    def _set_gates(self) -> None:
+        """Make whatever changes the state after a boundary wait for the copy of the state."""
+        if not self.checkpointer.is_overlapped:  # and a hook would be traced with a compiled optimizer.step()
+            return
+        gate = self.checkpointer.wait_until_copied
+        self.state.require_wrapped()[1].before_change = lambda: gate(Until.BACKWARD)
+        for optimizer in self.state.optimizers.values():
+            optimizer.register_step_pre_hook(lambda *_: gate(Until.STEP))
+
+    # --- steps ---------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Start the next step, after acting on what was agreed. Raises ``Stopped``, and ``UserError`` after the job's end and
+        where a step is open."""
+        if self.stopped is not None:  # and the script caught it
+            raise self.stopped
+        self.check_not_ended()
+        if self._step_open:
+            raise UserError(
+                "another loop over steps was begun in the middle of a step: all steps belong in one loop, steps(total of all "
+                "phases), and a loop within a step uses range(...). After a loop that was left by `break` the job has ended"
+            )
+        self._end_body()
+        if self.trial.is_active:
+            self._continue_trial()
+        if self.on_begin is not None:
+            begins, self.on_begin = self.on_begin, None
+            begins()
+        self._begin_unit(position(self.step + 1))
+        self.trainer = threading.current_thread()
+        self._evaluations = self._batches = 0
+        self.checkpointer.on_step_begin()
+        self.state.on_step_begin()
+        self._step_open, self._iteration = True, self.state.require_wrapped()[1].iteration
+        self.counter.start_step(self.step + 1)
+
+    def set_total(self, total: int | None) -> None:
+        """Set the number of steps of the script's loop to ``total``. Where ``restore`` did not know it, it is compared here with
+        that of the attempt that saved the base. Raises ``UserError`` under ``determinism: strict``."""
+        unknown, self.total = self.total is None, total
+        if unknown and (odd := resume.total_difference(self)) is not None:
+            text = f"not exact: {odd.sentence()}"
+            if self.launch.spec.determinism == "strict":
+                raise UserError(f"determinism is strict, and the resume is {text}", code="environment-differs")
+            self.mark_not_exact()
+            if self.rank == 0:
+                self.reporter.note("other-total", text)
+
+    def mark_nothing_left(self) -> None:
+        """The script's loop has no step to do. A further loop is refused, as in the run that has done the steps."""
+        self._ended = True
+        if self._is_base_finished and self.on_nothing_left is not None:
+            self.on_nothing_left()
+
+    def check_not_ended(self) -> None:
+        """Raises ``UserError`` after the job's last step. Also for a loop over no more steps than were done: its body would be
+        skipped silently."""
+        if self._ended:
+            raise UserError(
+                f"another step was requested after step {self.step}, which was the last: a resume from the final checkpoint has "
+                "nothing left to do and would skip it. Request all steps in one loop: steps(total of all phases), or "
+                "epochs(all of them)",
+                code="after-the-end",
+            )
+
+    def end_step(self, *, last: bool = False) -> None:
+        """The step boundary: after ``optimizer.step()`` and ``zero_grad()``. Without effect when no step is open. ``last``: the
+        job ends here, regardless of ``total``.
+
+        A hook that averages parameters does so here, as the last action of the step: on every rank, also where a scaler skipped
+        ``optimizer.step()`` on some, and before the step is counted, saved or stopped at.
+        """
+        if not self._step_open:
+            self._end_body()
+            return
+        with self._boundary_lock:
+            self._end_open_step(last)
+
+    def _end_open_step(self, last: bool) -> None:
+        self.checkpointer.wait_until_copied(
+            Until.STEP
+        )  # a scaler may have skipped the optimizer's step, which would have waited
+        self.state.require_wrapped()[1].average_parameters()
+        self.exchange.block_if_aborting()
+        self._step_open = False
+        self.step += 1
+        self._ended = last or (self.step == self.total and not self.by_epochs)
+        self._fingerprint()
+        self.counter.finish_step(self.step)
+        if self.trial.is_active:
+            phase = self.state.require_wrapped()[1].summary(rank=self.rank, step=self.step, norm=False).phase
+            self.trial.record_step(self.step, self._data_epoch, phase)
+        self._report_progress(always=self._ended)
+        if self._ended:
+            self._save("end", finished=True)
+        else:
+            if not self._has_stepped:  # state that appears only in a first step
+                self._has_stepped = True
+                self.state.require_storable()
+                self._report_unmatched()
+            self.checkpointer.on_step_end(self.step, self.state.step_tensors_and_size, self._make_content)
+
+    def _report_unmatched(self) -> None:
+        if self.rank == 0 and (paths := self.state.hidden.unmatched):
+            self.reporter.note("ignored-not-found", f"nothing was found at the ignored path {', '.join(paths)}")
+
+    def batches(self, data: Iterable[Item]) -> Iterator[Item]:
+        """Batches of ``data``, epoch after epoch. Raises ``UserError`` for an epoch without batches, and for a batch that is
+        taken where no step is open: the position in the data would belong to another step than the rest of the state."""
+        return endless(data, self.count_batch)
+
+    def count_batch(self) -> None:
+        """Count a batch for the open step. Raises ``UserError`` where none is open."""
+        if not self._step_open:
+            raise UserError(
+                "a batch of the training data was taken outside a step, so a checkpoint would count it to the wrong one: take "
+                "batches in the body of the loop over steps, before its end is requested, and none in advance"
+            )
+        self.trial.count_batches()
+        self._batches += 1
+        self.counter.tick()
+
+    @property
+    def has_taken_batch(self) -> bool:
+        """True if this step has taken a batch of the training data."""
+        return self._batches > 0
+
+    def _fingerprint(self) -> None:
+        """Runs before the step is counted, so that a step that is seen as counted has its fingerprint, and before it is saved."""
+        assert self.proof is not None
+        self.proof.record_step(self.step, self.state.data, self._batches)
+        self._last_scheduler_counts = self._scheduler_counts()
+        if self._ended:
+            self.proof.finish()
+
+    def end_step_if_worked(self, *, last: bool = False) -> None:
+        """Called for a request in the middle of a loop's body: if the open step has done its work, it ends here."""
+        if self._has_worked:
+            self.end_step(last=last)
+
+    @property
+    def _has_worked(self) -> bool:
+        if self.by_epochs and self._batches:  # a step may be one of several batches that are accumulated
+            return self._step_open
+        return self._step_open and self.gradients_reduced
+
+    @property
+    def gradients_reduced(self) -> bool:
+        """True if the hook has run since this step began."""
+        return self.state.require_wrapped()[1].iteration > self._iteration
+
+    def checkpoint(self) -> bool:
+        """Save now, unless this step is saved; every rank calls it after the same step. Returns False if the save failed (it is
+        reported)."""
+        self._check_late_changes()
+        self.checkpointer.drain()  # a save in progress is of the last boundary
+        early = self._changed_before_work()
+        if self._has_worked or early:
+            self._saved_in_body = True
+            # Before the step can be saved: a kill from now on loses the rest of the body.
+            self.counter.set_saved_within(self.step + self._has_worked)
+        self.end_step_if_worked()
+        error = self._save_if_new("request")
+        if early and error is None:
+            self._mark_changed(self.step, early_checkpoint_message(self.step, early))
+        elif self._saved_in_body and error is None:
+            self._late_changes = LateChanges(self.state, self.device, self.step)
+        return error is None
+
+    def _changed_before_work(self) -> list[str]:
+        """What the open step has changed already, where ``checkpoint()`` would save the step before it."""
+        if not self._step_open or self._has_worked or self.step == self.checkpointer.last.step:
+            return []
+        assert self.proof is not None
+        stepped = [
+            name
+            for name, count in self._scheduler_counts().items()
+            if count != self._last_scheduler_counts.get(name, count)
+        ]
+        return [*self.proof.changed_since_step(self.state.data, self._batches), *stepped]
+
+    def _scheduler_counts(self) -> dict[str, list[int]]:
+        schedulers = {name: item for name, item in self.state.stateful.items() if isinstance(item, LRScheduler)}
+        # A ChainedScheduler has no count of its own up to torch 2.9.
+        return {
+            name: [one.last_epoch for one in vars(item).get("_schedulers") or (item,)]
+            for name, item in schedulers.items()
+        }
+
+    def _end_body(self) -> None:
+        self._check_late_changes()
+        if self._saved_in_body:
+            self._saved_in_body = False
+            self.counter.set_saved_within(0)
+
+    def _check_late_changes(self) -> None:
+        """Mark the checkpoint if state has changed in the body after ``checkpoint()``, which ended the step: such a change
+        belongs to no step."""
+        late, self._late_changes = self._late_changes, None
+        if late is not None and (names := late.changed_components()):
+            self._mark_changed(late.step, late_change_message(late.step, names))
+
+    def _mark_changed(self, step: int, text: str) -> None:
+        if mark_changed(JobPaths(Path(self.launch.job_root)).checkpoint(step, self.launch.attempt), text):
+            self.reporter.note("changed-behind-checkpoint", text, step=step)
+
+    def log(self, values: dict[str, float | torch.Tensor]) -> None:
+        """Log metrics of the open step, or of the last one; only rank 0's are kept."""
+        if self.rank == 0:
+            step, found = self.open_step, {k: metric_value(k, v) for k, v in values.items()}
+            self.reporter.report_metrics(step, found)
+            self.checkpointer.record_metrics(step, found)
+
+    def finish(self) -> None:
+        """End the job: every rank has done its last step. Saves the final checkpoint, unless it exists. A thread other than the
+        one that does the steps waits for the last one, and raises ``RuntimeError`` where no more steps can come."""
+        self._wait_for_last_step()
+        with self._boundary_lock:
+            if not self.finished:
+                self._finish()
+
+    def _wait_for_last_step(self) -> None:
+        """Only the thread that does the steps knows whether a loop was left by ``break`` or by an error."""
+        trainer = self.trainer
+        if trainer is None or trainer is threading.current_thread():
+            return
+        while not (self.finished or self.done or self.stopped is not None):
+            if not is_working(trainer):
+                raise RuntimeError(
+                    f"the thread that does the steps ended after step {self.step}, before its loop had: this is no success. If "
+                    "it raised an error, see the log. A loop that it leaves by `break` ends the job if the thread then "
+                    "calls the Session's finish(), or has the Session's block around the loop"
+                )
+            trainer.join(0.05)
+
+    def _finish(self) -> None:
+        if self.stopped is not None:
+            raise self.stopped
+        self.end_step_if_worked(last=True)
+        self._end_body()
+        manifest = self.chosen.manifest
+        if manifest is not None and manifest.job_id != self.launch.job_id and self.step == manifest.step:
+            if self.adopted is not None:
+                raise UserError(
+                    f"the adopted run has done all {self.step} steps, and nothing is left to train. With code that requests "
+                    f"more: `ratchet resume {self.launch.job_id} --code DIR`; with arguments that do, adopt it again with them"
+                )
+            raise UserError(
+                f"the fork starts after step {self.step} and has nothing left to train: fork {manifest.job_id} again, with more "
+                f"steps or from an earlier checkpoint (`ratchet fork {manifest.job_id} --checkpoint ID`)"
+            )
+        self._begin_unit(position(self.step, FINISH))
+        assert self.proof is not None
+        self.proof.finish()
+        self.checkpointer.drain()
+        last = self.checkpointer.last
+        ended = last.attempt == self.launch.attempt or (manifest is not None and manifest.finished)
+        if self.step != last.step or not ended:
+            self._save("end", finished=True)
+        self._report_end()
+        self.checkpointer.finish()  # only now: a rank that left its loop alone has not ended the job
+        self.finished = self._ended = True
+        self.agreement.close()
+
+    def _report_end(self) -> None:
+        """Runs after the last save. If a rank stopped listening before every rank is here, one that is frozen before its own end
+        would wait for an answer forever."""
+        self._report_hook()
+        self._report_trial()
+        self.exchange.gather("finish", None, timeout=math.inf)
+
+    # --- a trial -------------------------------------------------------------------------------------------------------
+
+    def _continue_trial(self) -> None:
+        """Before the next step of a trial: end the trial if it is over, or inject a planned fault. Raises ``Stopped`` and
+        ``CheckpointError``."""
+        if not self.trial.is_over(self.step):
+            self.trial.inject_fault(self.step, self.checkpointer.drain, self.counter.start_step, self.agreement)
+            return
+        self._begin_unit(position(self.step, FINISH))
+        assert self.proof is not None
+        self.proof.finish()
+        if (error := self._save_if_new("end")) is not None:
+            raise CheckpointError(error)
+        self._report_progress(always=True)
+        self._report_end()
+        self.agreement.close()
+        self._stop(Cause.COMPLETED, f"the trial ends after step {self.step}")
+
+    def _report_trial(self) -> None:
+        if self.rank != 0 or not self.trial.is_active:
+            return
+        steps = {
+            name: int(item.last_epoch) for name, item in self.state.stateful.items() if hasattr(item, "last_epoch")
+        }
+        facts = self.trial.facts(self.step, self.total, steps)
+        self.reporter.note("trial-ended", f"a trial ended after step {self.step}", **facts)
+
+    # --- evaluation ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[Evaluation]:
+        """A block that leaves the training state unchanged. On every rank, after the same step.
+
+        Between two steps a stop cuts it short, and it runs again after the resume. Within a loop's body it belongs to the step,
+        as does what the script does with its values (stepping a scheduler by them): a stop comes after both.
+        """
+        ddp, hook = self.state.require_wrapped()
+        cut_short = not self._in_body
+        name = self._begin_evaluation()  # may begin a save
+        if cut_short:
+            self.state.on_evaluation_begin()
+        self.trial.record_evaluation(self.step, self.checkpointer.drain)
+        self.checkpointer.wait_until_copied(
+            Until.STEP, ends_audit=False
+        )  # averages may be swapped for the parameters, and back
+        self.is_evaluation_abandonable = cut_short
+        self.counter.enter_stage(Stage.EVALUATING)
+        evaluation = Evaluation(
+            self.exchange, name, self.counter.tick, lambda: cut_short and self.agreement.stop_pending()
+        )
+        try:
+            with (
+                nullcontext() if self._late_changes is None else self._late_changes.ignoring_evaluation(),
+                preserving_state(
+                    ddp, hook, self.state.data, self.device, self.state.all_optimizers,
+                    broadcast=self.launch.spec.ddp.broadcast_buffers,
+                ),
+            ):  # fmt: skip
+                yield evaluation
+        except Abandoned:
+            note = f"a stop left the evaluation after step {self.step}; it runs again"
+            self.reporter.note("evaluation-abandoned", note)
+        finally:
+            self.is_evaluation_abandonable = False
+        self.counter.enter_stage(Stage.TRAINING)
+
+    @property
+    def _in_body(self) -> bool:
+        return self._step_open or self._saved_in_body
+
+    def _begin_evaluation(self) -> str:
+        """Begin an evaluation and return its name. Between two steps it is a unit of its own, within a body it belongs to the
+        step's unit."""
+        if self._in_body:
+            self._evaluations += 1
+            return f"evaluation/{self._unit}/{self._evaluations}"
+        if (self._unit + 1) % STRIDE == FINISH:
+            raise UserError(f"more than {FINISH - 1} evaluations after one step")
+        self._begin_unit(self._unit + 1)
+        return f"evaluation/{self._unit}"
+
+    # --- acting together -----------------------------------------------------------------------------------------------
+
+    def _begin_unit(self, unit: int) -> None:
+        while (decision := self.agreement.begin(unit)) is not None:
+            self._act_on(decision)
+        self._unit = unit
+
+    def _act_on(self, decision: Decision) -> None:
+        self.checkpointer.drain()
+        if decision.stop is None:
+            if self.step > self.checkpointer.last.step:
+                self.checkpointer.begin_save(self.step, "request", self._make_content)
+            elif self.rank == 0:
+                self.reporter.note(
+                    "checkpoint-not-needed", f"step {self.step} is saved already; nothing was done since"
+                )
+            self.agreement.resolve(decision)
+            return
+        if decision.target == NOT_STARTED:
+            threading.Event().wait()  # the side thread is about to end the process
+        if decision.stop is Cause.CHECKPOINT_ERROR:
+            raise self.checkpointer.too_many_failures
+        self.counter.enter_stage(Stage.STOPPING)
+        if self.proof is not None:
+            self.proof.finish()
+        error = self._save_if_new("stop", self._remaining_grace(decision.stop))
+        self._report_progress(always=True)
+        self._report_hook()
+        tail = f"; no new checkpoint: {error}; step {self.checkpointer.last.step} counts" if error else ""
+        self._stop(decision.stop, f"stopped after step {self.step} ({decision.stop}){tail}")
+
+    def _stop(self, cause: Cause, message: str) -> NoReturn:
+        self.stopped = Stopped(cause, message)
+        raise self.stopped
+
+    def _remaining_grace(self, cause: Cause) -> float:
+        """Seconds until the processes are killed after a stop."""
+        policy = self.launch.spec.policy
+        grace = policy.stop_grace
+        if cause in (Cause.SIGTERM, Cause.TIME_LIMIT) and policy.preemption_notice is not None:
+            grace = min(grace, policy.preemption_notice)
+        return grace - self.agreement.seconds_since_stop()
+
+    def _save_if_new(self, reason: Reason, remaining_seconds: float | None = None) -> str | None:
+        """Return the error message, or None."""
+        self.checkpointer.drain()
+        if self.step == self.checkpointer.last.step:
+            self.checkpointer.wait_for_retention()
+            return None
+        try:
+            return self._save(reason, remaining_seconds=remaining_seconds)
+        except CheckpointError as error:
+            if reason != "stop":
+                raise
+            return error.detail
+
+    def _save(self, reason: Reason, *, finished: bool = False, remaining_seconds: float | None = None) -> str | None:
+        return self.checkpointer.save(self.step, reason, finished, self._make_content, remaining_seconds).error
+
+    def _make_content(self) -> Content:
+        # The switches in force now: the code may have changed them since it started, and at its next start they will be unchanged
+        # again.
+        environment = {**self.environment, **environment_record.switches(self.device)}
+        return self._contents.capture(self.step, self.total, environment, self.provenance, self.data_digest)
+
+    # --- telling -------------------------------------------------------------------------------------------------------
+
+    def _report_progress(self, *, always: bool = False) -> None:
+        if self.rank == 0:
+            self.reporter.report_progress(self.step, self.total, self._data_epoch, always=always)
+        if self.reporter.hook_due():
+            self._report_hook()
+
+    @property
+    def _data_epoch(self) -> int | None:
+        return None if self.state.data is None else self.state.data.epoch
+
+    def _report_hook(self) -> None:
+        _, hook = self.state.require_wrapped()
+        self.reporter.report_hook(hook.summary(rank=self.rank, step=self.step), hook.warnings())
+
+
+def start_runtime(
+    launch: LaunchFile,
+    identity: Identity,
+    clients: Clients,
+    timeout: float,
+    block_if_aborting: Callable[[], None],
+    agreement: Agreement,
+    counter: StepCounter,
+    reporter: Reporter,
+) -> Runtime:
+    """Start the process group and agree on what to start from; on every rank. ``timeout``: seconds that a rank waits for others;
+    ``block_if_aborting``: see ``GroupAbort.block_if_aborting``. Raises ``UserError`` and ``CheckpointError``."""
+    device = process_group.select_device(launch, identity)
+    process_group.init_group(launch, identity, clients, device, timeout)
+    counter.tick()
+    main, saving = (
+        Exchange(c, identity.rank, identity.world_size, timeout, block_if_aborting)
+        for c in (clients.main, clients.saver)
+    )
+    chosen = choose(launch, main, reporter)
+    counter.tick()
+    return Runtime(launch, identity.local_rank, device, main, saving, agreement, counter, reporter, chosen)
+
+
+def _may_save_early(launch: LaunchFile, chosen: Chosen) -> bool:
+    """True if the job has no checkpoint of its own and may save one before the first scheduled one. Not under a service that does
+    not support such a save: it sends null for a job that has none."""
+    own = chosen.manifest is not None and chosen.manifest.job_id == launch.job_id
+    return not own and launch.save_seconds is not None

@@ -1,0 +1,189 @@
+"""The training loop for tasks. Everything that must be exact is in ``runtime``."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ratchet_contract.errors import UserError
+from ratchet_hooks.ddp.bucket_layout import ManagedDDP
+from ratchet_worker.coordination.reporter import metric_value
+from ratchet_worker.state.snapshot import Until
+from ratchet_worker.task import LossResult, Metrics, Parts, Task, TaskContext
+from ratchet_worker.training.runtime import Runtime
+
+
+def run_task(runtime: Runtime, task: Task) -> None:
+    """Build, restore, train to the end, finish. Raises ``Stopped`` when the ranks agreed to stop, ``UserError`` for parts that
+    cannot work, and whatever the task raises."""
+    parts = _build(runtime, task)
+    total = _steps(parts)
+    check_parts(parts, static_graph=runtime.launch.spec.ddp.static_graph)
+    ddp = runtime.wrap(parts.model)
+    for component, item in _components(parts).items():
+        runtime.state.register(component, item)
+    runtime.state.task = task
+    digest = getattr(parts.train, "data_digest", None)
+    runtime.data_digest = parts.digest or (digest() if callable(digest) else None)
+    runtime.restore(total)
+    trainer = Trainer(runtime, task, parts, ddp)
+    runtime.trial.expects_evaluation = hasattr(task, "evaluation") and parts.evaluate_every is not None
+    if runtime.step > 0 and trainer.evaluation_due():
+        trainer.evaluate()
+    while not runtime.done:
+        runtime.begin_step()
+        trainer.train_step()
+        runtime.end_step()
+        trainer.log()
+        if trainer.evaluation_due():
+            trainer.evaluate()
+    runtime.finish()
+
+
+def _build(runtime: Runtime, task: Task) -> Parts:
+    context = TaskContext(
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+        local_rank=runtime.local_rank,
+        device=runtime.device,
+        seed=runtime.launch.spec.seed,
+    )
+    parts = task.build(context)
+    if not isinstance(parts, Parts):
+        raise UserError(f"{type(task).__name__}.build must return ratchet.Parts, not {type(parts).__name__}")
+    return parts
+
+
+def _steps(parts: Parts) -> int:
+    try:
+        return parts.steps()
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def check_parts(parts: Parts, *, static_graph: bool) -> None:
+    """Raise ``UserError`` for parts that would fail in the first step of every attempt."""
+    if static_graph and parts.accumulate > 1:
+        raise UserError(
+            "Parts.accumulate uses no_sync, and ddp.static_graph learns the graph in the first backward, which must not be "
+            "under no_sync: drop one of the two",
+            code="unsupported-model",
+        )
+    closure = inspect.signature(parts.optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"{type(parts.optimizer).__name__} needs a closure in every step, which the loop for tasks does not pass; write a "
+            "script with a Session, whose loop is your own",
+            code="unsupported-model",
+        )
+
+
+def _components(parts: Parts) -> dict[str, Any]:
+    out: dict[str, Any] = {"optimizer": parts.optimizer, "data": parts.train}
+    if parts.scheduler is not None:
+        out["scheduler"] = parts.scheduler
+    if parts.scaler is not None:
+        out["scaler"] = parts.scaler
+    return out | {f"user:{name}": item for name, item in parts.stateful.items()}
+
+
+class Trainer:
+    """One task on one rank."""
+
+    def __init__(self, runtime: Runtime, task: Task, parts: Parts, ddp: ManagedDDP) -> None:
+        self._runtime, self._task, self._parts, self._ddp = runtime, task, parts, ddp
+        self._batches: Iterator[Any] = runtime.batches(parts.train)
+        self._to_device: Callable[[Any, torch.device], Any] = getattr(task, "batch_to_device", to_device)
+        self._before_step: Callable[[nn.Module, Any, int], None] | None = getattr(task, "before_step", None)
+        self._losses: list[tuple[torch.Tensor, Metrics]] = []
+
+    def train_step(self) -> None:
+        """Forward and backward of ``accumulate`` batches, then the optimizer, the scaler and the scheduler."""
+        parts, count = self._parts, self._parts.accumulate
+        self._losses = []
+        for number in range(count):
+            batch = self._to_device(next(self._batches), self._runtime.device)
+            with self._ddp.no_sync() if number < count - 1 else contextlib.nullcontext():
+                loss, metrics = _split_loss(self._task.loss(self._ddp, batch))
+                scaled = loss / count if count > 1 else loss
+                (parts.scaler.scale(scaled) if parts.scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
+            self._losses.append((loss.detach(), metrics))
+        self._optimizer_step()
+
+    def _optimizer_step(self) -> None:
+        parts = self._parts
+        self._runtime.checkpointer.wait_until_copied(Until.STEP)
+        if self._before_step is not None:
+            if parts.scaler is not None:
+                parts.scaler.unscale_(parts.optimizer)
+            self._before_step(self._ddp.module, parts.optimizer, self._runtime.step + 1)
+        if parts.scaler is not None:
+            parts.scaler.step(parts.optimizer)
+            parts.scaler.update()
+        else:
+            parts.optimizer.step()
+        step: Any = getattr(parts.scheduler, "step", None)
+        if step is not None:
+            step()
+        parts.optimizer.zero_grad()
+
+    def log(self) -> None:
+        """Log the step's metrics of rank 0's own batches, each the mean over the accumulated batches."""
+        runtime = self._runtime
+        due = runtime.reporter.metrics_due(runtime.step, runtime.total) or runtime.is_judged
+        if runtime.rank != 0 or not due:
+            return
+        values: dict[str, list[float]] = {}
+        for loss, metrics in self._losses:
+            for name, value in {"loss": loss, **metrics}.items():
+                values.setdefault(name, []).append(metric_value(name, value))
+        rates = {
+            f"lr/{i}" if i else "lr": float(g["lr"])
+            for i, g in enumerate(self._parts.optimizer.param_groups)
+            if "lr" in g
+        }
+        runtime.log({**{name: sum(v) / len(v) for name, v in values.items()}, **rates})
+
+    def evaluation_due(self) -> bool:
+        """True after every ``evaluate_every`` steps and after the last, if the task can be evaluated."""
+        if not hasattr(self._task, "evaluation"):
+            return False
+        every, step = self._parts.evaluate_every, self._runtime.step
+        return self._runtime.done or (every is not None and step % every == 0)
+
+    def evaluate(self) -> None:
+        """Evaluate all ranks' shares into one set of metrics."""
+        task: Any = self._task
+        with self._runtime.evaluating() as evaluation:
+            sums: dict[str, tuple[float, float]] = {}
+            for batch in evaluation.batches(task.evaluation()):
+                found = task.evaluate(self._ddp.module, self._to_device(batch, self._runtime.device))
+                for name, (total, weight) in found.items():
+                    before = sums.get(name, (0.0, 0.0))
+                    sums[name] = (before[0] + metric_value(name, total), before[1] + float(weight))
+            self._runtime.log({**evaluation.averages(sums)})
+
+
+def _split_loss(result: LossResult) -> tuple[torch.Tensor, Metrics]:
+    loss, metrics = result if isinstance(result, tuple) else (result, {})
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise UserError("loss() must return a scalar tensor, or a scalar tensor and a dict of metrics")
+    return loss, metrics
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move tensors inside lists, tuples and dicts to ``device``."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {k: to_device(v, device) for k, v in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(v, device) for v in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(v, device) for v in batch)
+    return batch
