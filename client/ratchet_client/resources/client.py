@@ -15,11 +15,11 @@ from ratchet_client.http.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.http.transport import Params, Transport
 from ratchet_client.resources.code_upload import Note, with_code
 from ratchet_client.resources.export_download import ExportFormat, fetch
-from ratchet_client.resources.follow import Following, WhichAttempt
+from ratchet_client.resources.follow import Following
 from ratchet_client.resources.job import Job
 from ratchet_client.resources.job_files import Bar, Fetched, no_progress
 from ratchet_client.resources.job_files import fetch as fetch_files
-from ratchet_client.resources.poll import TERMINAL, Series, Snapshot
+from ratchet_client.resources.poll import TERMINAL, Series, Snapshot, WhichAttempt
 from ratchet_client.resources.requests import PAGE, quota_path
 from ratchet_client.resources.spec_file import Spec, spec_body
 from ratchet_client.resources.tokens import Access

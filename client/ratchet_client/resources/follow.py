@@ -11,14 +11,14 @@ from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel
 
 from ratchet_client.http import sse
 from ratchet_client.http.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.http.transport import Params
-from ratchet_client.resources.poll import TERMINAL, Pace, Series, Snapshot, poll_until
+from ratchet_client.resources.poll import TERMINAL, Pace, Series, Snapshot, WhichAttempt, poll_until
 from ratchet_client.resources.requests import PAGE, Calls
 from ratchet_contract.api import views
 from ratchet_contract.phases import JobPhase
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ratchet_client.resources.job import Job
 
 M = TypeVar("M", bound=BaseModel)
-WhichAttempt: TypeAlias = int | Literal["all"] | None
-"""The attempt whose logs are read. None: the newest (and, when following, later ones)."""
 _MOST_POINTS = 10_000
 _PATIENCE = 120.0
 

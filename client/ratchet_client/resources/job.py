@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ratchet_client.resources.job_files import Fetched
-from ratchet_client.resources.poll import TERMINAL, Series, Snapshot
+from ratchet_client.resources.poll import TERMINAL, Series, Snapshot, WhichAttempt
 from ratchet_contract.api import views
 from ratchet_contract.api.view_text import html_table
 from ratchet_contract.errors import NotFound
@@ -16,7 +16,6 @@ from ratchet_contract.phases import JobPhase
 if TYPE_CHECKING:
     from ratchet_client.resources.client import RatchetClient
     from ratchet_client.resources.export_download import ExportFormat
-    from ratchet_client.resources.follow import WhichAttempt
     from ratchet_contract.api.requests import ForkRequest
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from ratchet_client.http.errors import DeadlineReached, ServiceUnreachable
 from ratchet_contract.api.views import HookView, JobView
@@ -15,6 +15,8 @@ from ratchet_contract.phases import JobPhase
 from ratchet_contract.plural import pluralize
 
 T = TypeVar("T")
+WhichAttempt: TypeAlias = int | Literal["all"] | None
+"""The attempt whose logs are read. None: the newest (and, when following, later ones)."""
 TERMINAL: Final = frozenset(phase for phase in JobPhase if phase.terminal)
 _GROWTH = 1.5
 _SHOWN = 5

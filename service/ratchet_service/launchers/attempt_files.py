@@ -35,8 +35,8 @@ MOST_TEXT: Final = 16_000
 
 
 def read_bounded(path: Path) -> bytes | None:
-    """The file's first ``MOST_BYTES + 1`` bytes at most; None if it is not a regular file: reading that might never end or never
-    begin. Raises ``OSError``."""
+    """Return at most the first ``MOST_BYTES + 1`` bytes of the file, so that the caller can detect a file that is too large. None
+    if it is not a regular file: reading such a file might never end. Raises ``OSError``."""
     with as_owner(path):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
@@ -44,8 +44,8 @@ def read_bounded(path: Path) -> bytes | None:
 
 
 def read_result(path: Path, job_id: str, attempt: int, node: int) -> AttemptResult | None:
-    """The result of a node's agent; None if it has written none for this attempt. Results are written by rename, so a file that
-    cannot be parsed was not written by an agent."""
+    """Return the result of a node's agent; None if it has written none for this attempt, or if the file is not an agent's. For a
+    file that is too large, or of another protocol that cannot be read, return a result of unknown cause. Long texts are cut."""
     try:
         data = read_bounded(path)
     except OSError:
@@ -62,7 +62,8 @@ def read_result(path: Path, job_id: str, attempt: int, node: int) -> AttemptResu
 
 
 def _parse_other_protocol_result(data: bytes, path: Path, job_id: str, attempt: int, node: int) -> AttemptResult | None:
-    """The readable part of a result that an agent with another protocol version has written; None: ``data`` is no such result."""
+    """Return what can be read of a result that an agent with another protocol version has written; if its ranks or fields cannot
+    be read, a result of unknown cause. None: ``data`` is not a result of another protocol for this node."""
     try:
         data_fields = json.loads(data)
         protocol = data_fields["protocol"]
@@ -88,13 +89,14 @@ def _parse_other_protocol_result(data: bytes, path: Path, job_id: str, attempt: 
 
 
 def cut(result: AttemptResult) -> AttemptResult:
-    """``result`` with its long texts cut."""
+    """Return ``result`` with its texts cut to ``MOST_TEXT`` characters; the same object if none is longer."""
     plain = result.model_dump(mode="json")
     short = _truncate(plain)
     return result if short == plain else AttemptResult.model_validate(short)
 
 
 def _truncate(value: Any) -> Any:
+    """Return a copy of JSON data in which texts longer than ``MOST_TEXT`` characters are cut and say so."""
     if isinstance(value, str) and len(value) > MOST_TEXT:
         return f"{value[:MOST_TEXT]} ... ({pluralize(len(value) - MOST_TEXT, 'more character')} left out)"
     if isinstance(value, dict):
@@ -103,11 +105,13 @@ def _truncate(value: Any) -> Any:
 
 
 def _oversized_result(path: Path, job_id: str, attempt: int, node: int) -> AttemptResult:
+    """Return the result of unknown cause that stands for a ``result.json`` that is too large to be read."""
     text = f"{path.name} of node {node} has more than {MOST_BYTES >> 20} MiB, which no agent writes: it was not read"
     return _unknown_result(text, job_id, attempt, node)
 
 
 def _unknown_result(text: str, job_id: str, attempt: int, node: int) -> AttemptResult:
+    """Return a result of unknown cause with the message ``text``, which ended now."""
     now = datetime.now(UTC).isoformat()
     return AttemptResult(
         job_id=job_id, attempt=attempt, node=node, cause=Cause.UNKNOWN, message=text, last_step=0, started_at=now, ended_at=now,
@@ -119,8 +123,9 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
-    """Write ``launch.json`` by rename, readable by the owner alone (it holds the report token). The code's commit goes into
-    ``git.json`` next to it, since agents of an earlier version would refuse the key. Raises ``OSError``."""
+    """Write ``launch.json`` by rename, readable by its owner alone, since it holds the report token. The commit of the job's code
+    is written to ``git.json`` in the same directory, because agents of an earlier version would refuse the key. Creates the
+    attempt's directory. Raises ``OSError``."""
     git = None if launch.spec.code is None else launch.spec.code.git
     with as_owner(paths.root):
         paths.root.mkdir(parents=True, exist_ok=True)
@@ -130,10 +135,10 @@ def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
 
 
 def fence(paths: AttemptPaths) -> None:
-    """Create the marker file that keeps agents of the attempt from starting, even if another process submits it late. Agents that
-    have started already are found and ended after this call. Raises ``OSError``, except where users' code has its own user and
-    has made it impossible to create the file: no agent can start from such a directory, and running agents must be ended all the
-    same."""
+    """Create the marker file that keeps agents of the attempt from starting, even if another process submits the attempt later.
+    Agents that have started already keep running: the caller finds and ends them after this call. Raises ``OSError``, except
+    where users' code has its own user and has made it impossible to create the file: no agent can start from such a directory,
+    and running agents must still be ended."""
     with as_owner(paths.root):
         try:
             _fence(paths)
@@ -147,6 +152,7 @@ def fence(paths: AttemptPaths) -> None:
 
 
 def _fence(paths: AttemptPaths) -> None:
+    """Create the attempt's directory and the marker file in it. Raises ``OSError``."""
     paths.root.mkdir(parents=True, exist_ok=True)
     paths.fence_file.touch()
 
@@ -154,12 +160,13 @@ def _fence(paths: AttemptPaths) -> None:
 def node_states(
     ref: AttemptRef, *, gone: Callable[[int], bool] = lambda _node: False, notes: Mapping[int, str] | None = None
 ) -> tuple[NodeState, ...]:
-    """The state of each node, from its agent's files. ``gone(node)``: True if an agent that has started is known not to run any
-    more. ``notes``: the engine's messages about some of the nodes."""
+    """Return the state of each node, in node order, from its agent's files. ``gone(node)``: True if an agent that has started is
+    known not to run any more. ``notes``: node -> message of the engine, for some nodes."""
     return tuple(_node_state(ref, i, gone, (notes or {}).get(i)) for i in range(ref.nodes))
 
 
 def _node_state(ref: AttemptRef, node: int, gone: Callable[[int], bool], note: str | None) -> NodeState:
+    """Return the state of one node. The parameters are as in ``node_states``."""
     paths = ref.paths.node(node)
     agent = read_message(paths.agent_file, AgentFile)
     if agent is None:
@@ -169,7 +176,8 @@ def _node_state(ref: AttemptRef, node: int, gone: Callable[[int], bool], note: s
 
 
 def agent_logs(ref: AttemptRef, limit: int) -> str:
-    """The ends of the agents' logs, ``limit`` characters together; empty if they have printed nothing."""
+    """Return the ends of the agents' logs, at most ``limit`` characters altogether, each headed by its node if there are several;
+    empty if they have printed nothing."""
     parts = []
     for node in range(ref.nodes):
         text = tail(ref.paths.node(node).agent_log, limit // ref.nodes)
@@ -179,7 +187,7 @@ def agent_logs(ref: AttemptRef, limit: int) -> str:
 
 
 def tail(path: Path, limit: int) -> str:
-    """The last ``limit`` characters of a text file, stripped; empty if it cannot be read."""
+    """Return the last ``limit`` characters of a text file, without white space at both ends; empty if it cannot be read."""
     try:
         with open_read(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * limit))
@@ -189,8 +197,8 @@ def tail(path: Path, limit: int) -> str:
 
 
 def read_message(path: Path, model: type[M]) -> M | None:
-    """The message in ``path``, or None. Such files are written by rename, so a file that cannot be parsed was not written by an
-    agent, and counts as none."""
+    """Return the message in ``path``; None if the file does not exist, is too large or cannot be parsed. Agents write such files
+    by rename, so a file that cannot be parsed was not written by an agent."""
     try:
         data = read_bounded(path)
         return None if data is None or len(data) > MOST_BYTES else model.model_validate_json(data)
@@ -199,7 +207,9 @@ def read_message(path: Path, model: type[M]) -> M | None:
 
 
 def lock_is_held(path: Path) -> bool:
-    """True if a live process of this machine holds the lock. The kernel releases it with the last process that has it open."""
+    """True if a live process of this machine holds the lock. The kernel releases the lock when the last process that has it open
+    ends. False if the file does not exist, or cannot be opened because it belongs to another user, whose processes are found by
+    their environment instead. Other errors raise ``OSError``."""
     try:
         with as_owner(path):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -28,30 +28,31 @@ _STOP_ROOM: Final = 20.0
 
 
 class LaunchError(RatchetError):
-    """The launcher could not start the group, and retrying without changes would not help; ``detail`` says why."""
+    """The launcher could not start the group, and a retry without changes would not help; ``detail`` says why."""
 
     code = "launcher-error"
 
 
 class EngineUnreachable(RatchetError):
-    """The engine does not answer now. The state of its attempts is unknown meanwhile, and nothing is concluded from that."""
+    """The engine does not answer now. The state of its attempts is unknown, and nothing is concluded from that."""
 
     code = "engine-unreachable"
 
 
 class EngineFull(RatchetError):
-    """The engine has no capacity for another group at present. The group is submitted again until it has; ``detail`` says why."""
+    """The engine has no capacity for another group now; ``detail`` says why. The caller submits the group again later."""
 
     code = "engine-queue"
 
 
 class EngineBusy(EngineUnreachable):
-    """The engine was called a moment ago and has not answered yet. This need not be reported: calling again returns the
+    """The engine was called a moment ago and has not answered yet. This is not reported to users: a later call returns the
     answer."""
 
 
 def attempt_name(job_id: str, attempt: int) -> str:
-    """``job-0123456789ab-a0007``: a DNS label, and what follows ``-a`` is the attempt."""
+    """Return the name of an attempt, such as ``job-0123456789ab-a0007``: a valid DNS label; the number after ``-a`` is the
+    attempt."""
     return f"{job_id}-a{attempt:04d}"
 
 
@@ -66,15 +67,15 @@ class AttemptRef:
 
     @property
     def name(self) -> str:
-        """Unique over all jobs and attempts; engines use it as the name of what they run."""
+        """The attempt's name, unique over all jobs and attempts. Engines use it as the name of what they run."""
         return attempt_name(self.job_id, self.attempt)
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What a launcher will submit. ``env``: variables that the launcher adds to the agent's environment; ``secrets``: the source
-    of each secret's value, by the secret's name; ``request``: the request to the engine (manifests, a batch script), without
-    secret values."""
+    """What a launcher will submit. ``argv``: the agent's command. ``env``: variables that the launcher adds to the agent's
+    environment. ``secrets``: the source of each secret's value, by the secret's name. ``ranks``: the ranks' commands, for
+    display. ``request``: the request to the engine (manifests, a batch script), without secret values."""
 
     ref: AttemptRef
     launch: LaunchFile
@@ -85,7 +86,7 @@ class LaunchPlan:
     request: dict[str, Any] = field(default_factory=dict)
 
     def printable(self) -> dict[str, Any]:
-        """The plan for display and for the attempt's row, without the token and secret values."""
+        """Return the plan for display and for the attempt's row, without the report token, the spec and secret values."""
         return {
             "name": self.ref.name,
             "agent": {"command": list(self.argv), "env": self.env, "secrets": self.secrets},
@@ -96,14 +97,15 @@ class LaunchPlan:
 
 
 def longest_stop(spec: JobSpec) -> float:
-    """Seconds from the start of a stop to the end of an agent that has to kill its ranks."""
+    """Return the most seconds that a stop takes, until the end of an agent that has to kill its ranks: ``policy.stop_grace`` and
+    the time that ending takes."""
     return spec.policy.stop_grace + _STOP_ROOM
 
 
 def stop_seconds(launch: LaunchFile) -> float:
-    """The notice, in seconds, that an engine must give an agent before it kills it. It is computed from the job's measured saves
-    and is at most ``longest_stop``: ``policy.stop_grace``, after which the agent itself kills its ranks, and the time it takes to
-    end. If no save was measured yet, it is ``longest_stop``."""
+    """Return the seconds that an engine must give an agent between the request to end and the kill. They are computed from the
+    longest of the job's last measured saves, and are at most ``longest_stop``; if no save was measured yet, they are
+    ``longest_stop``."""
     most = longest_stop(launch.spec)
     if not launch.save_seconds:
         return most
@@ -112,9 +114,9 @@ def stop_seconds(launch: LaunchFile) -> float:
 
 @dataclass(frozen=True)
 class NodeState:
-    """The state of one node's agent. ``seen``: it has started and taken its lock, now or earlier; ``gone``: it has started and is
-    known not to run any more; ``result``: set once it has written its result; ``note``: the engine's message about the node, for
-    display."""
+    """The state of one node's agent. ``seen``: it has started and taken its lock, now or earlier. ``gone``: it has started and is
+    known not to run any more. ``agent``: its ``agent.json``. ``result``: its result, once it has written it. ``note``: the
+    engine's message about the node, for display."""
 
     seen: bool = False
     gone: bool = False
@@ -125,8 +127,8 @@ class NodeState:
 
 @dataclass(frozen=True)
 class EngineEnd:
-    """A termination as the engine reports it: why it removed a node, or started none. ``node``: the node's index; None: all
-    nodes."""
+    """A termination as the engine reports it: why the engine removed a node, or could not start it. ``node``: the node's index;
+    None: it concerns all nodes."""
 
     cause: Cause
     message: str
@@ -148,26 +150,27 @@ class AttemptState:
 
     @property
     def seen(self) -> bool:
-        """True if any agent has started."""
+        """True if at least one node's agent has started."""
         return any(node.seen for node in self.nodes)
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Nodes whose agent is gone and left no result: the other nodes wait for it in vain."""
+        """Indices of the nodes whose agent is gone and left no result: the other nodes would wait for it forever."""
         return tuple(i for i, node in enumerate(self.nodes) if node.gone and node.result is None)
 
     @property
     def results(self) -> tuple[AttemptResult, ...]:
+        """The results of the agents that have written one, in node order."""
         return tuple(node.result for node in self.nodes if node.result is not None)
 
 
 class Launcher(Protocol):
-    """One engine. Every call ends: each request to the engine has a deadline. No call raises for an attempt that is gone.
+    """One engine. No call blocks forever: each request to the engine has a deadline. No call raises because an attempt is gone.
     ``plan`` and ``check`` do not contact the engine; any other call may raise ``EngineUnreachable``. If the engine is not this
     machine (``slots`` is false), the service makes these other calls one at a time on a thread per launcher (``engine_thread``).
 
-    ``max_nodes``: None for no limit. ``slots``: jobs get CPU slots and GPU indices of the service's machine. ``same_files``: its
-    nodes see the files of the service's machine (interpreters, the user's environment) at the same paths.
+    ``max_nodes``: most nodes of a job; None for no limit. ``slots``: jobs get CPU slots and GPU indices of the service's machine.
+    ``same_files``: its nodes see the files of the service's machine (interpreters, the user's environment) at the same paths.
     """
 
     kind: str
@@ -176,37 +179,39 @@ class Launcher(Protocol):
     same_files: bool
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-        """Problems, by JSON pointer, for parts of the spec that this engine cannot honour, and warnings for parts without effect.
-        Pure."""
+        """Return two lists: warnings for parts of the spec that have no effect on this engine, and problems, by JSON pointer, for
+        parts that it cannot honour. Pure."""
         ...
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
-        """The request for ``launch`` (as node 0 sees it). Pure."""
+        """Return what to submit for ``launch`` (which is the launch file as node 0 sees it). Pure."""
         ...
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Start the group unless it was started before. Once this returns, ``poll`` sees the group. Raises ``LaunchError`` and
+        """Start the group, unless it was started before. Once this returns, ``poll`` sees the group. Raises ``LaunchError`` and
         ``EngineFull``."""
         ...
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        """The group's current state."""
+        """Return the group's current state."""
         ...
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Ask the agents to end. Engines that kill by themselves do so after ``grace`` seconds; otherwise the caller kills."""
+        """Request the agents to end; does not wait for that. An engine that kills by itself does so after ``grace`` seconds; with
+        other engines the caller kills (``kill``)."""
         ...
 
     def kill(self, ref: AttemptRef) -> Sequence[str]:
-        """Kill everything of the attempt that may be alive, and return its names for display. Empty: the attempt is proved dead,
-        or permanently fenced. The caller repeats the call until then."""
+        """Kill everything of the attempt that may be alive, and return names of what was found, for display. Empty: nothing was
+        found, so the attempt is proved dead, or can never start any more. The caller repeats the call until then."""
         ...
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
-        """The last ``limit`` characters that agents and engine printed; empty if there are none."""
+        """Return the last ``limit`` characters that agents and engine printed; empty if there are none."""
         ...
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> Sequence[str]:
-        """End everything that runs under this service's name and belongs to no attempt. The engine's names are listed first, then
-        ``known`` returns those that have a row in the database. Return the names that were ended."""
+        """End everything that the engine runs under this service's name and that belongs to no active attempt. First the engine's
+        names are listed; then ``known`` is called with them and returns those of attempts that have not ended. Return the names
+        that were ended."""
         ...

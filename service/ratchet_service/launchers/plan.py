@@ -14,8 +14,8 @@ from ratchet_service.launchers.base import LaunchError, LaunchPlan
 
 
 def rank_commands(launch: LaunchFile, agent: str) -> tuple[dict[str, Any], ...]:
-    """The commands that the agents will run for their ranks, in rank order over all nodes, with secrets masked. ``agent``: the
-    agents' interpreter, which the ranks use, too, if the spec names none."""
+    """Return the commands that the agents will run for their ranks, with environment and directory, in rank order over all nodes;
+    secrets are masked. ``agent``: the agents' interpreter, which runs the ranks, too, if the spec names none."""
     python = agent if launch.spec.python is None else launch.resolved.python
     world = launch.spec.world
     return tuple(
@@ -26,6 +26,8 @@ def rank_commands(launch: LaunchFile, agent: str) -> tuple[dict[str, Any], ...]:
 
 
 def _rank_command(launch: LaunchFile, local_rank: int, python: str) -> dict[str, Any]:
+    """Return command, environment and directory of one rank, for display. ``launch``: the launch file as the rank's node sees
+    it."""
     env = {
         names.RANK: str(launch.ranks[local_rank]),
         names.LOCAL_RANK: str(local_rank),
@@ -41,13 +43,14 @@ def _rank_command(launch: LaunchFile, local_rank: int, python: str) -> dict[str,
 
 
 def secret_sources(spec: JobSpec) -> dict[str, str]:
-    """Secrets that are read from the service's environment: the secret's name -> the variable."""
+    """Return secret's name -> name of the variable, for the secrets that are read from the service's environment."""
     return {name: secret.from_env for name, secret in spec.secrets.items() if secret.from_env is not None}
 
 
 def secret_values(environ: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
-    """The values of the secrets ``sources`` (name -> variable) in ``environ``, the service's environment. Raises ``LaunchError``
-    for a variable that is not set or is the service's own."""
+    """Return secret's name -> value. ``sources``: secret's name -> name of the variable; ``environ``: the service's environment,
+    in which the variables are looked up. Raises ``LaunchError`` for a variable that is not set or is reserved for the service
+    itself."""
     kept, out = withheld_names(environ), {}
     for name, source in sources.items():
         value = environ.get(source)
@@ -65,6 +68,6 @@ def secret_values(environ: Mapping[str, str], sources: Mapping[str, str]) -> dic
 
 
 def agent_environment(environ: Mapping[str, str], plan: LaunchPlan) -> dict[str, str]:
-    """The service's environment ``environ`` without Ratchet's own variables and database credentials, plus the plan's secrets and
-    variables. Raises ``LaunchError`` as ``secret_values`` does."""
+    """Return the environment of an agent: ``environ``, the service's environment, without Ratchet's own variables and database
+    credentials, plus the plan's secrets and variables. Raises ``LaunchError`` as ``secret_values`` does."""
     return inherited_environ(environ) | secret_values(environ, plan.secrets) | plan.env

@@ -21,7 +21,7 @@ from ratchet_service.launchers.base import Launcher
 from ratchet_service.launchers.engine_thread import ThreadedLauncher
 
 LAUNCHERS: Final[dict[str, str]] = {
-    "local": "ratchet_service.launchers.local.launcher:make",
+    "local": "ratchet_service.launchers.local:make",
     "kubernetes": "ratchet_service.launchers.kubernetes.launcher:make",
     "slurm": "ratchet_service.launchers.slurm.launcher:make",
 }
@@ -30,7 +30,7 @@ GROUP: Final = "ratchet.launchers"
 
 
 class Launchers(Mapping[str, Launcher]):
-    """The launchers that a service has, by name."""
+    """The launchers that a service has, by name. Read-only."""
 
     def __init__(self, launchers: Mapping[str, Launcher]) -> None:
         self._launchers = dict(launchers)
@@ -46,8 +46,9 @@ class Launchers(Mapping[str, Launcher]):
 
 
 def load(home: HomePaths, file: Path | None, sandbox: Sandbox = NO_SANDBOX) -> Launchers:
-    """The launchers that ``file`` names; ``local`` without a file. ``sandbox``: how the local launcher starts agents. Launchers
-    of engines other than this machine are wrapped in ``ThreadedLauncher``. Raises ``ValueError`` with a readable message."""
+    """Return the launchers that the launchers file ``file`` names; None: only ``local``. ``sandbox``: how the local launcher
+    starts agents. Launchers of engines other than this machine are wrapped in ``ThreadedLauncher``. Raises ``ValueError``, with a
+    message for users, if the file or a launcher's settings are invalid."""
     settings: Mapping[str, Mapping[str, Any]] = {"local": {}} if file is None else _read(file)
     made = {kind: _make(kind, home, given, sandbox) for kind, given in settings.items()}
     return Launchers(
@@ -56,6 +57,8 @@ def load(home: HomePaths, file: Path | None, sandbox: Sandbox = NO_SANDBOX) -> L
 
 
 def _read(file: Path) -> dict[str, Mapping[str, Any]]:
+    """Return launcher's name -> settings, from the launchers file. Raises ``ValueError`` if it cannot be read or is not a mapping
+    of mappings."""
     try:
         data = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -71,6 +74,8 @@ def _read(file: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _make(kind: str, home: HomePaths, settings: Mapping[str, Any], sandbox: Sandbox) -> Launcher:
+    """Return the launcher with this name, from Ratchet's own or from another package's entry point. Raises ``ValueError`` if it
+    is unknown, cannot be imported, or refuses ``settings``."""
     brought = {point.name: point for point in entry_points(group=GROUP)}
     try:
         if kind in LAUNCHERS:

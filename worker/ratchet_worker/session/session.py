@@ -148,6 +148,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """End the block: without an exception, mark the job as done; without a service, also end the run in this process. The
+        exception is not suppressed."""
         try:
             if kind is None:
                 self.finish()
@@ -160,9 +162,11 @@ class Session:
 
     @property
     def _epoch_loop(self) -> EpochLoop:
-        if self._runtime.epoch_loop is None:
-            self._runtime.epoch_loop = EpochLoop(self._runtime)
-        return self._runtime.epoch_loop
+        """The loop behind ``prepare`` and ``epochs``, made at the first use and shared by all Sessions of the run."""
+        loop = self._runtime.epoch_loop
+        if not isinstance(loop, EpochLoop):
+            loop = self._runtime.epoch_loop = EpochLoop(self._runtime)
+        return loop
 
     def finish(self) -> None:
         """Mark the job as done, after the same step on every rank, and save the final checkpoint. Leaving the block without an

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -56,9 +56,6 @@ from ratchet_worker.training import replay_proof, resume
 from ratchet_worker.training.all_gather import Gatherer
 from ratchet_worker.training.evaluation import Evaluation, preserving_state
 from ratchet_worker.training.trial import Trial
-
-if TYPE_CHECKING:
-    from ratchet_worker.training.epoch_loop import EpochLoop
 
 Item = TypeVar("Item")
 
@@ -108,7 +105,7 @@ class Runtime:
         self.gatherer = Gatherer()
         self.trial = Trial(launch, exchange.rank)
         self.is_evaluation_abandonable = False  # within an evaluation that a stop may cut short
-        self.epoch_loop: EpochLoop | None = None  # for the script's Sessions
+        self.epoch_loop: object = None  # the ``EpochLoop`` that all Sessions of the script share
         self.by_epochs = False  # a step is a batch of the loop's loader; ``total`` is the expected number of steps
         self._unit = position(self.step)  # the last unit begun
         self._reported_variables = set[str]()  # variables of the script's loops that were reported

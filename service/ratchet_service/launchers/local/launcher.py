@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ratchet_contract import env_vars as names
 from ratchet_contract.api.views import Warning_
@@ -30,8 +30,7 @@ from ratchet_service.isolation import file_access, proc
 from ratchet_service.isolation.file_access import as_owner
 from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox
 from ratchet_service.launchers import attempt_files as files
-from ratchet_service.launchers.base import AttemptRef, AttemptState, Launcher, LaunchError, LaunchPlan
-from ratchet_service.launchers.engine_thread import ThreadedLauncher
+from ratchet_service.launchers.base import AttemptRef, AttemptState, LaunchError, LaunchPlan
 from ratchet_service.launchers.plan import agent_environment, rank_commands, secret_sources
 
 _MIN_RANK_BYTES = 2**29
@@ -39,7 +38,7 @@ _MIN_RANK_BYTES = 2**29
 
 
 def resource_problems(spec: JobSpec) -> list[FieldProblem]:
-    """Reasons why this machine cannot enforce the spec's limits."""
+    """Return a problem for each limit of the spec that this machine cannot enforce, or that is too low for a rank to start."""
     found = []
     share, files = spec.memory_per_rank, spec.resources.open_files
     if share is not None and spec.world.device != "cpu":
@@ -60,6 +59,7 @@ def resource_problems(spec: JobSpec) -> list[FieldProblem]:
 
 
 def warnings(spec: JobSpec) -> list[Warning_]:
+    """Return a warning if the spec limits memory: the limit applies to each process separately."""
     share = spec.memory_per_rank
     if share is None:
         return []
@@ -77,25 +77,10 @@ _APPEND: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 _ONE_MACHINE: Final = "the local launcher has one machine"
 
 
-def make(home: HomePaths, settings: Mapping[str, Any], sandbox: Sandbox = NO_SANDBOX) -> Launcher:
-    """The factory that ``registry`` calls. Raises ``ValueError`` for unknown or invalid settings."""
-    hosted = settings.get("agent_host", False)
-    further = [str(name) for name in settings if name != "agent_host"]
-    if further or not isinstance(hosted, bool):
-        given = ", ".join(further) or f"agent_host: {hosted!r}"
-        raise ValueError(f"the local launcher has only the setting agent_host, true or false, not {given}")
-    if not hosted:
-        return LocalLauncher(home, sandbox=sandbox)
-    if sandbox.user is not None:
-        raise ValueError("local jobs run as the user of their agent host (agent_host: true): omit --run-as")
-    from ratchet_service.launchers.local.agent_host_client import HostedLauncher
-
-    return ThreadedLauncher(HostedLauncher(home))
-
-
 class LocalLauncher:
-    """See the module. ``agent``: the command, to which the launch file's path is appended; ``environ``: the environment that
-    agents inherit from; ``confined``: the user and limits of agents and ranks."""
+    """Starts agents as processes of this machine; see the module. ``agent``: the command, to which the launch file's path is
+    appended (None: this interpreter's agent); ``environ``: the environment that agents inherit from (None: this process's);
+    ``sandbox``: the user and limits of agents and ranks."""
 
     kind = "local"
     max_nodes: int | None = 1
@@ -116,6 +101,7 @@ class LocalLauncher:
         self._children: dict[str, set[int]] = {}  # attempt's name -> pids
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
+        """Return warnings, and problems for parts of the spec that need another engine or that this machine cannot enforce."""
         given = {
             "/resources/gpu": spec.resources.gpu,
             "/image": spec.image,
@@ -136,6 +122,7 @@ class LocalLauncher:
         return warnings(spec), problems
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
+        """Return the agent's command and environment, and the ranks' commands."""
         paths = AttemptPaths(Path(launch.attempt_dir))
         nodes = launch.spec.world.nodes
         return LaunchPlan(
@@ -148,12 +135,14 @@ class LocalLauncher:
         )
 
     def submit(self, plan: LaunchPlan) -> None:
+        """Write ``launch.json`` and start the agents, unless they were started before. Raises ``LaunchError``."""
         if not self.has_started(plan.ref):
             self._write_launch_file(plan)
             self.start(plan)
 
     def start(self, plan: LaunchPlan) -> None:
-        """Start the agents of an attempt that has not begun and whose ``launch.json`` is written. Raises ``LaunchError``."""
+        """Start the agents of an attempt that has not begun and whose ``launch.json`` is written. Returns once they are visible
+        in /proc. Raises ``LaunchError``."""
         env = agent_environment(self._environ, plan)
         if (parent := self._environ.get(names.ENDS_WITH)) is not None:
             env[names.ENDS_WITH] = parent
@@ -165,11 +154,11 @@ class LocalLauncher:
             proc.wait_until_visible(pid)  # a repeated submit, here or in another process, must see it
 
     def has_started(self, ref: AttemptRef) -> bool:
-        """True if the attempt's agents were started."""
+        """True if an agent of the attempt has started, now or earlier, or is starting."""
         return ref.paths.agent_file.exists() or bool(self._pids(ref))
 
     def _write_launch_file(self, plan: LaunchPlan) -> None:
-        """Raises ``LaunchError``."""
+        """Give the job's directory to the sandbox's user, if there is one, and write ``launch.json``. Raises ``LaunchError``."""
         try:
             self._give_to_user(plan.ref.paths)
             files.write_launch(plan.ref.paths, plan.launch)
@@ -177,6 +166,7 @@ class LocalLauncher:
             raise LaunchError(f"the agent could not be started: {error}") from error
 
     def poll(self, ref: AttemptRef) -> AttemptState:
+        """Return the attempt's state, from the agents' files and locks. Reaps agents of this process that have ended."""
         self._reap(ref.name)
         nodes = files.node_states(ref, gone=lambda node: not files.lock_is_held(ref.paths.node(node).lock_file))
         locked = any(node.seen and not node.gone for node in nodes)
@@ -184,11 +174,14 @@ class LocalLauncher:
         return AttemptState(locked or bool(starting), nodes)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
+        """Send SIGTERM to the attempt's agents; does not wait. ``grace`` is not used: the caller kills."""
         for agent in self._agents(ref).values():
             if self._is_agent(ref, agent):
                 proc.kill(agent.pid, signal.SIGTERM)
 
     def kill(self, ref: AttemptRef) -> list[str]:
+        """Send SIGKILL to all processes of the attempt, and return those that were found. A process that holds an agent's lock is
+        also returned if it is not visible here: until the lock is free, its death is not proved."""
         found = proc.kill_all(lambda: self._pids(ref))
         for node, agent in self._agents(ref).items():
             if agent.pid not in found and files.lock_is_held(ref.paths.node(node).lock_file):
@@ -204,6 +197,8 @@ class LocalLauncher:
         return files.agent_logs(ref, limit)
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
+        """Kill all processes of attempts of this run directory that ``known`` does not return, and return the names of those
+        attempts. Reaps agents of this process that have ended."""
         for name in list(self._children):  # attempts that another reconciler supervises now
             self._reap(name)
         found = {ref.name: folders for ref, folders in self.running_attempts()}
@@ -213,8 +208,8 @@ class LocalLauncher:
         return orphans
 
     def running_attempts(self) -> list[tuple[AttemptRef, set[str]]]:
-        """Attempts of this run directory that have processes on this machine, with the attempt directories in their
-        environments."""
+        """Return the attempts of this run directory that have processes on this machine, each with the values of
+        RATCHET_ATTEMPT_DIR in the environments of these processes (one directory may have several spellings)."""
         found: dict[str, tuple[AttemptRef, set[str]]] = {}
         for _, folder in proc.processes_with_variable(names.ATTEMPT_DIR):
             ref = self._ref_from_folder(Path(folder))
@@ -238,7 +233,8 @@ class LocalLauncher:
         return pid
 
     def _give_to_user(self, paths: AttemptPaths) -> None:
-        """Make the job's directory the user's. Raises ``OSError``."""
+        """Make the sandbox's user the owner of the job's directory; nothing without such a user. Raises ``OSError``, also if the
+        directory is not that of an attempt in the run directory."""
         user = self._sandbox.user
         if user is None:
             return
@@ -248,24 +244,28 @@ class LocalLauncher:
         file_access.give_to_user(self._home.job(ref.job_id).root, user.uid, user.gid)
 
     def _is_agent(self, ref: AttemptRef, agent: AgentFile) -> bool:
-        """True if the process exists and runs as the job's user. User code may have written another process's pid into
-        ``agent.json``."""
+        """True if the process that ``agent`` names is alive and runs as the job's user: user code may have written the pid of
+        another process into ``agent.json``."""
         owner = file_access.owner_of(ref.paths.root)
         own = owner is None or owner[0] == 0 or proc.runs_as(agent.pid, owner[0])
         return own and proc.is_alive(agent.pid, agent.start_time)
 
     def _pids(self, ref: AttemptRef) -> list[int]:
+        """Return the pids of live processes with the attempt's directory in their environment."""
         return proc.pids_with_variable(names.ATTEMPT_DIR, str(ref.paths.root))
 
     def _pids_in_folders(self, folders: Collection[str]) -> list[int]:
+        """Return the pids of live processes whose environment names one of these attempt directories."""
         return [pid for pid, folder in proc.processes_with_variable(names.ATTEMPT_DIR) if folder in folders]
 
     def _agents(self, ref: AttemptRef) -> dict[int, AgentFile]:
+        """Return node -> content of ``agent.json``, of the nodes whose agent has started."""
         agents = {node: state.agent for node, state in enumerate(files.node_states(ref))}
         return {node: agent for node, agent in agents.items() if agent is not None}
 
     def _ref_from_folder(self, folder: Path) -> AttemptRef | None:
-        """The attempt whose directory ``folder`` is; None if it is not in this run directory."""
+        """Return the attempt whose directory is ``folder``; None if ``folder`` is not an attempt's directory in this run
+        directory."""
         try:
             job_id, word, number = folder.relative_to(self._home.jobs).parts
         except ValueError:
@@ -275,7 +275,8 @@ class LocalLauncher:
         return AttemptRef(job_id, int(number), self._home.job(job_id).attempt(int(number)))
 
     def _reap(self, name: str) -> None:
-        """Reap agents of the attempt that are children of this process and have ended, so that they leave no zombies."""
+        """Reap the agents of the attempt with this name that are children of this process and have ended, so that they leave no
+        zombies. Does not block."""
         pids = self._children.get(name, set())
         for pid in list(pids):
             with suppress(ChildProcessError):
@@ -287,8 +288,8 @@ class LocalLauncher:
 
 
 def _spawn(argv: Sequence[str], env: dict[str, str], log: int, fds: Sequence[int] = ()) -> int:
-    """Start a detached process in a session of its own and return its pid. It prints to the descriptor ``log`` and inherits
-    ``fds``. Raises ``OSError``."""
+    """Start a detached process in a session of its own and return its pid. Its output goes to the descriptor ``log``, it inherits
+    ``fds``, and its signal handling is reset to the defaults. Raises ``OSError``."""
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_DUP2, log, 1),
