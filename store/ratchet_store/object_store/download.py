@@ -31,7 +31,7 @@ from ratchet_store.filesystem.durable_io import (
     write_error,
 )
 from ratchet_store.format.manifest_file import MAX_MARKER_BYTES, checkpoint_dirs, read_manifest
-from ratchet_store.object_store.client import ObjectStore
+from ratchet_store.object_store.client import REMOTE, ObjectStore
 from ratchet_store.object_store.download_directory import open_download_directory, remove_lock
 from ratchet_store.object_store.remote_checkpoints import Id, RemoteCheckpoints
 from ratchet_store.read.checkpoint_reader import verify_files
@@ -43,7 +43,8 @@ _REQUEST_BYTES: Final = 8 << 20  # bytes of one request, at least a block
 
 
 class FetchResult(NamedTuple):
-    """``fetched`` and where it came from; None: nothing newer was found. ``notes``: what was damaged and skipped."""
+    """``fetched``: manifest of the checkpoint that was fetched, and ``uri``: where it came from; both None if the store has
+    nothing newer. ``notes``: sentences on damaged checkpoints that were skipped."""
 
     fetched: Manifest | None
     uri: str | None
@@ -52,7 +53,8 @@ class FetchResult(NamedTuple):
 
 @dataclass
 class Progress:
-    """Progress of a fetch, shared with another thread: bytes received, and the request to stop."""
+    """Progress of a fetch, shared with another thread. ``nbytes``: bytes received or read so far; ``stop``: set by the other
+    thread to end the fetch."""
 
     nbytes: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
@@ -62,9 +64,12 @@ class Progress:
 
 
 def newest_local(checkpoints: Path, lineage: Sequence[Segment], progress: Progress | None = None) -> Id | None:
-    """Return the newest checkpoint of the lineage on this disk whose every byte is right. Raises ``CheckpointError`` for one that
-    cannot be judged (unreadable, of a newer format): the code that starts from it reports that in full. ``progress`` also counts
-    bytes read here, as a sign of life."""
+    """Return step and attempt of the newest checkpoint of the lineage on this disk whose every byte is right; None if there is
+    none. Missing and damaged ones are skipped, not moved.
+
+    Raises ``CheckpointError`` for one that cannot be judged (unreadable, another format version): the code that starts from it
+    reports that in full. ``progress`` counts the bytes that are read here, too, as a sign of life.
+    """
     progress = progress or Progress()
     for step, attempt, directory in checkpoint_dirs(checkpoints):
         if not lineage_contains(lineage, step, attempt):
@@ -87,9 +92,11 @@ def fetch_newest(
     local: Id | None,
     progress: Progress | None = None,
 ) -> FetchResult:
-    """Fetch the newest checkpoint of the lineage that is newer than ``local``. One with wrong bytes is quarantined in the
-    store, under its name, and the one before it is fetched. Raises ``CheckpointError`` (``checkpoint-remote``, ``-denied``,
-    ``-not-written``)."""
+    """Fetch the newest checkpoint of the lineage in the store that is newer than ``local`` (None: any). One with wrong bytes
+    is quarantined in the store, and the next older one is tried. ``fetched`` is None if there is none.
+
+    Raises ``CheckpointError``, such as ``checkpoint-remote``, ``checkpoint-remote-denied`` or ``checkpoint-not-written``.
+    """
     notes: list[str] = []
     for (step, attempt), names in remote.list_checkpoints().items():
         if not lineage_contains(lineage, step, attempt) or (local is not None and (step, attempt) <= local):
@@ -119,10 +126,12 @@ def fetch(
     markers: Sequence[str] | dict[str, int] | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Fetch the checkpoint ``folder``; what has its name here and is no whole checkpoint is moved away or deleted.
+    """Fetch the checkpoint named ``folder`` into the directory ``checkpoints``, verified and durable; returns its manifest. A
+    directory of its name here that is no intact copy is moved to ``quarantine`` if it has a manifest, and deleted if not.
 
-    Raises ``CheckpointError``: ``checkpoint-missing`` (not there, or deleted meanwhile), ``-damaged``, ``-newer``,
-    ``-remote``, ``-not-written``.
+    ``markers``: names of the checkpoint's objects in the store, by which its marker files are restored; None: they are listed.
+    Raises ``CheckpointError``: ``checkpoint-missing`` (not there, or deleted meanwhile), ``checkpoint-damaged``,
+    ``checkpoint-format``, ``checkpoint-remote``, ``checkpoint-remote-denied``, ``checkpoint-not-written``.
     """
     progress = progress or Progress()
     raw = remote.raw_manifest(folder)
@@ -153,7 +162,8 @@ def fetch(
 
 
 def _is_present(target: Path, manifest: Manifest) -> bool:
-    """True if another process has fetched it meanwhile."""
+    """True if ``target`` is an intact copy of the checkpoint already: another process has fetched it meanwhile. Every byte is
+    read."""
     try:
         there = read_manifest(target)
         verify_files(target, there)
@@ -163,7 +173,8 @@ def _is_present(target: Path, manifest: Manifest) -> bool:
 
 
 def _clear_target(target: Path, quarantine: Path) -> None:
-    """Remove what has the checkpoint's name here: a damaged checkpoint is quarantined whole, an uncommitted one is deleted."""
+    """Remove what has the checkpoint's name here: a directory with a manifest is moved to ``quarantine``, one without is
+    deleted. Raises ``CheckpointError``."""
     if not os.path.lexists(target):
         return
     if not (target / MANIFEST_NAME).exists():
@@ -181,7 +192,8 @@ class _Part(NamedTuple):
 
 
 class _Download:
-    """Downloads in daemon threads: one that hangs in a request ends with the process."""
+    """Downloads the rank files of one checkpoint into ``directory``, in daemon threads: a thread that hangs in a request ends
+    with the process."""
 
     def __init__(
         self, objects: ObjectStore, folder: str, directory: Path, files: Sequence[FileEntry], progress: Progress
@@ -193,6 +205,8 @@ class _Download:
         self._lock = threading.Lock()
 
     def run(self) -> None:
+        """Download and sync all files; blocks until that is done. Raises the first error of a thread, and ``CheckpointError``
+        if the caller has set ``Progress.stop``."""
         for entry in self._files:
             with (self._directory / entry.name).open("wb") as file:
                 os.truncate(file.fileno(), entry.size)
@@ -205,7 +219,7 @@ class _Download:
         if self._failure is not None:
             raise self._failure
         if self._progress.stop.is_set():
-            raise CheckpointError(f"the fetch of {self._objects.url}/{self._folder} was stopped")
+            raise CheckpointError(f"the fetch of {self._objects.url}/{self._folder} was stopped", code=REMOTE)
         for entry in self._files:
             fd = os.open(self._directory / entry.name, os.O_RDONLY)
             try:
@@ -214,6 +228,7 @@ class _Download:
                 os.close(fd)
 
     def _work(self) -> None:
+        """Fetch parts until none is left, one has failed, or the fetch is stopped. An error is recorded for ``run``."""
         while self._failure is None and not self._progress.stop.is_set():
             with suppress(IndexError):
                 part = self._parts.popleft()
@@ -225,6 +240,8 @@ class _Download:
             return
 
     def _fetch_part(self, part: _Part) -> None:
+        """Fetch one part, a second time if its bytes are wrong. Raises ``CheckpointError`` (``checkpoint-damaged``) if they
+        are wrong again."""
         fault = ""
         for _ in range(2):  # once more: the network may have been at fault
             fault = self._try_part(part)
@@ -233,7 +250,8 @@ class _Download:
         raise CheckpointError(f"{self._objects.url}/{self._folder}/{part.entry.name}: {fault}", code=DAMAGED)
 
     def _try_part(self, part: _Part) -> str:
-        """Fill the blocks of a part; returns what is wrong with them, or an empty text."""
+        """Fetch the blocks of a part, verify them and write them to the file. Returns what is wrong with the bytes, or an
+        empty text. Raises ``CheckpointError`` if the store fails, and ``OSError``."""
         block, digests = part.entry.block_size, part.entry.blocks
         name, path = f"{self._folder}/{part.entry.name}", self._directory / part.entry.name
         begin, end = part.first * block, min(part.last * block, part.entry.size)
@@ -258,6 +276,7 @@ class _Download:
 
 
 def _parts(entry: FileEntry) -> list[_Part]:
+    """Split a file into parts of whole blocks, each of about ``_REQUEST_BYTES``."""
     block, digests = entry.block_size, entry.blocks
     many = max(1, _REQUEST_BYTES // block)
     return [_Part(entry, first, min(first + many, len(digests))) for first in range(0, len(digests), many)]
@@ -266,8 +285,11 @@ def _parts(entry: FileEntry) -> list[_Part]:
 def _hash(
     data: memoryview, position: int, block: int, size: int, digests: Sequence[str], hasher: xxhash.xxh3_128
 ) -> tuple[str, xxhash.xxh3_128]:
-    """Hash data received at ``position``, and compare at each block's end. ``hasher``: of the block that contains ``position``.
-    Returns what is wrong, or an empty text, and the hasher for the data that follows."""
+    """Hash data received for offset ``position`` of the file, and compare the digest at each block's end. ``hasher``: state of
+    the block that contains ``position``; ``block``: bytes per block; ``size``: bytes of the file.
+
+    Returns what is wrong, or an empty text, and the hasher for the data that follows.
+    """
     done = 0
     while done < len(data):
         number = (position + done) // block

@@ -19,7 +19,7 @@ from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import PINNED_NAME
 from ratchet_store.object_store import client as objects_module
 from ratchet_store.object_store.client import BRIEF, ObjectStore, open_store
-from ratchet_store.object_store.download import fetch, fetch_newest, newest_local
+from ratchet_store.object_store.download import Progress, fetch, fetch_newest, newest_local
 from ratchet_store.object_store.remote_checkpoints import RemoteCheckpoints, open_job_checkpoints
 from ratchet_store.object_store.upload import Mirror, Step
 from ratchet_store.retention.delete import delete
@@ -313,6 +313,18 @@ def test_fetch_quarantines_a_damaged_copy_and_takes_the_previous_one(place: Plac
     assert place.committed() == ["step-000000000010.a0001"]
     assert "MANIFEST.json.quarantined" in place.there()["step-000000000020.a0001"]
     assert list_names(elsewhere.checkpoints) == ["step-000000000010.a0001"]
+
+
+def test_stopped_fetch_leaves_the_copy_in_the_store_as_it_is(place: Place, tmp_path: Path) -> None:
+    make_chain(place.checkpoints, 10)
+    run(place.mirror())
+    before = place.there()
+    elsewhere, progress = Place(tmp_path / "elsewhere", place.remote.objects), Progress()
+    progress.stop.set()
+    with pytest.raises(CheckpointError, match="was stopped") as caught:
+        fetch_newest(elsewhere.remote, elsewhere.checkpoints, elsewhere.quarantine, ALL, None, progress)
+    assert caught.value.code == "checkpoint-remote"
+    assert place.there() == before
 
 
 def test_fetch_replaces_a_damaged_or_incomplete_local_checkpoint(place: Place) -> None:
