@@ -1,5 +1,5 @@
-"""How an attempt ended, and the column values of its job's row that follow. Pure: ``reconciler.finish_attempt`` gathers the
-evidence and stores the result.
+"""Determines how an attempt ended, and the column values of its job's row that follow. Pure: ``reconciler.finish_attempt``
+gathers the evidence and stores the result.
 
 Nothing here reads a clock, a disk or a database. Rows are accessed through their attributes alone, so that a simulation can pass
 rows of its own.
@@ -29,10 +29,11 @@ from ratchet_service.lifecycle.repeated_error import repeated_error_step
 
 @dataclass(frozen=True)
 class Evidence:
-    """The launcher's last poll of the attempt, and what else the reconciler knows. ``forced_cause``: the cause for which it
-    killed or stopped the attempt; ``killed``: agents were killed because they had not ended in time after the first one's result;
-    ``logs``: the end of the output of agents that never began; ``ran_seconds``: how many seconds the attempt ran at most, by a
-    clock that nobody sets (``monotonic_deadlines``)."""
+    """What is known of an attempt's end. ``state``: the launcher's last poll. ``forced_cause``: the cause for which the
+    reconciler killed or stopped the attempt; None: it did not. ``message``: for an end without a result. ``killed``: agents were
+    killed because they had not ended in time after the first one's result. ``logs``: the end of the output of agents that never
+    began. ``ran_seconds``: how many seconds the attempt ran at most, by the monotonic clock (``monotonic_deadlines``); None: no
+    agent began."""
 
     state: AttemptState
     forced_cause: Cause | None = None
@@ -44,8 +45,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Facts:
-    """Where the attempt began, the last step it reached, and the newest committed checkpoint from which the next attempt can
-    start."""
+    """Where the attempt began (``base``; None: it did not begin to train), the last step that it reached, and the newest
+    committed checkpoint from which the next attempt can start (None: there is none)."""
 
     base: Base | None
     newest_checkpoint: Checkpoint | None
@@ -53,18 +54,21 @@ class Facts:
 
     @property
     def start_step(self) -> int:
+        """The step at which the attempt began; 0 if it did not begin."""
         return self.base.step if self.base is not None else 0
 
     @property
     def safe_step(self) -> int:
+        """The step from which the next attempt can start."""
         return self.newest_checkpoint.step if self.newest_checkpoint is not None else self.start_step
 
     @property
     def lost_steps(self) -> int:
+        """Number of steps that the attempt did and no checkpoint has; 0 if it did not begin."""
         return max(0, self.last_step - self.safe_step) if self.base is not None else 0
 
     def own_committed_step(self, attempt: int) -> int | None:
-        """Return the newest step that the attempt itself committed; None: it committed none."""
+        """Return the step of ``newest_checkpoint`` if the attempt with number ``attempt`` committed it; otherwise None."""
         return (
             self.newest_checkpoint.step
             if self.newest_checkpoint is not None and self.newest_checkpoint.attempt == attempt
@@ -73,7 +77,7 @@ class Facts:
 
 
 class Verdict(NamedTuple):
-    """``ended_at``: when the attempt ended; ``seconds``: how long it ran."""
+    """``decision``: what becomes of the job. ``ended_at``: when the attempt ended. ``seconds``: how long it ran."""
 
     decision: Decision
     ended_at: datetime
@@ -81,8 +85,9 @@ class Verdict(NamedTuple):
 
 
 def cause_of(job: Job, evidence: Evidence) -> EndSeen:
-    """Determine the cause of the attempt's end. The agents' own results take precedence, and the engine's report counts where
-    there are none. The exception is what only the service knows: why it sent the signal."""
+    """Return the cause of the attempt's end, with its rank, exit code and message. The agents' own results take precedence over
+    the engine's reports. Exceptions: if this service killed or stopped the attempt and a result is missing, its own cause counts;
+    and a preemption gets the cause for which this service sent the signal."""
     state = evidence.state
     engine = [EndSeen(end.cause, end.node, message=end.message) for end in state.ends]
     valid_results = [
@@ -102,6 +107,8 @@ def cause_of(job: Job, evidence: Evidence) -> EndSeen:
 
 
 def _requested_cause(cause: Cause, job: Job, evidence: Evidence) -> Cause:
+    """Return ``cause`` as it counts for the job. An attempt that ended as preempted because this service stopped it gets the
+    service's cause (timeout, upgrade, or that of the user's request)."""
     if (
         evidence.forced_cause is Cause.UPGRADE and cause is Cause.UNKNOWN
     ):  # another version's result, with a cause unknown here
@@ -117,7 +124,7 @@ def _requested_cause(cause: Cause, job: Job, evidence: Evidence) -> Cause:
 
 def facts_of(attempt: Attempt, newest_checkpoint: Checkpoint | None, reported_step: int) -> Facts:
     """Return the attempt's facts. ``newest_checkpoint``: the newest committed checkpoint of its lineage; ``reported_step``: the
-    last step that its ranks reported as finished."""
+    last step that its ranks reported as finished. If the attempt reported no base, its last step is 0."""
     if attempt.base_step is None:
         return Facts(None, newest_checkpoint, 0)
     base = Base(step=attempt.base_step, attempt=attempt.base_attempt, digest=attempt.base_digest)
@@ -135,13 +142,13 @@ def verdict(
     now: datetime,
     previous: Attempt | None = None,
 ) -> Verdict:
-    """Decide what becomes of the job once no process of its attempt is alive. ``previous``: the previous attempt, which has
-    ended."""
+    """Decide what becomes of the job, once no process of its attempt is alive. ``cause``: from ``cause_of``. ``previous``: the
+    row of the attempt before, which has ended; None: there is none. Changes nothing."""
     ended_at = _ended_at(attempt, evidence.state.results, now)
     seconds = _running_seconds(attempt, ended_at, evidence.ran_seconds, now)
     end = AttemptEnd(
         cause.cause,
-        base_step=facts.start_step,
+        base_step=None if facts.base is None else facts.base.step,
         committed_step=facts.own_committed_step(attempt.number),
         begun=attempt.begun_at is not None,
         finished=facts.newest_checkpoint is not None and facts.newest_checkpoint.finished,
@@ -156,16 +163,16 @@ def verdict(
 
 
 def _ended_at(attempt: Attempt, results: Sequence[AttemptResult], now: datetime) -> datetime:
-    """Return the latest end time in the agents' results: a service that was down meanwhile must not count its own absence as
-    running time."""
+    """Return the latest end time in the agents' results, at most ``now``, and ``now`` without results: the time during which the
+    service was down must not count as running time."""
     reported_end = max((parse_time(result.ended_at, now) for result in results), default=now)
     return max(attempt.begun_at or attempt.created_at, min(reported_end, now))
 
 
 def _running_seconds(attempt: Attempt, ended_at: datetime, ran_seconds: float | None, now: datetime) -> float:
-    """Return the seconds since the first agent began; the time before that was a wait in the engine's queue. Both ends are
-    wall-clock times, and the clock may have been set in between: if they disagree with the counted time (``ran_seconds``, up to
-    now), the counted time is used."""
+    """Return the seconds since the first agent began; the time before that was a wait in the engine's queue. 0 if none began.
+    Both ends are wall-clock times, and the clock may have been set in between: if they disagree with the counted time
+    (``ran_seconds``, up to ``now``), the counted time is used."""
     if attempt.begun_at is None:
         return 0.0
     wall_seconds = (ended_at - attempt.begun_at).total_seconds()
@@ -176,7 +183,8 @@ def _running_seconds(attempt: Attempt, ended_at: datetime, ran_seconds: float | 
 
 
 def job_values(job: Job, attempt: Attempt, decision: Decision, facts: Facts, seconds: float) -> dict[str, Any]:
-    """Return the columns of the job's row after the end, except its phase and desired state."""
+    """Return the columns of the job's row after the attempt's end, except its phase and desired state. The lease is released with
+    them. ``seconds``: how long the attempt ran."""
     values: dict[str, Any] = {
         "preemptions": decision.counters.preemptions,
         "failures": decision.counters.failures,
@@ -196,8 +204,8 @@ def job_values(job: Job, attempt: Attempt, decision: Decision, facts: Facts, sec
 
 
 def _served_resume_request(job: Job, attempt: Attempt, base: Base) -> bool:
-    """True if the attempt has served the job's resume request, if any. An attempt that was found on the disk may have begun
-    before the request was made, so its base is compared."""
+    """True if the attempt has served the job's request to resume from a certain checkpoint, or if there is none. An attempt that
+    was found on the disk may have begun before the request was made, so its base is compared with the request."""
     if job.resume_from is None or not attempt.launch.get(RECOVERED_FROM_DISK):
         return True
     return (base.step, base.attempt) == (job.resume_from["step"], job.resume_from["attempt"])
