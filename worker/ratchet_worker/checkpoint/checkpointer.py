@@ -24,6 +24,7 @@ from ratchet_contract.errors import CheckpointError, RatchetError, UserError
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_hooks.errors import HookStateError
+from ratchet_store.filesystem.durable_io import NOT_WRITTEN
 from ratchet_worker.checkpoint.checkpoint_content import Content
 from ratchet_worker.checkpoint.copy_sources import Audit, Lister
 from ratchet_worker.checkpoint.host_copy import Staging, size_of
@@ -48,15 +49,19 @@ _RETENTION_TIMEOUT: Final = 10.0  # seconds that the end of an attempt waits for
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a save. ``error`` None: committed."""
+    """The result of a save that the loop has waited for. ``error``: why there is no checkpoint; None: the checkpoint is
+    committed."""
 
     error: str | None = None
 
 
 class Checkpointer:
-    """Saves of one attempt on one rank; only the loop's thread calls its methods. ``last``: the newest checkpoint of this
-    attempt, or the one that it started from. ``give_up``: called on rank 0, from the saving thread, when too many saves have
-    failed. ``early``: the job has no checkpoint yet, and may get one before the first scheduled one (``checkpoint.first``)."""
+    """The saves of one attempt on one rank. Only the loop's thread calls its methods.
+
+    ``last``: the newest checkpoint of this attempt, or the one that the attempt started from. ``give_up``: called on rank 0, in
+    the saving thread, after ``MAX_FAILURES`` failed saves in a row. ``early``: the job has no checkpoint yet, so one may be
+    saved before the first scheduled one (``checkpoint.first``). ``saving``: the exchange of the saving thread.
+    """
 
     def __init__(
         self,
@@ -99,10 +104,12 @@ class Checkpointer:
     def on_step_end(
         self, step: int, capture_step_tensors: Callable[[], tuple[Snapshot, int]], make_content: Callable[[], Content]
     ) -> None:
-        """Begin a save if one is due; called after every step but the last. ``capture_step_tensors``: returns the parameters and
-        the optimizer's tensors, and roughly the number of bytes that a rank saves besides them.
+        """Process the result of a save that has ended, and begin a save if one is due. Called after every step but the last.
 
-        Raises ``UserError`` for a hook's state that cannot be stored, ``CheckpointError`` where a save is stuck.
+        ``capture_step_tensors``: returns the parameters and the optimizers' tensors, and roughly the number of bytes that a rank
+        saves besides them. ``make_content``: captures the whole state; called only if a save is due. Does not wait for the new
+        save, but may wait for the previous one. Raises ``UserError`` for a hook's state that cannot be stored and for ranks that
+        are not at the same step, ``CheckpointError`` if a save is stuck.
         """
         self._process_result()
         if self._schedule is not None:
@@ -120,8 +127,11 @@ class Checkpointer:
         self._first = False
 
     def wait_until_copied(self, until: Until, *, ends_audit: bool = True) -> None:
-        """Wait until tensors of this kind are copied, if a save is in progress; called before they change, possibly from a thread
-        of a backward pass. ``ends_audit`` False: the change will be undone, so the audit of the step continues after it."""
+        """Wait until the save in progress, if any, has copied the tensors of this kind. Called immediately before they change,
+        possibly from a thread of a backward pass.
+
+        ``ends_audit`` False: the coming change will be undone, so the audit of the step continues after it.
+        """
         save = self._save
         if save is not None:
             self._stall_seconds += save.wait_until_copied(until)
@@ -137,8 +147,13 @@ class Checkpointer:
     # --- acting together -----------------------------------------------------------------------------------------------
 
     def begin_save(self, step: int, reason: Reason, make_content: Callable[[], Content]) -> None:
-        """Begin to save ``step``, after the previous save has ended; the result is reported later, and training does not wait for
-        it. The state is copied before the next step if ``checkpoint.staging`` requires it, or the audit is not done."""
+        """Begin to save ``step``, after waiting for the previous save to end. Does not wait for this save: its result is
+        processed after a later step.
+
+        Waits until the state is copied, unless it may be copied concurrently with the next step (``checkpoint.staging``, once
+        the audit is done). No effect after too many failures. Raises ``CheckpointError`` if the previous save is stuck,
+        ``UserError`` for a hook's state that cannot be stored.
+        """
         self.drain()
         if self._given_up_at:  # the same on all ranks: the stop that follows from it is being agreed on
             return
@@ -155,10 +170,13 @@ class Checkpointer:
         make_content: Callable[[], Content],
         remaining_seconds: float | None = None,
     ) -> Outcome:
-        """Save ``step`` on every rank and wait for it; the outcome is the same on all. ``remaining_seconds``: seconds until the
-        processes are killed; a save that takes longer is not begun. Raises ``CheckpointError`` for the third failure in a row
-        (``finished``: after up to three attempts), ``UserError`` for a hook's state that cannot be stored, and if only some ranks
-        have ``finished``."""
+        """Save ``step`` on every rank, wait until the save has ended, and return its outcome, which is the same on all ranks.
+
+        ``finished``: the job has ended at this step; the save is then attempted up to three times. ``remaining_seconds``:
+        seconds until the processes are killed; for a stop, a save that is expected to take longer is not begun. Raises
+        ``CheckpointError`` after the third failure in a row, ``UserError`` for a hook's state that cannot be stored, and if only
+        some ranks have ``finished``.
+        """
         self._counter.enter_stage(Stage.CHECKPOINTING)
         self.drain()
         if self._given_up_at:
@@ -178,15 +196,16 @@ class Checkpointer:
         return Outcome(self._failure)
 
     def drain(self) -> int:
-        """Wait for the save in progress, if any; return the number of failures in a row by then."""
+        """Wait for the save in progress to end. Return the number of failed saves in a row up to it; 0 if no save was in
+        progress. Raises ``CheckpointError`` if the save is stuck."""
         if self._save is None:
             return 0
         self._wait_for(self._save)
         return self._process_result()
 
     def wait_for_retention(self) -> None:
-        """At the end, wait until older checkpoints are deleted and that is reported; not for long: the service deletes the
-        rest."""
+        """At the end of an attempt, wait until older checkpoints are deleted and their deletion is reported, for at most ten
+        seconds: the service deletes the rest."""
         end = time.monotonic() + _RETENTION_TIMEOUT
         while (
             self._retention_done is not None and not self._retention_done.wait(_TICK_SECONDS) and time.monotonic() < end
@@ -195,7 +214,10 @@ class Checkpointer:
 
     @property
     def too_many_failures(self) -> CheckpointError:
-        return CheckpointError(f"{MAX_FAILURES} saves in a row failed, the last at {self._given_up_at}")
+        """The error that ends the attempt after too many failed saves in a row. It is returned, not raised."""
+        return CheckpointError(
+            f"{MAX_FAILURES} saves in a row failed, the last at {self._given_up_at}", code=NOT_WRITTEN
+        )
 
     @property
     def is_overlapped(self) -> bool:
@@ -204,17 +226,22 @@ class Checkpointer:
 
     @property
     def metric_step(self) -> int | None:
-        """Step of the save in progress, or of the last committed one; None for the save before the first scheduled one, which no
-        metric keeps."""
+        """The step whose checkpoint the metrics logged now belong to: that of the save in progress, or of the last committed
+        one.
+
+        None for the save before the first scheduled one, which no metric keeps.
+        """
         step = self.last.step if self._save is None else self._save.order.step
         return None if step == self._early_step else step
 
     def record_metrics(self, step: int, values: dict[str, float]) -> None:
-        """Store what rank 0 logged at ``step``: it decides which checkpoints are kept as the best."""
+        """Store the values that rank 0 has logged, by name, for the checkpoint of ``step``: they decide which checkpoints are
+        kept as the best."""
         self._committer.record_metrics(step, values)
 
     def finish(self) -> None:
-        """Mark the newest checkpoint of this attempt as the job's last. Raises ``CheckpointError``."""
+        """Mark the newest checkpoint of this attempt as the job's last. First waits, for at most ten seconds, until older ones
+        are deleted. Raises ``CheckpointError``."""
         self.wait_for_retention()
         self._committer.finish()
 
@@ -222,7 +249,10 @@ class Checkpointer:
 
     def _expected_seconds(self, capture_step_tensors: Callable[[], tuple[Snapshot, int]]) -> float | None:
         """Return the expected seconds of the save before the first scheduled one, from earlier saves of this job or the disk's
-        speed. Called on rank 0. None: there was a save already, so it is not needed any more."""
+        speed.
+
+        Called on rank 0. None: this attempt has begun a save already, so that one is not needed any more.
+        """
         if self._save_count:
             return None
         if self._early_seconds is None:
@@ -233,7 +263,7 @@ class Checkpointer:
         return self._early_seconds
 
     def _reason_not_to_save(self, remaining_seconds: float | None) -> str | None:
-        """Return why a save is not begun, or None; the same on all ranks."""
+        """Return why a save would end too late; None: it may begin. Rank 0 decides, and all ranks return the same."""
         text = None
         if self._schedule is not None and remaining_seconds is not None:
             takes = self._schedule.save_seconds() or self._launch.save_seconds or None
@@ -253,6 +283,11 @@ class Checkpointer:
         thorough: bool,
         concurrent: bool = False,
     ) -> None:
+        """Capture the state, copy what must be copied at the boundary, and hand the save over to the saving thread.
+
+        ``thorough``: the loop will wait for the save. ``concurrent``: the rest is copied concurrently with the next step. Raises
+        ``UserError`` for state that cannot be stored in any save; another error fails only this save.
+        """
         self._save_count += 1
         self._due.on_save_begin()
         order, begun = (
@@ -280,7 +315,8 @@ class Checkpointer:
         self._saver.submit(self._save)
 
     def _wait_for(self, save: Save) -> None:
-        """Wait until the save has ended, and tick the step counter as long as it may progress. Raises ``CheckpointError``."""
+        """Wait until ``save`` has ended, and tick the step counter meanwhile. Raises ``CheckpointError`` if nothing has been
+        written for longer than any wait of a saving thread."""
         directory = JobPaths(Path(self._launch.job_root)).checkpoint(save.order.step, self._launch.attempt)
         limit = 3 * self._launch.deadlines.step + 120  # longer than any wait of a saving thread
         seen, deadline = (-1, 0), time.monotonic() + limit
@@ -291,11 +327,16 @@ class Checkpointer:
                 seen, deadline = size, time.monotonic() + limit
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"the save of step {save.order.step} is stuck: nothing was written for {limit:.0f} s"
+                    f"the save of step {save.order.step} is stuck: nothing was written for {limit:.0f} s",
+                    code=NOT_WRITTEN,
                 )
 
     def _process_result(self) -> int:
-        """Process the result of a save that has ended; return the number of failures in a row by then."""
+        """Process the result of the save in progress if it has ended. Return the number of failed saves in a row up to it, or 0
+        if there is no such save.
+
+        Raises the error of the saving thread if there is no verdict, and ``UserError`` if only some ranks have ended.
+        """
         save = self._save
         if save is None or not save.done.is_set():
             return 0
@@ -320,7 +361,8 @@ class Checkpointer:
         return failures
 
     def _prepare(self, step_tensors: Snapshot, private: int) -> None:
-        """After the attempt's first step: allocate pages for the copies, and begin the audit if saves may be overlapped."""
+        """After the attempt's first step: have the saving thread allocate memory for the copies, and begin the audit if saves may
+        be overlapped. ``private``: bytes that this rank saves besides ``step_tensors``."""
         slices = self._cuts.plan(step_tensors.sizes(), self._world_size)[self._rank]
         sources = self._lister.list_sources(step_tensors, slices)
         if self._save is None:
@@ -332,6 +374,8 @@ class Checkpointer:
             self._audit = Audit([*parameters.values(), *(s for s in sources.entries if s.name not in parameters)])
 
     def _end_audit(self, audit: Audit) -> None:
+        """End the audit. If a tensor has changed between two steps, report it: this rank's state is then copied before each step
+        begins."""
         self._audit, self._audit_done = None, True
         name = audit.first_changed()
         if name is not None:
@@ -339,7 +383,8 @@ class Checkpointer:
             self._copy_before_steps(f"rank {self._rank}: {text}", note=True)
 
     def _copy_before_steps(self, reason: str, *, note: bool) -> None:
-        """Copy all of this rank's state before a step begins, from now on in this attempt."""
+        """From now on in this attempt, copy all of this rank's state before a step begins. ``note``: report ``reason`` if that is
+        a change."""
         if self._overlapped and note:
             text = (
                 f"{reason}. From now on the state is copied before a step begins, not concurrently (checkpoint.staging)"
