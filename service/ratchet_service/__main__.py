@@ -24,7 +24,8 @@ DEFAULT_PORT: Final = 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit status: 0 after a clean exit, 2 if the service could not start or a token could not be created."""
+    """Run one command of the service until it ends. Return the exit status: 0 after a clean exit, 2 if the service could not
+    start. The commands ``token``, ``backup`` and ``restore`` return their own status."""
     options = _parser().parse_args(argv)
     service_logging.configure(options.log_level, options.log_format, passwords(options.database_url, os.environ))
     home = options.home.expanduser().absolute()
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(home: Path, options: argparse.Namespace) -> int:
+    """Run ``serve`` or ``reconcile`` with the parsed options, until it ends. Return 0. Raises ``StartError``."""
     from ratchet_service.commands.serve import ServeOptions, reconcile, serve
     from ratchet_service.isolation import run_as
     from ratchet_service.scheduling.scheduler import Preemption
@@ -96,6 +98,7 @@ def _run(home: Path, options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands. Defaults come from the environment where their help names a variable."""
     base = argparse.ArgumentParser(add_help=False)
     home = os.environ.get(env_vars.HOME) or ".ratchet"
     base.add_argument(
@@ -103,7 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     base.add_argument(
         "--log-format",
-        choices=service_logging.FORMATS,
+        type=_log_format,
+        metavar="{text,json}",
         default=os.environ.get(env_vars.LOG_FORMAT) or "text",
         help="format of the log on standard error; json: one object per line (default: RATCHET_LOG_FORMAT, else text)",
     )
@@ -193,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_access_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``serve`` for tokens, TLS, allowed paths and request rates."""
     parser.add_argument(
         "--auth",
         choices=("auto", "token"),
@@ -238,13 +243,26 @@ def _add_access_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _split_env(variable: str, separator: str | None) -> list[str] | None:
+    """Return the non-empty parts of an environment variable; None if it is not set or empty. ``separator`` None: blanks separate
+    them."""
     text = os.environ.get(variable)
     return [part for part in text.split(separator) if part] if text else None
 
 
 def _path_from_env(variable: str) -> Path | None:
+    """Return the path in an environment variable; None if it is not set or empty."""
     text = os.environ.get(variable)
     return Path(text) if text else None
+
+
+def _log_format(text: str) -> str:
+    """Return ``text`` if it is a log format. Raises ``argparse.ArgumentTypeError``; argparse does not check ``choices`` of a
+    default, which the variable is."""
+    if text not in service_logging.FORMATS:
+        raise argparse.ArgumentTypeError(
+            f"must be {' or '.join(service_logging.FORMATS)}, not {text!r} ({env_vars.LOG_FORMAT})"
+        )
+    return text
 
 
 def _absolute(path: str) -> Path:
@@ -252,6 +270,7 @@ def _absolute(path: str) -> Path:
 
 
 def _rate(text: str) -> float:
+    """Parse a rate, a number more than 0 and at most a million. Raises ``argparse.ArgumentTypeError`` or ``ValueError``."""
     value = float(text)
     if not 0 < value <= 1e6:
         raise argparse.ArgumentTypeError("must be more than 0")
@@ -259,6 +278,7 @@ def _rate(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
+    """Parse seconds, a number of 0 or more and at most a billion. Raises ``argparse.ArgumentTypeError`` or ``ValueError``."""
     value = float(text)
     if not 0 <= value <= 1e9:
         raise argparse.ArgumentTypeError("must be 0 or more")
@@ -266,6 +286,7 @@ def _seconds(text: str) -> float:
 
 
 def _bounds(text: str) -> Bounds:
+    """Parse the value of ``--bounds``. Raises ``argparse.ArgumentTypeError``."""
     try:
         return parse_bounds(text)
     except ValueError as error:
@@ -273,6 +294,7 @@ def _bounds(text: str) -> Bounds:
 
 
 def _run_as_limits(text: str) -> Limits:
+    """Parse the value of ``--run-as-limits``. Raises ``argparse.ArgumentTypeError``."""
     from ratchet_service.isolation.run_as import parse_limits
 
     try:

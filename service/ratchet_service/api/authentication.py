@@ -24,13 +24,15 @@ from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Job
 
 _MAX_ATTEMPTS: Final = 10_000
-"""Number of attempts whose tokens are cached, so that authenticating a report needs no database query."""
+"""Number of attempts whose token hashes are cached, so that authenticating a report needs no database query."""
 
 
 class Gate:
-    """Authenticates the callers of one running app and limits their request rates."""
+    """Authenticates the callers of one running app and limits their request rates. The rate limits are those of ``settings``, and
+    are counted in this process only."""
 
     def __init__(self, settings: Settings, database: Database) -> None:
+        """``settings`` has the rates and whether callers need tokens; tokens are looked up in ``database``."""
         self._database = database
         self._token_required = settings.tokens_required
         self._request_buckets = Buckets(settings.request_rate, settings.request_burst)
@@ -40,7 +42,9 @@ class Gate:
         """By attempt: the hash of its token and its number of nodes."""
 
     async def authenticate_caller(self, request: Request) -> Principal:
-        """Return the caller. Raises ``Refused`` (``token-missing`` and other token errors, ``too-many-requests``)."""
+        """Return the caller of ``request``, and count the request for the rate limit of the caller's owner. Without a token, the
+        caller is ``LOCAL`` if the service requires no token. Raises ``Refused`` (``token-missing``, ``token-unknown``,
+        ``token-expired``, ``token-revoked``, ``too-many-requests``)."""
         token = bearer_token(request.headers.get("authorization"))
         if token is None and not self._token_required:
             found = LOCAL
@@ -50,6 +54,8 @@ class Gate:
         return found
 
     async def _authenticate_token(self, request: Request, token: str | None) -> Principal:
+        """Return the caller with ``token``. Raises ``Refused`` (``token-missing`` for None, other token errors). Each refusal is
+        counted for the client's address; beyond the limit of refusals, ``Refused`` (``too-many-requests``) is raised instead."""
         try:
             if token is None:
                 raise Refused(
@@ -64,10 +70,11 @@ class Gate:
             raise
 
     async def authenticate_agent(self, request: Request) -> None:
-        """Authenticate an agent before its body is read; the use case checks again, in the transaction that it acts in.
+        """Authenticate an agent by the token of its attempt, and count the request for the attempt's rate limit. It runs before
+        the body is read; the token is checked again later, in the transaction that handles the request.
 
-        The rate limit of all agents of an attempt together is the sum of its nodes' limits (``limit_node``). It does not go by
-        address: many agents may share one, through an ingress or a proxy. Raises ``Refused`` (``token-missing``,
+        The rate limit of all agents of an attempt together is the sum of its nodes' limits (``limit_node``). It does not depend
+        on the address: many agents may share one address, behind an ingress or a proxy. Raises ``Refused`` (``token-missing``,
         ``token-wrong``, ``too-many-requests``) and ``NotFound`` (``attempt-not-found``).
         """
         token = bearer_token(request.headers.get("authorization"))
@@ -85,23 +92,26 @@ class Gate:
         self._attempts.move_to_end(attempt)
         if len(self._attempts) > _MAX_ATTEMPTS:
             self._attempts.popitem(last=False)
-        self._report_buckets.take(f"{job_id}/{number}", time.monotonic(), nodes)
+        self._report_buckets.take(f"{job_id}/{attempt[1]}", time.monotonic(), nodes)
 
     def limit_node(self, job_id: str, number: int, node: int) -> None:
-        """Limit a node, once its report is read, to its share of the attempt's rate. A report refused here has been read and
-        still counts for the attempt: a node that ignores ``Retry-After`` takes from the others. Raises ``Refused``
-        (``too-many-requests``). The use case refuses nodes that do not exist."""
+        """Count a report for the rate limit of one node, after the report is read. The node's limit is its share of the attempt's
+        limit. Raises ``Refused`` (``too-many-requests``). A report refused here still counts for the attempt, since it has been
+        read: a node that ignores ``Retry-After`` reduces the share of the other nodes. A node number that does not exist is not
+        counted; ``ingest`` refuses it. With one node, nothing is done: the attempt's limit is the node's."""
         _, nodes = self._attempts.get((job_id, number), ("", 1))
         if nodes > 1 and 0 <= node < nodes:
             self._report_buckets.take(f"{job_id}/{number}/{node}", time.monotonic())
 
     def _check_attempt_token(self, attempt: tuple[str, int], token: str | None) -> int:
-        """Return the attempt's number of nodes. Raises like ``read_authorised_rows``."""
+        """Return the number of nodes of ``attempt`` (job id, number), if ``token`` is its token. Raises ``Refused`` and
+        ``NotFound``, like ``read_authorised_rows``."""
         with self._database.read() as session:
             return read_authorised_rows(session, *attempt, token).shape.nodes
 
     async def require_ownership(self, caller: Principal, job_id: str) -> None:
-        """Raises ``Refused`` (``not-allowed``) for a job of another owner. The route itself reports a job that does not exist."""
+        """Raise ``Refused`` (``not-allowed``) if the job belongs to another owner and the caller is no admin. A job that does not
+        exist passes: the route itself reports it."""
         if caller.role is Role.ADMIN or not is_job_id(job_id):
             return
         owner = await run_in_threadpool(self._read_owner, job_id)
@@ -112,13 +122,15 @@ class Gate:
             )
 
     def _read_owner(self, job_id: str) -> str | None:
+        """Return the owner of the job; None if the job does not exist."""
         with self._database.read() as session:
             job = session.get(Job, job_id)
             return None if job is None else job.owner
 
 
 def bearer_token(authorization: str | None) -> str | None:
-    """Return the token in the header; None without a header. Raises ``Refused`` (``token-missing``) for any other header."""
+    """Return the token in an Authorization header; None if there is no header. Raises ``Refused`` (``token-missing``) for a
+    header that is not ``Bearer`` with a token."""
     if authorization is None:
         return None
     scheme, _, token = authorization.partition(" ")
@@ -128,23 +140,28 @@ def bearer_token(authorization: str | None) -> str | None:
 
 
 def _client_host(request: Request) -> str:
+    """Return the address of the connection's other end, which may be a proxy; "-" if it is unknown."""
     return request.client.host if request.client is not None else "-"
 
 
 class Guard:
-    """What a route declares. ``security`` is its OpenAPI form."""
+    """The base of the dependencies by which a route declares who may call it. ``security`` is the OpenAPI form of the
+    declaration."""
 
     security: list[dict[str, list[str]]]
 
 
 class Needs(Guard):
-    """Admits callers with ``scope`` (None: any caller); with ``own_job``, only the owner of the path's job, or an admin."""
+    """Admits callers whose token has ``scope`` (None: any authenticated caller), and stores the caller in
+    ``request.state.caller``. With ``own_job``, it admits only the owner of the job in the path, or an admin. Raises ``Refused``
+    (``not-allowed``), and as ``Gate.authenticate_caller`` does."""
 
     def __init__(self, scope: Scope | None, *, own_job: bool) -> None:
         self.scope, self.own_job = scope, own_job
         self.security = [{"token": [] if scope is None else [scope.value]}]
 
     async def __call__(self, request: Request) -> None:
+        """Authenticate the caller of ``request`` and store it in ``request.state.caller``. FastAPI calls it before the route."""
         gate: Gate = request.app.state.service.gate
         caller = await gate.authenticate_caller(request)
         if self.scope is not None and self.scope not in caller.scopes:
@@ -155,6 +172,7 @@ class Needs(Guard):
 
 
 def _missing_scope_text(caller: Principal, scope: Scope) -> str:
+    """Return the error text for a caller who lacks ``scope``: the token lacks it, or a role with more rights is needed."""
     if scope in SCOPES[caller.role]:
         return f"this needs the scope {scope.value}, which the token {caller.token} lacks"
     least = next(role for role in Role if scope in SCOPES[role])
@@ -164,17 +182,18 @@ def _missing_scope_text(caller: Principal, scope: Scope) -> str:
 
 
 class Agents(Guard):
-    """Admits agents with the token of their attempt."""
+    """Admits an agent with the token of the attempt in the path. Raises as ``Gate.authenticate_agent`` does."""
 
     security = [{"attempt": []}]  # noqa: RUF012
 
     async def __call__(self, request: Request) -> None:
+        """Authenticate the agent that sent ``request``. FastAPI calls it before the route."""
         gate: Gate = request.app.state.service.gate
         await gate.authenticate_agent(request)
 
 
 class Open(Guard):
-    """Admits anybody: the route reveals nothing about jobs."""
+    """Admits every request, with or without a token, and applies no rate limit: the route reveals nothing about jobs."""
 
     security: list[dict[str, list[str]]] = []  # noqa: RUF012
 
@@ -183,7 +202,7 @@ class Open(Guard):
 
 
 def needs(scope: Scope | None, *, own_job: bool = False) -> Any:
-    """Return an entry for a route's ``dependencies``."""
+    """Return an entry for a route's ``dependencies`` that admits callers with ``scope``; the arguments are those of ``Needs``."""
     return Depends(Needs(scope, own_job=own_job))
 
 
@@ -192,13 +211,13 @@ OPEN: Any = Depends(Open())
 
 
 def guard_of(dependant: Dependant) -> Guard | None:
-    """Return the guard that a route declares."""
+    """Return the guard among the dependencies that a route declares; None if it declares none."""
     declared: list[Any] = [child.call for child in dependant.dependencies]
     return next((call for call in declared if isinstance(call, Guard)), None)
 
 
 async def get_caller(request: Request) -> Principal:
-    """Return the caller, in a route declared with ``needs``."""
+    """Return the authenticated caller. The route must be declared with ``needs``, which has stored the caller in the request."""
     caller: Principal = request.state.caller
     return caller
 

@@ -20,24 +20,26 @@ JSON_TYPES: Final = frozenset({"application/json", "application/merge-patch+json
 YAML_TYPES: Final = frozenset({"application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml"})
 MAX_DEPTH: Final = 64
 MAX_VALUES: Final = 200_000
+_MOST_PROBLEMS: Final = 10
 BODY_SECONDS: Final = 120.0
-"""Time limit for a body that is read as a whole."""
+"""Time limit in seconds for a body that is read as a whole."""
 PART_SECONDS: Final = 30.0
-"""Time limit between two parts of any body."""
+"""Time limit in seconds for the next part of any body."""
 _MAX_INT: Final = 2**63 - 1
 _UNSTORABLE: Final = re.compile("[\0\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class RawBody:
-    """A body's bytes and its media type: without parameters, in lower case, '' if there was none."""
+    """The bytes of a request body, and its media type: without parameters, in lower case, "" if the request has none."""
 
     media_type: str
     content: bytes
 
 
 async def read_body(request: Request, limit: int) -> RawBody:
-    """Read the whole body; at most ``limit`` bytes are ever held. Raises ``Refused`` (``body-too-large``)."""
+    """Return the whole request body; at most ``limit`` bytes are accepted. Raises ``Refused`` (``body-too-large``,
+    ``body-too-slow``)."""
     try:
         async with asyncio.timeout(BODY_SECONDS):
             content = b"".join([part async for part in iter_body(request, limit)])
@@ -47,8 +49,9 @@ async def read_body(request: Request, limit: int) -> RawBody:
 
 
 async def iter_body(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """Yield the body's parts as they arrive. Raises ``Refused`` (``body-too-large``), before reading anything if Content-Length
-    exceeds ``limit``."""
+    """Yield the parts of the request body as they arrive. Raises ``Refused``: ``body-too-large`` if there are more than ``limit``
+    bytes (before anything is read, if Content-Length already exceeds ``limit``), and ``body-too-slow`` if the next part does not
+    arrive within ``PART_SECONDS``."""
     too_large = Refused(f"the body is larger than {limit} bytes", code="body-too-large")
     if (content_length(request) or 0) > limit:
         raise too_large
@@ -69,24 +72,27 @@ async def iter_body(request: Request, limit: int) -> AsyncIterator[bytes]:
 
 
 def _too_slow(seconds: float) -> Refused:
+    """Return the error for a body that does not arrive in time; it is not raised."""
     return Refused(f"the body was not received within {seconds:g} s", code="body-too-slow")
 
 
 def content_length(request: Request) -> int | None:
-    """Return the body's size in bytes according to Content-Length; None without a valid one."""
+    """Return the size of the body in bytes, as the Content-Length header gives it; None if there is no valid header."""
     announced = request.headers.get("content-length", "")
     return int(announced[:20]) if announced.isascii() and announced.isdigit() else None
 
 
 def media_type_of(request: Request) -> str:
-    """Return the media type without parameters, in lower case; '' if there is none."""
+    """Return the media type of the request body: without parameters, in lower case; "" if there is no Content-Type header."""
     return request.headers.get("content-type", "").split(";")[0].strip().lower()
 
 
 def decode(body: RawBody, *, yaml: bool = False, check_storable: bool = True) -> Any:
-    """Return the body's data; an empty body is ``{}``. Raises ``Refused`` or ``SpecError`` with a pointer to what is wrong.
+    """Return the data of a JSON body (with ``yaml``: or a YAML body); an empty body is ``{}``. Raises ``Refused``
+    (``unsupported-media-type``, ``invalid-json``, ``invalid-yaml``), or ``SpecError`` with JSON pointers to values that cannot be
+    stored.
 
-    ``check_storable`` False: the caller makes the values storable itself.
+    ``check_storable`` False: values are not checked; the caller makes them storable itself.
     """
     if not body.content.strip():
         return {}
@@ -105,6 +111,7 @@ def decode(body: RawBody, *, yaml: bool = False, check_storable: bool = True) ->
 
 
 def _json(content: bytes) -> Any:
+    """Return the data of a JSON text in UTF-8. Raises ``Refused`` (``invalid-json``), also for NaN and Infinity."""
     try:
         return json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -112,10 +119,13 @@ def _json(content: bytes) -> Any:
 
 
 def _refuse_constant(name: str) -> Any:
+    """Raise ``ValueError`` for NaN or an infinity in JSON. The JSON parser calls it."""
     raise ValueError(f"{name} is not a JSON value")
 
 
 def _yaml(content: bytes) -> Any:
+    """Return the data of a YAML text in UTF-8. Raises ``Refused`` (``invalid-yaml``), and ``SpecError`` from
+    ``load_spec_text``."""
     try:
         return load_spec_text(content.decode("utf-8"))
     except SpecError:
@@ -126,18 +136,21 @@ def _yaml(content: bytes) -> Any:
 
 
 def _error_text(error: BaseException) -> str:
+    """Return the text of a parser's error, at most 300 characters."""
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:300]
 
 
 def find_unstorable(data: Any) -> list[FieldProblem]:
-    """Return the values that JSON, a 64-bit column or PostgreSQL's text cannot hold, with JSON pointers; at most ten.
+    """Return a problem, with a JSON pointer, for each value in ``data`` that cannot be stored; ten at most. JSON, a 64-bit
+    column or PostgreSQL's text cannot hold these values. Empty: all values can be stored.
 
-    With YAML anchors, a small text can stand for a huge document: the walk counts every visit and stops at ``MAX_VALUES``.
+    With YAML anchors, a small text can stand for a huge document. So the walk counts every visit of a value; after ``MAX_VALUES``
+    visits it stops and returns ``too-many-values`` as the only problem.
     """
     out: list[FieldProblem] = []
     stack: list[tuple[Any, tuple[str | int, ...]]] = [(data, ())]
     visits = 0
-    while stack and len(out) < 10:
+    while stack and len(out) < _MOST_PROBLEMS:
         value, path = stack.pop()
         visits += 1
         if visits > MAX_VALUES:
@@ -149,6 +162,8 @@ def find_unstorable(data: Any) -> list[FieldProblem]:
             out.append(FieldProblem(pointer=pointer_of(path), code=fault[0], detail=fault[1]))
         elif isinstance(value, dict):
             for key, item in value.items():
+                if len(out) >= _MOST_PROBLEMS:
+                    break
                 fault = (
                     _unstorable_reason(key)
                     if isinstance(key, str)
@@ -164,6 +179,8 @@ def find_unstorable(data: Any) -> list[FieldProblem]:
 
 
 def _unstorable_reason(value: Any) -> tuple[str, str] | None:
+    """Return the code and the text of the reason why a single value cannot be stored; None if it can. Dicts and lists are
+    accepted without a look at their items."""
     if isinstance(value, str):
         if _UNSTORABLE.search(value):
             return "invalid-character", "text with a NUL character or half a surrogate pair cannot be stored"
@@ -179,7 +196,8 @@ def _unstorable_reason(value: Any) -> tuple[str, str] | None:
 
 
 def parse(model: type[M], data: Any) -> M:
-    """Validate ``data`` as ``model``. Raises ``SpecError`` (``invalid-body``) with one problem per fault."""
+    """Return ``data`` as an instance of ``model``. Raises ``SpecError`` (``invalid-body``) with one problem per fault, at most
+    50."""
     try:
         return model.model_validate(data)
     except ValidationError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Final, NamedTuple
 
 from ratchet_contract.errors import CheckpointError
@@ -23,12 +24,16 @@ _CODES: Final = {NO_CLIENT: "uri-no-client", DENIED: "uri-denied"}
 
 
 class _Fault(NamedTuple):
+    """Code and text of a problem with the object store."""
+
     code: str
     text: str
 
 
 def check(spec: JobSpec, report: Report, seconds: float = TIMEOUT_SECONDS) -> None:
-    """Put a small object below the prefix twice, where the second put must fail, and delete it again."""
+    """Add to ``report`` the fault of the object store ``checkpoint.uri``, if the spec has one. The check writes a small object
+    below the prefix twice, where the second write must fail, and deletes it. It blocks for at most ``seconds``; a store that does
+    not answer by then is a fault."""
     uri = spec.checkpoint.uri
     if uri is None:
         return
@@ -42,6 +47,7 @@ _ADVICE: Final = "check the endpoint (AWS_ENDPOINT_URL) and the network of the s
 
 
 def _find_fault(uri: str) -> _Fault | None:
+    """Return the fault of the object store; None if it can be used."""
     try:
         return _probe(open_store(uri, patience=BRIEF), f".ratchet-probe-{secrets.token_hex(8)}")
     except CheckpointError as error:
@@ -50,6 +56,8 @@ def _find_fault(uri: str) -> _Fault | None:
 
 
 def _probe(store: ObjectStore, name: str) -> _Fault | None:
+    """Write the object ``name`` twice and delete it; return a fault if the store accepts the second write, else None. Raises
+    ``CheckpointError`` if the store cannot be reached or denies access."""
     first = store.put_if_absent(name, b"Ratchet looks whether a second writer is refused; delete this.\n")
     second = store.put_if_absent(name, b"a second writer")
     store.delete([name])
@@ -64,9 +72,20 @@ def _probe(store: ObjectStore, name: str) -> _Fault | None:
 
 
 def _with_deadline(seconds: float, probe: Callable[[], _Fault | None], timeout_fault: _Fault) -> _Fault | None:
-    """Return the result of ``probe``, or ``timeout_fault`` once ``seconds`` have passed; its result is ignored then."""
-    answers: list[_Fault | None] = []
-    thread = threading.Thread(target=lambda: answers.append(probe()), name="probe", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else timeout_fault
+    """Return the result of ``probe``, which runs on a thread; ``timeout_fault`` if it has no result after ``seconds``. The thread
+    is then left to end by itself, and its result is ignored. Raises what ``probe`` raises."""
+    answer: Future[_Fault | None] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(probe())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="probe", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        if answer.done():  # the probe's own
+            raise
+        return timeout_fault

@@ -25,7 +25,8 @@ _ID: Final = re.compile(r"(\d{1,9})\.(\d{1,6})\.(\d{1,18})", re.ASCII)
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A position in the logs: one rank's log of one attempt up to byte ``offset``, and all logs before it, have been read."""
+    """A position in a job's logs. The log of ``rank`` in ``attempt`` has been read up to byte ``offset``, and all logs before it
+    in order of attempt and rank have been read completely."""
 
     attempt: int
     rank: int
@@ -33,6 +34,7 @@ class Position:
 
 
 def parse_position(text: str) -> Position:
+    """Return the position after the line with the id ``text``. Raises ``Refused`` (``invalid-parameter``)."""
     match = _ID.fullmatch(text)
     if match is None:
         raise Refused(f"a log line's id is <attempt>.<rank>.<offset>, not {text!r}", code="invalid-parameter")
@@ -40,7 +42,8 @@ def parse_position(text: str) -> Position:
 
 
 def read_lines(job: JobPaths, log_filter: LogFilter, after: Position | None = None) -> Iterator[LogLine]:
-    """Yield the lines that exist now, from ``after`` on."""
+    """Yield the lines that exist now and that the filter selects, by attempt and rank. ``after``: only lines after this
+    position."""
     for attempt, rank, path in log_files(job, log_filter):
         if after is not None and (attempt, rank) < (after.attempt, after.rank):
             continue
@@ -50,13 +53,14 @@ def read_lines(job: JobPaths, log_filter: LogFilter, after: Position | None = No
 
 
 def first_offset(path: Path, log_filter: LogFilter) -> int:
-    """Return the offset at which reading a log begins: the later of those that ``tail`` and ``since`` request."""
+    """Return the byte offset at which reading a log begins: the later of those that ``tail`` and ``since`` of the filter
+    request."""
     since = 0 if log_filter.since is None else since_offset(path, log_filter.since)
     return max(since, tail_offset(path, log_filter.tail))
 
 
 def page(job: JobPaths, job_id: str, log_filter: LogFilter, limit: int, cursor: str | None) -> Page[LogLine]:
-    """Return one page of ``read_lines``."""
+    """Return one page of the lines of ``read_lines``. Raises ``Refused`` (``bad-cursor``)."""
     since = None if log_filter.since is None else log_filter.since.isoformat()
     digest = pagination.query_digest(
         of="logs",
@@ -65,6 +69,7 @@ def page(job: JobPaths, job_id: str, log_filter: LogFilter, limit: int, cursor: 
         rank=log_filter.rank,
         grep=log_filter.grep,
         since=since,
+        tail=log_filter.tail,
     )
     after = pagination.decode(cursor, digest, (int, int, int))
     lines = read_lines(job, log_filter, None if after is None else Position(after[0], after[1], max(0, after[2])))
@@ -77,13 +82,15 @@ def page(job: JobPaths, job_id: str, log_filter: LogFilter, limit: int, cursor: 
 
 
 class Follower:
-    """Reads lines as they are written, of all logs that the filter selects, new attempts included. Not thread-safe.
+    """Reads lines as they are written, from all logs that the filter selects, new attempts included. Not thread-safe.
 
     Every line comes with a *mark*: the position reached in each rank's log of that attempt, as line ids joined by commas. A
-    follower that starts after a mark gets every later line once; a single line's id is also a mark, for that rank's log alone.
+    follower that starts after ``mark`` reads every later line once; a single line's id is also a mark, for that rank's log alone.
+    Raises ``Refused`` for a malformed mark.
     """
 
     def __init__(self, job: JobPaths, log_filter: LogFilter, mark: str | None = None) -> None:
+        """``mark``: continue after this mark; None: begin as the filter's ``tail`` and ``since`` request."""
         done = [] if mark is None else [parse_position(part) for part in mark.split(",")[:MAX_RANKS]]
         self._job = job
         self._offsets = {(p.attempt, p.rank): p.offset for p in done}
@@ -92,8 +99,8 @@ class Follower:
         self._filter = replace(log_filter, first=first, tail=log_filter.tail if mark is None else None)
 
     def poll(self, limit: int, *, is_final: bool = False) -> list[tuple[str, LogLine]]:
-        """Return at most ``limit`` new lines with their marks. ``is_final``: nothing is written any more, so a line without a
-        line end counts, too."""
+        """Return at most ``limit`` new lines, each with its mark; empty if there are none. ``is_final``: nothing is written any
+        more, so a last line without a line end is returned too."""
         out: list[tuple[str, LogLine]] = []
         files = log_files(self._job, self._filter)
         for attempt, rank, path in files:
@@ -110,10 +117,13 @@ class Follower:
         return out
 
     def _start_offset(self, attempt: int, path: Path) -> int:
+        """Return the byte offset at which reading the log of an attempt begins. The log of an attempt before the one of the mark
+        is skipped: lines are ordered by attempt, so it was read completely."""
         if self._resumed_at is not None and attempt < self._resumed_at:
             with as_owner(path):
                 return path.stat().st_size  # lines are ordered by attempt: earlier attempts were read completely
         return first_offset(path, self._filter)
 
     def _mark_of(self, attempt: int) -> str:
+        """Return the mark of the positions reached in the logs of ``attempt``."""
         return ",".join(f"{a}.{r}.{offset}" for (a, r), offset in sorted(self._offsets.items()) if a == attempt)

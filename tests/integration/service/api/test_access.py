@@ -252,6 +252,8 @@ def test_rate_limit_answers_429_with_retry_after_per_caller(api: Api, tmp_path: 
         assert client.get("/v1/jobs", headers=bob).status_code == 200
         agent = Api(client, api.database, settings, FakePorts())
         assert [agent.report(job_id).status_code for _ in range(3)] == [200, 200, 429]
+        code = f"/v1/jobs/{job_id}/attempts/01/code/{'0' * 64}"  # 01 is the same attempt
+        assert problem_status_and_code(client.get(code, headers=bearer(TOKEN))) == (429, "too-many-requests")
         assert client.get("/healthz").status_code == 200
 
 

@@ -106,6 +106,12 @@ def test_submit_of_an_invalid_spec_answers_with_status_code_and_pointer(
     assert api.client.get("/v1/jobs").json()["items"] == []
 
 
+def test_body_with_thousands_of_bad_keys_lists_ten_problems(api: Api) -> None:
+    body = "{" + ", ".join(f"{number}: 0" for number in range(5000)) + "}"
+    answer = api.client.post("/v1/jobs", content=body, headers={"Content-Type": "application/yaml"})
+    assert (answer.status_code, len(answer.json()["errors"])) == (422, 10)
+
+
 def test_chunked_body_above_the_limit_is_refused(api: Api) -> None:
     answer = api.client.post("/v1/jobs", content=(b" " * 65536 for _ in range(64)), headers=JSON)
     assert problem(answer) == (413, "body-too-large")

@@ -84,6 +84,15 @@ def test_serve_with_an_invalid_auth_variable_is_refused(monkeypatch: pytest.Monk
     assert main(["serve", "--home", str(tmp_path), "--port", "0"]) == 2
 
 
+def test_serve_with_an_invalid_log_format_variable_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RATCHET_LOG_FORMAT", "jsn")
+    with pytest.raises(SystemExit):
+        main(["serve", "--home", str(tmp_path), "--port", "0"])
+    assert "must be text or json, not 'jsn' (RATCHET_LOG_FORMAT)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("listen", "embedded", "needed"),
     [
