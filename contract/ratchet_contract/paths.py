@@ -49,12 +49,12 @@ def is_job_id(text: str) -> bool:
 
 
 def checkpoint_dir_name(step: int, attempt: int) -> str:
-    """``step-000000001200.a0007``; this is also the checkpoint's id in the API."""
+    """Return the name of a checkpoint's directory, ``step-000000001200.a0007``, which is also its id in the API."""
     return f"step-{step:012d}.a{attempt:04d}"
 
 
 def parse_checkpoint_dir_name(name: str) -> tuple[int, int] | None:
-    """``(step, attempt)``, or None if the name is not a checkpoint's."""
+    """Return ``(step, attempt)`` of a checkpoint's directory name; None for any other name."""
     match = _CHECKPOINT_RE.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -65,13 +65,13 @@ def rank_file_name(rank: int, world_size: int) -> str:
 
 @dataclass(frozen=True)
 class HomePaths:
-    """Paths below the run directory ``home``."""
+    """Paths of the files in the run directory ``home``, which the service uses."""
 
     home: Path
 
     @property
     def instance_id(self) -> str:
-        """Names this run directory among others on the same cluster: 8 hex digits of its path's SHA-256."""
+        """8 hex digits of the path's SHA-256, which distinguish this run directory from others on the same cluster."""
         return hashlib.sha256(str(self.home).encode()).hexdigest()[:8]
 
     @property
@@ -80,17 +80,19 @@ class HomePaths:
 
     @property
     def service_log(self) -> Path:
-        """Output of a service that a command started."""
+        """File with the output of a service that another command has started in the background."""
         return self.home / "service.log"
 
     @property
     def service_authorities(self) -> Path:
-        """PEM of the authorities that agents check the service's certificate against; if missing, the system's."""
+        """PEM file of the certificate authorities by which agents check the service's certificate; if it is missing, the
+        system's are used."""
         return self.home / "service-ca.pem"
 
     @property
     def run_as_file(self) -> Path:
-        """Name and ids of the user that users' code runs as; empty: it is the service's own user, but was another one before."""
+        """File with name and ids of the user that users' code runs as. Empty: that is the service's own user, but it was
+        another one before."""
         return self.home / "run-as"
 
     @property
@@ -99,12 +101,13 @@ class HomePaths:
 
     @property
     def reconciler_marker(self) -> Path:
-        """Empty; its modification time is that of the last pass of any reconciler of this run directory, to a few seconds."""
+        """Empty file; its modification time is that of the last pass of any reconciler of this run directory, exact to a few
+        seconds."""
         return self.home / "reconciler.mark"
 
     @property
     def database_reserve(self) -> Path:
-        """Disk space reserved for a SQLite database, which a deletion may use."""
+        """File that reserves disk space for a SQLite database; a deletion may use that space."""
         return self.home / "ratchet.reserve"
 
     @property
@@ -113,7 +116,7 @@ class HomePaths:
 
     @property
     def runs(self) -> Path:
-        """A separate run directory for each command of ``ratchet run``."""
+        """Directory with a separate run directory for each command of ``ratchet run``."""
         return self.home / "run"
 
     @property
@@ -126,6 +129,8 @@ class HomePaths:
 
 @dataclass(frozen=True)
 class JobPaths:
+    """Paths of one job's files, in the directory ``root``. A run without a service has the same layout."""
+
     root: Path
 
     @property
@@ -138,7 +143,7 @@ class JobPaths:
 
     @property
     def adopted(self) -> JobPaths:
-        """The copy of the run without a service that the job began with. Written by the service."""
+        """Paths of the copy of the run without a service that the job began with. Written by the service."""
         return JobPaths(self.root / "adopted")
 
     @property
@@ -147,17 +152,19 @@ class JobPaths:
 
     @property
     def work_file(self) -> Path:
-        """The files of the code that ``work_dir`` is a copy of. Written by agents."""
+        """JSON file with the files of the code that ``work_dir`` is a copy of. Written by agents."""
         return self.root / "work.json"
 
     @property
     def framework_files(self) -> Path:
-        """Lightning's own checkpoint files that the ranks have written, with their steps, a line each. Written by rank 0."""
+        """File with a line for each checkpoint file that Lightning itself has written in the ranks, with its step. Written by
+        rank 0."""
         return self.root / "framework-files.jsonl"
 
     @property
     def kept_marker(self) -> Path:
-        """The job has been deleted without its outputs: names its owner. Written by the service."""
+        """File that exists if the job has been deleted but its outputs were kept; it names their owner. Written by the
+        service."""
         return self.root / "KEPT"
 
     def checkpoint(self, step: int, attempt: int) -> Path:
@@ -169,18 +176,18 @@ class JobPaths:
 
 @dataclass(frozen=True)
 class NodePaths:
-    """Files of the agent of one node in one launch."""
+    """Paths of the files of one node's agent in one attempt."""
 
     root: Path
 
     @property
     def lock_file(self) -> Path:
-        """Locked with ``flock`` by the agent while it lives: a proof of life that zombies and reused pids cannot fake."""
+        """File that the agent locks with ``flock`` while it lives: a proof of life that zombies and reused pids cannot fake."""
         return self.root / "agent.lock"
 
     @property
     def agent_file(self) -> Path:
-        """``AgentFile``: pid and start time of the agent."""
+        """``AgentFile`` as JSON: pid and start time of the agent."""
         return self.root / "agent.json"
 
     @property
@@ -189,12 +196,13 @@ class NodePaths:
 
     @property
     def control_file(self) -> Path:
-        """``Control``: the ranks' desired state; written by the agent by rename, polled by each rank's side thread."""
+        """``Control`` as JSON: the desired state of the node's ranks. Written by the agent, by rename; polled by a thread of
+        each rank."""
         return self.root / "control.json"
 
     @property
     def result_file(self) -> Path:
-        """``AttemptResult``: written once by the agent, as its last action."""
+        """``AttemptResult`` as JSON: written once by the agent, as its last action."""
         return self.root / "result.json"
 
     @property
@@ -204,41 +212,38 @@ class NodePaths:
 
 @dataclass(frozen=True)
 class AttemptPaths(NodePaths):
-    """Files of one launch: those that all its nodes share, and those of node 0's agent. Other nodes' agents have theirs in
-    ``node-NNNNN``; ranks are numbered over all nodes, so their files are here."""
+    """Paths of the files of one attempt: those that all nodes share, and those of node 0's agent. Other nodes' agents have
+    theirs in ``node-NNNNN``. Ranks are numbered over all nodes, so the ranks' files are here."""
 
     def node(self, node: int) -> NodePaths:
+        """Return the paths of the agent of one node; for node 0 these paths."""
         return NodePaths(self.root / f"node-{node:05d}") if node else self
 
     @property
     def launch_file(self) -> Path:
-        """The task of the agents (``LaunchFile``); written by the launcher, mode 0600."""
+        """``LaunchFile`` as JSON: the task of the agents. Written by the launcher, with mode 0600."""
         return self.root / "launch.json"
 
     @property
     def fence_file(self) -> Path:
-        """Empty; written by the service before it proves the attempt dead. An agent that starts later, because its launcher was
-        delayed, sees it and does nothing; one that was unreachable ends its ranks, and they delete nothing."""
+        """Empty file; written by the service before it proves the attempt dead. An agent that starts after that (its launcher
+        was delayed) finds the file and does nothing. An agent that was unreachable ends its ranks, and these delete nothing."""
         return self.root / "FENCED"
 
     @property
     def engine_log(self) -> Path:
-        """Output of the engine itself, where it has such a file (Slurm's output)."""
+        """File with the output of the engine itself, if it writes one (Slurm does)."""
         return self.root / "engine.log"
 
     @property
     def base_file(self) -> Path:
-        """``Base``: the checkpoint this attempt resumed from, written and synced by rank 0 before it trains."""
+        """``Base`` as JSON: the checkpoint that this attempt continues from. Written and synced by rank 0 before it trains."""
         return self.root / "base.json"
 
     @property
-    def git_file(self) -> Path:
-        """``GitFacts`` of the code, written next to ``launch.json``; missing if the code is in no git repository."""
-        return self.root / "git.json"
-
-    @property
     def environment_file(self) -> Path:
-        """``EnvironmentView``: the packages of rank 0's interpreter and the code's commit, written before it trains."""
+        """``EnvironmentView`` as JSON: the packages of rank 0's interpreter and the code's commit. Written before rank 0
+        trains."""
         return self.root / "environment.json"
 
     def log(self, rank: int) -> Path:
@@ -248,31 +253,33 @@ class AttemptPaths(NodePaths):
         return self.root / "counters" / f"rank-{rank:05d}.bin"
 
     def ring(self, rank: int) -> Path:
-        """Fingerprints of the rank's newest steps (``step_ring``), for the attempt that redoes them."""
+        """File with the fingerprints of the rank's newest steps (``step_ring``), for a later attempt that does these steps
+        again."""
         return self.root / "fingerprints" / f"rank-{rank:05d}.bin"
 
     def spool(self, rank: int) -> Path:
-        """JSON lines, one ``RankMessage`` each, appended by the rank; line number (from 1) is the sequence number."""
+        """File of the rank's messages: a ``RankMessage`` per line as JSON, appended by the rank. A line's number, from 1, is
+        the message's sequence number."""
         return self.root / "spool" / f"rank-{rank:05d}.jsonl"
 
     @property
     def agent_spool(self) -> Path:
-        """The spool of node 0's agent itself (``AGENT_RANK``), in the same format."""
+        """Spool of node 0's agent itself (``AGENT_RANK``), in the format of a rank's spool."""
         return self.root / "spool" / "agent.jsonl"
 
     def node_spool(self, node: int) -> Path:
-        """The spool of an agent's messages about its node (``node_rank``), in the same format."""
+        """Spool of an agent's messages about its node (``node_rank``), in the format of a rank's spool."""
         return self.root / "spool" / f"node-{node:05d}.jsonl"
 
     def log_times(self, rank: int) -> Path:
-        """The sizes of a rank's log over time, from which its lines get their times (``log_index``)."""
+        """File with the sizes of a rank's log over time (``log_index``); the log's lines get their times from it."""
         return self.log(rank).with_suffix(".times")
 
     @property
     def fetch_notes_file(self) -> Path:
-        """Notes on what node 0's agent fetched from the object store before the ranks started; a JSON list of sentences."""
+        """JSON list of sentences on what node 0's agent fetched from the object store before the ranks started."""
         return self.root / "fetched.json"
 
     def rank_result(self, rank: int) -> Path:
-        """``RankResult``: written by the rank as its last action."""
+        """``RankResult`` as JSON: written by the rank as its last action."""
         return self.root / "results" / f"rank-{rank:05d}.json"

@@ -96,7 +96,7 @@ def spec_of(base: dict[str, Any] = SMALL, **changes: Any) -> JobSpec:
     return parse_spec(base | changes | {"launcher": launcher})
 
 
-def launch_of(spec: JobSpec, *, fork: bool = False, save_seconds: float | None = None) -> LaunchFile:
+def launch_of(spec: JobSpec, *, fork: bool = False, save_seconds: float = 0.0) -> LaunchFile:
     resolved = Resolved(
         device="cuda" if spec.resources.gpu else "cpu",
         backend="nccl" if spec.resources.gpu else "gloo",

@@ -21,25 +21,25 @@ LOG_BYTES: Final = 256 << 20
 
 
 def node_rank(node: int) -> int:
-    """The number that an agent puts into ``rank`` in messages about its node: -2 for node 0, -3 for node 1. These messages have a
-    spool of their own."""
+    """Return the number for ``rank`` in an agent's messages about its node: -2 for node 0, -3 for node 1. These messages have
+    their own spool."""
     return -2 - node
 
 
 def node_of_agent_rank(rank: int) -> int | None:
-    """The node of such a rank number; None for others."""
+    """Return the node for such a number (``node_rank``); None for a real rank or ``AGENT_RANK``."""
     return -2 - rank if rank <= node_rank(0) else None
 
 
 class Message(BaseModel):
-    """Unknown keys are ignored, so that a new key needs no new ``PROTOCOL_VERSION``; unknown keys of a specification are refused.
-    NaN and infinities are sent as the strings "NaN", "Infinity", "-Infinity"."""
+    """Base of files and messages. Unknown keys are ignored, so that a new key needs no new ``PROTOCOL_VERSION``; unknown keys
+    of a specification are refused. NaN and infinities are sent as the strings "NaN", "Infinity", "-Infinity"."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, ser_json_inf_nan="strings")
 
 
 class ServiceFile(Message):
-    """``service.json``: how a process on this machine finds the running service."""
+    """Content of ``service.json``, by which a process on this machine finds the running service."""
 
     protocol: int = PROTOCOL_VERSION
     url: str
@@ -48,7 +48,8 @@ class ServiceFile(Message):
 
 
 class ServicePointer(Message):
-    """A file in the user's runtime directory (``service_pointers``): the process that serves the run directory ``home``."""
+    """Content of a file in the user's runtime directory (``service_pointers``): the process that serves the run directory
+    ``home``. ``start_time``: as in ``AgentFile``."""
 
     home: str
     pid: int
@@ -68,8 +69,8 @@ class ForkSource(Message):
 
 
 class LaunchFile(Message):
-    """Everything the agent and the ranks need to know. It contains the values of the variables in ``secret_env``, but none of
-    ``secrets``."""
+    """Content of ``launch.json``: everything that the agents and the ranks of one attempt need. It contains the values of the
+    variables in ``secret_env``, but none of ``secrets``."""
 
     _older = model_validator(mode="before")(rename_epoch)
 
@@ -103,37 +104,34 @@ class LaunchFile(Message):
     )
     fork: ForkSource | None = None
     desired: Desired = Desired.RUN
-    save_seconds: float | None = Field(
-        None,
-        description="The longest of the job's last saves, in seconds; 0: none yet; null: from a service without the save "
-        "before the first scheduled one.",
-    )
+    save_seconds: float = Field(0.0, description="The longest of the job's last saves, in seconds; 0: none yet.")
     log_bytes: int = Field(LOG_BYTES, description="Disk space for each rank's log; its beginning and its end are kept.")
     pace: Pace | None = Field(None, description="The job's pace as measured in earlier attempts; null: nothing yet.")
 
     @property
     def is_standalone(self) -> bool:
-        """True if the run has no service: its user started the script."""
+        """True if the run has no service: its user has started the script directly."""
         return not self.service_file
 
     @property
     def mismatch_setting(self) -> str:
-        """The name under which the run's user sets ``policy.on_hook_mismatch``."""
+        """The name under which the user of this run sets ``policy.on_hook_mismatch``, for messages."""
         return "Session(on_hook_mismatch=...)" if self.is_standalone else "policy.on_hook_mismatch"
 
     @property
     def deadlines(self) -> Deadlines:
-        """Time limits for this attempt's ranks without progress."""
+        """Time limits for ranks without progress in this attempt."""
         return deadlines(self.spec.policy, self.pace)
 
     @property
     def faults(self) -> list[FaultSpec]:
-        """The faults of a trial's plan for this attempt."""
+        """The faults that a trial injects into this attempt; empty without a trial."""
         plan = [] if self.spec.trial is None else self.spec.trial.faults
         return [fault for fault in plan if fault.attempt == self.attempt]
 
     def for_node(self, node: int) -> LaunchFile:
-        """The same launch from the point of view of node ``node``. Raises ``ValueError`` when there is no such node."""
+        """Return the launch file for the agent of node ``node``: with its number and its ranks. Raises ``ValueError`` if there
+        is no such node."""
         if not 0 <= node < self.spec.world.nodes:
             raise ValueError(f"there is no node {node} among {self.spec.world.nodes}")
         per_node = self.spec.world.ranks_per_node
@@ -141,8 +139,9 @@ class LaunchFile(Message):
 
 
 class AgentFile(Message):
-    """``agent.json``: the process that holds the lock. ``start_time`` is field 22 of /proc/<pid>/stat, in clock ticks since boot.
-    Every version has these keys, whatever its protocol: they are used to find an agent of another version and to stop it."""
+    """Content of ``agent.json``: the agent process that holds the lock. ``start_time``: field 22 of /proc/<pid>/stat, in clock
+    ticks since boot. Every version has these keys, whatever its protocol: they are used to find an agent of another version
+    and to stop it."""
 
     pid: int
     start_time: int
@@ -150,7 +149,8 @@ class AgentFile(Message):
 
 
 class Control(Message):
-    """``control.json``: the newest desired state. Level-triggered; ``checkpoint_request`` grows by one for each "save now"."""
+    """Content of ``control.json``: the newest desired state of a node's ranks. Level-triggered; ``checkpoint_request`` grows
+    by one for each request to save now."""
 
     desired: Desired = Desired.RUN
     cause: Cause | None = Field(
@@ -180,7 +180,7 @@ class Started(Message):
 
 
 class Training(Message):
-    """The group is restored and begins to train; sent by rank 0 after ``base.json`` was synced."""
+    """Sent by rank 0 when all ranks are restored and training begins, after ``base.json`` was synced."""
 
     kind: Literal["training"] = "training"
     rank: int
@@ -215,8 +215,8 @@ class Progress(Message):
 
 
 class RedoneSteps(Message):
-    """How far a rank has got with the steps that an earlier attempt had done (``Redone``). ``steps`` and ``reason`` are the same
-    on all ranks; each newer message of a rank replaces the one before."""
+    """How many of the steps that an earlier attempt had done a rank has done again and compared (``Redone``). ``steps`` and
+    ``reason`` are the same on all ranks; a newer message of a rank replaces the previous one."""
 
     kind: Literal["redone"] = "redone"
     rank: int
@@ -253,7 +253,8 @@ class CheckpointCommitted(Message):
 
 
 class CheckpointUploaded(Message):
-    """From the agent: the checkpoint's copy in the object store is whole, its manifest put."""
+    """Sent by the agent: the checkpoint's copy in the object store is complete, with its manifest. ``seconds`` and ``nbytes``:
+    of the upload."""
 
     kind: Literal["checkpoint_uploaded"] = "checkpoint_uploaded"
     rank: int
@@ -292,7 +293,7 @@ class Quarantined(Message):
 
 
 class Note(Message):
-    """Anything worth an event row: warnings, user events. ``type`` is a short kebab-case word."""
+    """Anything that becomes an event of the job: warnings, user events. ``type`` is a short word in kebab-case."""
 
     kind: Literal["note"] = "note"
     rank: int
@@ -310,7 +311,8 @@ RankMessage = Annotated[
 
 
 class RankResult(Message):
-    """A rank's result, written by rename before it exits. ``traceback`` is the user's, shortened to the last 16 kB."""
+    """How a rank ended; written by the rank, by rename, before it exits. ``traceback`` is that of the user's code, cut to the
+    last 16 kB."""
 
     rank: int
     cause: Cause
@@ -321,7 +323,8 @@ class RankResult(Message):
 
 
 class RankEnd(Message):
-    """What the agent saw of one rank. A negative exit code is ``-signal``; None: killed by the teardown, not by itself."""
+    """What the agent saw of one rank's end. ``exit_code``: negative is ``-signal``; None: the agent killed the rank in the
+    teardown. ``result``: what the rank itself wrote, None if nothing."""
 
     rank: int
     exit_code: int | None
@@ -330,7 +333,7 @@ class RankEnd(Message):
 
 
 class AttemptResult(Message):
-    """``result.json``: the truth about how an attempt ended on this node."""
+    """Content of ``result.json``: the authoritative record of how an attempt ended on this node."""
 
     protocol: int = PROTOCOL_VERSION
     job_id: str
@@ -357,7 +360,7 @@ class AttemptResult(Message):
 
 
 class RankBatch(Message):
-    """Consecutive spool lines of one rank; the first has sequence number ``from_seq`` (counted from 1)."""
+    """Consecutive lines of one rank's spool. ``from_seq``: sequence number of the first line, counted from 1."""
 
     rank: int
     from_seq: int = Field(ge=1)
@@ -380,14 +383,15 @@ class AgentReport(Message):
 
 
 class Group(Message):
-    """Which nodes of a group of several are there. Ranks are started once all are."""
+    """Which nodes of an attempt on several nodes are present. Ranks are started when all are."""
 
     present: list[int]
     rendezvous: str | None = Field(None, description="host:port that node 0's agent listens on.")
 
 
 class ReportAck(Message):
-    """The service's answer: what is stored (per rank, the highest sequence number) and what is wanted."""
+    """The service's response to a report. ``acked``: per rank the highest sequence number that is stored; ``control``: what
+    the agent must do."""
 
     protocol: int = PROTOCOL_VERSION
     acked: dict[int, int]

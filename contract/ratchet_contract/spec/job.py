@@ -41,6 +41,7 @@ JsonValue = Any
 
 
 def _env_name(name: str) -> str:
+    """Return ``name``. Raises ``ValueError`` if it is no variable name, or is one that the agent sets."""
     if not _ENV_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a variable name")
     if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
@@ -84,6 +85,7 @@ class TaskSpec(SpecModel):
     @field_validator("entrypoint")
     @classmethod
     def _syntax(cls, value: str) -> str:
+        """Check the form of the entrypoint; the error suggests a correct one."""
         if not _ENTRYPOINT.fullmatch(value):
             module, _, name = value.rpartition(".")
             likely = f"{module}:{name if name != 'py' else 'ClassName'}" if module and ":" not in value else ""
@@ -121,7 +123,8 @@ class CodeSpec(SpecModel):
 
 
 class StartSpec(SpecModel):
-    """A model of another program from which the job starts; later attempts continue from the job's own checkpoints."""
+    """A model that another program saved, from which the job's first attempt starts; later attempts continue from the job's
+    own checkpoints."""
 
     path: str = Field(
         min_length=1,
@@ -150,6 +153,7 @@ class SecretSpec(SpecModel):
 
     @model_validator(mode="after")
     def _one_source(self) -> SecretSpec:
+        """Check that exactly one source is set."""
         if (self.from_env is None) == (self.from_secret is None):
             raise ValueError("set exactly one of from_env and from_secret")
         return self
@@ -306,6 +310,7 @@ class JobSpec(SpecModel):
     @field_validator("env", "nccl", mode="before")
     @classmethod
     def _stringify(cls, value: Any) -> Any:
+        """Convert numbers among the values to text."""
         if isinstance(value, dict):
             return {
                 k: str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in value.items()
@@ -315,6 +320,7 @@ class JobSpec(SpecModel):
     @field_validator("env")
     @classmethod
     def _lengths(cls, value: dict[str, str]) -> dict[str, str]:
+        """Check that each ``NAME=value`` is short enough for a process."""
         if long := [name for name, text in value.items() if _byte_length(name) + 1 + _byte_length(text) > _MAX_STRING]:
             raise ValueError(
                 f"the value of {', '.join(long)} is longer than the operating system allows for a process: put it into a file"
@@ -324,6 +330,7 @@ class JobSpec(SpecModel):
     @field_validator("script")
     @classmethod
     def _arguments(cls, value: list[str] | None) -> list[str] | None:
+        """Check that each argument can be passed to a process."""
         for i, argument in enumerate(value or ()):
             if "\0" in argument or _byte_length(argument) > _MAX_STRING:
                 raise ValueError(
@@ -333,6 +340,7 @@ class JobSpec(SpecModel):
 
     @model_validator(mode="after")
     def _one_of(self) -> JobSpec:
+        """Check that exactly one of ``task`` and ``script`` is set."""
         if (self.task is None) == (self.script is None):
             found = "neither is given" if self.task is None else "both are set: remove one"
             raise ValueError(
@@ -342,6 +350,7 @@ class JobSpec(SpecModel):
 
     @model_validator(mode="after")
     def _secret_env(self) -> JobSpec:
+        """Check that each name in ``secret_env`` is in ``env``, with a value that is not the mask."""
         absent = [repr(name) for name in self.secret_env if name not in self.env]
         if absent:
             raise ValueError(f"secret_env names variables that are not in env: {', '.join(absent)}")
@@ -353,23 +362,25 @@ class JobSpec(SpecModel):
 
     @property
     def snapshot_code(self) -> CodeSpec | None:
-        """The code whose snapshot the ranks run, and which a resume can exchange. None: there is none, or it is on the nodes."""
+        """The code whose snapshot the ranks run, and which a resume can replace. None: there is no code, or it is on the
+        nodes."""
         return None if self.code is None or self.code.source == "nodes" else self.code
 
     @property
     def memory_per_rank(self) -> int | None:
-        """Memory limit in bytes of each process of a rank, where nothing else limits it; None: an engine does, or no limit is
-        requested."""
+        """Memory limit in bytes of each process of a rank, under the local launcher; None: no limit is requested, or the
+        engine sets one."""
         if self.launcher.kind != "local" or self.resources.memory is None:
             return None
         return size_in_bytes(self.resources.memory) // self.world.ranks_per_node
 
     def digest(self) -> str:
-        """Hex SHA-256 of the canonical JSON of everything that can change the training's result."""
+        """Return the SHA-256 in hex of ``canonical()`` as JSON. Specs that differ only in what cannot change the result of
+        training have the same digest."""
         return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def canonical(self) -> dict[str, Any]:
-        """Everything that can change the training's result, as JSON."""
+        """Return everything in the spec that can change the result of training, as JSON values."""
         irrelevant = {
             "name",
             "labels",
@@ -383,7 +394,7 @@ class JobSpec(SpecModel):
             "trial",
         }
         data = self.model_dump(mode="json", exclude=irrelevant)
-        if self.start_from is None:  # specs from before this key existed keep their digest
+        if self.start_from is None:  # so that an optional key that is not given leaves the digest as it is
             del data["start_from"]
         # A secret must not be found by trying values until the digest fits; and a new value of a secret changes no result.
         data["env"] = {name: value for name, value in self.env.items() if name not in self.secret_env}
@@ -401,9 +412,10 @@ class JobSpec(SpecModel):
 
 
 class Resolved(SpecModel):
-    """Every ``auto`` of a spec, resolved once per job at submission and the same for all its attempts; only a change of the
-    number of ranks decides ``threads_per_rank`` again. ``python`` is what was looked at then: where the spec names none, each
-    attempt has that of its agents. In launch files unknown keys are ignored."""
+    """Values for every ``auto`` of a spec. They are determined once per job, at submission, and are the same for all its
+    attempts; only a change of the number of ranks determines ``threads_per_rank`` again. ``python``: the interpreter that was
+    examined at submission; if the spec names none, each attempt uses that of its agents. In launch files unknown keys are
+    ignored."""
 
     model_config = ConfigDict(extra="ignore")
 

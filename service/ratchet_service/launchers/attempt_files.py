@@ -123,15 +123,11 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
-    """Write ``launch.json`` by rename, readable by its owner alone, since it holds the report token. The commit of the job's code
-    is written to ``git.json`` in the same directory, because agents of an earlier version would refuse the key. Creates the
-    attempt's directory. Raises ``OSError``."""
-    git = None if launch.spec.code is None else launch.spec.code.git
+    """Write ``launch.json`` by rename, readable by its owner alone, since it holds the report token. Creates the attempt's
+    directory. Raises ``OSError``."""
     with as_owner(paths.root):
         paths.root.mkdir(parents=True, exist_ok=True)
-        if git is not None:
-            replace_file(paths.git_file, git.model_dump_json())
-        replace_file(paths.launch_file, launch.model_dump_json(indent=1, exclude={"spec": {"code": {"git"}}}))
+        replace_file(paths.launch_file, launch.model_dump_json(indent=1))
 
 
 def fence(paths: AttemptPaths) -> None:

@@ -58,7 +58,8 @@ def attempt_name(job_id: str, attempt: int) -> str:
 
 @dataclass(frozen=True)
 class AttemptRef:
-    """An attempt's identity, number of nodes and files."""
+    """An attempt's identity (job id and number), its files and its number of nodes. Every call to a launcher names the attempt by
+    it."""
 
     job_id: str
     attempt: int
@@ -139,8 +140,9 @@ class EngineEnd:
 class AttemptState:
     """The current state of an attempt.
 
-    ``alive``: a part of it may be running, or may still start. ``waiting``: why it waits in the engine's queue, if it does; the
-    launch deadline does not run meanwhile. ``ends``: terminations that the engine reports, in the order in which they happened.
+    ``alive``: a part of it may be running, or may still start. ``nodes``: the state of each node, in node order. ``waiting``: why
+    it waits in the engine's queue, None if it does not; the launch deadline does not run meanwhile. ``ends``: terminations that
+    the engine reports, in the order in which they happened.
     """
 
     alive: bool

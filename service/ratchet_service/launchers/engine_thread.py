@@ -57,8 +57,9 @@ Key = tuple[str, str]
 
 @dataclass(eq=False)
 class _Call:
-    """``must_run``: the call is made even if nobody repeats it; ``keep_seconds``: seconds for which its late answer is kept;
-    ``reuse_until``: time until which the answer is reused after its first use."""
+    """One call on the engine. ``must_run``: it is made even if its caller does not repeat it; ``keep_seconds``: how long its late
+    answer is kept for the caller; ``reuse_until``: time until which the answer is reused after its first use; None: it was not
+    used yet."""
 
     key: Key
     run: Callable[[], Any]
@@ -72,13 +73,15 @@ class _Call:
     reuse_until: float | None = None
 
     def is_stale(self, now: float) -> bool:
+        """True if the call is answered and its answer may not be used any more."""
         return self.answer.done() and now > (
             self.done_at + self.keep_seconds if self.reuse_until is None else self.reuse_until
         )
 
 
 class CallQueue:
-    """Calls on one engine, made one at a time by a dedicated thread. ``name``: the launcher's name. Thread-safe."""
+    """Calls on one engine, made one at a time by a thread of its own, which the first call starts. ``name``: the launcher's name,
+    for messages. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -99,9 +102,11 @@ class CallQueue:
         keep_seconds: float | None = None,
         is_final: Callable[[T], bool] = lambda _: False,
     ) -> T:
-        """Return or raise what ``run`` does. If a call with the same key is under way, wait for it instead of making another.
-        ``keep_seconds``: seconds, in place of ``KEEP_ANSWER_SECONDS``; ``is_final``: True if the answer is final. Raises
-        ``EngineBusy`` or ``EngineUnreachable`` if there is no answer yet."""
+        """Run ``run`` on the engine's thread, and return or raise what it does. If a call with the same key is queued, running,
+        or answered and not stale, its answer is used instead. Blocks for at most ``WAIT_SECONDS``; raises ``EngineBusy``, or
+        after ``UNREACHABLE_AFTER_SECONDS`` ``EngineUnreachable``, if there is no answer yet: a repeated call then gets it.
+        ``must_run``: the call is made even if it is not repeated. ``keep_seconds``: how long a late answer is kept, in place of
+        ``KEEP_ANSWER_SECONDS``. ``is_final``: returns True for an answer that can be reused for longer."""
         now = time.monotonic()
         with self._changed:
             call = self._calls.get(key)
@@ -125,7 +130,7 @@ class CallQueue:
         return answer
 
     def close(self) -> None:
-        """Start no further calls."""
+        """Start no further calls, and wait at most 5 s for the one that is running."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -134,6 +139,8 @@ class CallQueue:
             thread.join(timeout=5)
 
     def _add(self, call: _Call) -> _Call:
+        """Put a new call into the queue, and start the thread if there is none. An action drops all earlier calls of its attempt,
+        with their answers. Called with the lock held."""
         what, attempt = call.key
         if not self._queue:  # drop answers that nobody fetched
             self._calls = {key: kept for key, kept in self._calls.items() if not kept.is_stale(call.created_at)}
@@ -151,15 +158,18 @@ class CallQueue:
         return call
 
     def _wait_seconds(self, now: float) -> float:
+        """Return how many seconds a caller may wait now, counted from the start of the call that is running."""
         since = now if self._busy_since is None else self._busy_since
         return max(0.0, since + (SLOW_WAIT_SECONDS if now < self._slow_until else WAIT_SECONDS) - now)
 
     def _raise_unanswered(self, seconds: float) -> None:
+        """Raise the error for a call that has had no answer for ``seconds``."""
         if seconds < UNREACHABLE_AFTER_SECONDS:
             raise EngineBusy(f"the launcher {self._name} has not responded yet")
         raise EngineUnreachable(f"the launcher {self._name} has not answered within {UNREACHABLE_AFTER_SECONDS:g} s")
 
     def _run_loop(self) -> None:
+        """Run the queued calls one after the other, until the queue is closed."""
         while True:
             with self._changed:
                 while not self._queue and not self._closed:
@@ -188,13 +198,15 @@ class CallQueue:
                     call.answer.set_exception(error)
 
     def _abandon(self, call: _Call) -> None:
+        """Drop a call that nobody has repeated; its answer is ``EngineBusy``."""
         if self._calls.get(call.key) is call:
             del self._calls[call.key]
         call.answer.set_exception(EngineBusy(f"the launcher {self._name} was not called: the deadline had passed"))
 
 
 class ThreadedLauncher:
-    """``launcher`` with the calls on its engine made by a ``CallQueue``. ``plan`` and ``check`` do not call the engine."""
+    """A launcher that makes the calls of ``launcher`` on its engine through a ``CallQueue``. ``plan`` and ``check``, which do not
+    call the engine, run in the caller's thread."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -205,35 +217,44 @@ class ThreadedLauncher:
         self.same_files = launcher.same_files
 
     def close(self) -> None:
+        """Stop the engine's thread, and close the launcher if it can be closed."""
         self._call_queue.close()
         close = getattr(self._launcher, "close", None)
         if close is not None:
             close()
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
+        """As ``Launcher.check``, in the caller's thread."""
         return self._launcher.check(spec)
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
+        """As ``Launcher.plan``, in the caller's thread."""
         return self._launcher.plan(launch)
 
     def submit(self, plan: LaunchPlan) -> None:
+        """As ``Launcher.submit``, on the engine's thread."""
         self._call_queue.call(("submit", plan.ref.name), partial(self._launcher.submit, plan))
 
     def poll(self, ref: AttemptRef) -> AttemptState:
+        """As ``Launcher.poll``, on the engine's thread."""
         return self._call_queue.call(("poll", ref.name), partial(self._launcher.poll, ref))
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """The job's history records the stop as done, so it is made however late, even if the caller is gone."""
+        """Request the agents to end. The job's history records the stop as done, so the call is made however late, even if the
+        caller does not repeat it."""
         self._call_queue.call(("stop", ref.name), partial(self._launcher.stop, ref, grace), must_run=True)
 
     def kill(self, ref: AttemptRef) -> Sequence[str]:
+        """As ``Launcher.kill``. An empty result, the proof of death, is reused for longer than other answers."""
         return self._call_queue.call(
             ("kill", ref.name), partial(self._launcher.kill, ref), is_final=lambda left: not left
         )
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
+        """As ``Launcher.logs``, on the engine's thread."""
         return self._call_queue.call(("logs", ref.name), partial(self._launcher.logs, ref, limit))
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> Sequence[str]:
-        """``known`` is called on the line's thread. Names ended by a sweep that finished late are returned by the next call."""
+        """As ``Launcher.sweep``. ``known`` is called on the engine's thread. Names ended by a sweep that finished late are
+        returned by the next call."""
         return self._call_queue.call(("sweep", ""), partial(self._launcher.sweep, known), keep_seconds=math.inf)

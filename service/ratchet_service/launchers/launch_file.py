@@ -1,4 +1,4 @@
-"""``launch.json``: what an attempt has to run, from the job's row, its spec and its placement."""
+"""Builds and reads ``launch.json``: what an attempt has to run, from the job's row, its spec and its placement."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def build_launch_file(
     token: str,
     desired: Any,
 ) -> LaunchFile:
-    """The launch file as far as it follows from spec and placement; the caller adds lineage and fork."""
+    """Return the launch file as far as it follows from spec and placement; the caller adds lineage and fork. ``gpus``: GPU
+    indices of node 0; ``token``: the report token of the agents; ``desired``: the job's desired state."""
     job = home.job(job_id)
     paths = job.attempt(attempt)
     digest = resolved.code_digest
@@ -57,6 +58,7 @@ def build_launch_file(
 
 
 def _read_service_ca(home: HomePaths) -> str | None:
+    """Return the certificate authorities by which agents verify the service, as PEM text; None: there are none."""
     try:
         return home.service_authorities.read_text(encoding="ascii")
     except FileNotFoundError:
@@ -64,6 +66,7 @@ def _read_service_ca(home: HomePaths) -> str | None:
 
 
 def read_launch_file(paths: AttemptPaths) -> LaunchFile | None:
+    """Return the attempt's launch file; None if it does not exist, is too large or cannot be parsed."""
     try:
         with open_read(paths.launch_file) as file:
             data = file.read(_MAX_BYTES + 1)

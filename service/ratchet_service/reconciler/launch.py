@@ -60,8 +60,8 @@ _SLOTS_LOCK: Final = 0x52_41_54_43_53_4C_4F_54  # "RATCSLOT"
 
 @dataclass(frozen=True)
 class Launched:
-    """A new attempt, committed, that has not been passed to the launcher yet; ``plan`` None: one that was found on the disk,
-    which is not launched again."""
+    """A new attempt that has not been passed to the launcher yet; its rows are committed when ``launch_ready`` returns it.
+    ``plan`` None: its files were found on the disk, so it is supervised, and not launched again."""
 
     lease: Lease
     plan: LaunchPlan | None
@@ -75,7 +75,7 @@ error. None: it was not called."""
 
 
 class AttemptLauncher:
-    """Creates attempts. Holds nothing but its settings."""
+    """Creates attempts for queued jobs. Has no state of its own, only settings."""
 
     def __init__(
         self,
@@ -98,11 +98,12 @@ class AttemptLauncher:
         self._bounds = bounds
 
     def launch_ready(self) -> list[Launched]:
-        """Start attempts for as many queued jobs as there are slots for, and store why the others wait.
+        """Create attempts for as many queued jobs as there are slots for, and store why the others wait. Return the new attempts;
+        the caller submits them.
 
         A dry run finds the jobs concerned, without a lock. Then the directories of those that start are listed, and their
-        launchers make their plans: a long queue keeps no other process from the database, and neither a slow disk nor a slow
-        launcher keeps others from the slots.
+        launchers make their plans. Only the rows are written under the lock: a long queue keeps no other process from the
+        database, and neither a slow disk nor a slow launcher keeps others from the slots.
         """
         launched: list[Launched] = []
         next_attempts: dict[Key, Next | OSError] = {}
@@ -126,8 +127,8 @@ class AttemptLauncher:
         return launched
 
     def _dry_run(self, tried: Collection[Key]) -> Plan | None:
-        """Return the plan of a dry run; None: there is nothing to do. ``tried``: jobs that this call has tried to start
-        before."""
+        """Return the plan of a dry run; None: there is nothing to do. ``tried``: jobs that this call of ``launch_ready`` has
+        already tried to start."""
         with self._database.read() as session:
             ready = queue_queries.is_due(self._database.clock.now()) & queue_queries.launched_by(self._launchers)
             if session.scalar(sa.select(Job.id).where(ready).limit(1)) is None:
@@ -143,9 +144,10 @@ class AttemptLauncher:
         planned: Mapping[Key, Planned],
         done: set[Key],
     ) -> Iterator[Launched]:
-        """Yield the attempts that start. A job starts if it is known which attempts the disk has after the newest in its row
-        (``next_attempts``, by job and that attempt); otherwise its slots are reserved. ``done``: receives the jobs that were
-        tried."""
+        """Create the attempts of ``plan`` in the transaction of ``session``, under the lock of the slots, and yield them.
+        ``next_attempts``: for each job and its newest attempt, what the disk has after that attempt. A job that is not in it does
+        not start now, but its slots stay reserved. ``planned``: the launchers' plans, by the same keys. The keys of the jobs that
+        were tried are added to ``done``."""
         if session.get_bind().dialect.name != "sqlite":
             # One reconciler at a time hands out slots; on SQLite the write transaction itself ensures that.
             session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
@@ -160,8 +162,9 @@ class AttemptLauncher:
                 round_.reserve(turn)
 
     def _plan_launch(self, key: Key, grant: Grant, next_attempt: Next | OSError) -> Planned:
-        """Return the launcher's plan. Not called in a transaction: a launcher may be third-party code, and slow. None: there is
-        nothing to plan, or the job has changed since the dry run."""
+        """Return the launch file and the launcher's plan for the job's next attempt, or the error that the launcher raised. None:
+        nothing is to be launched, or the job has changed since the dry run. No transaction is open meanwhile, since a launcher
+        may be third-party code, and slow. Raises errors of the database."""
         if isinstance(next_attempt, OSError) or next_attempt.on_disk:
             return None
         try:
@@ -179,20 +182,23 @@ class AttemptLauncher:
             return error
 
     def _next_attempt(self, job_id: str, attempt: int) -> Next | OSError:
+        """Return what the disk has after the job's newest attempt, or the error with which its directory cannot be read."""
         try:
             return run_directory_scan.next_attempt(self._home.job(job_id), attempt)
         except OSError as error:
             return error
 
     def renew_slots(self) -> None:
-        """Renew this host's lease of the slots; ``launch_ready`` checks whether the host has it."""
+        """Take or renew this host's lease of the slots, if a launcher here lends slots and the database is not SQLite. Does not
+        report whether another host has it; ``launch_ready`` checks that."""
         if self._lends_slots and not self._database.is_sqlite:
             with self._database.write() as session:
                 slot_host_lease.acquire(session, self._lease_seconds)
 
     def shift_backoffs(self, session: Session, seconds: float) -> None:
-        """The wall clock has jumped by ``seconds``: move the ends of back-offs, so that each lasts as long as before. Jobs of
-        other launchers may belong to another machine, which moves them by its own clock; with SQLite all are this machine's."""
+        """Move the ends of back-offs by ``seconds``, by which the wall clock has jumped, so that each lasts as long as before. A
+        small step back changes nothing: jobs then wait a little longer. Only jobs of this process's launchers are moved, since
+        others may belong to another machine; with SQLite all jobs. Rows that are locked are skipped."""
         now, jump = self._database.clock.now(), timedelta(seconds=seconds)
         if -MAX_BACKOFF_AHEAD < jump < timedelta(0):  # a small step back: jobs wait a little longer
             return
@@ -204,19 +210,21 @@ class AttemptLauncher:
             job.not_before = min(job.not_before + jump, now + MAX_BACKOFF_AHEAD)
 
     def shorten_slot_lease(self) -> None:
-        """Shorten the lease of the slots at a clean exit: another host waits for half as long, in which another reconciler of
-        this host can renew it."""
+        """Shorten this host's lease of the slots to half a lease from now, at a clean exit. Another reconciler of this host can
+        renew it within that time; after it, another host can take the slots. Nothing is done with SQLite."""
         if not self._database.is_sqlite:
             with self._database.write() as session:
                 slot_host_lease.shorten(session, self._lease_seconds / 2)
 
     @property
     def _lends_slots(self) -> bool:
+        """True if this process has a launcher whose slots Ratchet manages."""
         return any(launcher.slots for launcher in self._launchers.values())
 
     def _usable_slots(self, other_host: str | None) -> dict[str, bool]:
-        """Return the launchers, and whether Ratchet manages their slots; without those whose slots it manages while the
-        ``other_host`` host lends them."""
+        """Return the names of the launchers that may start jobs now; True: Ratchet manages the launcher's slots. While
+        ``other_host`` lends the slots (None: no other host does), the launchers with slots are left out, and an error is
+        logged."""
         slots = {kind: launcher.slots for kind, launcher in self._launchers.items()}
         if other_host is None or not self._lends_slots:
             return slots
@@ -224,9 +232,9 @@ class AttemptLauncher:
         return {kind: needs for kind, needs in slots.items() if not needs}
 
     def mark_unlaunchable_jobs(self) -> None:
-        """Store in the row of a job whose launcher no reconciler has that it waits in vain, once it has waited for
-        ``UNLAUNCHABLE_AFTER_SECONDS``: it would wait forever, and no reconciler supervises its running attempt. A job that waits
-        for slots or its owner's quota has been seen by another reconciler."""
+        """Store the reason ``NO_LAUNCHER`` in the rows of jobs whose launcher no running reconciler has, once they have waited
+        for ``UNLAUNCHABLE_AFTER_SECONDS``. This concerns queued jobs, and active jobs whose attempt nobody supervises. A job with
+        a reason of slots or quota is left out, since another reconciler has seen it."""
         long_ago = self._database.clock.now() - timedelta(seconds=UNLAUNCHABLE_AFTER_SECONDS)
         due = sa.or_(Job.not_before.is_(None), Job.not_before < long_ago)
         queued = (Job.phase == JobPhase.QUEUED) & due
@@ -243,6 +251,9 @@ class AttemptLauncher:
             session.execute(told.execution_options(synchronize_session=False))
 
     def _start(self, session: Session, turn: Turn, next_attempt: Next | OSError, planned: Planned) -> list[Launched]:
+        """Create the attempt of one job in this transaction: row, nodes with their slots, lease, event and phase. Return it;
+        empty if the job cannot start. Why it cannot is stored in its row if its directory cannot be read or its launcher raised;
+        nothing is stored if the plan is out of date. An attempt found on the disk is adopted instead."""
         job, spec, resolved, grant = turn.job, turn.spec, turn.resolved, turn.grant
         if isinstance(next_attempt, OSError):
             why = f"its directory cannot be read, so no number can be assigned to its next attempt: {next_attempt}"
@@ -288,8 +299,9 @@ class AttemptLauncher:
         return [Launched(Lease(job.id, number, lease["lease_token"]), plan)]
 
     def recover_plan(self, lease: Lease) -> LaunchPlan:
-        """Return the plan of an attempt that was committed but perhaps never submitted: from its ``launch.json``, or, if none was
-        written, from the database with a new report token. Raises ``LeaseLost`` in the latter case."""
+        """Return the launcher's plan of an attempt that was committed but perhaps never submitted. It is made from the attempt's
+        ``launch.json``. If that was not written, it is made from the database with a new report token, whose hash is stored in
+        the attempt's row; in this case ``LeaseLost`` may be raised."""
         paths = self._home.job(lease.job_id).attempt(lease.attempt)
         written = read_launch_file(paths)
         if written is not None:
@@ -314,6 +326,8 @@ class AttemptLauncher:
         gpus: tuple[int, ...],
         token: str,
     ) -> LaunchFile:
+        """Return the launch file of the attempt, from the rows of the job and its checkpoints. ``token``: the report token of its
+        agents. Writes nothing."""
         resume_from = (
             None if job.resume_from is None else Base(step=job.resume_from["step"], attempt=job.resume_from["attempt"])
         )
@@ -325,21 +339,23 @@ class AttemptLauncher:
                 "lineage": segments,
                 "recorded": newest_recorded(session, job.id, segments),
                 "fork": fork_for_launch(fork, segments, committed),
-                "save_seconds": longest_save_seconds(session, job.id) or 0.0,
+                "save_seconds": longest_save_seconds(session, job.id),
                 "pace": pace_before(session, job.id, attempt),
                 "log_bytes": self._bounds.log_bytes,
             }
         )
 
 
-def longest_save_seconds(session: Session, job_id: str) -> float | None:
-    """Return the longest duration of the job's last saves that were reported."""
+def longest_save_seconds(session: Session, job_id: str) -> float:
+    """Return the longest duration in seconds among the job's last ``RECENT_SAVES`` checkpoints with a reported duration; 0.0:
+    there is none."""
     query = sa.select(Checkpoint.seconds).where(Checkpoint.job_id == job_id, Checkpoint.seconds.is_not(None))
     last = session.scalars(query.order_by(Checkpoint.created_at.desc()).limit(RECENT_SAVES))
-    return max((seconds for seconds in last if seconds is not None), default=None)
+    return max((seconds for seconds in last if seconds is not None), default=0.0)
 
 
 def newest_recorded(session: Session, job_id: str, segments: list[Segment]) -> Base | None:
-    """Return the newest committed checkpoint of the lineage, according to the rows."""
+    """Return the newest committed checkpoint of the lineage ``segments``, according to the rows; None: there is none. The disk is
+    not read."""
     newest = filter_lineage(segments, committed_of(session, job_id))[:1]
     return Base(step=newest[0].step, attempt=newest[0].attempt, digest=newest[0].digest) if newest else None

@@ -31,20 +31,20 @@ from ratchet_worker.coordination.store_exchange import poll_until_present
 
 STRIDE: Final = 1024
 STEP: Final = 0
-EVALUATION: Final = 1  # the first evaluation after a step begins; a second one has phase 2, and so on
 FINISH: Final = STRIDE - 1
 NOT_STARTED: Final = 0
 _NO_LIMIT: Final = 2**62
 
 
 def position(step: int, phase: int = STEP) -> int:
-    """The position of a unit of work; ``step`` counts from 1 (0: before the first)."""
+    """Return the position of a unit of work: ``phase`` of ``step``. ``step`` counts from 1 (0: before the first)."""
     return step * STRIDE + phase
 
 
 @dataclass(frozen=True)
 class StopRequests:
-    """The requests that a rank has received so far: a stop with its cause, and the number of "save now" requests."""
+    """The requests that a rank has received so far: the cause of a requested stop (None: no stop), and the number of "save now"
+    requests."""
 
     stop: Cause | None = None
     requests: int = 0
@@ -52,7 +52,8 @@ class StopRequests:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do when each has finished all units up to ``target``. ``stop`` None: checkpoint and continue."""
+    """What all ranks do when each has finished all units up to the position ``target``. ``stop``: the cause of the stop; None
+    means save and continue. ``round``: the round that made the decision."""
 
     round: int
     target: int
@@ -60,7 +61,8 @@ class Decision:
 
 
 class Stopped(SystemExit):
-    """Raised on all ranks after the same step to stop them; do not catch it. ``cause``: the origin of the stop request."""
+    """Raised on all ranks after the same step to stop them, as an exit of the script; do not catch it. ``cause``: the origin of
+    the stop request."""
 
     def __init__(self, cause: Cause, message: str) -> None:
         super().__init__(EXIT_PREEMPTED)
@@ -68,7 +70,9 @@ class Stopped(SystemExit):
 
 
 def decide(number: int, published: list[tuple[int, StopRequests]]) -> Decision:
-    """The decision of a round, computed from what the ranks published; every rank computes the same one."""
+    """Return the decision of round ``number``, computed from what the ranks published (position and requests); every rank
+    computes the same one. The target is the largest position; of several causes the one that comes first in ``CAUSE_PRECEDENCE``
+    counts."""
     stops = {wish.stop for _, wish in published if wish.stop is not None}
     cause = next((c for c in CAUSE_PRECEDENCE if c in stops), None)
     return Decision(number, max(position for position, _ in published), cause)
@@ -78,9 +82,10 @@ class Agreement:
     """One rank's part of the agreement. The main thread calls ``begin``, ``pending`` and ``resolve``; ``start`` starts the side
     thread.
 
-    ``listen(seconds)`` waits up to that long for a request and returns the newest ``StopRequests``. ``on_idle`` is called, from
-    the side thread, with a decision that is made before any unit was started, so that a long start-up, or a script without a
-    Session, can be left at once. A save requested then has nothing to save and needs no ``resolve``.
+    ``listen(seconds)`` waits up to that long for a request and returns all ``StopRequests`` so far; the side thread calls it.
+    ``on_idle`` is called, from the side thread, with a decision that is made before any unit was started, so that a long
+    start-up, or a script without a Session, can be left at once. A save requested then has nothing to save and needs no
+    ``resolve``.
     """
 
     def __init__(
@@ -107,12 +112,12 @@ class Agreement:
         self.received_requests = StopRequests()
 
     def start(self) -> None:
-        """Start the side thread."""
+        """Start the side thread, which receives requests and runs the rounds."""
         self._thread = threading.Thread(target=self._run, name="ratchet-agreement", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the side thread. Call it when every rank has started its last unit."""
+        """End the side thread, and wait up to 5 seconds for it. Call it when every rank has started its last unit."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -120,11 +125,11 @@ class Agreement:
             self._thread.join(timeout=5)
 
     def request_stop(self, cause: Cause) -> None:
-        """Request a stop that originates in the ranks themselves. May be called from any thread."""
+        """Request a stop that originates in this rank itself, with ``cause``. Returns at once. May be called from any thread."""
         self._own_stop = cause
 
     def wait_for_decision(self) -> None:
-        """Wait until a request is decided. For the main thread, between two units."""
+        """Block until a request is decided or the side thread has failed. For the main thread, between two units."""
         with self._condition:
             self._condition.wait_for(lambda: self._decision is not None or self._error is not None)
 
@@ -150,7 +155,7 @@ class Agreement:
             return self._decision
 
     def pending(self) -> Decision | None:
-        """The decision that this rank can act on now, with nothing left to run before it; else None. Never waits."""
+        """Return the decision that this rank can act on now, with nothing left to run before it; else None. Never waits."""
         with self._condition:
             decision = self._decision
             return decision if decision is not None and decision.target <= self._position else None
@@ -168,8 +173,9 @@ class Agreement:
             self._condition.notify_all()
 
     def is_stopped_early(self, seconds: float) -> bool:
-        """True if a stop was decided before any unit was started. Waits up to ``seconds`` for a round that is open here. That is
-        enough: another rank acts on a decision (leaves, for example) only after this rank has published in that round."""
+        """True if a stop was decided before any unit was started on this rank. If a round is open here, it waits up to
+        ``seconds`` for its decision. That is enough: another rank acts on a decision (leaves, for example) only after this rank
+        has published in that round."""
         with self._condition:
             if self._position != NOT_STARTED:
                 return False
@@ -181,6 +187,8 @@ class Agreement:
     # --- side thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """The side thread's loop: receive requests, and run a round when this rank has a request or another rank has opened a
+        round. An error ends the thread and is raised in the main thread by ``begin``."""
         try:
             while not self._is_closed():
                 self.received_requests = self._merge_requests(self._listen(0.05))
@@ -192,6 +200,8 @@ class Agreement:
                 self._condition.notify_all()
 
     def _merge_requests(self, requests: StopRequests) -> StopRequests:
+        """Return ``requests`` with this rank's own stop in place of theirs, if there is one; record the time of the first
+        stop."""
         if self._own_stop is not None:
             requests = StopRequests(self._own_stop, requests.requests)
         if requests.stop is not None and self._stop_received_at is None:
@@ -203,20 +213,25 @@ class Agreement:
             return self._closing
 
     def _is_undecided(self) -> bool:
+        """True if the current round has no decision yet."""
         with self._condition:
             return self._decision is None
 
     def _has_request(self) -> bool:
+        """True if this rank has received a stop, or "save now" requests that no round has served yet."""
         return self.received_requests.stop is not None or self.received_requests.requests > self._served_requests
 
     def _key(self, name: object) -> str:
+        """The store's key for ``name`` (a rank or ``open``) in the current round."""
         return f"freeze/{self._round}/{name}"
 
     def _is_round_open(self) -> bool:
+        """True if a rank has opened the current round."""
         return self._store.check([self._key("open")])
 
     def _run_round(self) -> None:
-        """Open or join the current round: freeze, publish, gather, set the target."""
+        """Open or join the current round: let this rank start no new unit, publish its position and requests, wait for those of
+        all ranks, and set the target. A round before the first unit that decides no stop ends at once."""
         self._store.set(self._key("open"), "1")
         with self._condition:
             at = self._limit = self._position
@@ -238,7 +253,8 @@ class Agreement:
             self._on_idle(decision)
 
     def _gather(self) -> list[tuple[int, StopRequests]] | None:
-        """What every rank has published in this round, or None if this rank is closed meanwhile."""
+        """Wait for and return what every rank has published in this round, in rank order; None if this rank is closed
+        meanwhile."""
         keys = [self._key(rank) for rank in range(self._world_size)]
         for _ in poll_until_present(self._store, keys):
             if self._is_closed():

@@ -28,9 +28,11 @@ _TASKS: Final = Path("/proc/self/task")
 
 
 def fork_ranks() -> None:
-    """Fork the ranks. Returns once in each rank's process, and never in the server's own.
+    """Fork one process for each rank of the plans that the agent has passed. Return once in each rank's process; the server's
+    own process exits when all are forked.
 
-    Raises ``OSError`` if no process can be forked.
+    The agent receives each rank's pid on the report descriptor. Raises ``OSError``, in the server, if a process cannot be
+    forked; the error is then printed to that rank's log.
     """
     die_with_parent(int(os.environ[names.AGENT_PID]))
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -64,7 +66,8 @@ def fork_ranks() -> None:
 
 
 def _import(modules: list[str]) -> bool:
-    """Import ``modules``. Returns False on failure: each rank then hits the error in an interpreter of its own and reports it."""
+    """Import ``modules``. Return False if that fails, after reporting why: each rank then hits the error in an interpreter of its
+    own and reports it."""
     try:
         with gc_disabled():
             for module in modules:
@@ -76,8 +79,8 @@ def _import(modules: list[str]) -> bool:
 
 
 def _is_single_threaded() -> bool:
-    """True if the server has a single thread: other threads do not survive a fork, but the locks that they hold do. (OpenBLAS
-    ends its threads before a fork, so one fork comes first.)"""
+    """True if the server has a single thread; else report why not. Other threads do not survive a fork, but the locks that they
+    hold do. (OpenBLAS ends its threads before a fork, so one process is forked and ended first.)"""
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -89,18 +92,24 @@ def _is_single_threaded() -> bool:
 
 
 def _report_not_forked(reason: str) -> None:
+    """Write to stderr that ranks are not forked, so that each imports torch for itself, and why."""
     print(f"ratchet: ranks are not forked, each imports torch for itself: {reason}", file=sys.stderr, flush=True)
 
 
 class _Birth:
-    """One rank's double fork. ``fork`` returns the new process's pid, and None in that process, which then calls ``wait`` for its
-    release. The release comes when the agent has become its parent, and never if the server has died before."""
+    """One rank's double fork: the process between server and rank ends at once, so that the agent becomes the rank's parent.
+
+    ``fork`` returns the rank's pid in the server, and None in the rank's process. That process then calls ``wait``, which
+    returns when the server has called ``release``.
+    """
 
     def __init__(self) -> None:
         self._pid_read_fd, self._pid_write_fd = os.pipe()
         self._release_read_fd, self._release_write_fd = os.pipe()
 
     def fork(self) -> int | None:
+        """Fork the rank's process. Return its pid in the server, and None in the new process. Raises ``OSError``, in the server,
+        if no process could be forked."""
         between = os.fork()
         if between == 0:
             try:
@@ -122,12 +131,16 @@ class _Birth:
         return int(told)
 
     def release(self) -> None:
+        """In the server: have the rank's process continue, and close the descriptors. No error if that process has been
+        killed."""
         with suppress(BrokenPipeError):  # the rank has been killed: the agent notices that and ends the others
             os.write(self._release_write_fd, b"\0")
         os.close(self._release_write_fd)
         os.close(self._pid_read_fd)
 
     def wait(self) -> None:
+        """In the rank's process: wait for ``release``, and close the descriptors. If the server has died before, the process
+        exits with code 1."""
         os.close(self._pid_read_fd)
         os.close(self._release_write_fd)
         if not os.read(self._release_read_fd, 1):
@@ -137,6 +150,11 @@ class _Birth:
 
 
 def _become_rank(plan: dict[str, Any], plans: list[dict[str, Any]], report: int, forkable: bool) -> None:
+    """Turn this process into the rank of ``plan``: its directory, log, descriptors and environment variables.
+
+    ``plans``: those of all ranks; the descriptors of the others, and ``report``, are closed. If not ``forkable``, the process is
+    replaced by a new interpreter (exec), so this does not return.
+    """
     os.chdir(plan["cwd"])
     _redirect_output(plan["log"])
     for fd in {report, *(fd for other in plans for fd in other["pass_fds"])} - set(plan["pass_fds"]):
@@ -149,6 +167,7 @@ def _become_rank(plan: dict[str, Any], plans: list[dict[str, Any]], report: int,
 
 
 def _redirect_output(path: str) -> None:
+    """Append this process's stdout and stderr to the log ``path`` from now on; create the file and its directory if missing."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     os.dup2(log, 1)

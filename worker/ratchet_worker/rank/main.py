@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Run the rank and return the exit code of a clean end; on a failure, write the result and exit the process at once."""
+    """Run this rank to its end. Return the process's exit code if all ranks end together, if the rank refuses to begin, or if no
+    agent has started it.
+
+    After a failure of this rank alone, the result is written and the process exits at once, so this does not return.
+    """
     if names.FORK_PLANS_FD in os.environ:
         fork_server.fork_ranks()
     if names.LAUNCH_FILE not in os.environ:
@@ -61,22 +65,24 @@ def main() -> int:
 
 
 def _not_installed(launch: LaunchFile, error: ModuleNotFoundError) -> int:
-    """Refuse to run because a package is missing. It existed when the job was submitted, or could not be checked then."""
+    """Refuse to run because a package is missing: write a result, and return its exit code. The package existed when the job was
+    submitted, or could not be checked then."""
     command = shlex.join([sys.executable, "-m", "pip", "install", "ratchet-train[worker]"])
     text = f"{sys.executable} has no {error.name}, which a rank needs: {command}; then `ratchet resume {launch.job_id}`"
     return _exit_refused(text)
 
 
 def _other_protocol(protocol: object) -> int:
-    """Refuse to run because the service has been upgraded and the job's own interpreter (``python``) has not. The attempt is
-    retried until it has."""
+    """Refuse to run because the service has been upgraded and the job's own interpreter (``python``) has not: write a result, and
+    return its exit code. The attempt is retried until the interpreter is upgraded, too."""
     from ratchet_contract.version import not_upgraded
 
     return _exit_refused(not_upgraded(sys.executable, protocol), "upgrade")
 
 
 def _exit_refused(text: str, cause: str = "user-error") -> int:
-    """Write a result before anything has begun; return its exit code."""
+    """Write a result with the message ``text`` before anything has begun, and return its exit code. ``text`` also goes to
+    stderr."""
     from ratchet_contract.exit_codes import exit_code_of
     from ratchet_contract.paths import AttemptPaths
     from ratchet_contract.phases import Cause

@@ -50,7 +50,10 @@ _EARLY_STOP_SECONDS: Final = 2.0
 
 
 class RankProcess:
-    """One rank. Create it once per process, on the main thread."""
+    """One rank: its way from the start of the process to the end. Create it once per process, on the main thread.
+
+    The constructor creates the rank's step counter and message file, and reserves disk space for its result.
+    """
 
     def __init__(self, launch: LaunchFile, listener: Listener) -> None:
         self._launch, self._listener = launch, listener
@@ -73,7 +76,8 @@ class RankProcess:
         self._exit_lock = threading.Lock()
 
     def execute(self) -> int:
-        """Run to the end. Returns the exit code if all ranks end together; otherwise does not return."""
+        """Run the rank to its end. Return the exit code if all ranks end together; otherwise exit the process. A result is
+        written in either case."""
         try:
             self._run()
             self._finish()
@@ -87,6 +91,8 @@ class RankProcess:
     # --- the way in ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Prepare the process, connect to the store, start the agreement on stops, and run the task or the script. Returns when
+        it has ended; raises its error."""
         launch, identity, spec = self._launch, self._identity, self._launch.spec
         resource_limits.apply(launch)
         code = Path(launch.code_dir or launch.workdir)
@@ -116,7 +122,7 @@ class RankProcess:
         threading.excepthook = self._on_thread_exception
         if unmanaged:
             if identity.rank == 0:
-                environment.write(self._paths, package_list.installed())
+                environment.write(self._launch, package_list.installed())
             self._unmanaged.begin()
         try:
             self._run_script(spec.script, code)
@@ -124,7 +130,8 @@ class RankProcess:
             self._unmanaged.on_script_end()
 
     def _check_same_code(self) -> None:
-        """Raise ``UserError`` if code that lies on the nodes is not the same on all of them."""
+        """Raise ``UserError`` if the job's code is not the same on all nodes. Waits for all ranks. No effect if the service
+        distributes the code, or there is one node."""
         launch = self._launch
         if launch.spec.code is None or launch.spec.code.source != "nodes" or launch.spec.world.nodes == 1:
             return
@@ -142,8 +149,12 @@ class RankProcess:
             )
 
     def _open(self, arguments: SessionArguments = SessionArguments()) -> Runtime:
-        """Join the process group and agree on the base to start from: once, on every rank. A task does so before anything else,
-        a script when it makes its Session. Raises ``Stopped`` if the script has been given a stop before."""
+        """Join the process group and agree with all ranks on the checkpoint to start from. Further calls return the same
+        runtime.
+
+        A task's rank does so before anything else, a script's when it makes its Session. Rank 0 reports ``arguments`` that
+        differ from the job's spec, which takes precedence. Raises ``Stopped`` if a stop was passed to the script before.
+        """
         with self._open_lock:
             if (odd := arguments.differences(self._launch.spec)) and self._identity.rank == 0:
                 text = f"the job's spec takes precedence over other values in the script: {', '.join(odd)}"
@@ -154,6 +165,8 @@ class RankProcess:
             return self._runtime
 
     def _join(self) -> Runtime:
+        """Start the runtime: join the group and agree on the base. Raises ``Stopped`` if a stop was passed to the script
+        before."""
         assert self._clients is not None and self._agreement is not None
         launch, identity = self._launch, self._identity
         stop = self._unmanaged.become_managed()
@@ -166,13 +179,17 @@ class RankProcess:
 
     @property
     def _trainer(self) -> threading.Thread | None:
-        """The thread that runs the steps; before the first step, the one that made the Session."""
+        """The thread that runs the steps; before the first step, the one that made the Session. None: neither exists yet."""
         stepping = None if self._runtime is None else self._runtime.trainer
         return stepping or self._opener
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        """``threading.excepthook``: an exception has ended a thread of the script. Python continues without that thread, but if
-        it runs the steps the attempt ends, wherever the main thread is. A script may set another hook: ``_finish`` needs none."""
+        """``threading.excepthook``: handle an exception that has ended a thread of the script.
+
+        Python continues without that thread. But if the thread runs the steps, the attempt ends: the process exits, wherever the
+        main thread is. The error of another thread is only kept: ``_finish`` may raise it. A script may set another hook:
+        ``_finish`` needs none.
+        """
         threading.__excepthook__(args)
         assert args.exc_value is not None
         error = self._classify_error(args.exc_value)
@@ -183,10 +200,12 @@ class RankProcess:
         self._thread_error = error
 
     def _exchange(self, client: Store, timeout: float | None = None) -> Exchange:
+        """Return an exchange with all ranks over ``client``. ``timeout``: seconds; None: the process's default."""
         identity, limit = self._identity, self._timeout if timeout is None else timeout
         return Exchange(client, identity.rank, identity.world_size, limit, self._listener.abort.block_if_aborting)
 
     def _run_script(self, script: Sequence[str], code: Path) -> None:
+        """Run the script in this thread. Raises the error that ends the attempt, if any; a successful ``sys.exit`` is none."""
         try:
             user_code.run_script(script, code)
         except BaseException as error:
@@ -197,7 +216,8 @@ class RankProcess:
                 raise judged from error
 
     def _classify_error(self, error: BaseException) -> BaseException | None:
-        """The error that ends the attempt, if ``error`` has ended the script; None if ``error`` is a successful ``sys.exit``."""
+        """Return the error that ends the attempt, if ``error`` has ended the script: ``error`` itself, or a clearer one. None if
+        ``error`` is a successful ``sys.exit``."""
         if isinstance(error, Stopped):
             return error
         if isinstance(error, SystemExit):
@@ -211,6 +231,11 @@ class RankProcess:
         return error
 
     def _classify_exit(self, exit_: SystemExit) -> Exception | None:
+        """Return the error that a ``sys.exit`` of the script stands for; None if it is a success.
+
+        A code other than 0 is an error, and so is a call before the Session's loop has ended. Any exit after a stop that the
+        script handled itself is a success here.
+        """
         runtime = self._runtime
         stopped = self._unmanaged.passed_stop is not None or (
             self._unmanaged.active and self._listener.sigterm_received
@@ -227,8 +252,13 @@ class RankProcess:
         return None
 
     def _finish(self) -> None:
-        """Finish the run after the script's end, also if the script has not left its Session's block. If another thread runs the
-        steps, wait for that thread first."""
+        """Finish the run after the script's end, even if the script has not left its Session's block. If another thread runs the
+        steps, wait for that thread first.
+
+        Without a step of a Session, wait for the other ranks' scripts to end, since rank 0 serves the store that they may still
+        need; a stop ends the wait. Raises the kept error of another thread, if there was no such step and the rank is not
+        unmanaged.
+        """
         while self._may_train():
             time.sleep(0.02)
         if self._runtime is not None and self._runtime.restored:
@@ -249,8 +279,8 @@ class RankProcess:
             exchange.gather("script-end", None, should_abandon=lambda: self._unmanaged.passed_stop is not None)
 
     def _may_train(self) -> bool:
-        """True if another thread is still training although the script's main thread has ended. Before the first step, that may
-        be any thread that Python itself would wait for."""
+        """True if another thread may still be training although the script's main thread has ended. Before the first step, that
+        may be any thread for which Python itself would wait."""
         runtime, here = self._runtime, threading.current_thread()
         if runtime is not None and (trainer := runtime.trainer) is not None:
             over = trainer.daemon and (runtime.finished or runtime.done)
@@ -261,10 +291,15 @@ class RankProcess:
         )
 
     def _listen(self, seconds: float) -> StopRequests:
+        """Wait up to ``seconds`` for requests, and return all that this rank has received so far."""
         return StopRequests(*self._listener.wait(seconds))
 
     def _on_early_decision(self, decision: Decision) -> None:
-        """On the side thread: handle a decision made before any step. Nothing was trained; the main thread may be anywhere."""
+        """Handle a decision that the ranks made before any step. Called on the side thread; the main thread may be anywhere.
+
+        A stop is passed to the script's own handler. If the script has none or does not end in time, the process exits. A
+        request to save is only reported, since nothing was trained.
+        """
         if decision.stop is None:
             if self._identity.rank == 0:
                 self._reporter.note(
@@ -274,9 +309,12 @@ class RankProcess:
             self._exit_before_first_step(decision.stop)
 
     def _wait_for_early_stop(self) -> None:
-        """Let an early stop take precedence over an error or a normal end. An error may be caused by a rank that has left for a
-        stop which this rank's side thread does not know yet; then that stop is this rank's end, too. Returns if there is none, or
-        if the stop was passed to the script's handler; otherwise the side thread ends the process."""
+        """Let a stop that was decided before any step take precedence over an error or a normal end.
+
+        An error may be caused by a rank that has left for a stop which this rank's side thread does not know yet; then that stop
+        is this rank's end, too. Returns if there is no such stop, or if it was passed to the script's handler. Otherwise it does
+        not return: the side thread ends the process.
+        """
         if self._agreement is not None and self._agreement.is_stopped_early(_EARLY_STOP_SECONDS):
             while self._unmanaged.passed_stop is None:
                 time.sleep(0.005)
@@ -284,7 +322,12 @@ class RankProcess:
     # --- the ways out --------------------------------------------------------------------------------------------------
 
     def _exit_by_error(self, error: BaseException) -> int:
-        """End the training by ``error``, on the thread that ran the steps. Returns the exit code if all ranks leave together."""
+        """End this rank because of ``error``, after an early stop, if there is one, has been handled. Called on the thread that
+        ran the steps.
+
+        For a stop, leave together with all ranks and return the exit code. For any other error, exit the process without the
+        other ranks.
+        """
         self._listener.abort.block_if_aborting()
         self._wait_for_early_stop()
         if self._unmanaged.passed_stop is not None:
@@ -295,14 +338,18 @@ class RankProcess:
         return self._exit_together(error.cause, code, error.message)
 
     def _claim_exit(self) -> None:
-        """Let the first thread that calls this end the process. Later ones block, except non-daemon threads of the script, which
-        exit, since Python's shutdown waits for them."""
+        """Return in the first thread that calls this: it may end the process. In any later thread it does not return.
+
+        A later thread blocks, or, if it is a non-daemon thread of the script, ends by ``sys.exit``, since Python's shutdown
+        waits for it.
+        """
         thread = threading.current_thread()
         if not self._exit_lock.acquire(blocking=thread is threading.main_thread() or thread.daemon):
             sys.exit()
 
     def _exit_together(self, cause: Cause, code: int, message: str | None) -> int:
-        """Leave together with all other ranks."""
+        """Write the result, leave the group together with all other ranks, and return ``code``. If another rank was killed
+        meanwhile, exit the process with ``code`` instead."""
         self._claim_exit()
         self._write_result(cause, message, None)
         assert self._agreement is not None
@@ -321,8 +368,12 @@ class RankProcess:
         return code
 
     def _exit_after_passed_stop(self, cause: Cause, error: BaseException | None) -> int:
-        """Leave after the script has ended and its own handler was given the stop. The cause is that stop, whatever ended the
-        script: an exception may come from a collective with a rank that has left already."""
+        """Leave after the script has ended to which a stop was passed; return the exit code. ``cause``: of that stop. ``error``:
+        what ended the script, or None.
+
+        The stop is the cause of the end, whatever ended the script: an exception may come from a collective with a rank that has
+        left already.
+        """
         message = "the script received SIGTERM and ended by itself"
         if error is not None and not isinstance(error, SystemExit):
             message += f", with {type(error).__name__}: {error}"
@@ -334,7 +385,7 @@ class RankProcess:
         return self._exit_together(cause, EXIT_PREEMPTED, message[:4000])
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """Leave without the other ranks, which may wait in a collective: the agent ends them."""
+        """Write the result and exit the process without the other ranks. These may wait in a collective: the agent ends them."""
         self._claim_exit()
         cause, message = cause_of(error)
         trace = _traceback(error)
@@ -345,7 +396,8 @@ class RankProcess:
         exit_process(exit_code_of(error, cause))
 
     def _exit_before_first_step(self, cause: Cause) -> None:
-        """Leave from the side thread, wherever the main thread is."""
+        """Write the result and exit the process for a stop before any step. Called on the side thread, wherever the main thread
+        is. ``cause``: of the stop."""
         self._claim_exit()
         message = f"stopped before the first step ({cause})"
         if self._unmanaged.passed_stop is not None:
@@ -359,7 +411,8 @@ class RankProcess:
         exit_process(EXIT_PREEMPTED)
 
     def _sign_off(self, seconds: float) -> None:
-        """Call ``sign_off``, unless this was done before."""
+        """Mark this rank's last use of the store; only the first call has an effect. Rank 0, which serves the store, waits up to
+        ``seconds`` for the others' last use."""
         if self._signed_off:
             return
         self._signed_off = True
@@ -367,6 +420,7 @@ class RankProcess:
         sign_off(self._clients.side, self._identity, seconds)
 
     def _write_result(self, cause: Cause, message: str | None, trace: str | None) -> None:
+        """Write this rank's result file. ``trace``: the traceback as text. Blocks forever if the agent has requested an abort."""
         self._listener.abort.block_if_aborting()
         step = self._runtime.step if self._runtime is not None else 0
         write_result(
@@ -378,8 +432,11 @@ class RankProcess:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback, without the leading frames that only run the user's code. For ``sys.exit``, that of the script's call; if
-    its ``argparse`` called it, only the message, since the usage has been printed already."""
+    """Return the traceback of ``error`` as text, without the leading frames that only run the user's code.
+
+    For ``sys.exit``, it is that of the script's call; if the script's ``argparse`` called it, only the message, since the usage
+    has been printed already.
+    """
     if isinstance(error, ScriptExit):
         if error.cause is Cause.USER_ERROR:
             return f"{error}\n"
@@ -392,4 +449,5 @@ def _traceback(error: BaseException) -> str:
 
 
 def _is_runner_file(file: str) -> bool:
+    """True if a source file belongs to this package or to ``runpy``: its frames only run the user's code."""
     return file == "<frozen runpy>" or Path(file).is_relative_to(Path(__file__).parents[1])

@@ -25,7 +25,8 @@ _NO_DEADLINE: Final = "its progress is not visible: a hang is not detected, and 
 
 
 class Unmanaged:
-    """One rank's script while it runs without a Session. ``passed_stop``: the stop that was passed to its own handler, if any."""
+    """One rank's script while it runs without a Session. ``active``: the script runs without a Session now. ``passed_stop``: the
+    cause of the stop that was passed to the script's own SIGTERM handler; None: no stop was."""
 
     def __init__(
         self, launch: LaunchFile, rank: int, counter: StepCounter, reporter: Reporter, listener: Listener
@@ -38,7 +39,7 @@ class Unmanaged:
         self.passed_stop: Cause | None = None
 
     def begin(self) -> None:
-        """Mark the rank as unmanaged: its progress is not watched from here on. Rank 0 reports it."""
+        """Mark the rank as unmanaged: its progress is not watched from here on. Rank 0 reports this to the service."""
         self.active = True
         self._counter.enter_stage(Stage.UNMANAGED)
         if self._rank == 0:
@@ -52,8 +53,10 @@ class Unmanaged:
             self._reporter.report_resumed(report)
 
     def become_managed(self) -> Cause | None:
-        """Record that a Session is made after all: its start-up begins, with its own deadline. Returns the stop that the script
-        was given before, if any."""
+        """Record that the script makes a Session after all: its start-up begins, with a deadline of its own.
+
+        Return the cause of the stop that was passed to the script before, or None. After such a stop the rank stays unmanaged.
+        """
         with self._lock:
             if self.passed_stop is None and self.active:
                 self.active = False
@@ -61,8 +64,11 @@ class Unmanaged:
             return self.passed_stop
 
     def pass_stop(self, cause: Cause) -> bool:
-        """On the side thread: pass a stop to the script's own handler and wait up to ``stop_grace`` for the script's end. Returns
-        False if it has no handler or has not ended."""
+        """Pass a stop to the script's own SIGTERM handler, and wait for up to ``policy.stop_grace`` for the script's end. Called
+        on the side thread.
+
+        Return True if the script has ended. Return False if it has no handler, is not unmanaged, or has not ended in time.
+        """
         with self._lock:
             if not self.active or not self._listener.script_handles_sigterm():
                 return False
@@ -71,6 +77,6 @@ class Unmanaged:
         return self._ended.wait(self._launch.spec.policy.stop_grace)
 
     def on_script_end(self) -> None:
-        """Record the script's end, of any kind: reinstall Ratchet's signal handlers and release ``pass_stop``."""
+        """Record that the script has ended, normally or not: reinstall Ratchet's signal handlers, and release ``pass_stop``."""
         self._listener.reinstall_handlers()
         self._ended.set()

@@ -12,13 +12,11 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 
 from ratchet_contract.api.views import EnvironmentView
 from ratchet_contract.checkpoint.resume_report import EnvironmentDifference
@@ -26,6 +24,7 @@ from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.plural import join_first
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.git_commit import GitFacts
+from ratchet_contract.spec.job import JobSpec
 from ratchet_contract.version import RATCHET_VERSION
 from ratchet_hooks import torch_compat
 from ratchet_worker.ipc.atomic_files import write_atomic
@@ -58,8 +57,8 @@ _SUBNORMAL: Final = 1e-310  # a variable: Python computes an expression of const
 
 
 def record(launch: LaunchFile, device: torch.device, packages: Sequence[str]) -> Record:
-    """Return this process's facts. All ranks of a group are expected to agree; rank 0's go into the manifest. ``packages``: the
-    result of ``package_list.installed``."""
+    """Return the facts about this process that a repetition depends on. All ranks of a group are expected to agree; rank 0's go
+    into the manifest. ``packages``: the result of ``package_list.installed``."""
     facts: Record = {
         PACKAGES: package_list.digest(packages),
         "torch": str(torch.__version__),
@@ -86,7 +85,8 @@ def record(launch: LaunchFile, device: torch.device, packages: Sequence[str]) ->
 
 
 def switches(device: torch.device) -> Record:
-    """Return the facts that the user's code may change at any time."""
+    """Return the facts that the user's code may change at any time, as they are now: thread count, deterministic switches,
+    default dtype and the like."""
     facts: Record = {
         "threads": torch.get_num_threads(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -110,6 +110,7 @@ def switches(device: torch.device) -> Record:
 
 
 def _gpu_facts(device: torch.device) -> Record:
+    """Return the facts about the GPU and its libraries."""
     cudnn = torch.backends.cudnn
     nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()  # type: ignore[no-untyped-call]
     return {
@@ -123,7 +124,8 @@ def _gpu_facts(device: torch.device) -> Record:
 
 
 def _driver_version() -> str | None:
-    """Return the kernel driver's version, from ``/proc/driver/nvidia/version``; None if it does not exist (WSL, containers)."""
+    """Return the version of NVIDIA's kernel driver, from ``/proc/driver/nvidia/version``; None if that file does not exist (WSL,
+    containers)."""
     try:
         words = Path("/proc/driver/nvidia/version").read_text().split()
     except OSError:
@@ -132,7 +134,8 @@ def _driver_version() -> str | None:
 
 
 def cpu_instruction_set() -> str:
-    """Return the vendor and the vector extensions by which numeric libraries choose kernels, from ``/proc/cpuinfo``."""
+    """Return, as one text, the CPU's vendor and the vector extensions by which numeric libraries choose kernels. On other systems
+    than Linux, the processor's name."""
     if not sys.platform.startswith("linux"):
         return platform.processor() or platform.machine()
     found: dict[str, str] = {}
@@ -148,30 +151,32 @@ def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def commit_of(spec: JobSpec) -> GitFacts | None:
+    """Return the commit of the job's code; None: the job has no code of its own, or it is in no repository."""
+    return None if spec.code is None else spec.code.git
+
+
 def provenance(packages: Sequence[str], git: GitFacts | None) -> Record:
-    """Return the entries that the manifest has besides rank 0's facts."""
+    """Return the entries of the manifest's ``environment`` that are not compared: Ratchet's version, the package list, and the
+    commit of the code (``git``; None: in no repository)."""
     known = {} if git is None else git.model_dump(exclude_none=True)
     found: Record = {f"{PROVENANCE}git_{key}": value for key, value in known.items()}
     return {f"{PROVENANCE}ratchet": RATCHET_VERSION, _PACKAGE_LIST: " ".join(packages)} | found
 
 
-def read_git(paths: AttemptPaths) -> GitFacts | None:
-    """Return the commit of the attempt's code, as recorded when its snapshot was taken; None: it is in no repository."""
-    with suppress(OSError, ValidationError):  # information for people only: a job must not fail because of it
-        return GitFacts.model_validate_json(paths.git_file.read_bytes())
-    return None
-
-
 def compared_facts(environment: Record | dict[str, Any]) -> Record:
-    """Return the entries of a manifest's ``environment`` that are compared."""
+    """Return those entries of a manifest's ``environment`` that a resume compares."""
     return {key: value for key, value in environment.items() if not key.startswith(PROVENANCE)}
 
 
 def expand_package_difference(
     differences: list[EnvironmentDifference], environment: Record | dict[str, Any], current: Sequence[str]
 ) -> list[EnvironmentDifference]:
-    """Return ``differences`` with one per package instead of the one of the list's digest. Unchanged if the list in the manifest
-    (``environment``) is not the one that this rank had, since the package names are not known then."""
+    """Return ``differences`` with one per changed package instead of the one of the list's digest, sorted by key.
+
+    ``environment``: the manifest's; ``current``: the packages of this process. Returned unchanged if the digest does not differ,
+    or if the list in the manifest is not the one that this rank had, since the package names are not known then.
+    """
     listed = str(environment.get(_PACKAGE_LIST) or "").split()
     whole = next((d for d in differences if d.key == PACKAGES), None)
     if whole is None or whole.recorded != package_list.digest(listed):
@@ -181,20 +186,22 @@ def expand_package_difference(
     return sorted([*rest, *package_list.changes(listed, current, told)], key=lambda d: d.key)
 
 
-def write(paths: AttemptPaths, packages: list[str]) -> None:
-    """Write rank 0's package list, and the commit of the code, to a file for the API. Raises ``OSError``."""
+def write(launch: LaunchFile, packages: list[str]) -> None:
+    """Write rank 0's package list, Python's and Ratchet's versions, and the commit of the code to the attempt's file, for the
+    API. Raises ``OSError``."""
     found = EnvironmentView(
         ratchet=RATCHET_VERSION,
         python=platform.python_version(),
         packages=packages,
         digest=package_list.digest(packages),
-        git=read_git(paths),
+        git=commit_of(launch.spec),
     )
-    write_atomic(paths.environment_file, found.model_dump_json().encode())
+    write_atomic(AttemptPaths(Path(launch.attempt_dir)).environment_file, found.model_dump_json().encode())
 
 
 def compare(recorded: Record | dict[str, Any], current: Record) -> list[EnvironmentDifference]:
-    """Return every fact that differs, including those that only one side has, sorted by name."""
+    """Return a difference for every fact that is not equal in both records, sorted by name. A fact that only one side has is None
+    on the other."""
     return [
         EnvironmentDifference(key=key, recorded=recorded.get(key), current=current.get(key))
         for key in sorted(set(recorded) | set(current))
@@ -203,5 +210,6 @@ def compare(recorded: Record | dict[str, Any], current: Record) -> list[Environm
 
 
 def describe_differences(differences: Sequence[EnvironmentDifference], limit: int | None = None) -> str:
-    """Return ``threads (2 -> 1), torch (2.13.0 -> 2.13.1)``; after ``limit`` of them, the number of the others."""
+    """Return the differences as text: ``threads (2 -> 1), torch (2.13.0 -> 2.13.1)``. After ``limit`` of them, only the number of
+    the others."""
     return join_first([difference.sentence() for difference in differences], limit or len(differences))

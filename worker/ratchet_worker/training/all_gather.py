@@ -18,16 +18,18 @@ _DTYPES: Final = tuple(
 
 
 class Gatherer:
-    """One rank's gathers. Without a specified group they use a process group of their own: a backward pass gathers while DDP
-    reduces, and the order of the two may differ between ranks."""
+    """Gathers tensors on one rank. Without a given group it uses a process group of its own for each type of device: a backward
+    pass gathers while DDP reduces, and the order of the two may differ between ranks."""
 
     def __init__(self) -> None:
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     def gather(self, tensor: torch.Tensor, group: dist.ProcessGroup | None, sync_grads: bool) -> torch.Tensor:
-        """Return ``tensor`` of every rank, in rank order: (ranks of the group, *shape). A collective, and so is its backward.
+        """Return the ``tensor`` of every rank of ``group`` (None: of all ranks), stacked in rank order: (ranks of the group,
+        *shape). A collective, and so is its backward pass. Without ``sync_grads`` the result is detached.
 
-        Raises ``UserError`` on every rank where the tensors differ in shape, dtype or in whether they need a gradient.
+        Raises ``UserError`` for sparse or quantized tensors, on a rank outside the group, and on every rank if the tensors differ
+        in shape, dtype or in whether they need a gradient.
         """
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UserError(f"all_gather takes dense tensors, not one of layout {tensor.layout}; make it dense first")
@@ -43,6 +45,7 @@ class Gatherer:
         return _gather_stacked(tensor, ranks)
 
     def _group(self, device: torch.device) -> dist.ProcessGroup:
+        """The process group for tensors on ``device``, made at the first call, which is a collective."""
         if device.type not in self._groups:
             main = dist.group.WORLD
             assert main is not None
@@ -51,8 +54,8 @@ class Gatherer:
 
 
 class _Gather(torch.autograd.Function):
-    """Backward: the gradient of a rank's tensor is the sum, over the ranks, of the gradients of its slice of the gathered
-    tensor."""
+    """Gather with a gradient: the gradient of a rank's tensor is the sum, over the ranks, of the gradients of its slice of the
+    gathered tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -62,6 +65,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the sum of all ranks' gradients for this rank's slice, added in rank order, so that every back end gives the
+        same bits. A collective."""
         sent = gradient.resolve_conj().resolve_neg().contiguous()
         received = torch.empty_like(sent)
         if sent.numel():
@@ -73,6 +78,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _gather_stacked(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather detached copies of the ranks' tensors into one new tensor (ranks, *shape). A collective."""
     own = tensor.detach().resolve_conj().resolve_neg().contiguous()
     out = own.new_empty((group.size(), *own.shape))
     if own.numel():
@@ -86,8 +92,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_same_kind(tensor: torch.Tensor, differentiable: bool, group: dist.ProcessGroup) -> None:
-    """Raise ``UserError`` unless the tensors have one kind: a back end would wait for bytes that never come, or mix up those that
-    do."""
+    """Raise ``UserError``, on every rank, unless all ranks' tensors have the same dtype, shape and need of a gradient: a back end
+    would wait for bytes that never come, or mix up those that do. A collective."""
     numbers = [_DTYPES.index(tensor.dtype), int(differentiable), tensor.dim(), *tensor.shape]
     header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64, device=tensor.device)
     found = [torch.empty_like(header) for _ in range(group.size())]
@@ -103,5 +109,6 @@ def _check_same_kind(tensor: torch.Tensor, differentiable: bool, group: dist.Pro
 
 
 def _describe_kind(numbers: list[int]) -> str:
+    """The text of a tensor's kind for an error, from the numbers that ``_check_same_kind`` gathers."""
     dtype, differentiable, dimensions, *shape = numbers
     return f"{_DTYPES[dtype]} {shape[:dimensions]} {'with' if differentiable else 'without'} a gradient"

@@ -23,8 +23,8 @@ Item = TypeVar("Item")
 
 
 class Evaluation:
-    """The object that the block of ``evaluating`` uses. All its methods raise ``Abandoned`` once the ranks have agreed to stop;
-    the block is then left, and the evaluation runs again after the resume."""
+    """The object that the block of ``Session.evaluation`` uses. All its methods raise ``Abandoned`` once the ranks have agreed to
+    stop and the evaluation is outside a step; the block is then left, and the evaluation runs again after the resume."""
 
     def __init__(
         self, exchange: Exchange, name: str, tick: Callable[[], None], stop_pending: Callable[[], bool]
@@ -33,7 +33,8 @@ class Evaluation:
         self._gathers = 0
 
     def batches(self, items: Iterable[Item]) -> Iterator[Item]:
-        """``items``; each of them is counted as progress."""
+        """Yield ``items``. Before each one it checks for a stop and counts progress, so that a long evaluation does not look like
+        a hang."""
         for item in items:
             if self._stop_pending():
                 raise Abandoned(self._name)
@@ -41,12 +42,13 @@ class Evaluation:
             yield item
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in rank order; every rank calls it."""
+        """Return every rank's JSON value, in rank order. Every rank must call it; it waits for all."""
         self._gathers += 1
         return self._exchange.gather(f"{self._name}/{self._gathers}", value, should_abandon=self._stop_pending)
 
     def averages(self, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
-        """Sum of sums / sum of weights over all ranks, by name (0 weight: NaN)."""
+        """Return, for each name, the sum of the sums divided by the sum of the weights over all ranks (NaN for a weight of 0).
+        ``sums``: this rank's pairs (sum, weight); a rank may lack names. Every rank must call it; it waits for all."""
         parts = self.gather({k: [float(v[0]).hex(), float(v[1]).hex()] for k, v in sums.items()})
         names = sorted({name for part in parts for name in part})
         out: dict[str, float] = {}
@@ -67,11 +69,12 @@ def preserving_state(
     *,
     broadcast: bool,
 ) -> Iterator[None]:
-    """Eval mode without gradients. Afterwards modes, parameters, buffers and generators are as before, including generators
-    inside the training ``data`` and weights that ``optimizers`` with modes of their own have switched.
+    """Run the block in eval mode without gradients, and restore everything afterwards: modes, parameters, buffers and generators,
+    including generators inside the training ``data`` and weights that ``optimizers`` with modes of their own have switched.
 
-    One model is evaluated, not one per rank: where replicas differ, their mean replaces the parameters. With ``broadcast`` every
-    rank has rank 0's buffers inside, those that DDP would broadcast at the next forward; it is then a collective.
+    One model is evaluated, not one per rank: where replicas differ, their mean replaces the parameters in the block. With
+    ``broadcast`` every rank has rank 0's buffers in the block, those that DDP would broadcast at the next forward; entering is
+    then a collective.
     """
     modes = [(module, module.training, _own_buffers(module)) for module in ddp.modules()]
     synced = ddp.require_forward_param_sync
@@ -102,14 +105,15 @@ def preserving_state(
 
 
 def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of the module itself, without those of its submodules, by name."""
     return dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
 @contextmanager
 def _preserving_weights(optimizers: Sequence[Any]) -> Iterator[None]:
-    """Keep the weights and modes of optimizers that switch between training and evaluating (schedulefree's ``train`` and
-    ``eval``): switching there and back rounds the weights, and an evaluation that runs again after a resume would round them
-    twice."""
+    """Restore, after the block, the weights and modes of optimizers that switch between training and evaluating (schedulefree's
+    ``train`` and ``eval``). Switching there and back rounds the weights, and an evaluation that runs again after a resume would
+    round them twice."""
     modal = {id(o): [place for place in (vars(o), *o.param_groups) if "train_mode" in place] for o in optimizers}
     weights = [p for o in optimizers if modal[id(o)] for group in o.param_groups for p in group["params"]]
     modes = [(place, place["train_mode"]) for places in modal.values() for place in places]

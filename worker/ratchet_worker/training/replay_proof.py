@@ -59,8 +59,9 @@ Ranges = list[list[int]]
 
 
 class Redone(NamedTuple):
-    """The same on all ranks. ``steps``: number of steps that an earlier attempt had done after the base; ``compared``: those of
-    them whose fingerprints every rank has; ``reason``: why some or all are left out."""
+    """What the ranks have agreed to compare; the same on all ranks. ``steps``: number of steps that an earlier attempt had done
+    after the base; ``compared``: the steps among them whose fingerprints every rank has; ``reason``: why some or all are not
+    compared, None if all are."""
 
     steps: int
     compared: frozenset[int]
@@ -68,8 +69,9 @@ class Redone(NamedTuple):
 
 
 class ReplayProof:
-    """One rank's fingerprints in this attempt. ``earlier``: an earlier attempt's fingerprints, by step. ``differs`` is called at
-    the first step whose fingerprint differs from the earlier one."""
+    """Records one rank's fingerprints in this attempt and compares them with those of earlier attempts. ``ring``: the file to
+    write them to, None if it cannot be written. ``earlier``: an earlier attempt's fingerprints, by step. ``on_difference`` is
+    called at the first step whose fingerprint differs from the earlier one."""
 
     def __init__(
         self,
@@ -92,14 +94,16 @@ class ReplayProof:
         self._position: tuple[int, int] | None = None
 
     def record_step(self, step: int, data: TrainData | None, batches_taken: int) -> None:
-        """Record a step; called after each. ``batches_taken``: number of batches that it took. Raises ``UserError``
-        (``replay-difference``) under ``determinism: strict`` for a step that differs from its earlier execution."""
+        """Record the fingerprint of a finished ``step``, and write and compare those that are complete by now; called after each
+        step. ``batches_taken``: number of batches that the step took. Raises ``UserError`` (``replay-difference``) under
+        ``determinism: strict`` for a step that differs from its earlier execution."""
         self._position = _position(data, batches_taken)
         for fingerprint in self._fingerprints.record_step(step, self._position):
             self._record(fingerprint)
 
     def changed_since_step(self, data: TrainData | None, batches_taken: int) -> list[str]:
-        """Names of what has moved since ``record_step``; ``batches_taken``: number of batches taken since then."""
+        """Return the names of what has moved since ``record_step``: ``data``, ``generators``, both or none. ``batches_taken``:
+        number of batches taken since then."""
         placed = isinstance(data, _POSITIONED) and self._position not in (None, _position(data, batches_taken))
         return [
             *(["data"] if batches_taken or placed else []),
@@ -107,13 +111,14 @@ class ReplayProof:
         ]
 
     def finish(self) -> None:
-        """The loop has ended, or stops: report the result of the comparison so far. Raises as ``record_step`` does."""
+        """Write and compare the remaining fingerprints and report the result, at the end of the loop or at a stop. Raises as
+        ``record_step`` does."""
         for fingerprint in self._fingerprints.drain():
             self._record(fingerprint)
         self.report()
 
     def report(self) -> None:
-        """Report the comparison, unless nothing has changed since the last report."""
+        """Report the comparison so far, unless there is none or nothing has changed since the last report."""
         if self._redone.steps and self._reported != (self._compared, self._equal):
             self._reported, self._reported_at = (self._compared, self._equal), time.monotonic()
             self._reporter.report_redone_steps(
@@ -121,12 +126,16 @@ class ReplayProof:
             )
 
     def _record(self, fingerprint: StepFingerprint) -> None:
+        """Write a complete fingerprint to the ring, and compare it if there is something left to compare."""
         if self._ring is not None:
             self._ring.write(fingerprint)
         if self._earlier:
             self._compare(fingerprint)
 
     def _compare(self, fingerprint: StepFingerprint) -> None:
+        """Compare a fingerprint with the earlier one of the same step, if there is one. At the first difference, report it, give
+        the ring a line of its own (attempts of the former line are then not compared with this one), and raise ``UserError``
+        under ``determinism: strict``. After it no step counts as equal."""
         before = self._earlier.pop(fingerprint.step, None)
         if before is None:
             return
@@ -151,7 +160,8 @@ class ReplayProof:
 
 
 def begin_proof(runtime: Runtime, report: ResumeReport) -> ReplayProof:
-    """Begin the proof after everything is restored. ``report``: the resume report. A collective."""
+    """Begin the proof after everything is restored: read the earlier fingerprints, agree with the other ranks on what is
+    compared, and create this attempt's ring. ``report``: the resume report. A collective."""
     launch, rank = runtime.launch, runtime.rank
     ddp, _ = runtime.state.require_wrapped()
     fingerprints = StepFingerprints([*ddp.module.parameters()], runtime.device)
@@ -181,7 +191,8 @@ def begin_proof(runtime: Runtime, report: ResumeReport) -> ReplayProof:
 
 
 class _Attempt(NamedTuple):
-    """An earlier attempt. ``facts``: the current attempt's facts, computed with the launch file that the earlier one's are of."""
+    """An earlier attempt of the job or of the adopted run. ``facts``: the facts that it must have had to be compared: this
+    process's, with code, hook and spec of the job or, for the adopted run's attempts, of that run."""
 
     name: str
     paths: AttemptPaths
@@ -189,26 +200,29 @@ class _Attempt(NamedTuple):
 
 
 def _attempts(launch: LaunchFile) -> Iterator[AttemptPaths]:
-    """The job's own attempts, newest first."""
+    """Yield the paths of the job's earlier attempts, newest first, at most ``RING_ATTEMPTS``."""
     job = JobPaths(Path(launch.job_root))
     numbers = range(launch.attempt - 1, max(0, launch.attempt - 1 - RING_ATTEMPTS), -1)
     yield from (job.attempt(number) for number in numbers)
 
 
 class _Earlier(NamedTuple):
-    """This rank's knowledge of the steps after the base. ``last``: the last of them that it had done in an attempt that may be
-    compared, or, where there is none (``reason``: why), in any attempt."""
+    """What this rank knows of the steps after the base. ``last``: the last step that it had done in an attempt that may be
+    compared; 0 if no attempt had done steps. If only attempts that may not be compared had done steps, ``last`` is from the
+    newest of them, and ``reason`` is why it is not compared."""
 
     last: int
     fingerprints: dict[int, StepFingerprint]
     reason: str | None
 
     def message(self) -> dict[str, Any]:
+        """The content as JSON for the other ranks, with ranges of steps in place of the fingerprints."""
         return {"last": self.last, "has": _ranges(self.fingerprints), "reason": self.reason}
 
 
 def _earlier(attempts: Sequence[_Attempt], rank: int, report: ResumeReport, line: str) -> _Earlier:
-    """``attempts``: newest first; where several have done a step, the newest one's fingerprint counts."""
+    """Return what this rank knows of the steps after the base. ``attempts``: newest first; if several have done a step, the
+    newest one's fingerprint counts. ``line``: this attempt's line."""
     base = report.base.step
     refused: list[tuple[int, str]] = []
     last, fingerprints = 0, dict[int, StepFingerprint]()
@@ -229,7 +243,8 @@ def _earlier(attempts: Sequence[_Attempt], rank: int, report: ResumeReport, line
 
 
 def _why_incomparable(name: str, report: ResumeReport, found: RingHeader | None, own: RingHeader) -> str | None:
-    """Why the attempt ``name`` is not compared; None if it is."""
+    """Return why the attempt ``name`` is not compared; None if it is. ``found``: its ring's header, None without a readable one;
+    ``own``: the header of this attempt with the facts that the earlier one must have had."""
     if report.verdict not in ("fresh", "exact"):
         return f"{INEXACT}: {describe_inexact(report)}"
     if found is None:
@@ -243,9 +258,9 @@ def _why_incomparable(name: str, report: ResumeReport, found: RingHeader | None,
 
 
 def describe_inexact(report: ResumeReport) -> str:
-    """A sentence on what is not exact in a resume: the differences, and the first component that lost something for another
-    reason. A redistributed or reset component follows from the differences, and is named only where there are none; data that
-    start over are always named."""
+    """Return a sentence on what is not exact in a resume: the differences, and the first component that lost something for
+    another reason. A redistributed or reset component follows from the differences, and is named only where there are none; data
+    that start over are always named."""
     found = []
     if report.differences:
         found.append(describe_differences(report.differences, _MAX_NAMED))
@@ -262,7 +277,8 @@ def describe_inexact(report: ResumeReport) -> str:
 
 
 def _agree(messages: list[dict[str, Any]], base: int) -> Redone:
-    """Over all ranks: the steps that every rank had done, and those of them that every rank has fingerprints of."""
+    """Return what is compared, from all ranks' messages: the steps after ``base`` that every rank had done, and those of them
+    that every rank has fingerprints of."""
     steps = max(0, min(rank["last"] for rank in messages) - base)
     reason = next((rank["reason"] for rank in messages if rank["reason"] is not None), None)
     common = frozenset(range(base + 1, base + steps + 1))
@@ -274,8 +290,8 @@ def _agree(messages: list[dict[str, Any]], base: int) -> Redone:
 
 
 def _line(runtime: Runtime, report: ResumeReport) -> str:
-    """The line of this attempt, see ``RingHeader``. An exact resume continues the line of the attempt that wrote the
-    checkpoint."""
+    """The name of this attempt's line, see ``RingHeader``: attempts with the same line must do the same steps. An exact resume
+    continues the line of the attempt that wrote the checkpoint."""
     base, launch, manifest = report.base, runtime.launch, runtime.chosen.manifest
     if report.verdict == "fresh":
         return "start"
@@ -301,10 +317,13 @@ def _advice(launch: LaunchFile) -> str:
 
 
 def _own_line(launch: LaunchFile) -> str:
+    """The name of a line that begins in this attempt."""
     return f"attempt {launch.attempt} of {launch.job_id}"  # the id since an adopted run's line may continue in this job
 
 
 def _facts(runtime: Runtime, launch: LaunchFile, sample: str) -> Record:
+    """The facts that two attempts must share to be compared: environment, code, data, hook, spec and ``sample``, the digest of
+    the plan by which parameters are sampled. Digests are shortened to ``_DIGITS``."""
     hook = launch.spec.hook
     facts = {
         **runtime.environment,
@@ -320,6 +339,7 @@ def _facts(runtime: Runtime, launch: LaunchFile, sample: str) -> Record:
 
 
 def _ring(path: Path, header: RingHeader, reporter: Reporter) -> StepRing | None:
+    """Create the ring file of this attempt; None if that fails, which is reported."""
     try:
         return StepRing(path, header)
     except (OSError, ValueError) as error:
@@ -329,15 +349,15 @@ def _ring(path: Path, header: RingHeader, reporter: Reporter) -> StepRing | None
 
 
 def _position(data: TrainData | None, batches_taken: int) -> tuple[int, int]:
-    """Epoch and position in it. For data of the user's own, whose attributes may mean anything, the number of batches that the
-    step took."""
+    """The epoch of the data and the position in it. For data of the user's own, whose attributes may mean anything, the position
+    is the number of batches that the step took."""
     if isinstance(data, _POSITIONED):
         return data.epoch, data.position
     return 0 if data is None else int(data.epoch), batches_taken
 
 
 def _ranges(steps: Iterable[int]) -> Ranges:
-    """``[[41, 60], [62, 70]]``"""
+    """Return the steps as sorted ranges, each ``[first, last]``, such as ``[[41, 60], [62, 70]]``."""
     out: Ranges = []
     for step in sorted(steps):
         if out and out[-1][1] == step - 1:

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 
 def restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot) -> list[ComponentReport]:
-    """Restore ``saved``: this rank's own state, or, where the number of ranks has changed, one old rank's together with what all
-    of them shared. Raises ``UserError`` for state that does not fit or that ``policy.on_hook_mismatch`` does not allow,
-    ``StateError`` where the shared tensors are not those that were saved."""
+    """Restore ``saved`` into the runtime's objects and return a report per component. ``saved``: this rank's own state, or, if
+    the number of ranks has changed, one old rank's together with what all of them shared. Raises ``UserError`` for state that
+    does not fit or that ``policy.on_hook_mismatch`` does not allow, ``StateError`` if the shared tensors are not those that were
+    saved."""
     state, how = runtime.state, _state_transfer(runtime, manifest)
     if manifest.world_size == runtime.world_size:
         if _needs_mean(manifest, how, resized=False):
@@ -39,8 +40,8 @@ def restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot) -> list
 
 
 def _check_digests(runtime: Runtime, manifest: Manifest) -> None:
-    """Raise ``StateError`` unless the live tensors are what was saved from them, end to end: a digest of the file covers only the
-    file."""
+    """Raise ``StateError`` unless the restored tensors in memory have the digests that were computed from the live tensors at the
+    save: a digest of the file covers only the file. Checks nothing if the replicas differ or differed."""
     state = runtime.state
     if not manifest.replicas == state.require_wrapped()[1].replicas == "equal":
         return
@@ -53,6 +54,7 @@ def _check_digests(runtime: Runtime, manifest: Manifest) -> None:
 
 
 def _state_transfer(runtime: Runtime, manifest: Manifest) -> StateTransfer:
+    """What happens to the hook's state at this restore: kept, changed or reset, by the notes and the policy."""
     notes, recorded = runtime.notes, disk.recorded_hook(manifest)
     reset = notes.reset
     if manifest.world_size != runtime.world_size:
@@ -62,8 +64,9 @@ def _state_transfer(runtime: Runtime, manifest: Manifest) -> StateTransfer:
 
 
 def _needs_mean(manifest: Manifest, transfer: StateTransfer, *, resized: bool) -> bool:
-    """True if replicas that differ must be made equal: for another number of ranks, for a hook that needs equal ones, and for a
-    hook that starts without state, since it starts with a warm-up that would not bring them together."""
+    """True if replicas that differed at the save must be made equal. They must be for another number of ranks (``resized``), for
+    a hook that needs equal ones, and for a hook that starts without state, since it starts with a warm-up that would not bring
+    them together."""
     other = transfer.change is not None and transfer.change.averages
     return manifest.replicas != "equal" and (resized or other or transfer.reset is not None)
 
@@ -71,9 +74,10 @@ def _needs_mean(manifest: Manifest, transfer: StateTransfer, *, resized: bool) -
 def _average_replicas(
     runtime: Runtime, manifest: Manifest, saved: Snapshot, transfer: StateTransfer
 ) -> tuple[Snapshot, StateTransfer]:
-    """Return ``saved`` with one replica made of all old ranks' in it, and a passage that records this: the mean of models and
-    optimizers, and rank 0's scalers and schedulers. (Ranks with scales of their own would unscale by other factors than their
-    common gradient has.) Of the user's own objects those that follow the model become their mean; others stay each rank's own."""
+    """Return ``saved`` with one merged replica instead of this rank's own, and ``transfer`` with a record of that. Merged are the
+    mean of models and optimizers, and rank 0's scalers and schedulers. (Ranks with scales of their own would unscale by other
+    factors than their common gradient has.) The user's own objects that follow the model become their mean; others stay each
+    rank's own. Raises ``UserError`` if the replicas cannot be merged."""
     components = {"model", *runtime.state.optimizers, *runtime.state.group_components()}
     try:
         mean = _mean(runtime, manifest, components)
@@ -96,8 +100,8 @@ def _average_replicas(
 
 
 def _user_means(runtime: Runtime, manifest: Manifest) -> tuple[dict[str, Mean], dict[str, str]]:
-    """Objects that the user registered and whose states differed: the means of those that follow the model, and the reasons why
-    the others are kept as they are."""
+    """Return, for the user's registered objects whose states differed between ranks, the means of those that follow the model,
+    and the reasons why the others are kept as they are; both by component."""
     module = runtime.state.require_wrapped()[0].module
     followers: dict[str, Mean] = {}
     kept = {}
@@ -118,6 +122,7 @@ def _user_means(runtime: Runtime, manifest: Manifest) -> tuple[dict[str, Mean], 
 
 
 def _mean(runtime: Runtime, manifest: Manifest, components: set[str]) -> Mean:
+    """Read all old ranks' states of ``components`` from the checkpoint and return their mean. Raises ``StateError``."""
     ranks = range(manifest.world_size)
     return average(
         (disk.read(runtime.chosen, [r], components.__contains__, shared=False)[r] for r in ranks), components
@@ -125,10 +130,13 @@ def _mean(runtime: Runtime, manifest: Manifest, components: set[str]) -> Mean:
 
 
 def _mean_reason(manifest: Manifest) -> str:
+    """The reason, for the report, of a component that is the mean over the old ranks."""
     return f"the mean over {pluralize(manifest.world_size, 'rank')}, whose replicas differed"
 
 
 def _check_resize(runtime: Runtime, manifest: Manifest) -> None:
+    """Raise ``UserError`` (``world-size-mismatch``) if the new number of ranks loses state and ``policy.on_hook_mismatch`` is
+    ``fail``."""
     launch, data, recorded = runtime.launch, runtime.state.data, disk.recorded_hook(manifest)
     lost = ["the hook's state"] if recorded is None or is_stateful(recorded) else []
     lost += ["replicas that differ"] if manifest.replicas != "equal" else []
@@ -146,6 +154,8 @@ def _check_resize(runtime: Runtime, manifest: Manifest) -> None:
 def _restore_resized(
     runtime: Runtime, manifest: Manifest, own: Snapshot, transfer: StateTransfer
 ) -> list[ComponentReport]:
+    """Restore state that another number of ranks saved: redistribute or reset the hook's state and the data position by the
+    states of all old ranks, and merge replicas that differ. Returns a report per component."""
     everyone = disk.read(runtime.chosen, range(manifest.world_size), lambda c: c in ("hook", "data"), shared=False)
     if _needs_mean(manifest, transfer, resized=True):
         own, transfer = _average_replicas(runtime, manifest, own, transfer)
@@ -154,6 +164,7 @@ def _restore_resized(
 
 
 def _layout_report(runtime: Runtime) -> ComponentReport:
+    """The report on DDP's bucket layout: exact, or redistributed if the recorded layout could not be rebuilt."""
     note, rank = runtime.notes.layout, runtime.rank
     if note is not None:
         return ComponentReport(component="layout", rank=rank, status="redistributed", reason=note)

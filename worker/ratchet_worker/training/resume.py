@@ -52,7 +52,10 @@ _MODEL: Final = f"{SHARED_PREFIX}{MODEL}/"
 
 @dataclass
 class Notes:
-    """What the construction of the model had to give up; None: nothing."""
+    """What the construction of the model had to give up or change, for the report; None: nothing. ``layout``: why the recorded
+    bucket layout was not rebuilt; ``reset``: why the hook's state is reset; ``change``: the change of the hook; ``total``: about
+    the number of steps; ``unregistered``: state that nothing has registered; ``imported``: what was loaded from the file of
+    ``start_from``."""
 
     layout: str | None = None
     reset: str | None = None
@@ -65,8 +68,9 @@ class Notes:
 def build(
     launch: LaunchFile, chosen: Chosen, module: nn.Module, device: torch.device, notes: Notes, ddp: DdpSpec
 ) -> tuple[ManagedDDP, ManagedHook]:
-    """Wrap ``module`` in DDP under the job's hook, on the recorded layout. A collective. Raises ``UserError`` where
-    ``policy.on_hook_mismatch`` does not allow what that requires."""
+    """Wrap ``module`` in DDP under the job's hook, on the recorded bucket layout, and return it with its hook. Fills ``notes``;
+    loads the file of ``start_from`` into ``module`` if the job starts from one. A collective. Raises ``UserError`` if
+    ``policy.on_hook_mismatch`` does not allow what that requires, or the hook or checkpoint does not fit the model."""
     spec, manifest = launch.spec, chosen.manifest
     if manifest is None and launch.start_file is not None:
         notes.imported = imported.load(launch, module)
@@ -99,8 +103,8 @@ def build(
 
 
 def _model_difference(manifest: Manifest, module: nn.Module) -> str | None:
-    """Name a parameter that only the checkpoint or only the model has; None if both have the same. A parameter that is frozen,
-    now or when the checkpoint was written, is in both."""
+    """Return a text that names a parameter that only the checkpoint or only the model has; None if no such parameter is found. A
+    parameter that is frozen, now or when the checkpoint was written, is in both."""
     trained, present = {*chain.from_iterable(manifest.bucket_layout or ())}, {n for n, _ in module.named_parameters()}
     if lost := trained - present:
         return f"it has {min(lost)}, and the model does not"
@@ -112,12 +116,15 @@ def _model_difference(manifest: Manifest, module: nn.Module) -> str | None:
 
 
 def _new_run(launch: LaunchFile) -> str:
+    """Advice, for an error text, on how to start a new run."""
     return 'Session("another-directory")' if launch.is_standalone else "as a new job (of `ratchet run`: --new)"
 
 
 def _wrap_managed(
     launch: LaunchFile, ddp: DdpSpec, module: nn.Module, device: torch.device, recorded: Layout | None
 ) -> tuple[ManagedDDP, ManagedHook]:
+    """Wrap ``module`` in DDP under the hook, on the layout ``recorded`` if given. Raises ``LayoutMismatch`` if that layout cannot
+    be rebuilt, and ``UserError`` for other errors of the hook."""
     hook, options = launch.spec.hook, ddp.model_dump(exclude={"backend"})
     try:
         return managed_ddp(module, hook, ddp=options, device=device, recorded_layout=recorded)
@@ -132,8 +139,10 @@ def _wrap_managed(
 
 
 def restore(runtime: Runtime) -> ResumeReport:
-    """Load, compare, report. Afterwards ``base.json`` is on disk and rank 0 has reported that training begins. Every rank returns
-    the report; only rank 0's has its ``notes``."""
+    """Restore the checkpoint's state, if there is a checkpoint, compare the environment with the recorded one, and return the
+    resume report. A collective. Afterwards ``base.json`` is on disk and rank 0 has reported that training begins. Every rank
+    returns the report; only rank 0's has its ``notes``. Raises ``UserError`` for state that does not fit, and for a difference
+    under ``determinism: strict``."""
     launch, chosen = runtime.launch, runtime.chosen
     packages = package_list.installed()
     runtime.environment = environment.record(launch, runtime.device, packages)
@@ -188,21 +197,20 @@ def restore(runtime: Runtime) -> ResumeReport:
         notes=[*chosen.notes, *earlier, *_caveats(runtime, packages, differences)] if runtime.rank == 0 else [],
     )
     if runtime.rank == 0:
-        paths = AttemptPaths(Path(launch.attempt_dir))
-        runtime.provenance = environment.provenance(packages, environment.read_git(paths))
+        runtime.provenance = environment.provenance(packages, environment.commit_of(launch.spec))
         if since is not None:
             runtime.provenance[environment.NOT_EXACT] = since
         elif report.verdict == "not-exact":
             runtime.mark_not_exact()
-        environment.write(paths, packages)
+        environment.write(launch, packages)
         _persist_mark(runtime, components)
         _write_base(runtime, report)
     return report
 
 
 def total_difference(runtime: Runtime) -> EnvironmentDifference | None:
-    """The number of steps that the script requests, where it differs from that of the attempt that saved the base: a schedule
-    made for the old number does not adapt to the new one."""
+    """The difference between the number of steps that the script requests and that of the attempt that saved the base: a schedule
+    made for the old number does not adapt to the new one. None if they are equal or one is unknown."""
     before, now = runtime.earlier_total, runtime.total
     if before is None or now is None or before == now:
         return None
@@ -210,13 +218,15 @@ def total_difference(runtime: Runtime) -> EnvironmentDifference | None:
 
 
 def _not_exact_since(chosen: Chosen) -> str | None:
-    """Step and attempt that the first inexact resume started from; None if all resumes that led to the checkpoint were exact."""
+    """A text with step and attempt that the first inexact resume started from; None if all resumes that led to the checkpoint
+    were exact."""
     found = None if chosen.manifest is None else chosen.manifest.environment.get(environment.NOT_EXACT)
     return None if found is None else str(found)
 
 
 def _report_late_changes(runtime: Runtime) -> list[ComponentReport]:
-    """What the checkpoint lacks, since it changed after ``checkpoint()`` (``late_changes``), or since the body was cut off."""
+    """A report, in a list, on what the checkpoint lacks because it changed after ``checkpoint()`` (``late_changes``) or because
+    the rest of the step's body was cut off; empty if it lacks nothing."""
     directory, manifest = runtime.chosen.directory, runtime.chosen.manifest
     assert directory is not None and manifest is not None
     what = read_changed_marker(directory)
@@ -232,7 +242,8 @@ def _report_late_changes(runtime: Runtime) -> list[ComponentReport]:
 
 
 def _persist_mark(runtime: Runtime, components: list[ComponentReport]) -> None:
-    """Mark the job's own checkpoint, so that copies of it carry the mark too; a checkpoint of another job is left as it is."""
+    """Write the mark of late changes into the job's own checkpoint, so that copies of it carry the mark too. A checkpoint of
+    another job is left as it is."""
     what = next((c.reason for c in components if c.component == "checkpoint"), None)
     directory, own = runtime.chosen.directory, JobPaths(Path(runtime.launch.job_root)).checkpoints
     if what is not None and directory is not None and directory.parent == own:
@@ -240,6 +251,8 @@ def _persist_mark(runtime: Runtime, components: list[ComponentReport]) -> None:
 
 
 def _report_import(runtime: Runtime) -> list[ComponentReport]:
+    """The reports on what was loaded from the file of ``start_from``. Raises ``UserError`` if ``Session.wrap`` did not wrap the
+    model."""
     found, state = runtime.notes.imported, runtime.state
     if found is None:
         raise UserError(
@@ -252,8 +265,9 @@ def _report_import(runtime: Runtime) -> list[ComponentReport]:
 
 
 def _restore_total(runtime: Runtime, manifest: Manifest) -> None:
-    """Keep the recorded number of steps where a task computes another one because the number of ranks changed: the restored
-    learning rate schedule has the old number, so the job must end there too. A script counts for itself."""
+    """Keep the recorded number of steps if a task computes another one because the number of ranks changed: the restored learning
+    rate schedule has the old number, so the job must end there too. Changes nothing for a script, which counts for itself, or if
+    spec, code or data have changed."""
     launch, before, asked = runtime.launch, manifest.total_steps, runtime.total
     same = (
         disk.is_same_spec_ignoring_ranks(manifest, launch, any_hook=True)
@@ -269,7 +283,8 @@ def _restore_total(runtime: Runtime, manifest: Manifest) -> None:
 
 
 def _check_same_total(totals: list[int | None]) -> None:
-    """A rank with more steps than the others would wait for them until a deadline, and look like a hang."""
+    """Raise ``UserError`` if the ranks do not agree on the number of steps: a rank with more steps than the others would wait for
+    them until a deadline, and look like a hang."""
     if len(set(totals)) > 1:
         raise UserError(
             f"the ranks do not agree on the number of steps: {totals}, in rank order. It must not depend on a rank's own share "
@@ -284,7 +299,7 @@ def _merge_differences(found: list[EnvironmentDifference]) -> list[EnvironmentDi
 
 
 def _caveats(runtime: Runtime, packages: list[str], differences: Sequence[EnvironmentDifference]) -> list[str]:
-    """Notes on what a report does not cover, and on how to read it."""
+    """Return notes on what the report does not cover, and on how to read it."""
     found = runtime.notes.total, untested(torch.__version__)
     out = [note for note in found if note is not None]
     if any(difference.key in ("spec:script", _TOTAL) for difference in differences):
@@ -318,6 +333,7 @@ def _caveats(runtime: Runtime, packages: list[str], differences: Sequence[Enviro
 
 
 def _check_strict(launch: LaunchFile, reports: list[ComponentReport]) -> None:
+    """Raise ``UserError`` under ``determinism: strict`` if a component was not restored exactly."""
     lost = [f"{r.component} of rank {r.rank}: {r.status} ({r.reason})" for r in reports if r.status != "exact"]
     if lost and launch.spec.determinism == "strict":
         raise UserError(
@@ -328,14 +344,15 @@ def _check_strict(launch: LaunchFile, reports: list[ComponentReport]) -> None:
 
 
 def _nonstrict_advice(launch: LaunchFile) -> str:
-    """What lets a run continue although it is strict and not exact."""
+    """Advice, for an error text, on how to continue without ``determinism: strict``."""
     if launch.is_standalone:
         return 'Session(determinism="warn")'
     return f"as a new job, `ratchet fork {launch.job_id} --set determinism=warn`"
 
 
 def _write_base(runtime: Runtime, report: ResumeReport) -> None:
-    """Write the base to disk before any training: the lineage depends on it."""
+    """Write the base durably to disk, then report the resume and the begin of training. The base must be on disk before any
+    training: the lineage depends on it."""
     paths = AttemptPaths(Path(runtime.launch.attempt_dir))
     write_atomic(paths.base_file, report.base.model_dump_json().encode(), durable=True)
     runtime.reporter.report_resumed(report)
@@ -345,6 +362,7 @@ def _write_base(runtime: Runtime, report: ResumeReport) -> None:
 def _verdict(
     manifest: Manifest | None, components: list[ComponentReport], differences: list[EnvironmentDifference]
 ) -> Verdict:
+    """``fresh`` without a checkpoint, ``exact`` if nothing differs and every component is exact, else ``not-exact``."""
     if manifest is None:
         return "fresh"
     return "exact" if not differences and all(c.status == "exact" for c in components) else "not-exact"

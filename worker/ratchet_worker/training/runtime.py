@@ -24,6 +24,7 @@ from ratchet_contract.paths import JobPaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_hooks.ddp.bucket_layout import ManagedDDP
+from ratchet_store.filesystem.durable_io import NOT_WRITTEN
 from ratchet_store.format.manifest_file import mark_changed
 from ratchet_worker.checkpoint.checkpoint_content import Content, Contents
 from ratchet_worker.checkpoint.checkpointer import Checkpointer
@@ -542,7 +543,7 @@ class Runtime:
         assert self.proof is not None
         self.proof.finish()
         if (error := self._save_if_new("end")) is not None:
-            raise CheckpointError(error)
+            raise CheckpointError(error, code=NOT_WRITTEN)
         self._report_progress(always=True)
         self._report_end()
         self.agreement.close()
@@ -718,7 +719,5 @@ def start_runtime(
 
 
 def _may_save_early(launch: LaunchFile, chosen: Chosen) -> bool:
-    """True if the job has no checkpoint of its own and may save one before the first scheduled one. Not under a service that does
-    not support such a save: it sends null for a job that has none."""
-    own = chosen.manifest is not None and chosen.manifest.job_id == launch.job_id
-    return not own and launch.save_seconds is not None
+    """True if the job has no checkpoint of its own, so it may save one before the first scheduled one."""
+    return chosen.manifest is None or chosen.manifest.job_id != launch.job_id

@@ -19,8 +19,8 @@ from ratchet_worker.training.runtime import Runtime
 
 
 def run_task(runtime: Runtime, task: Task) -> None:
-    """Build, restore, train to the end, finish. Raises ``Stopped`` when the ranks agreed to stop, ``UserError`` for parts that
-    cannot work, and whatever the task raises."""
+    """Build the task's parts, restore the state, train to the end, and finish. Raises ``Stopped`` when the ranks agreed to stop,
+    ``UserError`` for parts that cannot work, and whatever the task raises."""
     parts = _build(runtime, task)
     total = _steps(parts)
     check_parts(parts, static_graph=runtime.launch.spec.ddp.static_graph)
@@ -46,6 +46,7 @@ def run_task(runtime: Runtime, task: Task) -> None:
 
 
 def _build(runtime: Runtime, task: Task) -> Parts:
+    """Call the task's ``build`` and return its parts. Raises ``UserError`` if the result is not ``Parts``."""
     context = TaskContext(
         rank=runtime.rank,
         world_size=runtime.world_size,
@@ -60,6 +61,7 @@ def _build(runtime: Runtime, task: Task) -> Parts:
 
 
 def _steps(parts: Parts) -> int:
+    """The number of steps that the parts determine. Raises ``UserError`` if they do not."""
     try:
         return parts.steps()
     except ValueError as error:
@@ -84,6 +86,7 @@ def check_parts(parts: Parts, *, static_graph: bool) -> None:
 
 
 def _components(parts: Parts) -> dict[str, Any]:
+    """The parts with state, by the names under which they are registered; ``stateful`` ones as ``user:<name>``."""
     out: dict[str, Any] = {"optimizer": parts.optimizer, "data": parts.train}
     if parts.scheduler is not None:
         out["scheduler"] = parts.scheduler
@@ -93,7 +96,7 @@ def _components(parts: Parts) -> dict[str, Any]:
 
 
 class Trainer:
-    """One task on one rank."""
+    """Trains and evaluates one task on one rank."""
 
     def __init__(self, runtime: Runtime, task: Task, parts: Parts, ddp: ManagedDDP) -> None:
         self._runtime, self._task, self._parts, self._ddp = runtime, task, parts, ddp
@@ -103,7 +106,8 @@ class Trainer:
         self._losses: list[tuple[torch.Tensor, Metrics]] = []
 
     def train_step(self) -> None:
-        """Forward and backward of ``accumulate`` batches, then the optimizer, the scaler and the scheduler."""
+        """Do one step: forward and backward of ``accumulate`` batches, then the optimizer, the scaler and the scheduler. Keeps
+        the losses for ``log``."""
         parts, count = self._parts, self._parts.accumulate
         self._losses = []
         for number in range(count):
@@ -116,6 +120,8 @@ class Trainer:
         self._optimizer_step()
 
     def _optimizer_step(self) -> None:
+        """Call the task's ``before_step``, step the optimizer, the scaler and the scheduler, and clear the gradients. First waits
+        until a save in progress has copied the state that this changes."""
         parts = self._parts
         self._runtime.checkpointer.wait_until_copied(Until.STEP)
         if self._before_step is not None:
@@ -133,7 +139,8 @@ class Trainer:
         parts.optimizer.zero_grad()
 
     def log(self) -> None:
-        """Log the step's metrics of rank 0's own batches, each the mean over the accumulated batches."""
+        """Log the last step's metrics on rank 0, if they are due: means over the accumulated batches of rank 0, and the learning
+        rates."""
         runtime = self._runtime
         due = runtime.reporter.metrics_due(runtime.step, runtime.total) or runtime.is_judged
         if runtime.rank != 0 or not due:
@@ -150,14 +157,15 @@ class Trainer:
         runtime.log({**{name: sum(v) / len(v) for name, v in values.items()}, **rates})
 
     def evaluation_due(self) -> bool:
-        """True after every ``evaluate_every`` steps and after the last, if the task can be evaluated."""
+        """True after every ``evaluate_every`` steps (None: never before the end) and after the job's last step, if the task can
+        be evaluated."""
         if not hasattr(self._task, "evaluation"):
             return False
         every, step = self._parts.evaluate_every, self._runtime.step
         return self._runtime.done or (every is not None and step % every == 0)
 
     def evaluate(self) -> None:
-        """Evaluate all ranks' shares into one set of metrics."""
+        """Evaluate every rank's share of the data and log the averages over all ranks. A collective."""
         task: Any = self._task
         with self._runtime.evaluating() as evaluation:
             sums: dict[str, tuple[float, float]] = {}
@@ -170,6 +178,8 @@ class Trainer:
 
 
 def _split_loss(result: LossResult) -> tuple[torch.Tensor, Metrics]:
+    """Return the loss and the metrics that ``loss()`` has returned; empty metrics if it returned only a loss. Raises
+    ``UserError`` if the loss is not a tensor of one element."""
     loss, metrics = result if isinstance(result, tuple) else (result, {})
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise UserError("loss() must return a scalar tensor, or a scalar tensor and a dict of metrics")
@@ -177,7 +187,8 @@ def _split_loss(result: LossResult) -> tuple[torch.Tensor, Metrics]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move tensors inside lists, tuples and dicts to ``device``."""
+    """Return ``batch`` with the tensors inside lists, tuples and dicts moved to ``device``; other objects are returned as they
+    are."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

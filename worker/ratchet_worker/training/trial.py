@@ -28,7 +28,8 @@ _MAX_STEPS: Final = 1000
 
 @dataclass
 class Exercised:
-    """What a run has reached, each with the number of steps done then. ``batches``: the most that one step has used."""
+    """What a run has reached: the number of steps done at each end of an epoch, at each evaluation, and at the first step of each
+    phase of the hook. ``batches``: the most batches that one step has taken."""
 
     epoch_ends: list[int] = field(default_factory=list)
     evaluations: list[int] = field(default_factory=list)
@@ -37,8 +38,8 @@ class Exercised:
 
 
 class Trial:
-    """The trial in one rank's attempt. ``expects_evaluation``: the loop will evaluate sooner or later, without a call in the
-    user's code."""
+    """The trial in one rank's attempt; it does nothing if the job is no trial. ``expects_evaluation``: the loop will evaluate
+    sooner or later, without a call in the user's code."""
 
     def __init__(self, launch: LaunchFile, rank: int) -> None:
         self._spec = launch.spec.trial
@@ -56,11 +57,12 @@ class Trial:
     # --- what happens --------------------------------------------------------------------------------------------------
 
     def count_batches(self, count: int = 1) -> None:
-        """The open step has taken ``count`` more batches."""
+        """Record that the open step has taken ``count`` more batches."""
         self._batches += count
 
     def record_step(self, step: int, epoch: int | None, phase: HookPhase) -> None:
-        """``epoch``: of the data, None where there are none."""
+        """Record a finished step. ``epoch``: the epoch of the data, None without data; ``phase``: the hook's phase in the
+        step."""
         seen = self.exercised
         seen.batches, self._batches = max(seen.batches, self._batches), 0
         seen.phases.setdefault(phase, step)
@@ -69,11 +71,12 @@ class Trial:
         self._epoch = epoch
 
     def begin(self, epoch: int | None) -> None:
-        """Training begins in this epoch of the data."""
+        """Record that training begins in ``epoch`` of the data; None without data."""
         self._epoch = epoch
 
     def record_evaluation(self, step: int, drain: Callable[[], object]) -> None:
-        """An evaluation begins after ``step`` steps; also called for each of its batches."""
+        """Record an evaluation after ``step`` steps, once; also called for each of its batches. Kills this process if the fault
+        plan says so, after ``drain`` has completed a save in progress."""
         if step and self.exercised.evaluations[-1:] != [
             step
         ]:  # some scripts try out their evaluation before the first step
@@ -83,7 +86,8 @@ class Trial:
             _kill_self()
 
     def facts(self, step: int, total: int | None, schedulers: dict[str, int]) -> dict[str, Any]:
-        """The fields of the job's event. ``schedulers``: number of times that each was stepped."""
+        """The fields of the job's event on what the trial has exercised, after ``step`` of ``total`` steps. ``schedulers``: the
+        number of times that each one was stepped."""
         seen = self.exercised
         return {
             "step": step,
@@ -100,7 +104,8 @@ class Trial:
     # --- the end -------------------------------------------------------------------------------------------------------
 
     def is_over(self, step: int) -> bool:
-        """True if the job ends after this step. The same on all ranks."""
+        """True if the job ends after ``step``: at the step of the spec, or with ``auto`` when everything that is expected was
+        exercised. False if the job is no trial. The same on all ranks."""
         if self._spec is None:
             return False
         if self._spec.end_at != "auto":
@@ -120,8 +125,9 @@ class Trial:
     def inject_fault(
         self, step: int, drain: Callable[[], object], start_step: Callable[[int], None], agreement: Agreement
     ) -> None:
-        """Inject the planned fault, between two steps, after ``step`` steps. ``drain`` completes a save in progress before
-        that."""
+        """Inject the planned fault between two steps, if ``step`` steps are done and it is due: kill this rank, have the agent
+        kill itself, or request a stop and wait for its decision. ``drain`` completes a save in progress before a kill.
+        ``start_step`` writes the step counter, which the agent reads."""
         if self._due(step, "kill-rank"):
             drain()
             _kill_self()
@@ -135,11 +141,13 @@ class Trial:
             agreement.wait_for_decision()
 
     def _due(self, step: int, kind: str) -> bool:
+        """True if a fault of this ``kind`` is planned after ``step``."""
         fault = self._fault
         return fault is not None and fault.kind == kind and fault.step == step
 
 
 def _kill_self() -> NoReturn:
+    """Kill this process by SIGKILL; never returns."""
     os.kill(os.getpid(), signal.SIGKILL)
     threading.Event().wait()
     raise AssertionError

@@ -1,4 +1,4 @@
-"""Reports of agents. The response carries the desired state."""
+"""The route for agents' reports. The response has the job's desired state."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ async def report(
     number: str,
     authorization: Annotated[str | None, Header(description="Bearer and the token of the attempt.")] = None,
 ) -> Response:
-    """All messages of the ranks since the last acknowledgement. 409 `stale-attempt`: the attempt is over, end its ranks.
+    """A report has all messages of the ranks since the last acknowledgement. 409 `stale-attempt`: the attempt is over; the agent
+    must end its ranks.
 
-    The response header `Ratchet-Report-After` has the seconds until a report with only metrics is due."""
+    The response header `Ratchet-Report-After` has the seconds until a report with only metrics is due.
+    """
     # Asynchronous, with an answer made here: what FastAPI does for others is a third of what a report costs.
     body = await get_report_body(request)
     service: Service = request.app.state.service
@@ -47,6 +49,9 @@ async def report(
 def _report(
     service: Service, instruments: Instruments, job_id: str, number: str, body: RawBody, authorization: str | None
 ) -> Response:
+    """Store the report in ``body``, and return the acknowledgement with the job's desired state. It runs in a worker thread. A
+    report with a result also wakes the reconciler. Raises ``Refused``, ``SpecError``, ``NotFound`` (``attempt-not-found``) and
+    ``Stale``."""
     begin = time.thread_time()
     data = decode(body, check_storable=False)  # a rank may say anything, and must not be stuck with it
     try:
@@ -73,8 +78,7 @@ def _report(
         )
     if agent_report.result is not None:
         service.ports.wake()
-    # Without what is null: an agent of the version before knows fewer keys, and refuses what it does not know.
-    answer = Response(ack.model_dump_json(exclude_none=True), media_type=JSON)
+    answer = Response(ack.model_dump_json(), media_type=JSON)
     after = service.pacing.record_report(
         (agent_report.job_id, agent_report.attempt, agent_report.node), time.thread_time() - begin
     )

@@ -1,7 +1,7 @@
 """Rules for a Job that only an API server enforces: neither the published schemas nor the client's models contain them.
 
-They are checked on the finished manifest, after a job's own patch, so that a fault is reported when the job is submitted to
-Ratchet and not when it is launched.
+They are checked on the finished manifest, after a job's own patch is applied, so that a fault is reported when the job is
+submitted to Ratchet and not when it is launched.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _TOLERATION_ENUMS: Final[dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """``path``: keys and indices from the Job's root."""
+    """Why a server would refuse the Job. ``path``: keys and indices from the Job's root to the faulty value."""
 
     path: tuple[str, ...]
     detail: str
 
 
 def find_faults(job: dict[str, Any]) -> list[Fault]:
-    """All faults for which a server would refuse the Job."""
+    """Return all faults for which a server would refuse the Job; empty if there are none. ``job``: the complete manifest."""
     return [*_check_job(job), *_check_pod(job["spec"]["template"]["spec"], ("spec", "template", "spec"))]
 
 
@@ -62,6 +62,7 @@ def is_dns_label(text: str) -> bool:
 
 
 def _check_job(job: dict[str, Any]) -> Iterator[Fault]:
+    """Yield the faults of the Job itself, without its pod template."""
     spec, name = job["spec"], job["metadata"]["name"]
     indexed = spec.get("completionMode") == "Indexed"
     last = f"{name}-{max(spec.get('completions', 1) - 1, 0)}"
@@ -91,6 +92,8 @@ def _check_job(job: dict[str, Any]) -> Iterator[Fault]:
 def _check_rule(
     rule: dict[str, Any], path: tuple[str, ...], spec: dict[str, Any], containers: set[str | None]
 ) -> Iterator[Fault]:
+    """Yield the faults of one rule of the pod failure policy. ``path``: the rule's path; ``spec``: the Job's; ``containers``:
+    names of the pod's containers."""
     yield from _check_enum(rule, "action", path, _RULE_ENUMS["action"])
     if rule.get("action") == "FailIndex" and "backoffLimitPerIndex" not in spec:
         yield Fault((*path, "action"), "FailIndex needs backoffLimitPerIndex")
@@ -107,6 +110,7 @@ def _check_rule(
 
 
 def _check_pod(pod: dict[str, Any], path: tuple[str, ...]) -> Iterator[Fault]:
+    """Yield the faults of the pod's spec, which is at ``path``."""
     if not pod.get("containers"):
         yield Fault((*path, "containers"), "a pod needs at least one container")
     subdomain = pod.get("subdomain")
@@ -126,6 +130,7 @@ def _check_pod(pod: dict[str, Any], path: tuple[str, ...]) -> Iterator[Fault]:
 
 
 def _check_container(container: dict[str, Any], path: tuple[str, ...]) -> Iterator[Fault]:
+    """Yield the faults of one container."""
     if not container.get("image"):
         yield Fault((*path, "image"), "a container needs an image")
     resources = container.get("resources") or {}
@@ -149,6 +154,7 @@ def _check_container(container: dict[str, Any], path: tuple[str, ...]) -> Iterat
 
 
 def _check_toleration(toleration: dict[str, Any], path: tuple[str, ...]) -> Iterator[Fault]:
+    """Yield the faults of one toleration."""
     known = {"key", "operator", "value", "effect", "tolerationSeconds"}
     for key in sorted(set(toleration) - known):
         yield Fault((*path, key), f"a toleration has no {key}; it has {', '.join(sorted(known))}")
@@ -162,7 +168,8 @@ def _check_toleration(toleration: dict[str, Any], path: tuple[str, ...]) -> Iter
 
 
 def _check_enums(value: Any, path: tuple[str, ...]) -> Iterator[Fault]:
-    """Check enumerations that have the same values wherever they occur in a pod."""
+    """Yield the faults of enumerations that have the same values wherever they occur in a pod. ``value``: any part of the pod's
+    spec."""
     if isinstance(value, list):
         for i, item in enumerate(value):
             yield from _check_enums(item, (*path, str(i)))
@@ -175,9 +182,11 @@ def _check_enums(value: Any, path: tuple[str, ...]) -> Iterator[Fault]:
 
 
 def _check_enum(fields: dict[str, Any], key: str, path: tuple[str, ...], allowed: tuple[str, ...]) -> Iterator[Fault]:
+    """Yield a fault if ``fields`` has the key with a value other than those allowed."""
     if key in fields and fields[key] not in allowed:
         yield Fault((*path, key), f"{fields[key]!r} must be one of {', '.join(allowed)}")
 
 
 def _bad_quantity(path: tuple[str, ...], value: object) -> Fault:
+    """Return the fault of a value that is not a quantity."""
     return Fault(path, f"{value!r} is not a quantity: use a number, optionally with a suffix like m, Mi or Gi")

@@ -1,4 +1,4 @@
-"""The API server over HTTP with plain JSON. The official client is used to find a cluster and to authenticate.
+"""Requests to the API server over HTTP with plain JSON. The official client is used only to find a cluster and to authenticate.
 
 Its typed calls are not used: they would convert every object into models and back, and refuse unknown fields.
 """
@@ -30,7 +30,7 @@ _ADDRESS: Final = re.compile(r"<[^<>]* object at 0x[0-9a-f]+>: ")
 
 
 class Refusal(Exception):
-    """The server answered with a failure Status."""
+    """The server answered with a failure. ``code``: the HTTP status; ``reason``, ``message``: from the answer's Status."""
 
     def __init__(self, code: int, body: bytes) -> None:
         try:
@@ -44,8 +44,8 @@ class Refusal(Exception):
 
 
 class Api:
-    """Calls on one cluster; the first one connects. Thread-safe. All raise ``EngineUnreachable`` if no server answers, or if it
-    is overloaded or does not authenticate us, and ``Refusal`` for any other failure."""
+    """Requests to one cluster; the first one connects. Thread-safe. All raise ``EngineUnreachable`` if no server answers, or if
+    it is overloaded or does not authenticate this service, and ``Refusal`` for any other failure."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -53,22 +53,24 @@ class Api:
         self._lock = threading.Lock()
 
     def get(self, path: str, **query: str | int) -> Json:
+        """Return the JSON of the object or list at ``path``; ``query``: parameters of the request."""
         return self._json("GET", path, query)
 
     def get_text(self, path: str, **query: str | int) -> str:
-        """The body of an answer that is not JSON, such as a log."""
+        """Return the body of an answer that is not JSON, such as a log."""
         return self._call("GET", path, query).decode(errors="replace")
 
     def create(self, path: str, body: Json) -> Json:
-        """Create an object with ``fieldValidation=Strict``: otherwise a server silently drops unknown fields."""
+        """Create an object and return it as the server stored it. The request has ``fieldValidation=Strict``: otherwise a server
+        silently drops unknown fields."""
         return self._json("POST", path, {"fieldValidation": "Strict"}, body)
 
     def patch(self, path: str, body: Json) -> Json:
-        """Apply a merge patch (RFC 7396)."""
+        """Apply a merge patch (RFC 7396) to an object, and return the changed object."""
         return self._json("PATCH", path, {}, body)
 
     def delete(self, path: str, **query: str | int) -> bool:
-        """Delete an object; False if it did not exist."""
+        """Request the deletion of an object; it may exist for some time after that. Return False if it does not exist."""
         try:
             self._call("DELETE", path, query)
         except Refusal as refusal:
@@ -79,7 +81,7 @@ class Api:
 
     @contextlib.contextmanager
     def stream(self, path: str, seconds: float, **query: str | int) -> Iterator[Stream]:
-        """A streamed answer that lasts at most ``seconds``."""
+        """Yield an answer that is read as it arrives, for at most ``seconds``. The connection is closed at the block's end."""
         response = self._request("GET", path, query, None, read_timeout=seconds + _READ_TIMEOUT)
         try:
             if response.status >= 300:
@@ -89,10 +91,12 @@ class Api:
             response.close()
 
     def _json(self, method: str, path: str, query: Mapping[str, str | int], body: Json | None = None) -> Json:
+        """Send a request and return the answer's JSON."""
         answer: Json = json.loads(self._call(method, path, query, body))
         return answer
 
     def _call(self, method: str, path: str, query: Mapping[str, str | int], body: Json | None = None) -> bytes:
+        """Send a request and return the answer's body. Raises as the class says."""
         response = self._request(method, path, query, body, read_timeout=_READ_TIMEOUT)
         try:
             data: bytes = response.data
@@ -105,6 +109,8 @@ class Api:
     def _request(
         self, method: str, path: str, query: Mapping[str, str | int], body: Json | None, read_timeout: float
     ) -> Any:
+        """Send a request and return the response, of which the body is not read yet. Raises ``EngineUnreachable`` if no server
+        answers."""
         import urllib3
 
         client = self._get_client()
@@ -127,6 +133,7 @@ class Api:
             raise EngineUnreachable(f"Kubernetes does not answer at {client.configuration.host}: {reason}") from None
 
     def _get_client(self) -> Any:
+        """Return the official client, connected at the first call."""
         with self._lock:
             if self._client is None:
                 self._client = _connect(self._settings)
@@ -134,13 +141,14 @@ class Api:
 
 
 class Stream:
-    """A response that is read as it arrives."""
+    """A response whose body is read as it arrives."""
 
     def __init__(self, response: Any) -> None:
         self._response = response
 
     def lines(self) -> Iterator[bytes]:
-        """The lines that are not blank. Raises ``EngineUnreachable`` when the connection breaks."""
+        """Yield the lines that are not blank; blocks until the next one arrives. Raises ``EngineUnreachable`` if the connection
+        breaks."""
         import urllib3
 
         buffer = b""
@@ -152,7 +160,7 @@ class Stream:
             raise EngineUnreachable(f"the watch was cut: {error}") from None
 
     def shutdown(self) -> None:
-        """Shut the connection down, which ends another thread's wait in ``lines``."""
+        """Shut the connection down; called from another thread, to end a wait in ``lines``."""
         connection = getattr(self._response, "connection", None)
         sock = getattr(connection, "sock", None)
         if sock is not None:
@@ -161,6 +169,8 @@ class Stream:
 
 
 def _error_for(code: int, body: bytes) -> Exception:
+    """Return the error for an answer with a failure status: ``EngineUnreachable`` if a later request may succeed, otherwise
+    ``Refusal``."""
     refusal = Refusal(code, body)
     if code in (401, 408, 429) or code >= 500:
         return EngineUnreachable(f"Kubernetes answers {code}: {refusal.message}")
@@ -168,7 +178,8 @@ def _error_for(code: int, body: bytes) -> Exception:
 
 
 def _connect(settings: Settings) -> Any:
-    """Connect by the official client, which handles service account, kubeconfig, context, client certificates and plugins."""
+    """Return an API client of the official package, which handles service account, kubeconfig, context, client certificates and
+    plugins. Raises ``EngineUnreachable`` if no cluster is configured."""
     from kubernetes import client, config
     from kubernetes.config.config_exception import ConfigException
 

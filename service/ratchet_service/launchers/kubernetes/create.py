@@ -1,7 +1,6 @@
-"""Create an attempt's objects in the cluster, in an order that a crash may interrupt anywhere: the Secret and the Service, which
+"""Creates an attempt's objects in the cluster, in an order that a crash may interrupt anywhere: the Secret and the Service, which
 do nothing by themselves, then the Job, which then owns them. All have the attempt's name, by which existing objects are found and
-deleted.
-"""
+deleted."""
 
 from __future__ import annotations
 
@@ -31,14 +30,15 @@ _NO_RIGHT = re.compile(r"\bcannot \w+ resource\b")
 
 
 def refusal_message(refusal: Refusal) -> str:
-    """The refusal as a readable message."""
+    """Return the refusal as a message for users."""
     hint = "the service's account lacks a permission" if _NO_RIGHT.search(refusal.message) else _HINTS.get(refusal.code)
     return f"Kubernetes refuses ({refusal.code}{f': {hint}' if hint else f' {refusal.reason}'}): {refusal.message}"
 
 
 def create_objects(api: Api, site: Site, launch: LaunchFile, values: dict[str, str]) -> Json:
-    """Create the attempt's objects and return its Job, which may exist already; ``values`` go into its Secret. Raises
-    ``LaunchError``; ``EngineFull`` while a quota is used up."""
+    """Create the attempt's objects and return its Job; objects that exist already are kept, except for the Secret, which is
+    created again. ``values``: secret's name -> value, for the Secret. Raises ``LaunchError``, ``EngineUnreachable``, and
+    ``EngineFull`` while a quota of the namespace is used up."""
     secret, service = manifests.secret_manifest(site, launch, values), manifests.service_manifest(site, launch)
     try:
         if secret is not None and _create_if_absent(api, SECRETS, secret) is None:
@@ -61,15 +61,16 @@ def create_objects(api: Api, site: Site, launch: LaunchFile, values: dict[str, s
 
 
 def delete_secret_and_service(api: Api, site: Site, name: str) -> None:
-    """Delete the attempt's Secret and Service."""
+    """Delete the Secret and the Service of the attempt with this name, in all namespaces, if they exist. Raises
+    ``EngineUnreachable``."""
     for namespace in site.namespaces:
         for kind in (SECRETS, SERVICES):
             delete_object(api, f"{kind.format(namespace)}/{name}")
 
 
 def delete_object(api: Api, path: str, **query: str | int) -> bool:
-    """Delete an object; False if it does not exist. A refusal, such as for a missing right, raises ``EngineUnreachable``: the
-    state of the object is unknown then."""
+    """Request the deletion of an object. Return False if it does not exist. A refusal, such as for a missing right, raises
+    ``EngineUnreachable``: the state of the object is unknown then."""
     try:
         return api.delete(path, **query)
     except Refusal as refusal:
@@ -79,7 +80,7 @@ def delete_object(api: Api, path: str, **query: str | int) -> bool:
 
 
 def find_job(api: Api, namespace: str, name: str) -> Json | None:
-    """The Job's current state on the server; None if it does not exist. A refusal raises ``EngineUnreachable``."""
+    """Return the Job's current state on the server; None if it does not exist. A refusal raises ``EngineUnreachable``."""
     try:
         return api.get(f"{JOBS.format(namespace)}/{name}")
     except Refusal as refusal:
@@ -89,7 +90,8 @@ def find_job(api: Api, namespace: str, name: str) -> Json | None:
 
 
 def chown_job_files(site: Site, launch: LaunchFile) -> None:
-    """If the service runs as root, give the job's directories to the pods' user. Raises ``OSError``."""
+    """If the service runs as root, make the pods' user the owner of the job's and the attempt's directories and of what is
+    directly in them. Raises ``OSError``."""
     if os.getuid() != 0:
         return
     job, attempt = Path(launch.job_root), Path(launch.attempt_dir)
@@ -98,7 +100,7 @@ def chown_job_files(site: Site, launch: LaunchFile) -> None:
 
 
 def _create_if_absent(api: Api, kind: str, manifest: Json) -> Json | None:
-    """Create an object; None if one of that name exists."""
+    """Create an object and return it; None if one with that name exists, which is not changed. Raises ``Refusal``."""
     try:
         return api.create(kind.format(manifest["metadata"]["namespace"]), manifest)
     except Refusal as refusal:
@@ -108,6 +110,8 @@ def _create_if_absent(api: Api, kind: str, manifest: Json) -> Json | None:
 
 
 def _create_job(api: Api, site: Site, launch: LaunchFile) -> Json:
+    """Create the attempt's Job and return it, or the one that exists already. Raises ``LaunchError`` if a Job of that name does
+    not belong to this service, and ``Refusal``."""
     manifest = manifests.job_manifest(site, launch)
     created = _create_if_absent(api, JOBS, manifest)
     if created is not None:
@@ -123,4 +127,5 @@ def _create_job(api: Api, site: Site, launch: LaunchFile) -> Json:
 
 
 def _object_path(kind: str, manifest: Json) -> str:
+    """Return the object's path in the API. ``kind``: one of the paths such as ``JOBS``."""
     return f"{kind.format(manifest['metadata']['namespace'])}/{manifest['metadata']['name']}"

@@ -1,10 +1,10 @@
-"""Kill an attempt, and prove that it is dead.
+"""Kills an attempt, and proves that it is dead.
 
-A Job that has ended by itself, with all its pods, is kept until its TTL, for inspection. For any other Job the proof is the
-server's own answer, not the watches': first that the Job does not exist, so that nothing creates pods, then that no pod runs.
-A pod is removed when its machine's kubelet reports that its containers have ended. Force (grace 0) removes the object without
-that report, so it is used only for machines that have not answered for ``lost_after``: a pod that may still run there is fenced,
-since its attempt is over.
+A Job that has ended by itself, with all its pods, is kept until its time to live is over, for inspection. For any other Job the
+proof is the server's own answer, not the watches': first that the Job does not exist, so that nothing creates pods, then that no
+pod runs. A pod is removed when its machine's kubelet reports that its containers have ended. Force (grace 0) removes the object
+without that report, so it is used only for machines that have not answered for ``lost_after``: a pod that may still run there is
+fenced, since its attempt is over.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _CONCLUDE_SECONDS: Final = 5.0
 
 
 def delete_job(api: Api, site: Site, name: str) -> bool:
-    """Delete the Job in the foreground: it exists until its pods are gone, each after its own grace. False if it does not
-    exist."""
+    """Request the deletion of the Job in the foreground, in all namespaces: it exists until its pods are gone, each after its own
+    grace. Return False if it does not exist. Raises ``EngineUnreachable``."""
     found = [
         delete_object(api, f"{JOBS.format(namespace)}/{name}", propagationPolicy="Foreground")
         for namespace in site.namespaces
@@ -43,17 +43,19 @@ def delete_job(api: Api, site: Site, name: str) -> bool:
 
 
 def mark_deleted(ref: AttemptRef) -> None:
-    """Create a marker file, which shows other processes of this service, too, that the service itself deleted the Job."""
+    """Create a marker file in the attempt's directory, which shows all processes of this service that the service itself deleted
+    the Job. Errors are ignored."""
     with suppress(OSError):  # on a full disk the message will blame somebody else
         (ref.paths.root / _MARKER_FILE).touch()
 
 
 def is_marked_deleted(ref: AttemptRef) -> bool:
+    """True if this service has deleted the attempt's Job (``mark_deleted``)."""
     return (ref.paths.root / _MARKER_FILE).exists()
 
 
 class AttemptKiller:
-    """Attempts that are being killed."""
+    """Kills attempts step by step. It remembers, in memory, which attempts are being killed."""
 
     def __init__(self, api: Api, site: Site) -> None:
         self._api, self._site = api, site
@@ -62,8 +64,9 @@ class AttemptKiller:
         self._overdue_since: dict[str, float] = {}  # pod of a machine that does not answer -> since when, monotonic
 
     def kill(self, ref: AttemptRef, observed: ObservedState) -> list[str]:
-        """Do one step, and return what may still be alive, for display; empty once nothing is. ``observed``: the watches' state;
-        while that shows something, the server is not queried again."""
+        """Do the next step of killing the attempt, and return names of what may still be alive, for display; empty once the
+        attempt is proved dead. ``observed``: the watches' state; while that shows something of an attempt that is being killed
+        already, the server is not queried again. Raises ``EngineUnreachable``."""
         if ref.name not in self._deleted_pods and will_conclude(observed, ref.nodes):
             if is_finished(observed):
                 self._concluding_since.pop(ref.name, None)
@@ -87,6 +90,7 @@ class AttemptKiller:
         return left
 
     def _list_pods(self, ref: AttemptRef) -> list[Pod]:
+        """Return the attempt's pods as the server lists them now. Raises ``EngineUnreachable``."""
         own = manifests.label_selector(self._site.instance)
         chosen = f"{own},{manifests.JOB_ID}={ref.job_id},{manifests.ATTEMPT}={ref.attempt}"
         out = []
@@ -99,13 +103,15 @@ class AttemptKiller:
         return out
 
     def _delete_pods(self, ref: AttemptRef, pods: Collection[Pod]) -> None:
+        """Request the deletion of those pods that have not ended, with a short grace; once for each pod."""
         for pod in pods:
             if not pod.has_ended and pod.uid not in self._deleted_pods[ref.name]:
                 delete_object(self._api, pod.path, gracePeriodSeconds=_GRACE)
                 self._deleted_pods[ref.name].add(pod.uid)
 
     def _handle_unreachable(self, pods: Collection[Pod]) -> list[str]:
-        """Messages about pods on machines that do not answer. Pods that are overdue for ``lost_after`` are deleted by force."""
+        """Return messages about pods on machines that do not answer. Pods that have been overdue for ``lost_after`` are deleted
+        by force; if that is None, the message tells an administrator how to do so."""
         lost_after, now, out = self._site.settings.lost_after, time.monotonic(), []
         for pod in pods:
             if pod.has_ended or not pod.is_overdue(now):
@@ -124,5 +130,6 @@ class AttemptKiller:
 
 
 def _remaining(observed: ObservedState) -> list[str]:
+    """Return names of the Job and the pods that exist according to the watches."""
     job = [] if observed.job is None or observed.deleted else [f"job {observed.job['metadata']['name']}"]
     return [*job, *(pod.describe() for pod in observed.pods if not pod.has_ended)]

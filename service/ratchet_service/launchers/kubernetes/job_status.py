@@ -1,4 +1,4 @@
-"""Derive an attempt's state from its Job, pods and their events. Pure, on plain JSON.
+"""Derives an attempt's state from its Job, its pods and their events. Pure, on plain JSON.
 
 Kubernetes reports the same fact in several places and removes some of them early: a pod disappears with its node, a Job's
 conditions stay. So each pod is judged by the first of these that exists: the disruption that a controller announced, the reason
@@ -43,10 +43,10 @@ _FORBIDDEN: Final = re.compile(rf"is forbidden: (?!{QUOTA_EXCEEDED})|denied the 
 
 @dataclass(frozen=True)
 class ObservedState:
-    """The state of an attempt that the watches have received. ``deleted``: the Job existed and does not any more;
-    ``deleted_by_service``: this service deleted it; ``warnings``: the last warning event, by the name of the Job or pod that it
-    is about; ``forbidden_since``: when the cluster was first seen to forbid the Job's pods, monotonic, if the last event still
-    says so; ``events_unavailable``: why warning events are not watched, None if they are."""
+    """What the watches have received of an attempt. ``job``: the Job's JSON; None: never seen. ``deleted``: the Job existed and
+    does not any more; ``deleted_by_service``: this service deleted it; ``warnings``: the last warning event, by the name of the
+    Job or pod that it is about; ``forbidden_since``: when the cluster was first seen to forbid the Job's pods, monotonic, if the
+    last event still says so; ``events_unavailable``: why warning events are not watched, None if they are."""
 
     job: Json | None = None
     deleted: bool = False
@@ -58,15 +58,16 @@ class ObservedState:
 
     @property
     def is_deleting(self) -> bool:
-        """True if the Job is deleted or being deleted."""
+        """True if the Job was deleted or is being deleted. False if it was never seen."""
         return self.job is not None and (self.deleted or "deletionTimestamp" in self.job["metadata"])
 
 
 @dataclass(frozen=True)
 class View:
-    """``alive``, ``waiting``, ``ends`` as in ``AttemptState``; ``gone_nodes``: nodes whose pod is known not to run any more, or
-    whose machine is lost; ``notes`` by node; ``revoked``: the Job was suspended after it had started, and must not be resumed;
-    ``pod_deleted_by_hand``: somebody deleted a pod and not its Job, as far as is known."""
+    """What is concluded of an attempt. ``alive``, ``waiting``, ``ends`` as in ``AttemptState``; ``gone_nodes``: indices of nodes
+    whose pod is known not to run any more, or whose machine is lost; ``notes``: node -> text; ``revoked``: the Job was suspended
+    after it had started, and must not be resumed; ``pod_deleted_by_hand``: somebody deleted a pod and not its Job, as far as is
+    known."""
 
     alive: bool
     waiting: str | None = None
@@ -85,8 +86,9 @@ def evaluate(
     now: float,
     patience: Patience,
 ) -> View:
-    """The attempt's state. ``has_started``: True if any of its agents has ever started; ``has_result``: True if the node's agent
-    has left its result; ``now``: monotonic."""
+    """Return what follows from the observed state for the attempt. ``nodes``: number of its nodes. ``has_started()``: True if any
+    of its agents has ever started; ``has_result(node)``: True if the node's agent has left its result; both are called only if
+    needed. ``now``: monotonic."""
     live = [pod for pod in observed.pods if not pod.has_ended]
     revoked = _is_revoked(observed, has_started)
     ends = _engine_ends(observed, has_result, now, patience, revoked)
@@ -107,7 +109,8 @@ def evaluate(
 
 
 def will_conclude(observed: ObservedState, nodes: int) -> bool:
-    """True if all pods have ended by themselves, so that the controller will mark the Job as ended, and create no more pods."""
+    """True if all pods have ended by themselves, so that the Job controller will mark the Job as ended, and create no more pods.
+    False if the Job is being deleted or was never seen."""
     ended = {pod.node for pod in observed.pods if pod.phase in ("Succeeded", "Failed")}
     return (
         observed.job is not None
@@ -118,13 +121,14 @@ def will_conclude(observed: ObservedState, nodes: int) -> bool:
 
 
 def is_finished(observed: ObservedState) -> bool:
-    """True if the controller has marked the Job as ended. This condition is final, and is not set before the end of its pods."""
+    """True if the Job controller has marked the Job as ended. This mark is final, and is set only after all its pods have
+    ended."""
     return observed.job is not None and any(_condition(observed.job, kind) for kind in ("Complete", "Failed"))
 
 
 def _may_start(observed: ObservedState, nodes: int) -> bool:
-    """True if the Job controller may create pods: not once one has failed (``backoffLimit: 0``), nor for indices that have
-    succeeded."""
+    """True if the Job controller may still create pods. It creates none once a pod has failed (``backoffLimit: 0``), and none for
+    indices that have succeeded."""
     if observed.job is None or observed.is_deleting:
         return False
     if any(_condition(observed.job, kind) for kind in ("Complete", "Failed", "FailureTarget", "SuccessCriteriaMet")):
@@ -135,7 +139,7 @@ def _may_start(observed: ObservedState, nodes: int) -> bool:
 
 
 def _is_revoked(observed: ObservedState, has_started: Callable[[], bool]) -> bool:
-    """True if the Job was started and is suspended now: if resumed, it would run again as the same attempt."""
+    """True if the Job was started and is suspended now: if it were resumed, it would run again as the same attempt."""
     if observed.job is None or not observed.job["spec"].get("suspend"):
         return False
     return bool(observed.pods) or has_started()
@@ -144,6 +148,8 @@ def _is_revoked(observed: ObservedState, has_started: Callable[[], bool]) -> boo
 def _engine_ends(
     observed: ObservedState, has_result: Callable[[int], bool], now: float, patience: Patience, revoked: bool
 ) -> tuple[EngineEnd, ...]:
+    """Return the ends of the attempt's pods, in the order in which they happened, each a cause before its consequences; first of
+    all an action of somebody else on the Job. Without any, the end that the Job's condition or the last warnings show."""
     found: list[tuple[str, bool, EngineEnd]] = []
     for pod in observed.pods:
         by_hand = (
@@ -165,6 +171,8 @@ def _engine_ends(
 
 
 def _pod_end(pod: Pod, has_result: Callable[[int], bool], now: float, patience: Patience) -> tuple[Cause, str] | None:
+    """Return cause and message of the pod's end, from the first source that has them; None: it has not ended, or its agent's
+    result says why."""
     announced = disruption(pod)
     if announced is not None:
         return announced
@@ -176,7 +184,7 @@ def _pod_end(pod: Pod, has_result: Callable[[int], bool], now: float, patience: 
 
 
 def _interference(observed: ObservedState, revoked: bool) -> EngineEnd | None:
-    """The end if somebody else suspended or deleted the Job itself."""
+    """Return the end if somebody else suspended or deleted the Job itself; otherwise None."""
     job = observed.job
     if job is None:
         return None
@@ -198,15 +206,15 @@ def _interference(observed: ObservedState, revoked: bool) -> EngineEnd | None:
 
 
 def _ended_before_deletion(job: Json) -> bool:
-    """True if the Job had ended before it was deleted: then its TTL was over, and nobody deleted it."""
+    """True if the Job had ended before it was deleted: then its time to live was over, and no person deleted it."""
     ended = _condition(job, "Complete") or _condition(job, "Failed")
     deleted = job["metadata"].get("deletionTimestamp")
     return ended is not None and (deleted is None or str(ended.get("lastTransitionTime", "")) <= str(deleted))
 
 
 def _is_deleted_by_hand(observed: ObservedState, pod: Pod) -> bool:
-    """True if somebody deleted the pod itself. The Job controller deletes the pods of a Job that is deleted, suspended or has
-    failed; a pod whose end made the Job fail was deleted before that."""
+    """True if somebody deleted the pod itself. False if the Job controller deleted it, which it does if the Job is deleted,
+    suspended or has failed; a pod whose end made the Job fail was deleted before that."""
     job, requested_at = observed.job, pod.deletion_requested_at
     if (
         job is None
@@ -229,11 +237,12 @@ def _is_deleted_by_hand(observed: ObservedState, pod: Pod) -> bool:
 
 
 def is_permanent_refusal(warning: str) -> bool:
-    """True if, by this event, the cluster will never allow a pod of the unchanged Job."""
+    """True if this warning says that the cluster will never allow a pod of the unchanged Job."""
     return _FORBIDDEN.search(warning) is not None
 
 
 def _forbidden_end(observed: ObservedState, nodes: int, now: float, patience: Patience) -> EngineEnd | None:
+    """Return the end of an attempt whose pods the cluster has forbidden for longer than ``patience.fault``; None: it has not."""
     missing = _missing_pods_text(observed, nodes)
     if observed.job is None or missing is None or observed.forbidden_since is None:
         return None
@@ -247,8 +256,8 @@ def _forbidden_end(observed: ObservedState, nodes: int, now: float, patience: Pa
 
 
 def _last_warnings(observed: ObservedState) -> list[EngineEnd]:
-    """The last warnings about pods that were deleted before they began. Used if nothing else is known of them, as after a restart
-    of the service."""
+    """Return an end for each pod that was deleted before its container had started, with the last warning about it. Used if
+    nothing else is known of these pods, as after a restart of the service."""
     text = "it was deleted before its container had started: {}"
     pods = [pod for pod in observed.pods if pod.never_started and pod.name in observed.warnings]
     return [
@@ -257,7 +266,7 @@ def _last_warnings(observed: ObservedState) -> list[EngineEnd]:
 
 
 def _ends_from_job_condition(observed: ObservedState) -> list[EngineEnd]:
-    """The end by the Job's own condition, if no pod is left to show one."""
+    """Return the end that the Job's own condition shows; empty if the Job has not failed. Used if no pod shows an end."""
     job = observed.job or {}
     failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
     if failed is None:
@@ -274,8 +283,8 @@ def _ends_from_job_condition(observed: ObservedState) -> list[EngineEnd]:
 
 
 def _result_may_come(pod: Pod, has_result: Callable[[int], bool], now: float, patience: Patience) -> bool:
-    """True if the result of the pod's agent may still appear: an agent that ends with one of its own exit codes has written a
-    result, which a shared file system may show later."""
+    """True if the result of the pod's agent may still appear. An agent that ends with one of its own exit codes has written a
+    result, which a shared file system may show later, within ``patience.result``."""
     ended = pod.terminated
     if ended is None or ended.get("exitCode") not in CAUSE_OF_EXIT_CODE or has_result(pod.node):
         return False
@@ -285,7 +294,8 @@ def _result_may_come(pod: Pod, has_result: Callable[[int], bool], now: float, pa
 def _gone_nodes(
     observed: ObservedState, nodes: int, late: Sequence[Pod], now: float, may_start: bool
 ) -> frozenset[int]:
-    """Nodes on which nothing runs. This includes nodes whose machine does not answer after the pod's grace."""
+    """Return the indices of nodes on which nothing runs. This includes nodes whose machine does not answer after the pod's grace.
+    ``late``: pods whose result may still appear, which do not count as gone."""
     out = set()
     for node in range(nodes):
         pods = [pod for pod in observed.pods if pod.node == node]
@@ -297,7 +307,8 @@ def _gone_nodes(
 
 
 def _waiting_reason(observed: ObservedState, nodes: int, live: Sequence[Pod]) -> str | None:
-    """Why not all containers have started, with the engine's messages."""
+    """Return why not all containers have started, with the engine's messages; None: they have, or nothing is known. ``live``:
+    pods that have not ended."""
     job = observed.job
     if job is None:
         return None
@@ -317,7 +328,7 @@ def _waiting_reason(observed: ObservedState, nodes: int, live: Sequence[Pod]) ->
 
 
 def _missing_pods_text(observed: ObservedState, nodes: int) -> str | None:
-    """How many pods the Job controller still has to create, as text; None: none."""
+    """Return the number of pods that the Job controller still has to create, as text; None: it creates no more."""
     made = {pod.node for pod in observed.pods}
     if (
         observed.job is None
@@ -330,12 +341,14 @@ def _missing_pods_text(observed: ObservedState, nodes: int) -> str | None:
 
 
 def _warning_suffix(observed: ObservedState, job: Json) -> str:
+    """Return the last warning about the Job after a colon; empty if there is none."""
     text = observed.warnings.get(job["metadata"]["name"])
     return f": {text}" if text else ""
 
 
 def _events_hint(observed: ObservedState, job: Json) -> str:
-    """Where to read why pods are not created, if warning events are not watched; else empty."""
+    """Return the sentence that says where to read why pods are not created, if warning events are not watched; otherwise
+    empty."""
     if observed.events_unavailable is None:
         return ""
     metadata = job["metadata"]
@@ -346,5 +359,6 @@ def _events_hint(observed: ObservedState, job: Json) -> str:
 
 
 def _condition(job: Json, kind: str) -> Json | None:
+    """Return the Job's condition of this kind if its status is True; otherwise None."""
     found = (c for c in job.get("status", {}).get("conditions") or () if c["type"] == kind and c["status"] == "True")
     return next(found, None)

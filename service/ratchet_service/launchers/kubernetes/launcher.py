@@ -45,12 +45,14 @@ _LOG_LINES: Final = 200
 
 
 def make(home: HomePaths, settings: Mapping[str, Any]) -> KubernetesLauncher:
-    """The factory that ``registry`` calls. Contacts no cluster. Raises ``ValueError`` for invalid settings."""
+    """Return the Kubernetes launcher. This is the factory that ``registry`` calls. Contacts no cluster. Raises ``ValueError`` for
+    invalid settings."""
     return KubernetesLauncher(parse_settings(home, settings))
 
 
 class KubernetesLauncher:
-    """See the module. ``environ``: the environment that secrets' values are read from."""
+    """Runs attempts as Jobs of a Kubernetes cluster; see the module. ``environ``: the environment from which secrets' values are
+    read (None: this process's)."""
 
     kind = "kubernetes"
     slots = False
@@ -74,9 +76,12 @@ class KubernetesLauncher:
                 self._watch_cache.close()
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
+        """Return warnings and problems of the spec (``spec_checks.check``)."""
         return spec_checks.check(self._site, spec)
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
+        """Return the manifests of the Job and, for several nodes, of its Service. The Secret, which contains values, is not in
+        the plan."""
         launch = launch.model_copy(update={"service_url": self._site.settings.url, "code_dir": code_dir(launch)})
         paths = AttemptPaths(Path(launch.attempt_dir))
         argv = tuple(manifests.agent_command(launch))
@@ -91,6 +96,8 @@ class KubernetesLauncher:
         )
 
     def submit(self, plan: LaunchPlan) -> None:
+        """Write ``launch.json`` and create the attempt's objects in the cluster; existing ones are kept. Raises ``LaunchError``
+        (then the Secret and the Service are deleted again), ``EngineFull``, ``EngineUnreachable``."""
         values = planning.secret_values(self._environ, plan.secrets)
         try:
             attempt_files.write_launch(plan.ref.paths, plan.launch)
@@ -108,6 +115,8 @@ class KubernetesLauncher:
         cache.add_job(job, job["metadata"]["namespace"])
 
     def poll(self, ref: AttemptRef) -> AttemptState:
+        """Return the attempt's state, from the watches and the agents' files. The server is queried only to confirm that somebody
+        else suspended or deleted something; a Job that was suspended after its start is deleted."""
         observed = self._observe(ref)
         view = self._evaluate(ref, observed)
         # Two watches are not ordered: the pods' may be ahead, and a change of the Job may not have been received yet.
@@ -128,17 +137,20 @@ class KubernetesLauncher:
         return AttemptState(view.alive, nodes, None if all_started else view.waiting, view.ends)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Delete the Job: its pods get SIGTERM and their own grace period, which allows for a save."""
+        """Delete the Job: its pods get SIGTERM and their own grace period, which allows for a save. ``grace`` is not used."""
         mark_deleted(ref)
         delete_job(self._api, self._site, ref.name)
 
     def kill(self, ref: AttemptRef) -> list[str]:
+        """Kill the attempt by one step (``AttemptKiller.kill``), and return what may still be alive. Once nothing is, delete its
+        Secret and Service."""
         left = self._killer.kill(ref, self._observe(ref))
         if not left:
             delete_secret_and_service(self._api, self._site, ref.name)
         return left
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
+        """Return the ends of the logs of the first ``_LOG_NODES`` pods, at most ``limit`` characters altogether."""
         pods = sorted(self._observe(ref).pods, key=lambda pod: pod.node)[:_LOG_NODES]
         parts = []
         for pod in pods:
@@ -148,6 +160,7 @@ class KubernetesLauncher:
         return "\n".join(parts)[-limit:]
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
+        """Delete the Jobs, pods, Secrets and Services of attempts that ``known`` does not return, and return their names."""
         cache = self._started_cache()
         cache.wait_ready()
         found = cache.live_attempts()
@@ -161,6 +174,7 @@ class KubernetesLauncher:
         return orphans
 
     def _started_cache(self) -> Cache:
+        """Return the cache of the cluster's state; the first call starts its watches."""
         with self._lock:
             if self._watch_cache is None:
                 chosen = manifests.label_selector(self._site.instance)
@@ -169,13 +183,15 @@ class KubernetesLauncher:
             return self._watch_cache
 
     def _observe(self, ref: AttemptRef) -> ObservedState:
+        """Return what the watches have received of the attempt. Waits until they are ready. Raises ``EngineUnreachable``."""
         cache = self._started_cache()
         cache.wait_ready()
         observed = cache.observe(ref.name)
         return replace(observed, deleted_by_service=observed.is_deleting and is_marked_deleted(ref))
 
     def _refresh_job(self, ref: AttemptRef, observed: ObservedState) -> ObservedState:
-        """``observed`` with the Job's current state from the server."""
+        """Return the attempt's observed state with the Job as the server has it now; a Job that does not exist counts as deleted.
+        Raises ``EngineUnreachable``."""
         assert observed.job is not None
         job = find_job(self._api, observed.job["metadata"]["namespace"], ref.name)
         if job is not None:
@@ -187,13 +203,15 @@ class KubernetesLauncher:
         )
 
     def _evaluate(self, ref: AttemptRef, observed: ObservedState) -> View:
+        """Return what follows from the observed state now."""
         now = time.monotonic()
         return evaluate(
             observed, ref.nodes, lambda: _has_started(ref), lambda node: _has_result(ref, node), now, self._patience
         )
 
     def _pod_log(self, pod: Pod) -> str:
-        """The log of the agent's container; if it is gone, the part that the pod's status contains."""
+        """Return the end of the log of the agent's container; if the log is gone, the part of it that the pod's status contains.
+        Empty if there is none."""
         if not pod.deleted and pod.status.get("state", {}).keys() & {"running", "terminated"}:
             with suppress(Refusal):
                 return self._api.get_text(f"{pod.path}/log", container=AGENT, tailLines=_LOG_LINES)
@@ -201,15 +219,18 @@ class KubernetesLauncher:
 
 
 def _has_started(ref: AttemptRef) -> bool:
+    """True if any agent of the attempt has started."""
     return any(ref.paths.node(node).agent_file.exists() for node in range(ref.nodes))
 
 
 def _has_result(ref: AttemptRef, node: int) -> bool:
+    """True if the node's agent has left its result."""
     return ref.paths.node(node).result_file in _list_node_files(ref, node)
 
 
 def _list_node_files(ref: AttemptRef, node: int) -> list[Path]:
-    """A node's files. Listing the directory makes a network file system drop its cached result that a file did not exist."""
+    """Return the files in a node's directory; empty if it cannot be read. Listing the directory also makes a network file system
+    drop its cached knowledge that a file did not exist."""
     with suppress(OSError):
         return list(ref.paths.node(node).root.iterdir())
     return []

@@ -50,23 +50,27 @@ _UNREACHABLE_SECONDS: Final = 30
 
 
 def label_selector(instance: str) -> str:
-    """The label selector for all objects of one service."""
+    """Return the label selector for all objects of one service. ``instance``: ``Site.instance``."""
     labels = MANAGED_BY | {INSTANCE: instance}
     return ",".join(f"{key}={value}" for key, value in labels.items())
 
 
 def agent_command(launch: LaunchFile) -> list[str]:
+    """Return the command of the agent's container, the same on each node."""
     file = str(AttemptPaths(Path(launch.attempt_dir)).launch_file)
     return [launch.resolved.python, "-P", "-m", "ratchet_worker.agent", file, "--node-from", INDEX_VARIABLE]
 
 
 def labels_of(site: Site, launch: LaunchFile) -> dict[str, str]:
+    """Return the labels of all objects of this attempt, by which they are found."""
     return _COMPONENT | MANAGED_BY | {
         INSTANCE: site.instance, JOB_ID: launch.job_id, ATTEMPT: str(launch.attempt),
     }  # fmt: skip
 
 
 def job_manifest(site: Site, launch: LaunchFile) -> Manifest:
+    """Return the attempt's Job, with the job's own patch applied. If it names a Kueue queue, the Job is created suspended, and
+    Kueue starts it."""
     spec, launcher = launch.spec, site.effective_launcher(launch.spec)
     nodes = spec.world.nodes
     labels = launcher.labels | labels_of(site, launch)
@@ -99,7 +103,8 @@ def job_manifest(site: Site, launch: LaunchFile) -> Manifest:
 
 
 def service_manifest(site: Site, launch: LaunchFile) -> Manifest | None:
-    """A headless Service that gives the pods DNS names, NAME-0.NAME and so on, from their creation. One pod needs none."""
+    """Return a headless Service that gives the pods DNS names (NAME-0.NAME and so on) from their creation. None for one node,
+    which needs none."""
     if launch.spec.world.nodes == 1:
         return None
     labels = labels_of(site, launch)
@@ -112,14 +117,15 @@ def service_manifest(site: Site, launch: LaunchFile) -> Manifest | None:
 
 
 def owner_patch(job: Manifest) -> Manifest:
-    """A merge patch by which an object is deleted with the Job."""
+    """Return a merge patch for an object, with which it is deleted together with ``job``, a Job as the server returned it."""
     metadata = job["metadata"]
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"]}
     return {"metadata": {"ownerReferences": [owner]}}
 
 
 def secret_manifest(site: Site, launch: LaunchFile, values: dict[str, str]) -> Manifest | None:
-    """The attempt's own Secret, with the values that its spec takes from the service's environment; None if there are none."""
+    """Return the attempt's own Secret, with ``values``: the values of secrets that its spec takes from the service's environment,
+    by name. None if there are none."""
     if not values:
         return None
     return {
@@ -133,7 +139,7 @@ def secret_manifest(site: Site, launch: LaunchFile, values: dict[str, str]) -> M
 
 
 def pod_template(site: Site, launch: LaunchFile) -> Manifest:
-    """The pod template before the job's own patch."""
+    """Return the pod template before the job's own patch is applied."""
     spec, launcher = launch.spec, site.effective_launcher(launch.spec)
     mounted_volumes = pod_volumes(site, launch, launcher)
     pod: dict[str, Any] = {
@@ -168,6 +174,7 @@ def pod_template(site: Site, launch: LaunchFile) -> Manifest:
 def _container(
     site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec, mounted_volumes: Mounted
 ) -> dict[str, Any]:
+    """Return the agent's container, without the job's own patch."""
     return {
         "name": pod_patch.AGENT,
         "image": site.image(launch.spec),
@@ -186,7 +193,7 @@ def _container(
 
 
 def _env(launch: LaunchFile) -> list[dict[str, Any]]:
-    """The container's environment. HOME and USER are set because the image has no passwd entry for this user."""
+    """Return the container's environment. HOME and USER are set because the image has no passwd entry for this user."""
     out: list[dict[str, Any]] = [
         {"name": names.NODE_ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "HOME", "value": TMP},
@@ -204,9 +211,9 @@ def _env(launch: LaunchFile) -> list[dict[str, Any]]:
 
 
 def _resources(launch: LaunchFile) -> dict[str, Any]:
-    """Requests and limits. CPUs are requested, not limited: a limit would stop threads in the middle of a step. Memory is both,
-    so that a job that uses too much of it ends alone. GPUs are not divisible, and Kubernetes requires request and limit to be
-    equal. Little disk is requested."""
+    """Return requests and limits of the agent's container. CPUs are requested, not limited: a limit would stop threads in the
+    middle of a step. Memory is both requested and limited, so that a job that uses too much of it ends alone. GPUs are not
+    divisible, and Kubernetes requires request and limit to be equal. Little disk is requested."""
     resources, ranks = launch.spec.resources, launch.spec.world.ranks_per_node
     requests = {
         "cpu": str(ranks * (resources.cpus_per_rank or launch.resolved.threads_per_rank)),
@@ -222,8 +229,9 @@ def _resources(launch: LaunchFile) -> dict[str, Any]:
 
 
 def _with_disk_limit(template: Manifest) -> Manifest:
-    """Limit a pod's disk usage to what its directories may hold, including those of the job's own patch: without a limit one job
-    could fill its machine's disk. There is no limit if the job specifies a directory without one."""
+    """Limit, in ``template`` itself, the pod's disk usage to what its directories may hold, and return the template. The
+    directories of the job's own patch are included. Without a limit one job could fill its machine's disk; there is none if a
+    directory has no size limit."""
     disk = max_disk_bytes(template["spec"]["volumes"])
     if disk is not None:
         (agent,) = [one for one in template["spec"]["containers"] if one["name"] == pod_patch.AGENT]
@@ -233,6 +241,7 @@ def _with_disk_limit(template: Manifest) -> Manifest:
 
 
 def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any]:
+    """Return the pod's security context: never root, with the site's user and groups."""
     return {
         "runAsNonRoot": True,
         "runAsUser": launcher.run_as_user or site.user,
@@ -244,6 +253,8 @@ def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any
 
 
 def _topology_spread(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
+    """Return how pods are spread over machines: as ``launcher.topology_spread`` says, otherwise evenly if possible; empty for one
+    node."""
     labels = labels_of(site, launch)
     selector_fields = {"labelSelector": {"matchLabels": {key: labels[key] for key in (JOB_ID, ATTEMPT, INSTANCE)}}}
     if launcher.topology_spread is not None:
@@ -254,6 +265,8 @@ def _topology_spread(site: Site, launch: LaunchFile, launcher: KubernetesLaunche
 
 
 def _tolerations(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
+    """Return the job's tolerations, and those that Ratchet adds: for the taint of GPU machines, and short ones for machines that
+    do not answer. The job's own take precedence."""
     given = {toleration.get("key") for toleration in launcher.tolerations}
     gpu = launch.spec.resources.gpu
     # Machines with GPU slices (nvidia.com/mig-1g.5gb) have the taint of the whole GPU.
@@ -267,6 +280,7 @@ def _tolerations(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[d
 
 
 def _metadata(site: Site, launch: LaunchFile, labels: dict[str, str]) -> dict[str, Any]:
+    """Return name, namespace and labels of an object."""
     return {
         "name": attempt_name(launch.job_id, launch.attempt),
         "namespace": site.namespace(launch.spec),
@@ -275,4 +289,5 @@ def _metadata(site: Site, launch: LaunchFile, labels: dict[str, str]) -> dict[st
 
 
 def _annotations(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> dict[str, str]:
+    """Return the job's annotations and the job's name."""
     return launcher.annotations | {JOB_NAME: launch.spec.name}

@@ -1,4 +1,4 @@
-"""``launcher.pod_patch``: a job's own changes to its pods' template.
+"""Applies ``launcher.pod_patch``: a job's own changes to its pods' template.
 
 It is a merge patch (RFC 7396): objects are merged, null removes, anything else replaces. In addition, entries of
 ``spec.containers``, ``spec.initContainers`` and ``spec.volumes`` are merged by name, since a merge patch can only replace a whole
@@ -58,7 +58,8 @@ _OWNED_OF_AGENT: Final[Mapping[tuple[str, ...], str]] = {
 
 
 def apply(template: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """The pod template with the patch applied; named lists are merged entry by entry."""
+    """Return a copy of the pod template with the patch applied; the entries of ``_NAMED_LISTS`` are merged by name. What
+    ``refused_fields`` reports is not checked here."""
     plain = copy.deepcopy(patch)
     for where, name in _NAMED_LISTS:
         if isinstance(plain.get(where), dict) and isinstance(plain[where].get(name), list):
@@ -68,7 +69,8 @@ def apply(template: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused_fields(template: dict[str, Any], patch: dict[str, Any], gpu: str | None) -> Iterator[tuple[str, str]]:
-    """JSON pointers to parts of the patch that are not allowed, each with the reason."""
+    """Yield a JSON pointer, relative to the patch, and the reason for each part of the patch that is not allowed. ``gpu``: the
+    job's GPU resource; None: it requests none."""
     yield from _touched_fields(patch, _OWNED, ())
     for key in template["metadata"]["labels"]:
         yield from _touched_fields(patch, {("metadata", "labels", key): "Ratchet finds its pods by it"}, ())
@@ -81,6 +83,7 @@ def refused_fields(template: dict[str, Any], patch: dict[str, Any], gpu: str | N
 def _refused_in_list(
     template: dict[str, Any], patch: dict[str, Any], path: tuple[str, str], gpu: str | None
 ) -> Iterator[tuple[str, str]]:
+    """Like ``refused_fields``, for the entries of one list that is merged by name."""
     within = patch.get(path[0])
     given = within.get(path[1], ()) if isinstance(within, dict) else ()
     if given == ():
@@ -109,6 +112,8 @@ def _refused_in_list(
 def _touched_fields(
     patch: Any, owned: Mapping[tuple[str, ...], str], prefix: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
+    """Yield pointer and reason for each field of ``owned`` that the patch sets, or whose parent it replaces or removes.
+    ``prefix``: the path of ``patch``."""
     for path, reason in owned.items():
         at: Any = patch
         for depth, key in enumerate(path):
@@ -121,6 +126,8 @@ def _touched_fields(
 
 
 def _merge_by_name(base: list[dict[str, Any]], patch: list[Any]) -> list[Any]:
+    """Merge the entries of ``patch`` into those of ``base`` with the same name, and append the others. Entries without a name are
+    appended."""
     out = {entry["name"]: entry for entry in base}
     for i, entry in enumerate(patch):
         key = entry.get("name", i) if isinstance(entry, dict) else i
@@ -129,5 +136,5 @@ def _merge_by_name(base: list[dict[str, Any]], patch: list[Any]) -> list[Any]:
 
 
 def json_pointer(*path: str) -> str:
-    """The JSON pointer (RFC 6901) of a path of keys and indices."""
+    """Return the JSON pointer (RFC 6901) of a path of keys and indices."""
     return "".join("/" + key.replace("~", "~0").replace("/", "~1") for key in path)

@@ -1,4 +1,4 @@
-"""One pod: why it waits, why it ended, and whether it can still begin. Pure, on plain JSON.
+"""Evaluates one pod: why it waits, why it ended, and whether it can still start. Pure, on plain JSON.
 
 Durations are measured by this process's monotonic clock, from when it first saw a state (``first_seen_times``): times in objects
 are of the cluster's clocks, which may differ from ours, and both may be changed. After a restart of the service all time limits
@@ -78,7 +78,7 @@ _NOT_STARTED: Final = ("StartError", "ContainerCannotRun")
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds, as in the settings."""
+    """Time limits in seconds, as in the settings: ``fault_patience``, ``start_patience`` and ``result_patience``."""
 
     fault: float
     start: float
@@ -87,8 +87,8 @@ class Patience:
 
 @dataclass(frozen=True)
 class Pod:
-    """``deleted``: the object is gone, and ``object`` is its last state. ``state_since``: when this process first saw each of its
-    states (``first_seen_times``)."""
+    """One pod of an attempt. ``object``: its JSON; ``deleted``: it is gone, and ``object`` is its last state. ``state_since``:
+    when this process first saw each of its states, monotonic (``first_seen_times``)."""
 
     object: Json
     deleted: bool = False
@@ -100,6 +100,7 @@ class Pod:
 
     @property
     def uid(self) -> str:
+        """The pod's unique id; its name if it has none yet."""
         return str(self.object["metadata"].get("uid", self.name))
 
     @property
@@ -109,34 +110,37 @@ class Pod:
 
     @property
     def node(self) -> int:
-        """The index of the pod's node in the attempt."""
+        """The index of the attempt's node that the pod runs."""
         metadata = self.object["metadata"]
         return int((metadata.get("annotations") or {}).get(INDEX) or (metadata.get("labels") or {}).get(INDEX) or 0)
 
     @property
     def phase(self) -> str:
+        """The phase in the pod's status; ``Pending`` before it has one."""
         return str(self.object.get("status", {}).get("phase", "Pending"))
 
     @property
     def machine(self) -> str | None:
-        """The cluster node that the pod is assigned to."""
+        """The name of the cluster's machine that the pod is assigned to; None: not yet."""
         name = self.object["spec"].get("nodeName")
         return None if name is None else str(name)
 
     @property
     def has_ended(self) -> bool:
-        """True if the pod does not run any more, or is gone."""
+        """True if the pod does not run any more (succeeded or failed), or is gone."""
         return self.deleted or self.phase in ("Succeeded", "Failed")
 
     def is_overdue(self, now: float) -> bool:
-        """True if the pod is being deleted, its grace is over, and its end was not reported. ``now``: monotonic."""
+        """True if the pod is being deleted and was not reported as ended within its grace and ``OVERDUE`` seconds: its machine
+        does not answer. ``now``: monotonic."""
         metadata = self.object["metadata"]
         since = self.state_since.get(_deletion_state(self.object) or "")
         return since is not None and now > since + float(metadata.get("deletionGracePeriodSeconds", _GRACE)) + OVERDUE
 
     @property
     def deletion_requested_at(self) -> str | None:
-        """When the deletion was requested, RFC 3339 in UTC; None: it was not. Shortening the grace does not change it."""
+        """When the deletion was requested, RFC 3339 in UTC; None: it was not. A later shortening of the grace does not change the
+        value."""
         at = self.object["metadata"].get("deletionTimestamp")
         if at is None:
             return None
@@ -145,14 +149,15 @@ class Pod:
 
     @property
     def never_started(self) -> bool:
-        """True if the pod was ended and no container of it is known to have run: a kubelet reports ``ContainerStatusUnknown``
-        also for a container that it never started."""
+        """True if the pod was deleted and has ended, and no container of it is known to have run. A kubelet reports
+        ``ContainerStatusUnknown`` also for a container that it never started."""
         unknown = self.terminated is None or self.terminated.get("reason") == _UNKNOWN
         return self.has_ended and unknown and self.deletion_requested_at is not None
 
     @property
     def stopped_by_deletion(self) -> bool:
-        """True if the pod ended, or will end, because it was deleted: not if it had ended by itself before."""
+        """True if the pod ended, or will end, because it was deleted. False if it is not being deleted, or had ended by itself
+        before."""
         requested_at, ended = self.deletion_requested_at, self.terminated
         if requested_at is None or ended is None or ended.get("reason") == _UNKNOWN:
             return requested_at is not None
@@ -161,29 +166,31 @@ class Pod:
 
     @property
     def status(self) -> Json:
-        """Status of the agent's container; empty before there is any."""
+        """Status of the agent's container; empty if there is none yet."""
         statuses: list[Json] = self.object.get("status", {}).get("containerStatuses") or []
         found: Json = next((s for s in statuses if s["name"] == AGENT), statuses[0] if len(statuses) == 1 else {})
         return found
 
     @property
     def terminated(self) -> Json | None:
+        """How the agent's container ended, as in its status; None: it has not."""
         found: Json | None = self.status.get("state", {}).get("terminated")
         return found
 
     @property
     def ended_since(self) -> float | None:
-        """When the container was first seen to have ended, monotonic."""
+        """When this process first saw that the agent's container had ended, monotonic; None: it has not."""
         return self.state_since.get(_ENDED)
 
     @property
     def scheduled_since(self) -> float | None:
-        """When the pod was first seen to be assigned to a machine, monotonic."""
+        """When this process first saw that the pod was assigned to a machine, monotonic; None: it is not."""
         return self.state_since.get(_SCHEDULED)
 
     @property
     def ended_at(self) -> str:
-        """The time of the end, to sort by; RFC 3339 in UTC, so text can be compared."""
+        """The time of the pod's end, by which ends are sorted: RFC 3339 in UTC, so that texts can be compared. It is the time of
+        the announced disruption, else of the container's end, else of the deletion; without any, a text that sorts last."""
         announced = _condition(self.object, "DisruptionTarget") or {}
         metadata = self.object["metadata"]
         times = (
@@ -194,14 +201,15 @@ class Pod:
         return str(next((time for time in times if time), "9999"))
 
     def describe(self) -> str:
-        """The pod's name, machine and phase, for display."""
+        """Return the pod's name, machine and phase as text, for display."""
         where = f" on {self.machine}" if self.machine else ""
         return f"pod {self.name}{where}: {'deleted' if self.deleted and not self.terminated else self.phase}"
 
 
 def first_seen_times(object_: Json, previous: Mapping[str, float], now: float) -> dict[str, float]:
-    """The states from which time limits are measured, and when each was first seen, monotonic. ``previous``: the previous value
-    for the same pod. A deletion with a changed time (a shorter grace) is a separate state."""
+    """Return state -> when this process first saw it, monotonic, for the states of the pod from which time limits are measured.
+    ``previous``: the last result for the same pod; ``now``: the time for states that are new. A deletion whose time has changed
+    (a shorter grace) is a new state."""
     ended = Pod(object_).terminated is not None
     scheduled = _condition(object_, "PodScheduled") is not None
     claimless = _NO_CLAIM.search(_unschedulable_message(object_)) is not None
@@ -215,7 +223,8 @@ def first_seen_times(object_: Json, previous: Mapping[str, float], now: float) -
 
 
 def disruption(pod: Pod) -> tuple[Cause, str] | None:
-    """The disruption that was announced before the pod was ended."""
+    """Return cause and message of the disruption that Kubernetes announced for the pod before it was ended; None: there is
+    none."""
     found = _condition(pod.object, "DisruptionTarget")
     if found is None:
         return None
@@ -225,7 +234,8 @@ def disruption(pod: Pod) -> tuple[Cause, str] | None:
 
 
 def status_end(pod: Pod) -> tuple[Cause, str] | None:
-    """The end by the reason in a failed pod's own status, or because it failed before it had a container."""
+    """Return cause and message of the pod's end, if its own status has a reason for it, or if it failed before it had a
+    container; otherwise None."""
     status = pod.object.get("status", {})
     reason, message = str(status.get("reason", "")), status.get("message")
     if reason == "Evicted" and _OVER_ITS_LIMIT.search(str(message)):
@@ -245,7 +255,8 @@ def status_end(pod: Pod) -> tuple[Cause, str] | None:
 
 
 def _size_key(volume: str) -> str:
-    """The key of the spec that sets the size of a directory of the pod (``volumes.pod_volumes``)."""
+    """Return the key of the spec that sets the size of this directory of the pod, by its volume's name
+    (``volumes.pod_volumes``)."""
     if volume.startswith("volume-"):
         return f"volumes[{volume.removeprefix('volume-')}].empty_dir"
     return {"tmp": "launcher.tmp_size", "shm": "launcher.shm_size"}.get(
@@ -254,7 +265,8 @@ def _size_key(volume: str) -> str:
 
 
 def container_end(pod: Pod) -> tuple[Cause, str] | None:
-    """How the agent's container ended, for an agent that left no result."""
+    """Return cause and message of the end of the agent's container, for an agent that left no result. None: the container has not
+    ended, or never started."""
     ended = pod.terminated
     if ended is None:
         return (Cause.UNKNOWN, "the pod was deleted by force; its result is unknown") if pod.deleted else None
@@ -293,7 +305,8 @@ def container_end(pod: Pod) -> tuple[Cause, str] | None:
 
 
 def unstartable_reason(pod: Pod, now: float, patience: Patience) -> tuple[Cause, str] | None:
-    """Why a pod that has not begun never will; None while it may. ``now``: monotonic."""
+    """Return cause and message if the pod has not started and never will, or not within the time limits of ``patience``; None
+    while it may. ``now``: monotonic."""
     claimless = pod.state_since.get(_CLAIMLESS)
     if claimless is not None and not pod.has_ended and now - claimless > patience.fault:
         text = (
@@ -324,7 +337,8 @@ def unstartable_reason(pod: Pod, now: float, patience: Patience) -> tuple[Cause,
 
 
 def waiting_reason(pod: Pod, warning: str | None) -> str | None:
-    """Why the pod has not begun; None if it has."""
+    """Return why the pod has not started, as a message; None if it has. ``warning``: the last warning event about the pod; None:
+    there is none."""
     if pod.phase != "Pending":
         return None
     if _condition(pod.object, "PodScheduled") is None:
@@ -339,13 +353,13 @@ def waiting_reason(pod: Pod, warning: str | None) -> str | None:
 
 
 def _unschedulable_message(object_: Json) -> str:
-    """The scheduler's message on why it found no node; empty if there is none."""
+    """Return the scheduler's message that says why it found no machine; empty if there is none."""
     found = (c for c in _conditions(object_) if c["type"] == "PodScheduled" and c["status"] != "True")
     return str(next(found, {}).get("message") or "")
 
 
 def _waiting_container(pod: Pod) -> tuple[str, str]:
-    """Reason and message of a waiting container, init containers first."""
+    """Return reason and message of the pod's first waiting container, init containers first; two empty texts if none waits."""
     status = pod.object.get("status", {})
     statuses = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     for found in statuses:
@@ -356,20 +370,24 @@ def _waiting_container(pod: Pod) -> tuple[str, str]:
 
 
 def _conditions(object_: Json) -> list[Json]:
+    """Return the conditions in the object's status."""
     return list(object_.get("status", {}).get("conditions") or ())
 
 
 def _condition(object_: Json, kind: str) -> Json | None:
+    """Return the object's condition of this kind if its status is True; otherwise None."""
     return next((c for c in _conditions(object_) if c["type"] == kind and c["status"] == "True"), None)
 
 
 def _message_suffix(message: Any) -> str:
-    """The engine's message on one line, to append to a sentence."""
+    """Return the engine's message on one line after a colon, to append to a sentence; at most the last 600 characters. Empty if
+    there is no message."""
     text = " ".join(str(message or "").split())
     return f": {text[-600:]}" if text else ""
 
 
 def _deletion_state(object_: Json) -> str | None:
-    """The state that stands for the object's deletion at this time; None: it is not being deleted."""
+    """Return the name of the state "being deleted at this time", for ``first_seen_times``; None: the object is not being
+    deleted."""
     at = object_["metadata"].get("deletionTimestamp")
     return None if not at else f"leaves at {at}"

@@ -82,7 +82,8 @@ class Settings(SpecModel):
 
 @dataclass(frozen=True)
 class Site:
-    """The settings together with the run directory and the owner of its files."""
+    """The settings together with the run directory ``home`` and the owner of its files: ``user`` and ``group`` are also those of
+    the pods."""
 
     settings: Settings
     home: HomePaths
@@ -91,30 +92,34 @@ class Site:
 
     @property
     def instance(self) -> str:
-        """Identifies the service to which objects in a namespace belong: a hash of the run directory's instance and its place in
-        the claim."""
+        """Identifies the service to which objects in a namespace belong: a short hash of the run directory's id and of its place
+        in the claim."""
         settings = self.settings
         text = f"{self.home.instance_id} {settings.claim} {settings.sub_path_prefix}"
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     @property
     def namespaces(self) -> tuple[str, ...]:
+        """The namespaces that jobs may use, the default one first."""
         return (self.settings.namespace, *(n for n in self.settings.namespaces if n != self.settings.namespace))
 
     def effective_launcher(self, spec: JobSpec) -> KubernetesLauncherSpec:
-        """The job's keys, with the site's defaults for those that it does not set."""
+        """Return the job's keys under ``launcher``, with the site's defaults for those that it does not set."""
         assert isinstance(spec.launcher, KubernetesLauncherSpec)
         return spec.launcher.with_defaults(self.settings.defaults)
 
     def namespace(self, spec: JobSpec) -> str:
+        """Return the namespace of the job's objects."""
         return self.effective_launcher(spec).namespace or self.settings.namespace
 
     def image(self, spec: JobSpec) -> str | None:
+        """Return the job's image, or the site's default; None: there is none."""
         return spec.image or self.settings.image
 
 
 def parse_settings(home: HomePaths, raw_settings: Mapping[str, Any]) -> Site:
-    """Parse the settings. Raises ``ValueError`` with a message that names the key."""
+    """Check the settings from the launchers file, and return them with the run directory and its owner. Raises ``ValueError``
+    with a message that names the key, also if the package ``kubernetes`` is missing or pods would run as root."""
     if find_spec("kubernetes") is None:
         raise ValueError("the launcher kubernetes needs a package: pip install 'ratchet-train[kubernetes]'")
     try:

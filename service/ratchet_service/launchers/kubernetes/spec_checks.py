@@ -1,4 +1,4 @@
-"""Parts of a job's spec that Kubernetes cannot honour, by JSON pointer, reported before the job is accepted."""
+"""Checks a job's spec for parts that Kubernetes cannot honour, before the job is accepted. Each problem has a JSON pointer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NO_JOB: Final = "job-000000000000"
 
 
 def check(site: Site, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-    """Warnings and problems of ``spec``. Contacts no cluster."""
+    """Return warnings and problems of ``spec``. Contacts no cluster."""
     launcher = site.effective_launcher(spec)
     found = [*_check_spec(site, spec, launcher), *_check_launcher(site, launcher), *_check_volumes(site, spec)]
     found += _check_withheld_names(site, spec, launcher)
@@ -58,6 +58,7 @@ def check(site: Site, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]
 
 
 def _check_spec(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
+    """Yield (pointer, message) of faults in image, interpreter, GPUs and user."""
     image, gpu = site.image(spec), spec.resources.gpu
     if image is None:
         yield (
@@ -84,6 +85,7 @@ def _check_spec(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> 
 
 
 def _check_launcher(site: Site, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
+    """Yield (pointer, message) of faults in the keys under ``launcher``, except for ``pod_patch``."""
     if launcher.namespace is not None and launcher.namespace not in site.namespaces:
         text = (
             f"this service runs jobs in {', '.join(site.namespaces)}; its launchers file (namespaces) may name others"
@@ -122,6 +124,7 @@ def _check_launcher(site: Site, launcher: KubernetesLauncherSpec) -> Iterator[tu
 
 
 def _check_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
+    """Yield (pointer, message) of faults in the job's volumes."""
     own = (TMP, SHM, CODE, str(site.home.home))
     for i, volume in enumerate(spec.volumes):
         here, at = f"/volumes/{i}", volume.mount_path.rstrip("/") or "/"
@@ -147,8 +150,9 @@ def _check_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
 def _check_manifest(
     site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec, *, has_other_faults: bool
 ) -> Iterator[tuple[str, str]]:
-    """Faults of the Job as it would be sent. A refused patch is not applied. ``has_other_faults``: faults of other keys are
-    reported already, and cause the faults of the Job without its patch."""
+    """Yield (pointer, message) of faults of the Job as it would be sent. If parts of the patch are refused, only these are
+    reported. ``has_other_faults``: faults of other keys are reported already; then faults that the Job has even without its patch
+    are not reported, since those cause them."""
     launch = _example_launch(site, spec)
     template = manifests.pod_template(site, launch)
     patch = launcher.pod_patch
@@ -174,11 +178,13 @@ def _check_manifest(
 
 
 def _unpatched(job: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
+    """Return the Job with the pod template ``template``, which has no patch applied."""
     return job | {"spec": job["spec"] | {"template": template}}
 
 
 def _check_privileges(added: list[dict[str, Any]], patch: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Settings that would let a job reach beyond its pod."""
+    """Yield (pointer, message) of settings in the patch that would let a job reach beyond its pod. ``added``: the volumes that
+    the patch adds."""
     may = "it requires allow_host_access in the service's launchers file"
     for path, key, value in _walk(patch.get("spec"), ()):
         where = json_pointer("launcher", "pod_patch", "spec", *path, key)
@@ -198,8 +204,8 @@ def _check_privileges(added: list[dict[str, Any]], patch: dict[str, Any]) -> Ite
 
 
 def _check_foreign_files(pod: dict[str, Any], added: list[dict[str, Any]], site: Site) -> Iterator[tuple[str, str]]:
-    """Volumes and mounts that would expose other jobs' files: only the agent's container sees the run directory, and only the
-    job's own part of it."""
+    """Yield (pointer, message) of volumes and mounts that would expose other jobs' files: only the agent's container sees the run
+    directory, and only the job's own part of it. ``added``: the volumes that the patch adds."""
     for volume in added:
         if (volume.get("persistentVolumeClaim") or {}).get("claimName") == site.settings.claim:
             text = f"{site.settings.claim} is the service's own run directory, with the files of all jobs"
@@ -215,7 +221,8 @@ _ATTEMPT: Final = re.compile(r"job-[0-9a-z]{12}-a[0-9]{4,}")
 
 
 def _check_withheld_names(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
-    """Uses of names that the site withholds from jobs, wherever a job might use them."""
+    """Yield (pointer, message) of uses of names that the site withholds from jobs, or of attempts' Secrets, wherever a job might
+    use them."""
     used: list[tuple[str, Any]] = []
     used += [
         (f"/secrets/{name}", source.from_secret.name) for name, source in spec.secrets.items() if source.from_secret
@@ -233,6 +240,7 @@ def _check_withheld_names(site: Site, spec: JobSpec, launcher: KubernetesLaunche
 
 
 def _warnings(spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[Warning_]:
+    """Yield the warnings of a spec."""
     memory = spec.resources.memory
     if memory is None:
         text = "without it pods have no limit, and are evicted before others when a machine runs short of memory"
@@ -243,7 +251,7 @@ def _warnings(spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[Warni
 
 
 def _example_launch(site: Site, spec: JobSpec) -> LaunchFile:
-    """An example launch of the spec; values that no check uses are made up."""
+    """Return an example launch of the spec, for building its manifests; values that no check uses are made up."""
     home = HomePaths(site.home.home)
     job = home.job(_NO_JOB)
     return LaunchFile(
@@ -267,6 +275,7 @@ def _example_launch(site: Site, spec: JobSpec) -> LaunchFile:
 
 
 def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, Any]]:
+    """Yield (path of the parent, key, value) for every key and list item in JSON data, at all depths."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in pairs:
         yield path, str(key), item
@@ -274,7 +283,8 @@ def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 
 def _patch_pointer(patch: Any, path: tuple[str, ...]) -> str:
-    """A pointer to the part of the patch that sets ``path`` in the Job; it ends at the first list."""
+    """Return the JSON pointer to the part of the patch that sets ``path`` in the Job; it ends at the first list, or where the
+    patch has no such key."""
     at, out = patch, ["launcher", "pod_patch"]
     for key in path[2:]:
         if not isinstance(at, dict) or key not in at:
@@ -285,4 +295,5 @@ def _patch_pointer(patch: Any, path: tuple[str, ...]) -> str:
 
 
 def _is_within(path: str, folder: str) -> bool:
+    """True if ``path`` is below ``folder``."""
     return folder == "/" or path.startswith(folder + "/")

@@ -1,7 +1,7 @@
 """Volumes and mounts of a pod: parts of the run directory, and the job's own volumes.
 
-Of the run directory the pod sees only the job's own directory and, read-only, the files that it starts from: users' code must not
-reach other jobs.
+Of the run directory the pod sees only the job's own directory and, read-only, the files from which it starts: users' code must
+not reach other jobs.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ _CODE_SIZE: Final = "2Gi"
 
 @dataclass(frozen=True)
 class Mounted:
-    """Volumes of the pod and mounts of the agent's container."""
+    """Volumes of the pod, and the mounts of these volumes in the agent's container, as in a pod's spec."""
 
     volumes: list[dict[str, Any]]
     mounts: list[dict[str, Any]]
 
 
 def code_dir(launch: LaunchFile) -> str | None:
-    """Where the ranks find the code: a snapshot in the pod's own directory, or the code's path on the nodes; None without
-    code."""
+    """Return the path at which the ranks find the code: a snapshot in the pod's own directory, or the code's path on the nodes;
+    None without code."""
     return f"{CODE}/{launch.resolved.code_digest}" if _fetches_snapshot(launch) else launch.code_dir
 
 
 def _fetches_snapshot(launch: LaunchFile) -> bool:
+    """True if the agent fetches a snapshot of the code into the pod."""
     code = launch.spec.code
     return launch.resolved.code_digest is not None and code is not None and code.source == "snapshot"
 
 
 def pod_volumes(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec) -> Mounted:
+    """Return the volumes of the pod and the mounts of the agent's container, without those of the job's patch."""
     memory = launcher.shm_size or launch.spec.resources.memory or _SHM_SIZE
     volumes: list[dict[str, Any]] = [
         {"name": "home", "persistentVolumeClaim": {"claimName": site.settings.claim}},
@@ -63,13 +65,16 @@ def pod_volumes(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec
 
 
 def max_disk_bytes(volumes: list[dict[str, Any]]) -> int | None:
-    """The most bytes of its machine's disk that the pod's directories may use; None if one has no limit."""
+    """Return the most bytes of its machine's disk that the pod's directories (``emptyDir``) may use; None if one of them has no
+    limit. Directories in memory do not count."""
     found = [volume["emptyDir"] for volume in volumes if "emptyDir" in volume]
     sizes = [directory.get("sizeLimit") for directory in found if directory.get("medium") != "Memory"]
     return None if None in sizes else sum(size_in_bytes(str(size)) for size in sizes)
 
 
 def _home_mounts(site: Site, launch: LaunchFile) -> list[dict[str, Any]]:
+    """Return the mounts of the run directory's parts: the job's directory, and read-only the checkpoints of a fork's source and
+    the file to start from."""
     wanted = [(launch.job_root, False)]
     if launch.fork is not None:
         wanted.append((str(JobPaths(Path(launch.fork.job_root)).checkpoints), True))
@@ -84,6 +89,7 @@ def _home_mounts(site: Site, launch: LaunchFile) -> list[dict[str, Any]]:
 
 
 def _source(volume: VolumeSpec) -> dict[str, Any]:
+    """Return the source of a volume, as in a pod's spec."""
     match volume.source:
         case "host_path":
             return {"hostPath": {"path": volume.host_path, "type": "Directory"}}
@@ -98,6 +104,7 @@ def _source(volume: VolumeSpec) -> dict[str, Any]:
 
 
 def _mount(name: str, volume: VolumeSpec) -> dict[str, Any]:
+    """Return the mount of the volume ``name`` as in a container's spec."""
     mount: dict[str, Any] = {"name": name, "mountPath": volume.mount_path}
     if volume.sub_path is not None:
         mount["subPath"] = volume.sub_path

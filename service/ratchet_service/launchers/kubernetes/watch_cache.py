@@ -28,7 +28,8 @@ _MAX_WARNINGS: Final = 5000
 
 @dataclass
 class _Entry:
-    """``state_since``: when each of a pod's states was first seen (``first_seen_times``)."""
+    """One object in the cache. ``deleted_at``: when it was first seen to be gone, monotonic; None: it exists. ``state_since``:
+    when each of a pod's states was first seen (``first_seen_times``)."""
 
     object: Json
     namespace: str
@@ -37,7 +38,8 @@ class _Entry:
 
 
 class Cache:
-    """Jobs and pods of one service, and the warnings about them. ``start`` starts the watches. Thread-safe."""
+    """Jobs and pods of one service, and the warning events about them, in memory. ``start`` starts the watches, each on a thread
+    of its own. Thread-safe."""
 
     def __init__(self, api: Api, namespaces: tuple[str, ...], selector: str) -> None:
         self._lock = threading.Lock()
@@ -57,20 +59,24 @@ class Cache:
         ]
 
     def start(self) -> None:
+        """Start the watches; does not wait for their first results."""
         for watcher in self._watchers:
             watcher.start()
 
     def close(self) -> None:
+        """Stop the watches."""
         for watcher in self._watchers:
             watcher.close()
 
     def wait_ready(self) -> None:
-        """Wait until everything is listed and watched. Raises ``EngineUnreachable``."""
+        """Block until Jobs and pods are listed in all namespaces, at most ``_SYNC_TIMEOUT`` seconds. Raises ``EngineUnreachable``
+        if they are not, or are not watched any more."""
         deadline = time.monotonic() + _SYNC_TIMEOUT
         for watcher in self._watchers:
             watcher.wait_ready(deadline)
 
     def observe(self, name: str) -> ObservedState:
+        """Return what the cache has of the attempt with this name; nothing is requested from the server."""
         with self._lock:
             job = self._jobs.get(name)
             pods = [Pod(e.object, e.deleted_at is not None, e.state_since) for e in self._pods.get(name, {}).values()]
@@ -89,8 +95,8 @@ class Cache:
         )
 
     def live_attempts(self) -> list[str]:
-        """Attempts with objects that exist and are not being deleted already. A Job that has ended, with all its pods, is left
-        out: it is kept until its TTL, for inspection."""
+        """Return the sorted names of attempts with objects that exist and are not being deleted already. A Job that has ended,
+        with all its pods, is left out: it is kept until its time to live is over, for inspection."""
         with self._lock:
             kept = {
                 name
@@ -107,7 +113,8 @@ class Cache:
         return sorted((jobs | pods) - dying)
 
     def add_job(self, job: Json, namespace: str) -> None:
-        """Add a Job from the answer to a request, before the watch receives it."""
+        """Add a Job that this service has just created, before the watch receives it; nothing if the cache has this Job
+        already."""
         name = str(job["metadata"]["name"])
         with self._lock:
             known = self._jobs.get(name)
@@ -115,14 +122,14 @@ class Cache:
                 self._jobs[name] = _Entry(job, namespace)
 
     def refresh(self, job: Json, namespace: str) -> None:
-        """Update a Job from the answer to a request, unless the watch has received a newer version."""
+        """Replace a Job with the answer to a request, unless the watch has received a newer version."""
         with self._lock:
             known = self._jobs.get(str(job["metadata"]["name"]))
             if known is None or not _is_newer(known.object, str(job["metadata"].get("resourceVersion", ""))):
                 self._jobs[str(job["metadata"]["name"])] = _Entry(job, namespace)
 
     def apply(self, kind: str, object_: Json, namespace: str, *, deleted: bool = False) -> None:
-        """Store one event of a watch, or one item of a list."""
+        """Store one object of a watch, or one item of a list. ``deleted``: the object is gone, and this is its last state."""
         object_["metadata"].pop("managedFields", None)  # long and not used
         now = time.monotonic()
         entry = _Entry(object_, namespace, now if deleted else None)
@@ -141,7 +148,8 @@ class Cache:
             self._prune()
 
     def replace(self, kind: str, items: list[Json], namespace: str, version: str) -> None:
-        """Store a complete list: objects that are not in it are deleted, except those that were written after it."""
+        """Store a complete list, as of ``version``: objects of this kind and namespace that are not in it count as deleted,
+        except those that were written after it."""
         for item in items:
             self.apply(kind, item, namespace)
         present = {item["metadata"]["uid"] for item in items}
@@ -153,8 +161,8 @@ class Cache:
                     entry.deleted_at = time.monotonic()
 
     def _store_job(self, entry: _Entry) -> None:
-        """Store a Job from the watch, unless an answer contained a later version of it: else every poll would query the server
-        again."""
+        """Store a Job from the watch, unless the cache has a newer version of it from the answer to a request: otherwise every
+        poll would query the server again."""
         metadata = entry.object["metadata"]
         known = self._jobs.get(str(metadata["name"]))
         later = known is not None and _is_newer(known.object, str(metadata.get("resourceVersion", "")))
@@ -168,6 +176,8 @@ class Cache:
         self._jobs[str(metadata["name"])] = entry
 
     def _store_warning(self, event: Json, now: float) -> None:
+        """Store a warning event about an object of an attempt, in place of the one before; the oldest are dropped beyond
+        ``_MAX_WARNINGS``."""
         about = str((event.get("involvedObject") or {}).get("name", ""))
         if about.startswith("job-"):
             self._warnings.pop(about, None)  # so that it is re-inserted at the end
@@ -182,6 +192,7 @@ class Cache:
                 self._forbidden_since.pop(oldest, None)
 
     def _prune(self) -> None:
+        """Drop objects that were deleted more than ``_KEEP_DELETED_SECONDS`` ago; at most once a minute."""
         now = time.monotonic()
         if now - self._pruned_at < 60:
             return
@@ -197,16 +208,19 @@ class Cache:
 
 
 def _is_live(entry: _Entry) -> bool:
+    """True if the object exists and is not being deleted."""
     return entry.deleted_at is None and "deletionTimestamp" not in entry.object["metadata"]
 
 
 def _attempt_name_of(object_: Json) -> str | None:
+    """Return the name of the attempt to which the object belongs, by its labels; None: it belongs to none."""
     labels = object_["metadata"].get("labels") or {}
     attempt = labels.get(ATTEMPT, "")
     return attempt_name(labels[JOB_ID], int(attempt)) if JOB_ID in labels and attempt.isdigit() else None
 
 
 def _is_newer(object_: Json, version: str) -> bool:
-    """True if the object was written after ``version``. Versions are increasing numbers (KEP-5504)."""
+    """True if the object was written after ``version``; False if one of the versions is not a number. Versions are increasing
+    numbers (KEP-5504)."""
     own = str(object_["metadata"].get("resourceVersion", ""))
     return own.isdigit() and version.isdigit() and int(own) > int(version)

@@ -26,7 +26,8 @@ _MIN_WATCH_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of objects to watch. ``required``: the state of attempts is unknown without it."""
+    """A kind of objects to watch. ``path``: its path in the API, with the namespace as ``{}``; ``query``: the name of the query
+    parameter that selects the objects. ``required``: without it the state of attempts is unknown."""
 
     name: str
     path: str
@@ -35,19 +36,20 @@ class Kind:
 
 
 class WatchHandler(Protocol):
-    """Receives objects and events."""
+    """Receives the objects and events that a ``Watcher`` reads."""
 
     def apply(self, kind: str, object_: Json, namespace: str, *, deleted: bool = False) -> None:
-        """Process one event of a watch."""
+        """Process one object of a watch. ``deleted``: it was deleted, and this is its last state."""
         ...
 
     def replace(self, kind: str, items: list[Json], namespace: str, version: str) -> None:
-        """Process a complete list of that version."""
+        """Process a complete list of the kind in the namespace, as of the resource version ``version``."""
         ...
 
 
 class Watcher:
-    """Keeps one kind in one namespace current, on a thread of its own."""
+    """Keeps the objects of one kind in one namespace current in ``cache``, on a thread of its own. ``selector``: label selector
+    of the objects to watch."""
 
     def __init__(self, api: Api, kind: Kind, namespace: str, selector: str, cache: WatchHandler) -> None:
         self._api, self._kind, self._namespace, self._cache = api, kind, namespace, cache
@@ -59,9 +61,11 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name=f"watch-{kind.name}-{namespace}", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
+        """Stop the thread, and wait at most 5 s for its end."""
         self._closing.set()
         stream = self._stream
         if stream is not None:
@@ -70,10 +74,13 @@ class Watcher:
 
     @property
     def unavailable_reason(self) -> str | None:
-        """Why a kind that is not ``needed`` is not watched; None if it is, as far as is known."""
+        """Why a kind that is not ``required`` is not watched; None if it is, as far as is known, and always None for a required
+        kind."""
         return None if self._kind.required else self._fault or None
 
     def wait_ready(self, deadline: float) -> None:
+        """Block until a required kind is listed, at most until the monotonic time ``deadline``. Raises ``EngineUnreachable`` if
+        it is not, or if the watch has failed since. Returns at once for a kind that is not required."""
         if not self._kind.required:
             return
         with self._changed:
@@ -84,6 +91,7 @@ class Watcher:
                 raise EngineUnreachable(f"Kubernetes has not listed its {self._kind.name} yet")
 
     def _run(self) -> None:
+        """List and watch until ``close``; after an error, do so again after a delay."""
         version, delay = "", 0.0
         while not self._closing.is_set():
             began = time.monotonic()
@@ -109,23 +117,26 @@ class Watcher:
             self._closing.wait(delay * random.uniform(0.75, 1.25))
 
     def _warn_once(self, refusal: Refusal) -> None:
-        """Log, once, that a kind that is not ``needed`` cannot be watched."""
+        """Log the first time that a kind which is not ``required`` cannot be watched."""
         if not self._kind.required and not self._warned:
             text = "%s cannot be watched, so waiting jobs show fewer reasons; trying again: %s"
             log.warning(text, self._kind.name, refusal.message)
         self._warned = True
 
     def _record_failure(self, detail: str, delay: float) -> float:
+        """Record why the kind cannot be watched, and return the seconds until the next try: twice ``delay``, within limits."""
         self._set_fault(fault=detail)
         return min(max(2 * delay, _BACKOFF[0]), _BACKOFF[1])
 
     def _set_fault(self, fault: str = "") -> None:
+        """Record the fault, or without an argument that the kind is listed and watched."""
         with self._changed:
             self._fault = fault
             self._listed = self._listed or not fault
             self._changed.notify_all()
 
     def _list(self) -> str:
+        """List all objects, page by page, pass them to the handler, and return the version to watch from."""
         items: list[Json] = []
         more: dict[str, str | int] = {}
         while True:
@@ -160,6 +171,8 @@ class Watcher:
         return version
 
     def _apply_event(self, event: Json) -> str | None:
+        """Pass one event to the handler, and return the version to resume from (None: the event has none). Raises ``Refusal`` for
+        an error that the server sends as an event."""
         object_ = event["object"]
         if event["type"] == "ERROR":
             raise Refusal(int(object_.get("code", 500)), json.dumps(object_).encode())
@@ -170,7 +183,7 @@ class Watcher:
 
 
 class _WatchInterrupted(Exception):
-    """A watch's connection broke after it was established; ``version``: where to resume."""
+    """A watch's connection broke after it was established; ``version``: the version from which to resume."""
 
     def __init__(self, version: str) -> None:
         super().__init__(version)

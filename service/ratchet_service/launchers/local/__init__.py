@@ -16,7 +16,8 @@ __all__ = ["make"]
 
 
 def make(home: HomePaths, settings: Mapping[str, Any], sandbox: Sandbox = NO_SANDBOX) -> Launcher:
-    """The factory that ``registry`` calls. Raises ``ValueError`` for unknown or invalid settings."""
+    """Return the local launcher. This is the factory that ``registry`` calls. With the setting ``agent_host`` its agents are
+    started by an agent host, another process. Raises ``ValueError`` for unknown or invalid settings."""
     hosted = settings.get("agent_host", False)
     further = [str(name) for name in settings if name != "agent_host"]
     if further or not isinstance(hosted, bool):

@@ -39,8 +39,8 @@ _ENDED_WITH_HOST: Final = (
 
 
 class Question(BaseModel):
-    """``what``: ``look`` at an attempt, ``start`` its agents, ``stop`` or ``kill`` them; ``running``: list the attempts that have
-    processes; ``sweep``: end the attempts in ``names``; ``ping``."""
+    """A request to the agent host. ``what``: ``look`` at an attempt, ``start`` its agents, ``stop`` or ``kill`` them;
+    ``running``: list the attempts that have processes; ``sweep``: end the attempts in ``names``; ``ping``: only answer."""
 
     model_config = ConfigDict(extra="ignore")
     what: Literal["ping", "look", "start", "stop", "kill", "running", "sweep"]
@@ -50,8 +50,9 @@ class Question(BaseModel):
 
 
 class Answer(BaseModel):
-    """``away``: why nothing was done; ``refused``: why nothing was done, and a retry would not help; ``alive``: the attempt has a
-    process; ``own``: this same host process started its agents; ``names``: attempts, or processes that were killed."""
+    """The agent host's answer. ``away``: why nothing was done now (empty: it was done); ``refused``: why nothing was done, and a
+    retry would not help; ``alive``: the attempt has a process; ``own``: this same host process started its agents; ``names``:
+    attempts, or processes that were killed."""
 
     model_config = ConfigDict(extra="ignore")
     away: str = ""
@@ -65,24 +66,25 @@ M = TypeVar("M", Question, Answer)
 
 
 def socket_address(directory_fd: int) -> str:
-    """The socket's address by a descriptor of its open directory: its path could be longer than the limit of 108 bytes."""
+    """Return the address of the agent host's socket, by an open descriptor of its directory: the path itself could be longer than
+    the limit of 108 bytes."""
     return f"/proc/self/fd/{directory_fd}/{SOCKET}"
 
 
 def read_line(connection: socket.socket, kind: type[M]) -> M:
-    """Receive one message. Raises ``OSError``, and ``ValueError`` for anything else than such a message."""
+    """Receive one message. Raises ``OSError``, and ``ValueError`` for anything but a message of this kind."""
     with connection.makefile("rb") as stream:
         return kind.model_validate_json(stream.readline(MAX_MESSAGE_BYTES))
 
 
 def send_line(connection: socket.socket, message: BaseModel) -> None:
-    """Raises ``OSError``."""
+    """Send one message. Raises ``OSError``."""
     connection.sendall(message.model_dump_json().encode() + b"\n")
 
 
 def send_request(home: Path, request: Question) -> Answer:
-    """Send ``request`` to the agent host and return its answer. Raises ``EngineUnreachable`` if no host answers, and
-    ``LaunchError`` if it refuses."""
+    """Send ``request`` to the agent host of this run directory and return its answer; blocks for at most ``_TIMEOUT_SECONDS``.
+    Raises ``EngineUnreachable`` if no host answers or nothing was done now, and ``LaunchError`` if it refuses."""
     directory_fd = -1
     try:
         directory_fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -109,16 +111,20 @@ def send_request(home: Path, request: Question) -> Answer:
 
 
 class HostedLauncher(LocalLauncher):
-    """See the module. Its calls may wait for the host, so the service makes them through ``ThreadedLauncher``."""
+    """The local launcher whose agents an agent host starts; see the module. Its calls may wait for the host, so the service makes
+    them through ``ThreadedLauncher``."""
 
     same_files = False
 
     def submit(self, plan: LaunchPlan) -> None:
+        """Write ``launch.json`` and request the host to start the agents, unless an agent has started."""
         if not plan.ref.paths.agent_file.exists():
             self._write_launch_file(plan)
             self._request("start", plan.ref)
 
     def poll(self, ref: AttemptRef) -> AttemptState:
+        """Return the attempt's state, from the agents' files and locks. The host is queried only if no agent holds its lock. If
+        the host was restarted and the attempt has no process and no results, its agents count as ended with the host."""
         nodes = attempt_files.node_states(
             ref, gone=lambda node: not attempt_files.lock_is_held(ref.paths.node(node).lock_file)
         )
@@ -129,15 +135,19 @@ class HostedLauncher(LocalLauncher):
         return AttemptState(answer.alive, nodes, ends=(EngineEnd(Cause.NODE_LOST, _ENDED_WITH_HOST),) if lost else ())
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
+        """Request the host to send SIGTERM to the agents; ``grace`` is not used."""
         self._request("stop", ref)
 
     def kill(self, ref: AttemptRef) -> list[str]:
+        """Request the host to kill the attempt's processes, and return those that were found."""
         return self._request("kill", ref).names
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
+        """Request the host to kill all attempts that ``known`` does not return, and return their names."""
         found = send_request(self._home.home, Question(what="running")).names
         orphans = sorted(set(found) - set(known(found))) if found else []
         return send_request(self._home.home, Question(what="sweep", names=orphans)).names if orphans else []
 
     def _request(self, operation: Literal["look", "start", "stop", "kill"], ref: AttemptRef) -> Answer:
+        """Send a request about one attempt. Raises as ``send_request``."""
         return send_request(self._home.home, Question(what=operation, job_id=ref.job_id, attempt=ref.attempt))

@@ -194,6 +194,7 @@ class LocalLauncher:
         return [f"process {pid}" for pid in found]
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
+        """Return the ends of the agents' logs, at most ``limit`` characters altogether."""
         return files.agent_logs(ref, limit)
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
@@ -218,7 +219,8 @@ class LocalLauncher:
         return list(found.values())
 
     def _start(self, plan: LaunchPlan, node: int, env: dict[str, str]) -> int:
-        """Start the agent of one node and return its pid. Raises ``OSError``."""
+        """Start the agent of one node and return its pid. Its output is appended to ``agent.log`` in the node's directory, which
+        is created. Raises ``OSError``."""
         paths = plan.ref.paths.node(node)
         argv = plan.argv if plan.ref.nodes == 1 else (*plan.argv, "--node", str(node))
         with as_owner(paths.root):

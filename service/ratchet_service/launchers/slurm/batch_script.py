@@ -1,4 +1,4 @@
-"""The batch script of an attempt: a pure function of the launch file and the service's settings.
+"""Makes the batch script of an attempt: a pure function of the launch file and the service's settings.
 
 Slurm starts the script on the job's first node; the script starts an agent on each node by one ``srun``. No value from a user can
 end the line that it is written in: options are quoted as sbatch reads them, words of commands as the shell does. ``setup`` is
@@ -36,12 +36,13 @@ _AGENT_SHELL: Final = (
 
 
 def job_comment(home: HomePaths) -> str:
-    """The comment of all jobs of one run directory, which distinguishes them from other jobs."""
+    """Return the comment of all jobs of one run directory, which distinguishes them from other jobs of the same user."""
     return f"ratchet-{home.instance_id}"
 
 
 def render_script(launch: LaunchFile, settings: Settings, home: HomePaths) -> str:
-    """The batch script, for sbatch's standard input."""
+    """Return the batch script, which is passed to sbatch as standard input. Raises ``ValueError`` for an option with a line
+    break."""
     spec = launch.spec
     launcher = settings.effective_launcher(spec)
     paths = AttemptPaths(Path(launch.attempt_dir))
@@ -63,14 +64,15 @@ def render_script(launch: LaunchFile, settings: Settings, home: HomePaths) -> st
 
 
 def agent_command(launch: LaunchFile, settings: Settings) -> tuple[str, ...]:
-    """The command of the agent on each node."""
+    """Return the command of the agent, the same on each node."""
     python = settings.image_python if launch.spec.image else settings.python
     paths = AttemptPaths(Path(launch.attempt_dir))
     return (python, "-P", "-m", "ratchet_worker.agent", str(paths.launch_file), "--node-from", _TASK)
 
 
 def option(name: str, value: str | None = None) -> str:
-    """One ``#SBATCH`` line. Raises ``ValueError`` for a value with a line break or a NUL."""
+    """Return one ``#SBATCH`` line, for a flag if ``value`` is None. Raises ``ValueError`` for a value with a line break or a
+    NUL."""
     if value is None:
         return f"#SBATCH --{name}"
     if "\n" in value or "\0" in value:
@@ -80,11 +82,13 @@ def option(name: str, value: str | None = None) -> str:
 
 
 def cpus_per_node(launch: LaunchFile) -> int:
+    """Return the number of CPUs that the job requests on each node."""
     return launch.spec.world.ranks_per_node * launch.resolved.threads_per_rank
 
 
 def gres(spec: JobSpec, launcher: SlurmLauncherSpec) -> str | None:
-    """The generic resources of each node: ``launcher.gres``, else one GPU per rank if the spec requests GPUs."""
+    """Return the generic resources of each node, as in ``--gres``: ``launcher.gres``, else one GPU per rank if the spec requests
+    GPUs. None: no such resources."""
     kind, count = spec.resources.gpu, spec.world.ranks_per_node
     if launcher.gres is not None or kind is None:
         return launcher.gres
@@ -92,11 +96,12 @@ def gres(spec: JobSpec, launcher: SlurmLauncherSpec) -> str | None:
 
 
 def minutes(seconds: float) -> int:
-    """A time limit in Slurm's unit, rounded up."""
+    """Return a time limit in minutes, which are Slurm's unit, rounded up."""
     return math.ceil(seconds / 60)
 
 
 def _options(launch: LaunchFile, launcher: SlurmLauncherSpec, paths: AttemptPaths, home: HomePaths) -> list[str]:
+    """Return the ``#SBATCH`` lines that Ratchet sets; without those of ``launcher.options``."""
     spec = launch.spec
     memory = spec.resources.memory
     values = {
@@ -124,6 +129,7 @@ def _options(launch: LaunchFile, launcher: SlurmLauncherSpec, paths: AttemptPath
 
 
 def _srun(launch: LaunchFile, launcher: SlurmLauncherSpec, settings: Settings, home: HomePaths) -> str:
+    """Return the srun command that starts the agents, with a container if the job has an image."""
     nodes = launch.spec.world.nodes
     words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     words += [f"--cpus-per-task={cpus_per_node(launch)}", "--cpu-bind=none", "--mpi=none", "--export=ALL", "--label"]
@@ -141,7 +147,7 @@ def _srun(launch: LaunchFile, launcher: SlurmLauncherSpec, settings: Settings, h
 
 
 def _mounts(spec: JobSpec, home: HomePaths) -> list[str]:
-    """``source:target[:ro]``: the run directory at its own path, then the spec's volumes."""
+    """Return the mounts of a container as ``source:target[:ro]``: the run directory at its own path, then the spec's volumes."""
     return [f"{home.home}:{home.home}", *(_mount(volume) for volume in spec.volumes)]
 
 

@@ -1,4 +1,4 @@
-"""Run Slurm's commands: each has a deadline, gets no options from the environment, and ends if the service is killed."""
+"""Runs Slurm's commands: each has a time limit, gets no options from the environment, and is killed if the service is killed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _KEPT_VARIABLES: Final = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JW
 
 
 class Refused(Exception):
-    """The command failed; the exception's text is the command's error message."""
+    """The command failed, and would fail again; the exception's text is the command's error message."""
 
 
 class Commands:
-    """``folder``: where the commands are (None: on PATH); ``seconds``: time limit of each; ``environ``: the service's
-    environment."""
+    """Runs Slurm's commands. ``folder``: the directory where they are (None: on PATH); ``seconds``: time limit of each;
+    ``environ``: the service's environment."""
 
     def __init__(self, folder: str | None, seconds: float, environ: Mapping[str, str]) -> None:
         self._folder = folder
@@ -36,8 +36,9 @@ class Commands:
         self._setpriv = shutil.which("setpriv")
 
     def run(self, name: str, *arguments: str, text: str = "", environ: Mapping[str, str] | None = None) -> str:
-        """Return the command's standard output. ``text``: its standard input; ``environ``: the environment of a job, in place of
-        the service's own. Raises ``EngineUnreachable``, also if the command does not exist or takes too long, and ``Refused``."""
+        """Run the command, wait for its end, and return its standard output. ``text``: its standard input; ``environ``: its
+        environment, in place of the service's own. Raises ``EngineUnreachable``, also if the command does not exist or takes too
+        long, and ``Refused``."""
         program = name if self._folder is None else f"{self._folder}/{name}"
         command = [program, *arguments]
         if self._setpriv is not None:  # an sbatch that outlived the service could submit a job a second time
@@ -66,19 +67,19 @@ class Commands:
 
 
 def without_options(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without variables that would change what commands do: they override a script's own lines. This also removes the
-    variables of a Slurm job that the service itself runs in."""
+    """Return ``environ`` without variables that would change what the commands do, since these override the options of a script.
+    Variables of a Slurm job in which the service itself runs are removed, too."""
     return {k: v for k, v in environ.items() if k in _KEPT_VARIABLES or not k.startswith(_OPTION_PREFIXES)} | {
         "LC_ALL": "C.UTF-8"
     }
 
 
 def own_user() -> str:
-    """The user id, as squeue accepts it."""
+    """Return this process's user id, in the form that squeue accepts."""
     return str(os.getuid())
 
 
 def _error_text(stderr: str, name: str) -> str:
-    """The error message on one line, without the command's name."""
+    """Return the error message on one line, without the command's name; empty if there is none."""
     lines = [line.removeprefix(f"{name}: ").removeprefix("error: ").strip() for line in stderr.splitlines()]
     return "; ".join(dict.fromkeys(line for line in lines if line))

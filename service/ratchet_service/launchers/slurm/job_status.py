@@ -41,8 +41,9 @@ _SHELL_SIGNAL: Final = 128
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One batch job as Slurm reports it. ``exit_code``: the script's; ``signal``: the signal that ended it; ``restarts``: how
-    often Slurm has restarted it by itself; ``preempted``: it was asked to make room for another job."""
+    """One batch job as Slurm reports it. ``completing``: its last processes are still being ended; ``exit_code``: the script's;
+    ``signal``: the signal that ended the script, 0: none; ``restarts``: how often Slurm has restarted the job by itself;
+    ``preempted``: it had to make room for another job; ``nodes``: its nodes' names, empty before it has any."""
 
     id: int
     name: str
@@ -58,30 +59,32 @@ class JobRecord:
 
     @property
     def has_ended(self) -> bool:
-        """True if no part of it runs or will start, as far as Slurm knows. An unknown state of a later version counts as not
-        over."""
+        """True if no part of the job runs or will start, as far as Slurm knows. A state that is unknown here counts as not
+        ended."""
         return self.state in _ENDED_STATES and not self.completing
 
     @property
     def is_queued(self) -> bool:
+        """True if the job is in Slurm's queue, or its nodes are being prepared."""
         return self.state in _QUEUED
 
     @property
     def was_requeued(self) -> bool:
-        """True if Slurm has requeued it and it has not ended since. Its script forbids that; an administrator can allow it."""
+        """True if Slurm has restarted the job and it has not ended since. Its script forbids that; an administrator can do it all
+        the same."""
         return self.restarts > 0 and not self.has_ended
 
 
 def decode_wait_status(status: int) -> tuple[int, int]:
-    """Exit code and signal of a raw wait(2) status, which squeue prints."""
+    """Return exit code and signal of a raw wait(2) status, as squeue prints it; one of them is 0."""
     if os.WIFSIGNALED(status):
         return 0, os.WTERMSIG(status)
     return os.waitstatus_to_exitcode(status), 0
 
 
 def duplicate_jobs(jobs: Sequence[JobRecord]) -> list[JobRecord]:
-    """The jobs that do not run the attempt. It has several jobs of the same name if it was submitted again after Slurm's answer
-    was lost; its agents are those of the job that started first."""
+    """Return those of the attempt's jobs that do not run it. An attempt has several jobs of the same name if it was submitted
+    again after Slurm's answer was lost; its agents are those of the job that started first."""
     began = [job for job in jobs if job.nodes and not job.is_queued]
     first = next(iter(began or jobs), None)
     return [
@@ -92,7 +95,7 @@ def duplicate_jobs(jobs: Sequence[JobRecord]) -> list[JobRecord]:
 
 
 def waiting_reason(job: JobRecord) -> str | None:
-    """Why Slurm has not started it yet, as a message; None if it has, or never will."""
+    """Return why Slurm has not started the job yet, as a message; None if it has, or never will."""
     if not job.is_queued or unstartable_reason(job) is not None:
         return None
     if job.state == "CONFIGURING":
@@ -105,7 +108,7 @@ def waiting_reason(job: JobRecord) -> str | None:
 
 
 def unstartable_reason(job: JobRecord) -> str | None:
-    """Why it can never start as it was requested; None while it may."""
+    """Return why the job can never start as it was requested, as a message; None while it may, or if it has started."""
     reason = job.reason.strip("()").replace(" ", "_")
     if job.state == "PENDING" and (reason in _UNSTARTABLE_REASONS or _PER_JOB.fullmatch(reason)):
         return (
@@ -116,8 +119,8 @@ def unstartable_reason(job: JobRecord) -> str | None:
 
 
 def engine_end(job: JobRecord, *, started: bool, has_results: bool) -> EngineEnd | None:
-    """Why the job ended, or cannot run, according to Slurm; None if neither, or if Slurm adds nothing to the agents' own results.
-    ``started``: any agent was seen; ``has_results``: all agents have left a result."""
+    """Return why the job ended, or cannot run, according to Slurm. None if it may still run, or if Slurm adds nothing to the
+    agents' own results. ``started``: any agent was seen; ``has_results``: all agents have left a result."""
     where = f" (nodes {job.nodes})" if job.nodes else ""
     if job.restarts:
         return EngineEnd(
@@ -146,9 +149,9 @@ def engine_end(job: JobRecord, *, started: bool, has_results: bool) -> EngineEnd
 
 
 def ended_tasks(log: str) -> dict[int, str]:
-    """Nodes whose agent has ended, each with srun's message, parsed from srun's output. srun prints nothing for a success.
-    An agent that ended because another agent runs its part of the attempt (a job submitted twice) is left out: its end implies
-    nothing about the other agent."""
+    """Return node -> srun's message, for the nodes whose agent has ended with an error, parsed from srun's output ``log``. srun
+    prints nothing for a success. An agent that ended because another agent runs its part of the attempt (a job submitted twice)
+    is left out: its end implies nothing about the other agent."""
     found: dict[int, str] = {}
     for numbers, how in _ENDED_TASKS.findall(log):
         if how.strip() == _LEASE_LOST_MESSAGE:
@@ -160,13 +163,14 @@ def ended_tasks(log: str) -> dict[int, str]:
 
 
 def _end_of_unstartable(job: JobRecord) -> EngineEnd | None:
+    """Return the end of a job that can never start; None if it may."""
     stuck = unstartable_reason(job)
     return None if stuck is None else EngineEnd(Cause.LAUNCHER_ERROR, stuck)
 
 
 def _end_by_exit_code(job: JobRecord, started: bool) -> EngineEnd | None:
-    """The end that the script's exit code implies. It is srun's exit code, the highest of all agents; above 128 it is a
-    signal."""
+    """Return the end that the script's exit code implies; None if the job did not fail. The code is srun's, the highest of all
+    agents; above 128 it stands for a signal."""
     if job.state != "FAILED":
         return None
     if job.signal:

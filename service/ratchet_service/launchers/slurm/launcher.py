@@ -43,12 +43,13 @@ _RETENTION_SECONDS: Final = 3600.0
 
 
 def make(home: HomePaths, settings: Mapping[str, Any]) -> SlurmLauncher:
-    """The factory that ``registry`` calls. Raises ``ValueError`` for invalid settings."""
+    """Return the Slurm launcher. This is the factory that ``registry`` calls. Raises ``ValueError`` for invalid settings."""
     return SlurmLauncher(home, parse_settings(settings))
 
 
 class SlurmLauncher:
-    """See the module. ``environ``: the environment that batch jobs inherit from."""
+    """Runs attempts as batch jobs of Slurm; see the module. ``environ``: the environment that batch jobs inherit from (None: this
+    process's)."""
 
     kind = "slurm"
     max_nodes: int | None = None
@@ -71,9 +72,11 @@ class SlurmLauncher:
         self._cancelled_at: dict[int, float] = {}
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
+        """Return warnings and problems of the spec (``spec_checks.check``)."""
         return spec_checks.check(spec, self._settings.effective_launcher(spec))
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
+        """Return the batch script and the command that submits it."""
         argv = batch_script.agent_command(launch, self._settings)
         paths = AttemptPaths(Path(launch.attempt_dir))
         return LaunchPlan(
@@ -90,6 +93,8 @@ class SlurmLauncher:
         )
 
     def submit(self, plan: LaunchPlan) -> None:
+        """Write ``launch.json`` and submit the batch script, unless an agent has started or Slurm has a job of this name. Raises
+        ``LaunchError``, ``EngineUnreachable``."""
         name = plan.ref.name
         if any(node.seen for node in attempt_files.node_states(plan.ref)):
             return
@@ -108,6 +113,8 @@ class SlurmLauncher:
             self._submitted_at[name] = time.monotonic()
 
     def poll(self, ref: AttemptRef) -> AttemptState:
+        """Return the attempt's state, from squeue and the agents' files. Jobs that were requeued or submitted twice are killed.
+        Raises ``EngineUnreachable``."""
         jobs = self._jobs(ref)
         alive, duplicates = any(not job.has_ended for job in jobs), job_status.duplicate_jobs(jobs)
         for job in jobs:
@@ -124,12 +131,15 @@ class SlurmLauncher:
         return self._state_after_end(ref, jobs, state)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
+        """Send SIGTERM to the agents; a job that has not started is cancelled. ``grace`` is not used: the caller kills."""
         for job in self._jobs(ref):
             if not job.has_ended:
                 self._cancel("--state=PENDING", str(job.id))  # a pending job has no agents to signal
                 self._cancel("--signal=TERM", str(job.id))
 
     def kill(self, ref: AttemptRef) -> list[str]:
+        """Kill the attempt's jobs, and return those that have not ended. Empty only if a new answer of squeue has none: another
+        process may have submitted one since the last answer."""
         left = [job for job in self._jobs(ref) if not job.has_ended]
         if not left:  # only a new answer is proof: another process may have submitted it since the last one
             left = [job for job in self._queue.jobs(since=time.monotonic()).get(ref.name, []) if not job.has_ended]
@@ -138,10 +148,13 @@ class SlurmLauncher:
         return [f"Slurm job {job.id} ({job.state})" for job in left]
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
+        """Return the ends of the batch script's output and of the agents' logs, at most ``limit`` characters altogether."""
         said = [attempt_files.tail(ref.paths.engine_log, limit // 2), attempt_files.agent_logs(ref, limit // 2)]
         return "\n".join(part for part in said if part)[-limit:]
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
+        """Kill the jobs of attempts that ``known`` does not return, and return their names. Only jobs with the comment of this
+        run directory are considered."""
         self._prune()
         found: dict[str, list[JobRecord]] = {}
         for name, jobs in self._queue.jobs(since=time.monotonic()).items():
@@ -155,6 +168,8 @@ class SlurmLauncher:
         return orphans
 
     def _jobs(self, ref: AttemptRef) -> list[JobRecord]:
+        """Return the attempt's jobs, from an answer of squeue that is newer than its submission. Once all agents have left their
+        results, squeue is queried more often for a while."""
         since, now = self._submitted_at.get(ref.name), time.monotonic()
         if all(ref.paths.node(node).result_file.exists() for node in range(ref.nodes)):
             told = self._results_seen_at.setdefault(ref.name, now)
@@ -163,7 +178,9 @@ class SlurmLauncher:
         return self._queue.jobs(since=since).get(ref.name, [])
 
     def _state_after_end(self, ref: AttemptRef, jobs: Sequence[JobRecord], state: AttemptState) -> AttemptState:
-        """The state of an attempt that has no live job in Slurm; its files may appear a little later."""
+        """Return the state of an attempt that has no live job in Slurm, with Slurm's reasons for its end. If its agents ended by
+        themselves, it counts as alive for up to ``file_seconds``, since their results may appear later. A job that squeue has
+        forgotten is looked up in the accounting, once."""
         began = self._ended_seen_at.setdefault(ref.name, time.monotonic())
         if len(state.results) == ref.nodes or not (state.seen or jobs):
             return replace(state, ends=_engine_ends(jobs, state))
@@ -177,8 +194,9 @@ class SlurmLauncher:
         return replace(state, ends=_engine_ends(jobs, state) or (_forgotten_end(ref) if not jobs else ()))
 
     def _kill_job(self, job: JobRecord) -> None:
-        """Kill the job at once; its agents were asked to stop earlier. Slurm treats SIGKILL for a job like a cancellation, which
-        waits for KillWait first, but SIGKILL for a step takes effect immediately."""
+        """Kill the job at once, at most every ``_CANCEL_INTERVAL_SECONDS``; the caller has given its agents time to stop before.
+        Slurm treats SIGKILL for a job like a cancellation, which waits for KillWait first, but SIGKILL for a step takes effect
+        immediately."""
         now = time.monotonic()
         if now - self._cancelled_at.get(job.id, -_CANCEL_INTERVAL_SECONDS) < _CANCEL_INTERVAL_SECONDS:
             return
@@ -187,7 +205,7 @@ class SlurmLauncher:
         self._cancel(str(job.id))
 
     def _prune(self) -> None:
-        """Drop entries that are too old to be needed for any attempt's end."""
+        """Drop remembered actions and observations that are older than ``_RETENTION_SECONDS``."""
         old = time.monotonic() - _RETENTION_SECONDS
         for kept in (self._submitted_at, self._results_seen_at, self._ended_seen_at):
             for name in [name for name, at in kept.items() if at < old]:
@@ -198,17 +216,21 @@ class SlurmLauncher:
         self._cancelled_at = {number: at for number, at in self._cancelled_at.items() if at >= old}
 
     def _cancel(self, *arguments: str) -> None:
+        """Run scancel. A refusal is ignored: the job has ended meanwhile, or has not started the step yet. Raises
+        ``EngineUnreachable``."""
         with suppress(Refused):  # it has ended meanwhile, or has not started the step yet
             self._commands.run("scancel", "--quiet", *arguments)
 
 
 def _engine_ends(jobs: Sequence[JobRecord], state: AttemptState) -> tuple[EngineEnd, ...]:
+    """Return the ends that Slurm reports for the jobs, in their order."""
     has_results = len(state.results) == len(state.nodes)
     found = (job_status.engine_end(job, started=state.seen, has_results=has_results) for job in jobs)
     return tuple(end for end in found if end is not None)
 
 
 def _forgotten_end(ref: AttemptRef) -> tuple[EngineEnd, ...]:
+    """Return the end of an attempt of whose job Slurm has no record any more."""
     text = (
         f"Slurm no longer has the job {ref.name} (MinJobAge), and this cluster has no accounting: its result is unknown"
     )

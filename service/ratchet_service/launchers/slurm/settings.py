@@ -32,13 +32,13 @@ class Settings(BaseModel):
     command_seconds: float = Field(10.0, ge=1, le=120, description="Time limit of a command.")
 
     def effective_launcher(self, spec: JobSpec) -> SlurmLauncherSpec:
-        """The effective launcher keys of a job: those that it sets, and the defaults for the others."""
+        """Return the job's keys under ``launcher``, with the service's defaults for those that it does not set."""
         assert isinstance(spec.launcher, SlurmLauncherSpec)
         return spec.launcher.with_defaults(self.defaults)
 
 
 def parse_settings(raw_settings: Mapping[str, Any]) -> Settings:
-    """Parse the settings. Raises ``ValueError`` with a message that names the key."""
+    """Check the settings from the launchers file, and return them. Raises ``ValueError`` with a message that names the key."""
     try:
         return Settings.model_validate(dict(raw_settings))
     except ValidationError as error:

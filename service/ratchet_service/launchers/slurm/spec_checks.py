@@ -1,4 +1,4 @@
-"""Parts of a spec that Slurm cannot honour, by JSON pointer. Pure."""
+"""Checks a spec for parts that Slurm cannot honour. Each problem has a JSON pointer. Pure."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _REFUSED: Final = {
 
 
 def check(spec: JobSpec, launcher: SlurmLauncherSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-    """Warnings and problems of ``spec``. ``launcher``: its launcher keys, with the site's defaults for those that it does not
-    set."""
+    """Return warnings and problems of ``spec``. ``launcher``: its keys under ``launcher``, with the site's defaults for those
+    that it does not set."""
     problems = [
         *_check_time_limit(spec, launcher),
         *_check_gpus(spec, launcher),
@@ -70,7 +70,8 @@ def check(spec: JobSpec, launcher: SlurmLauncherSpec) -> tuple[list[Warning_], l
 
 
 def _check_time_limit(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProblem]:
-    """Check that the time limit leaves time to train: the agents are signalled to stop so early that the longest stop fits in."""
+    """Return a problem if the time limit leaves no time to train: the agents are signalled so early that the longest stop fits in
+    before it."""
     notice = longest_stop(spec)
     if notice > MAX_NOTICE_SECONDS:
         text = f"Slurm gives at most {MAX_NOTICE_SECONDS} s of notice before a time limit: make it shorter"
@@ -87,6 +88,7 @@ def _check_time_limit(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldP
 
 
 def _check_gpus(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProblem]:
+    """Return a problem if the requested GPUs are not a resource of Slurm, or if the job needs GPUs and requests none."""
     kind = spec.resources.gpu
     if kind is not None and launcher.gres is None and _GRES_TYPE.fullmatch(kind) is None:
         text = f"{kind!r} is not a gres type: name one of `sinfo -o %G`, such as a100, or gpu for any"
@@ -98,6 +100,7 @@ def _check_gpus(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProblem
 
 
 def _check_options(launcher: SlurmLauncherSpec) -> list[FieldProblem]:
+    """Return a problem for each of the options for sbatch that may not be set in ``launcher.options``."""
     found = []
     for name in launcher.options:
         if name in _OWN_KEYS:
@@ -114,6 +117,7 @@ def _check_options(launcher: SlurmLauncherSpec) -> list[FieldProblem]:
 
 
 def _check_volumes(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProblem]:
+    """Return a problem for each fault of the job's volumes."""
     found = []
     for i, volume in enumerate(spec.volumes):
         for key, text in _check_volume(volume, spec.image is not None):
@@ -122,6 +126,7 @@ def _check_volumes(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProb
 
 
 def _check_volume(volume: VolumeSpec, in_container: bool) -> list[tuple[str, str]]:
+    """Return (key, message) of a volume's faults. ``in_container``: the job has an image."""
     if volume.host_path is None:
         return [
             (
@@ -140,4 +145,5 @@ def _check_volume(volume: VolumeSpec, in_container: bool) -> list[tuple[str, str
 
 
 def _problem(pointer: str, detail: str) -> FieldProblem:
+    """Return a problem with this launcher's code."""
     return FieldProblem(pointer=pointer, code=_CANNOT, detail=detail)

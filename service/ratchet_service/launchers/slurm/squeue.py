@@ -1,7 +1,8 @@
-"""Query squeue and sacct, and parse their answers into ``JobRecord``.
+"""Queries squeue and sacct, and parses their answers into ``JobRecord``.
 
-Slurm before 23.11 is queried for text with fields of a fixed width, later versions for ``--json``. There a job's states are a
-list and a number is ``{"set": true, "infinite": false, "number": 5}``; older JSON, with plain strings and numbers, is parsed too.
+Slurm before 23.11 is queried for text with fields of a fixed width, later versions for ``--json``. In that JSON a job's states
+are a list and a number is ``{"set": true, "infinite": false, "number": 5}``; older JSON, with plain strings and numbers, is
+parsed too.
 
 ``Queue`` queries the user's jobs once for all attempts, and again when the answer is too old for the caller.
 """
@@ -29,18 +30,18 @@ _SACCT_STATE: Final = re.compile(r"([A-Z_]+)")
 
 
 def parse_version(text: str) -> tuple[int, int]:
-    """``slurm-wlm 22.05.8`` -> (22, 5); (0, 0) if unknown."""
+    """Return the first two numbers of Slurm's version: ``slurm-wlm 22.05.8`` -> (22, 5); (0, 0) if there are none."""
     found = re.search(r"(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def parse_squeue_text(output: str) -> list[JobRecord]:
-    """Parse the output of ``squeue --noheader --Format=SQUEUE_FORMAT``."""
+    """Parse the output of ``squeue --noheader --Format=SQUEUE_FORMAT``: one job per line."""
     return [_record_from_text(line) for line in output.splitlines() if line.strip()]
 
 
 def parse_squeue_json(output: str) -> list[JobRecord]:
-    """Parse the output of ``squeue --json`` or ``sacct --json``. Raises ``ValueError``."""
+    """Parse the output of ``squeue --json`` or ``sacct --json``. Raises ``ValueError`` if it is not such a document."""
     data = json.loads(output)
     try:
         return [_record_from_json(job) for job in data["jobs"]]
@@ -49,8 +50,8 @@ def parse_squeue_json(output: str) -> list[JobRecord]:
 
 
 def parse_sacct_text(output: str) -> list[JobRecord]:
-    """Parse the output of ``sacct --noheader --parsable2 --format=SACCT_FORMAT``, also with ``--completion``; steps are left
-    out."""
+    """Parse the output of ``sacct --noheader --parsable2 --format=SACCT_FORMAT``, also with ``--completion``. Steps are left out;
+    of a requeued job only the newest record is returned."""
     found: dict[int, JobRecord] = {}
     for line in output.splitlines():
         number, name, state, code = [*line.split("|"), "", "", ""][:4]
@@ -68,6 +69,7 @@ def parse_sacct_text(output: str) -> list[JobRecord]:
 
 
 def _record_from_text(line: str) -> JobRecord:
+    """Parse one line of ``squeue --Format``."""
     parts = [line[i * _WIDTH : (i + 1) * _WIDTH].strip() for i in range(len(_FIELDS))]
     number, name, state, reason, status, restarts, preempted, nodes, comment = parts
     exit_code, signal = decode_wait_status(_int_or_zero(status))
@@ -87,6 +89,7 @@ def _record_from_text(line: str) -> JobRecord:
 
 
 def _record_from_json(job: Mapping[str, Any]) -> JobRecord:
+    """Convert one job of the JSON. Raises ``KeyError`` or ``TypeError`` if it does not have the expected form."""
     state = job.get("state")
     states = state["current"] if isinstance(state, Mapping) else job["job_state"]
     reason = state.get("reason") if isinstance(state, Mapping) else job.get("state_reason")
@@ -109,6 +112,7 @@ def _record_from_json(job: Mapping[str, Any]) -> JobRecord:
 
 
 def _json_exit_status(value: Any) -> tuple[int, int]:
+    """Return exit code and signal of a job in the JSON of any version; zeros if there are none."""
     if isinstance(value, int):
         return decode_wait_status(value)
     if not isinstance(value, Mapping):
@@ -118,13 +122,14 @@ def _json_exit_status(value: Any) -> tuple[int, int]:
 
 
 def _json_number(value: Any) -> int:
-    """A number in the JSON of any version; 0 if it is not set or infinite."""
+    """Return a number in the JSON of any version; 0 if it is not set or infinite."""
     if isinstance(value, Mapping):
         return int(value.get("number") or 0) if value.get("set") and not value.get("infinite") else 0
     return value if isinstance(value, int) else 0
 
 
 def _int_or_zero(text: str) -> int:
+    """Return the number; 0 for a text that is not digits."""
     return int(text) if text.isdigit() else 0
 
 
@@ -133,7 +138,8 @@ _HISTORY = "now-30days"
 
 
 class Queue:
-    """The user's jobs in Slurm. ``period``: seconds for which regular polls reuse an answer."""
+    """The jobs of the service's user in Slurm. ``period``: seconds for which an answer of squeue is reused. ``clock``: a
+    monotonic clock."""
 
     def __init__(self, commands: Commands, period: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._commands = commands
@@ -145,9 +151,9 @@ class Queue:
         self._unreachable_until: tuple[float, EngineUnreachable] | None = None
 
     def jobs(self, *, since: float | None = None) -> dict[str, list[JobRecord]]:
-        """All jobs of this user by name, including ended ones until Slurm forgets them. ``since`` (a time of ``clock``): an
-        answer requested before it is not reused. Raises ``EngineUnreachable``; for a while after a failed query it raises the
-        same error without another query."""
+        """Return name -> jobs of this user, by id, including ended ones until Slurm forgets them. An answer is reused for
+        ``period`` seconds, unless it was requested before ``since`` (a time of ``clock``). Raises ``EngineUnreachable``; for a
+        while after a failed query the same error is raised without another query."""
         now = self._clock()
         if (
             self._fetched_at is not None
@@ -165,12 +171,12 @@ class Queue:
         return self._jobs
 
     def all_known_ended(self, name: str) -> bool:
-        """True if all jobs of that name were over in the last answer."""
+        """True if all jobs of that name were over in the last answer, or if it had none."""
         return all(job.has_ended for job in self._jobs.get(name, []))
 
     def accounting_records(self, name: str) -> list[JobRecord]:
-        """Records of a job that squeue has forgotten, from accounting or else from the completion log; empty if the cluster keeps
-        neither."""
+        """Return the records of jobs of that name which squeue has forgotten, from the accounting or else from the completion
+        log; empty if the cluster keeps neither or does not answer."""
         arguments = [
             "--noheader",
             "--parsable2",
@@ -189,6 +195,7 @@ class Queue:
         return []
 
     def _fetch(self) -> dict[str, list[JobRecord]]:
+        """Query squeue and return name -> jobs. Raises ``EngineUnreachable``, also for an answer that cannot be parsed."""
         try:
             if self._version is None:
                 self._version = parse_version(self._commands.run("sinfo", "--version"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -99,8 +98,7 @@ def test_resume_with_code_records_its_git_commit(api: Api, found: dict[str, GitF
     assert commit(resume(api, job_id, {"code": SENT})) == TOLD.commit
 
 
-def test_launch_file_omits_git_for_agents_of_earlier_versions(tmp_path: Path) -> None:
-    """It refuses keys that it does not know, so the commit lies beside it."""
+def test_launch_file_has_the_git_commit_of_the_code(tmp_path: Path) -> None:
     home = HomePaths(tmp_path)
     given = parse_spec(spec(code=CODE))
     resolved = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python="python")
@@ -109,9 +107,9 @@ def test_launch_file_omits_git_for_agents_of_earlier_versions(tmp_path: Path) ->
     code = launch.spec.code.model_copy(update={"git": TOLD})
     paths = home.job("job").attempt(1)
     write_launch(paths, launch.model_copy(update={"spec": given.model_copy(update={"code": code})}))
-    assert "git" not in json.loads(paths.launch_file.read_text())["spec"]["code"]
-    assert LaunchFile.model_validate_json(paths.launch_file.read_text()) == launch
-    assert GitFacts.model_validate_json(paths.git_file.read_text()) == TOLD
+    written = LaunchFile.model_validate_json(paths.launch_file.read_text())
+    assert written.spec.code is not None and written.spec.code.git == TOLD
+    assert written.spec.digest() == given.digest()
 
 
 def test_client_upload_sends_the_git_commit_with_the_code(tmp_path: Path) -> None:

@@ -147,11 +147,11 @@ def test_gpu_job_tolerates_gpu_taints_and_cpu_job_sees_no_gpu() -> None:
 
 
 def test_termination_grace_follows_save_seconds_up_to_stop_grace() -> None:
-    def grace(seconds: float | None) -> int:
+    def grace(seconds: float) -> int:
         plan = launcher().plan(launch_of(spec_of(policy={"stop_grace": 100}), save_seconds=seconds))
         return int(plan.request["manifests"][0]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"])
 
-    assert grace(None) == grace(1000.0) == 120
+    assert grace(0.0) == grace(1000.0) == 120
     assert grace(4.0) < grace(8.0) < 120
 
 

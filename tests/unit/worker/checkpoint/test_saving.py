@@ -97,7 +97,7 @@ class Group:
         checkpoint = CheckpointSpec(**{"every_steps": 1, **spec})
         job = SimpleNamespace(checkpoint=checkpoint, task="task", hook=None, digest=lambda: "spec")
         launch: Any = SimpleNamespace(
-            job_root=str(root), job_id="job", attempt=1, spec=job, save_seconds=None, world_size=RANKS,
+            job_root=str(root), job_id="job", attempt=1, spec=job, save_seconds=0.0, world_size=RANKS,
             resolved=SimpleNamespace(code_digest=None), deadlines=SimpleNamespace(step=deadline),
         )  # fmt: skip
         store, counter = HashStore(), Told()

@@ -38,7 +38,7 @@ def _launch(root: Path) -> Any:
     )
     deadlines = SimpleNamespace(step=10)
     return SimpleNamespace(
-        job_root=str(root), job_id="job", attempt=1, spec=spec, save_seconds=None, deadlines=deadlines,
+        job_root=str(root), job_id="job", attempt=1, spec=spec, save_seconds=0.0, deadlines=deadlines,
         code_dir=None, workdir=str(root), faults=[], fork=None,
     )  # fmt: skip
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ratchet_contract.phases import Cause
 from ratchet_worker.coordination.stop_agreement import (
-    EVALUATION,
     FINISH,
     Agreement,
     Decision,
@@ -23,6 +22,8 @@ from ratchet_worker.coordination.stop_agreement import (
     position,
 )
 from ratchet_worker.coordination.store_exchange import Abandoned, Exchange, PeerTimeout, poll_until_present
+
+EVALUATION = 1  # the first evaluation after a step
 
 WAIT = 20.0
 
