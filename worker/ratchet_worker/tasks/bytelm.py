@@ -1,8 +1,8 @@
 """``bytelm``: a byte-level transformer language model over the source files of the Python standard library.
 
-The data are described in ``stdlib_bytes``, the model to beat in ``byte_baseline``. With the default arguments it beats that model
-in bits per byte on held-back files, with all-reduce and with PowerSGD of rank 2 (CPython 3.11, two ranks: 1.97 and 2.13
-against 2.60).
+The data are described in ``stdlib_bytes``, the model to beat in ``tests/support/byte_baseline.py``. With the default
+arguments it beats that model in bits per byte on held-back files, with all-reduce and with PowerSGD of rank 2
+(CPython 3.11, two ranks: 1.97 and 2.13 against 2.60).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 class Windows:
-    """Sample i: bytes ``i * context`` to ``(i + 2) * context`` of the training bytes, uint8 of shape (2 * context,)."""
+    """A data set of overlapping windows. Sample i: bytes ``i * context`` to ``(i + 2) * context`` of the training bytes ``data``,
+    uint8 of shape (2 * context,)."""
 
     def __init__(self, data: torch.Tensor, context: int, digest: str) -> None:
         self.data, self.context, self._digest = data, context, digest
@@ -46,7 +47,8 @@ class Windows:
 
 
 def crop(sample: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A window of half the length + 1 at a random start: the inputs and, shifted by one, the targets."""
+    """Return a window of ``sample`` of half its length + 1 at a random start, drawn from ``generator``: the inputs and, shifted
+    by one, the targets."""
     context = len(sample) // 2
     start = int(torch.randint(0, context, (), generator=generator))
     return sample[start : start + context + 1]
@@ -74,7 +76,7 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Bytes (batch, length), any integer dtype, to logits (batch, length, 256) of each next byte.
+    """The model: bytes (batch, length), of any integer dtype, to logits (batch, length, 256) of each next byte.
 
     A position's input is the sum of the embeddings of its byte, of its place, and of the last 2, 3 and 4 bytes, which are hashed
     into ``grams`` rows for each length (hash n-gram embeddings as in Pagnoni et al. 2024, arXiv 2412.09871, section 3.2.1). Short
@@ -106,7 +108,8 @@ class ByteTransformer(nn.Module):
         return logits
 
     def _hashes(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows of ``grams``, int64 of shape (lengths, batch, length): Knuth's multiplicative hash of the bytes as a number."""
+        """Return the rows of ``grams`` for the last 2, 3 and 4 bytes at each position of ``x``, int64 of shape (lengths, batch,
+        length): Knuth's multiplicative hash of the bytes as a number."""
         before = functional.pad(x, (_LONGEST_GRAM - 1, 0))  # NUL, the separator between files
         code, rows = x, []
         for k in range(1, _LONGEST_GRAM):
@@ -116,10 +119,10 @@ class ByteTransformer(nn.Module):
 
 
 class ByteLMTask:
-    """Arguments: ``steps``; ``batch_size`` (per rank, or of the whole group with ``batch_is="global"``); ``context`` in bytes;
-    ``width``, ``layers``, ``heads``, ``grams``, ``dropout`` of the model; peak ``lr``, ``warmup`` steps, ``weight_decay``,
-    ``clip`` (norm of the gradient); ``train_bytes`` and ``held_back_bytes`` (caps); ``num_workers`` (0: load in the rank);
-    ``evaluate_every`` in steps (None: at the end).
+    """The task ``bytelm``. Arguments: ``steps``; ``batch_size`` (per rank, or of the whole group with ``batch_is="global"``);
+    ``context`` in bytes; ``width``, ``layers``, ``heads``, ``grams``, ``dropout`` of the model; peak ``lr``, ``warmup`` steps,
+    ``weight_decay``, ``clip`` (largest norm of the gradient); ``train_bytes`` and ``held_back_bytes`` (caps); ``num_workers`` (0:
+    load in the rank); ``evaluate_every`` in steps (None: at the end). Raises ``UserError`` for sizes that do not fit together.
 
     Metrics: ``loss`` (nats per byte) and ``bits_per_byte`` of the training batches; ``test_bits_per_byte`` over the held-back
     bytes, in windows of ``context`` that do not overlap (so a byte is predicted from 1 to ``context`` bytes before it).
@@ -157,6 +160,8 @@ class ByteLMTask:
         self._held_back: list[torch.Tensor] = []
 
     def build(self, ctx: TaskContext) -> Parts:
+        """Build the model, AdamW, a schedule with warm-up, and the training data; keep this rank's share of the held-back
+        bytes."""
         corpus = load_corpus(self.train_bytes, self.held_back_bytes)
         loader = TrainLoader(
             Windows(torch.from_numpy(corpus.train.copy()), self.context, corpus.digest),
@@ -194,37 +199,43 @@ class ByteLMTask:
             return [tuple(p.shape) for p in self._model().parameters()]
 
     def _rate(self, step: int) -> float:
-        """The learning rate after ``step`` steps as a factor of the peak: linear warm-up, then a cosine down to 5 % at the last
-        step."""
+        """The learning rate after ``step`` steps as a factor of the peak: it rises linearly for ``warmup`` steps, then falls as a
+        cosine to 5 % at the last step."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
         return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
 
     def _share(self, data: torch.Tensor, rank: int, world_size: int) -> list[torch.Tensor]:
-        """This rank's windows of ``context + 1`` bytes (the last may be shorter). Each byte but the first is a target once."""
+        """This rank's windows of ``data``, of ``context + 1`` bytes each (the last may be shorter). Over all ranks, each byte but
+        the first is a target once."""
         starts = range(0, len(data) - 1, self.context)
         return [data[starts[i] : starts[i] + self.context + 1] for i in shard(len(starts), rank, world_size)]
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Clip the gradient's norm to ``clip``."""
         nn.utils.clip_grad_norm_(model.parameters(), self.clip)
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> LossResult:
+        """Return the loss of a batch of windows in nats per byte, and ``bits_per_byte`` as a metric."""
         loss = _nats(model, batch, "mean")
         return loss, {"bits_per_byte": loss.detach() / math.log(2)}
 
     def evaluation(self) -> Iterator[Any]:
+        """Yield this rank's held-back windows in batches of up to 64; a shorter window is a batch of its own."""
         full = [w for w in self._held_back if len(w) == self.context + 1]
         for n in range(0, len(full), 64):
             yield torch.stack(full[n : n + 64])
         yield from (w.unsqueeze(0) for w in self._held_back if len(w) < self.context + 1)
 
     def evaluate(self, model: nn.Module, batch: torch.Tensor) -> Sums:
+        """Return the sum of the bits of all target bytes in the batch, and their number."""
         weight = batch.shape[0] * (batch.shape[1] - 1)
         return {"test_bits_per_byte": (float(_nats(model, batch, "sum")) / math.log(2), float(weight))}
 
 
 def _nats(model: nn.Module, windows: torch.Tensor, reduction: str) -> torch.Tensor:
-    """Cross-entropy in nats of each byte of (batch, length) except the first, given those before it."""
+    """The cross-entropy in nats of each byte of ``windows`` (batch, length) except the first, given those before it, reduced by
+    ``reduction`` (``mean`` or ``sum``)."""
     logits = model(windows[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten().long(), reduction=reduction)

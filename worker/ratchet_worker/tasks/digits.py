@@ -28,7 +28,8 @@ _FILE: Final = "datasets/data/digits.csv.gz"
 
 
 class Digits:
-    """Images, float32 of shape (n, 1, 8, 8) in 0 .. 1, and labels, int64 of shape (n,); one half of the fixed split."""
+    """A data set: images, float32 of shape (n, 1, 8, 8) in 0 .. 1, and labels, int64 of shape (n,); one of the two parts of the
+    fixed split."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self.images, self.labels = images, labels
@@ -61,14 +62,16 @@ def load_digits() -> tuple[Digits, Digits]:
 
 
 def shift(sample: tuple[torch.Tensor, torch.Tensor], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shift the image by -1, 0 or 1 pixel in both directions; new pixels are background."""
+    """Return the sample with its image shifted by -1, 0 or 1 pixel in both directions, drawn from ``generator``; new pixels are
+    background."""
     image, label = sample
     down, right = torch.randint(0, 3, (2,), generator=generator).tolist()
     return functional.pad(image, (1, 1, 1, 1))[:, down : down + 8, right : right + 8], label
 
 
 def make_net(width: int, dropout: float) -> nn.Sequential:
-    """188 394 parameters at width 32; PowerSGD compresses the matrices (2w, 9w), (2w, 18w), (4w, 32w) and, at rank 2, (10, 4w).
+    """Return the model for images (batch, 1, 8, 8); ``width``: channels of the first layer. It has 188 394 parameters at width
+    32. PowerSGD compresses the matrices (2w, 9w), (2w, 18w), (4w, 32w) and, at rank 2, (10, 4w).
 
     A convolution of stride 2 replaces pooling, whose backward pass on CUDA has no fixed order of additions.
     """
@@ -91,9 +94,10 @@ def make_net(width: int, dropout: float) -> nn.Sequential:
 
 
 class DigitsTask:
-    """Arguments: ``epochs``, ``batch_size`` (per rank, or of the whole group with ``batch_is="global"``), peak ``lr``,
-    ``momentum``, ``weight_decay``, ``dropout``, ``width`` (channels of the first layer), ``num_workers`` (0: load in the
-    rank), ``steps`` (number of steps to train, instead of ``epochs``), ``evaluate`` (False: no evaluation).
+    """The task ``digits``. Arguments: ``epochs``, ``batch_size`` (per rank, or of the whole group with ``batch_is="global"``),
+    peak ``lr``, ``momentum``, ``weight_decay``, ``dropout``, ``width`` (channels of the first layer), ``num_workers`` (0: load in
+    the rank), ``steps`` (number of steps to train, instead of ``epochs``), ``evaluate`` (False: no evaluation). Raises
+    ``UserError`` for numbers below 1.
 
     Metrics: ``loss`` and ``accuracy`` of the training batches, ``test_loss`` and ``test_accuracy`` after every epoch.
     """
@@ -120,6 +124,7 @@ class DigitsTask:
         self._held_back: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def build(self, ctx: TaskContext) -> Parts:
+        """Build the model, SGD, a one-cycle schedule, and the training data; keep this rank's share of the held-back images."""
         train, held_back = load_digits()
         loader = TrainLoader(
             train,
@@ -156,16 +161,18 @@ class DigitsTask:
             return [tuple(p.shape) for p in make_net(self.width, self.dropout).parameters()]
 
     def loss(self, model: nn.Module, batch: Any) -> LossResult:
+        """Return the cross-entropy of a batch of images and labels, and the accuracy as a metric."""
         images, labels = batch
         logits = model(images)
         return functional.cross_entropy(logits, labels), {"accuracy": (logits.argmax(1) == labels).float().mean()}
 
     def evaluation(self) -> Iterator[Any]:
-        """This rank's share of the held-back images, in one batch."""
+        """Yield this rank's share of the held-back images, in one batch; nothing without evaluation or for an empty share."""
         if self.evaluating and self._held_back is not None and len(self._held_back[1]):
             yield self._held_back
 
     def evaluate(self, model: nn.Module, batch: Any) -> Sums:
+        """Return the number of right answers and the sum of the losses in the batch, each with the number of images as weight."""
         images, labels = batch
         logits = model(images)
         right = float((logits.argmax(1) == labels).sum())

@@ -29,7 +29,8 @@ _PER_FILE: Final = 32 * 1024
 
 @dataclass(frozen=True)
 class ByteCorpus:
-    """uint8 arrays of shape (n,); ``digest``: hex SHA-256 over path, size and content digest of every file used, in order."""
+    """Training and held-back bytes, uint8 arrays of shape (n,), and the names of the files that they are from. ``digest``: hex
+    SHA-256 over the caps and over path, size and content digest of every file used, in order."""
 
     train: npt.NDArray[np.uint8]
     held_back: npt.NDArray[np.uint8]
@@ -39,8 +40,9 @@ class ByteCorpus:
 
 
 def load_corpus(train_bytes: int, held_back_bytes: int, root: Path | None = None) -> ByteCorpus:
-    """The corpus, with at most ``train_bytes`` and ``held_back_bytes`` bytes (the last file is cut). Raises ``UserError`` if
-    there are no source files."""
+    """Return the corpus, with at most ``train_bytes`` and ``held_back_bytes`` bytes (the last file is cut). ``root``: the
+    directory with the source files, None for the interpreter's standard library. Raises ``UserError`` if there are no source
+    files."""
     base = root or Path(sysconfig.get_path("stdlib"))
     ranked = sorted((hashlib.sha256(name.encode()).digest(), name) for name in _source_files(base))
     record: list[tuple[str, int, str]] = []
@@ -57,6 +59,8 @@ def load_corpus(train_bytes: int, held_back_bytes: int, root: Path | None = None
 
 
 def _source_files(base: Path) -> list[str]:
+    """The paths of the source files below ``base``, relative and with ``/``, without tests, installed packages and files made by
+    the build."""
     names: list[str] = []
     for folder, below, files in os.walk(base):
         below[:] = [name for name in below if name not in _NOT_IN]  # skip these directories entirely
@@ -69,6 +73,8 @@ def _source_files(base: Path) -> list[str]:
 
 
 def _join(base: Path, names: list[str], limit: int, record: list[tuple[str, int, str]]) -> npt.NDArray[np.uint8]:
+    """Return the joined bytes of the files, at most ``limit``, and append name, size and digest of each file used to
+    ``record``."""
     parts: list[bytes] = []
     size = 0
     for name in names:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ratchet_contract.phases import Cause
-from ratchet_worker.tasks.byte_baseline import OrderTwo
 from ratchet_worker.tasks.bytelm import ByteLMTask
 from ratchet_worker.tasks.stdlib_bytes import load_corpus
+from tests.support.byte_baseline import OrderTwo
 from tests.support.full_matrix import full
 from tests.support.launch import Job
 

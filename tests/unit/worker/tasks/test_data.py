@@ -10,10 +10,10 @@ import torch
 
 from ratchet_contract.errors import UserError
 from ratchet_worker.task import Sums, TaskContext
-from ratchet_worker.tasks.byte_baseline import OrderTwo
 from ratchet_worker.tasks.bytelm import ByteLMTask, ByteTransformer, crop
 from ratchet_worker.tasks.digits import DigitsTask, load_digits, shift
 from ratchet_worker.tasks.stdlib_bytes import load_corpus
+from tests.support.byte_baseline import OrderTwo
 
 
 def context(rank: int = 0, world: int = 2) -> TaskContext:

@@ -17,7 +17,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def _codes(data: Bytes, order: int) -> npt.NDArray[np.int64]:
-    """Each byte with its ``order`` predecessors as one number in base 256, from position ``order`` on."""
+    """Return each byte with its ``order`` predecessors as one number in base 256, from position ``order`` on; int64 of shape
+    (len(data) - order,)."""
     words = data.astype(np.int64)
     codes = np.zeros(max(0, len(data) - order), dtype=np.int64)
     for k in range(order + 1):
@@ -26,13 +27,14 @@ def _codes(data: Bytes, order: int) -> npt.NDArray[np.int64]:
 
 
 class OrderTwo:
-    """The model, fitted on ``train``, uint8 of shape (n,). Holds 64 MB of counts."""
+    """The order-2 byte model of this module, fitted on ``train``, uint8 of shape (n,). Holds 64 MB of counts."""
 
     def __init__(self, train: Bytes) -> None:
         self._counts = [np.bincount(_codes(train, k), minlength=256 ** (k + 1)).astype(np.int32) for k in range(3)]
 
     def bits_per_byte(self, data: Bytes) -> float:
-        """Mean of -log2 p over positions 1, 2 ... of ``data`` (the first has no predecessor)."""
+        """Return the mean of -log2 p over positions 1, 2 ... of ``data``, uint8 (the first byte has no predecessor). Raises
+        ``ValueError`` for fewer than two bytes."""
         if len(data) < 2:
             raise ValueError("bits per byte need at least two bytes")
         probability = np.full(len(data), 1 / 256)
