@@ -22,6 +22,7 @@ from ratchet_client.resources.spec_file import read_spec
 from ratchet_store.read.compare import compare
 from tests.e2e.exactness import final_checkpoint
 from tests.support.cli import Cli
+from tests.support.full_matrix import full
 from tests.support.server import Server, rank_pid, wait_for
 from tests.support.torchrun import Torchrun
 
@@ -135,6 +136,7 @@ def told_by(server: Server, job_id: str, attempt: int) -> str:
     return server.paths.job(job_id).attempt(attempt).log(0).read_text()
 
 
+@full
 def test_rung_0_is_restarted_but_ends_in_different_weights(server: Server, lives: Lives) -> None:
     first, second = server.attempts(lives.script)
     assert first["cause"] == "rank-killed" and second["outcome"] == "succeeded"

@@ -19,6 +19,7 @@ from tests.support.chaos.run import Wanted
 from tests.support.chaos.schedule import Log, Struck, draw_faults, read_log
 from tests.support.chaos.world import Engine
 from tests.support.fork_server import ROOT
+from tests.support.full_matrix import full
 from tests.support.server import processes_below, wait_for
 
 FAULTS: dict[Engine, int] = {"sqlite": 12}
@@ -46,7 +47,7 @@ def test_chaos_loses_no_job_runs_none_twice_and_all_end_exactly(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=full), signal.SIGKILL])
 def test_signalled_chaos_run_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     """While clients try again and again: the service that they ask is stopped. Nor a directory, but for SIGKILL."""
     log = tmp_path / "log"

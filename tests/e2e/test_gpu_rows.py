@@ -167,6 +167,7 @@ def test_row_without_time_is_red_and_excluded_row_not_applicable(
     assert "| doctor | red | 0 | no time left |" in capsys.readouterr().out
 
 
+@full
 def test_make_gpu_prints_inventory_and_table_and_exits_0(tmp_path: Path) -> None:
     command = [
         "make",

@@ -16,6 +16,7 @@ import pytest
 
 from ratchet_contract.version import RATCHET_VERSION
 from tests.support.docs import ROOT, blocks
+from tests.support.full_matrix import full
 from tests.support.server import wait_for
 from tests.support.torchrun import Torchrun
 from tests.support.virtual_environments import environment_with_requirements
@@ -115,6 +116,7 @@ def runs(alone: Path, tmp_path: Path) -> Iterator[list[Torchrun]]:
         one.close()
 
 
+@full
 def test_readme_example_killed_under_torchrun_resumes_exactly(runs: list[Torchrun]) -> None:
     whole, killed = runs
     folder = killed.output.parent

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.cli import Cli
 from tests.support.docs import ROOT
+from tests.support.full_matrix import full
 from tests.support.server import Server, processes_below
 
 CODE = ROOT / "tests" / "support" / "prove_job"
@@ -93,6 +94,7 @@ def test_prove_reports_non_repeatable_training_as_such(server: Server, spec: str
     assert "The resume is not the cause" in text and "first at step 1, after" in text and "interrupt" not in text
 
 
+@full
 def test_prove_reports_compression_that_never_started(server: Server, spec: str, tmp_path: Path) -> None:
     cli = Cli(server.home, tmp_path)
     text = cli("prove", spec, "--set", "hook.start_powerSGD_iter=1000", "--steps", "60", expect=3, deadline=240).text

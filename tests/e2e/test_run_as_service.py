@@ -14,6 +14,7 @@ from ratchet_client import RatchetClient
 from ratchet_service.isolation import proc
 from ratchet_store.read.compare import compare, render
 from tests.e2e.exactness import final_checkpoint
+from tests.support.full_matrix import full
 from tests.support.launch import wait_freeze
 from tests.support.run_as import AS_ROOT, UID, command_prefix, open_directory
 from tests.support.server import Server, rank_pid, wait_for
@@ -152,6 +153,7 @@ def test_hook_inspection_under_run_as_is_confined(confined: Server, place: Path)
     assert_harmless(json.loads(out.read_text()))
 
 
+@full
 def test_run_as_job_resumes_exactly_after_restart_and_preemption(confined: Server, place: Path) -> None:
     gate = place / "out" / "gate"
     gate.mkdir()

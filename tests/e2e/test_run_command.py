@@ -24,6 +24,7 @@ from tests.support.agent_host import APART
 from tests.support.cli import EXECUTABLE, FORKS, Cli
 from tests.support.fork_server import RANKS, SERVICES
 from tests.support.forked_cli import Command
+from tests.support.full_matrix import full
 from tests.support.server import Server, processes_below, rank_pid, wait_for
 
 # Slow until the file `hurry` is beside the script, so that what interrupts it comes in time on any machine.
@@ -209,6 +210,7 @@ def test_run_resumes_exactly_after_rank_kill_service_kill_and_interrupt(undistur
     assert WEIGHTS.findall(text) == [undisturbed]
 
 
+@full
 def test_blocked_terminal_does_not_delay_the_stop(tmp_path: Path) -> None:
     """As by Ctrl-S, or a pager that stands. Two attempts end meanwhile: the command cannot tell of either."""
     (tmp_path / "train.py").write_text(TRAIN.replace('print("step", step', 'print("step", step, "x" * 100_000'))
@@ -360,21 +362,26 @@ def test_dashed_arguments_after_the_script_are_passed_to_the_script(tmp_path: Pa
     assert running.out.read_text() == f"{dashed}\n"
     assert re.search(r"^details: .* logs job-\w+$", running.err.read_text(), re.MULTILINE), "it has no checkpoint"
     assert "this allocation has 2 nodes, and `ratchet run` trains on this one alone" in running.err.read_text()
-    if APART:
-        first = [
-            "unshare",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-            str(EXECUTABLE),
-            "run",
-            "--name",
-            "first",
-            "plain.py",
-        ]
-        done = subprocess.run(first, cwd=tmp_path, env=variables(), capture_output=True, text=True, timeout=120)
-        assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@full
+@pytest.mark.skipif(not APART, reason="needs the right to make a PID namespace")
+def test_plain_script_runs_as_first_process_of_a_namespace(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    first = [
+        "unshare",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+        str(EXECUTABLE),
+        "run",
+        "--name",
+        "first",
+        "plain.py",
+    ]
+    done = subprocess.run(first, cwd=tmp_path, env=variables(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_invalid_run_arguments_are_refused_before_anything_is_started(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ratchet_contract.spec.job import JobSpec
 from ratchet_contract.spec.parse import parse_spec
 from tests.support.command_lines import parse
 from tests.support.docs import PAGES, ROOT, Block, blocks, prose
+from tests.support.full_matrix import full
 from tests.support.server import Server
 
 TINY = {
@@ -159,6 +160,7 @@ print(json.dumps({"curves": curves, "verdict": report.verdict, "parts": len(repo
 """
 
 
+@full
 def test_the_notebook_trains_preempts_and_plots(server: Server, tmp_path: Path) -> None:
     notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
     assert notebook["nbformat"] == 4 and all(cell["id"] for cell in notebook["cells"])

@@ -16,6 +16,7 @@ import pytest
 from tests.support.docs import ROOT
 from tests.support.doctor import FORGETS_RESIDUALS, Doctor, by_name, file_digests
 from tests.support.fork_server import Interpreter
+from tests.support.full_matrix import full
 from tests.support.server import Server, processes_below, wait_for
 
 HOOKS = ("allreduce", "fp16_compress", "powerSGD") if os.environ.get("RATCHET_TEST_HOOKS") == "all" else ("powerSGD",)
@@ -44,6 +45,7 @@ def test_doctor_exactness_passes_for_correct_hooks_and_leaves_nothing(tmp_path: 
     assert list(place.iterdir()) == [] and processes_below(place) == []
 
 
+@full
 @pytest.mark.slow
 def test_doctor_exactness_detects_a_hook_that_loses_its_residuals(
     idle_server: Server, tmp_path: Path, request: pytest.FixtureRequest

@@ -1,6 +1,6 @@
 """However often a submission is repeated, and whatever is lost on the way: one job for each Idempotency-Key.
 
-RATCHET_TEST_POSTS sets how many (default 24); with 1000 about three minutes.
+RATCHET_TEST_POSTS sets how many (default 12); with 1000 about three minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.control_plane import Plane, trainer_spec
 from tests.support.faulty_proxy import FAULTS, FaultyProxy
 from tests.support.server import wait_for
 
-POSTS = int(os.environ.get("RATCHET_TEST_POSTS", "24"))
+POSTS = int(os.environ.get("RATCHET_TEST_POSTS", "12"))
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """Whatever fits the OpenAPI description, and whatever does not, gets a documented answer: no 5xx, no undocumented status, media
-type, header or body. RATCHET_TEST_EXAMPLES sets how many calls of each operation are made, one half of each kind (default 8, on
+type, header or body. RATCHET_TEST_EXAMPLES sets how many calls of each operation are made, one half of each kind (default 4, on
 PostgreSQL a quarter of them).
 """
 
@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi import checks
 
-EXAMPLES = int(os.environ.get("RATCHET_TEST_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("RATCHET_TEST_EXAMPLES", "4"))
 CHECKS = [
     not_a_server_error,
     checks.status_code_conformance,

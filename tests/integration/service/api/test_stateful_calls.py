@@ -39,7 +39,7 @@ from tests.support.sim.processes import QUIET, SimDatabase
 from tests.support.sim.stage_pool import stage_directory
 from tests.support.sim.world import World
 
-EXAMPLES = int(os.environ.get("RATCHET_TEST_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("RATCHET_TEST_EXAMPLES", "4"))
 _SPEC = spec(hook={"name": "allreduce"}, world={"ranks_per_node": 1, "device": "cpu"}, policy={"stop_grace": 5.0})
 _ACTIONS = st.sampled_from(["suspend", "resume", "cancel", "preempt", "checkpoint"])
 _WHICH = st.integers(0, 5)

@@ -53,6 +53,7 @@ from tests.support.export_service import (
     have_ended,
     store_checkpoint_for_export,
 )
+from tests.support.full_matrix import full
 from tests.support.launch import Job
 from tests.support.pickle_reader import read_pickled
 from tests.support.server import wait_for
@@ -401,6 +402,7 @@ def test_export_of_killed_service_leaves_no_process_and_no_file(jobs: dict[str, 
         assert sorted(root.rglob("*")) == before and list(temporary.iterdir()) == []
 
 
+@full
 def test_export_on_full_disk_is_507_and_leaves_no_file(jobs: dict[str, Job], tmp_path: Path) -> None:
     said = script_on_small_disk(tmp_path, "2m", FULL, str(jobs["power"].newest()), timeout=120)
     assert said == "safetensors 507 disk-full\ntorch 507 disk-full\ndcp 507 disk-full\ndcp 200\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ratchet_contract.phases import Cause
 from tests.support.fork_server import LIBRARIES
+from tests.support.full_matrix import full
 from tests.support.launch import Job
 from tests.support.lightning_jobs import LightningJob, checkpoint_files
 from tests.support.optional_packages import skip_if_missing
@@ -27,6 +28,7 @@ def files(root: Path) -> list[str]:
     return sorted(str(p.relative_to(root)) for p in (root / "logs").rglob("*") if p.is_file())
 
 
+@full
 def test_killed_lightning_job_has_weights_and_files_of_plain_lightning(jobs: list[Job], tmp_path: Path) -> None:
     kills = sorted(random.Random(7).sample(range(2, STEPS - 8), 5))
     spec = {"script": ["train.py", "--epochs", "8"], "code": {"path": str(EXAMPLE)}, "checkpoint": {"every_steps": 7}}

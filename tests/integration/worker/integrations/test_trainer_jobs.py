@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from ratchet_contract.phases import Cause
 from tests.support.fork_server import LIBRARIES
-from tests.support.full_matrix import FULL, full
+from tests.support.full_matrix import full
 from tests.support.launch import Job
 from tests.support.optional_packages import skip_if_missing
 from tests.support.pickle_reader import read_pickled
@@ -131,6 +131,7 @@ def assert_same_outputs(mine: Path, theirs: Path) -> None:
         assert told(mine / place) == told(theirs / place)
 
 
+@full
 def test_trainer_under_torchrun_on_cpu_trains_with_all_ranks(tmp_path: Path) -> None:
     given = [one for one in script("clm", tmp_path / "out")[1:] if one != "--use_cpu"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -141,7 +142,8 @@ def test_trainer_under_torchrun_on_cpu_trains_with_all_ranks(tmp_path: Path) -> 
     assert manifests and {json.loads(m.read_bytes())["world_size"] for m in manifests} == {2}
 
 
-@pytest.mark.parametrize("name", STEPS if FULL else ["glue"])
+@full
+@pytest.mark.parametrize("name", STEPS)
 def test_killed_trainer_ends_as_plain_trainer(jobs: list[Job], tmp_path: Path, name: str) -> None:
     code, mine, theirs = EXAMPLES / f"trainer_{name}", tmp_path / "killed", tmp_path / "plain"
     spec = {"code": {"path": str(code)}, "checkpoint": {"every_steps": 7}, "determinism": "strict"}

@@ -119,7 +119,7 @@ def drawn(place: Path) -> Any:
     [
         ("before", ()),
         pytest.param("before", ("torch",), marks=full),
-        ("behind", ("torch",)),
+        pytest.param("behind", ("torch",), marks=full),
         pytest.param("before", ("numpy", "random"), marks=full),
         ("before", ("torch", "numpy", "random")),
         pytest.param("refused", ("torch", "numpy", "random"), marks=full),
@@ -137,6 +137,7 @@ def test_script_seeds_are_kept_and_unseeded_generators_are_seeded(
     assert said == (where != "behind" and names != ()), done.stderr
 
 
+@full
 def test_torch_seed_set_before_importing_ratchet_is_kept(place: Path) -> None:
     done = start(place, "import")
     assert done.returncode == 0, done.stderr

@@ -484,6 +484,7 @@ PLAN=[] "$1" train.py
 """
 
 
+@full
 @pytest.mark.skipif(not APART, reason="needs root and mount namespaces")
 def test_full_disk_is_reported_and_next_start_with_space_resumes(place: Path) -> None:
     done = subprocess.run(
