@@ -38,7 +38,8 @@ def main() -> None:
         Curve("Ratchet, killed (on the undisturbed curve)", "#1d3557", 1.8, sorted(killed.items())),
     ]
     marks = [Interruption(step, step - step % EVERY, "kill -9", "#777") for step in KILLS]
-    draw(PICTURE, "Loss of a run that is killed three times; gradients compressed by PowerSGD", curves, marks)
+    title = "Loss of a run that is killed three times (PowerSGD, 2 ranks, CPU). Grey: steps trained again after a kill"
+    draw(PICTURE, title, curves, marks)
     print(f"{PICTURE} is written")
 
 
