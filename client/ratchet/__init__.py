@@ -38,6 +38,8 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers use the imports above; with ``__getattr__`` they would accept any name
 
     def __getattr__(name: str) -> Any:
+        """Return the public name ``name``, whose module is imported now. Raises ``AttributeError`` for an unknown name, and
+        ``ImportError`` if a package that it needs is not installed."""
         if name == "__version__":
             return import_module("ratchet_contract.version").RATCHET_VERSION
         if name not in PUBLIC:
@@ -55,6 +57,7 @@ if not TYPE_CHECKING:  # type checkers use the imports above; with ``__getattr__
 
 
 def __dir__() -> list[str]:
-    """Return the names that can be imported in this environment, because ``help(ratchet)`` imports each of them."""
+    """Return the public names that can be imported in this environment: without torch, those of ``ratchet_worker`` are left out.
+    ``help(ratchet)`` imports each name that this returns."""
     trains = find_spec("torch") is not None
     return [name for name in __all__ if trains or not PUBLIC[name].startswith("ratchet_worker")]

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class FieldProblem(BaseModel):
-    """One wrong field: JSON pointer into the body (``/hook/start_powerSGD_iter``), a stable code and a sentence."""
+    """One wrong field of a request's body: its JSON pointer (``/hook/start_powerSGD_iter``), a stable code and a sentence."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,7 +28,7 @@ class FieldProblem(BaseModel):
 
 
 class Problem(BaseModel):
-    """RFC 9457 ``application/problem+json`` body; ``code`` never changes once published."""
+    """Body of an error response, RFC 9457 ``application/problem+json``. A published ``code`` never changes."""
 
     type: str
     title: str
@@ -59,7 +59,7 @@ class SpecError(RatchetError):
     code = "invalid-spec"
 
     def __str__(self) -> str:
-        """All of the errors, where ``detail`` has only the first."""
+        """Return all errors, a line each; ``detail`` has only the first."""
         if len(self.errors) < 2:
             return self.detail
         each = (f"  {wrong.pointer or '/'}: {wrong.detail} [{wrong.code}]" for wrong in self.errors)
@@ -85,19 +85,27 @@ class Refused(RatchetError):
 
 
 class CheckpointError(RatchetError):
+    """Checkpoint data are damaged, missing, unreadable or not written; ``code`` says which
+    (``ratchet_store.filesystem.durable_io``)."""
+
     code = "checkpoint-damaged"
 
 
 class StateError(RatchetError):
+    """A state cannot be saved or restored; ``detail`` names the key."""
+
     code = "state-not-encodable"
 
 
 class WorkerError(RatchetError):
+    """An error that a rank reports about itself."""
+
     code = "worker-error"
 
 
 class UserError(WorkerError):
-    """A retry cannot help: wrong entrypoint, import error, spec that the worker's machine cannot run. Exit code 78."""
+    """The user's code or spec is wrong, so that a retry cannot help: a wrong entrypoint, an import error, a spec that the
+    worker's machine cannot run. The rank ends with exit code 78."""
 
     code = "user-error"
 

@@ -40,14 +40,15 @@ RESERVED: Final[dict[int, str]] = {
 
 
 def script_exit_code(code: object) -> int | None:
-    """The argument of a script's ``sys.exit``, if it is a code of the script's own, with which the process ends; else None."""
+    """Return ``code``, the argument of a script's ``sys.exit``, if the rank's process ends with it unchanged: an integer from
+    1 to 255 that Ratchet does not reserve. Else None."""
     if isinstance(code, bool) or not isinstance(code, int) or not 0 < code <= 255 or code in RESERVED:
         return None
     return code
 
 
 def exit_code_of(cause: Cause) -> int:
-    """The exit code of a rank or an agent for ``cause``."""
+    """Return the exit code with which a rank or an agent ends for ``cause``."""
     codes = {
         Cause.COMPLETED: EXIT_COMPLETED,
         Cause.CHECKPOINT_ERROR: EXIT_CHECKPOINT_ERROR,

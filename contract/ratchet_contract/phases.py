@@ -18,16 +18,17 @@ class JobPhase(StrEnum):
 
     @property
     def terminal(self) -> bool:
+        """True if the job has ended: SUCCEEDED, FAILED or CANCELLED."""
         return self in (JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.CANCELLED)
 
     @property
     def active(self) -> bool:
-        """An attempt exists and may be alive."""
+        """True if the job has an attempt that may be alive: STARTING, RUNNING or STOPPING."""
         return self in (JobPhase.STARTING, JobPhase.RUNNING, JobPhase.STOPPING)
 
 
 class Desired(StrEnum):
-    """Desired state that the API sets, level-triggered; ``run`` again once it is reached."""
+    """The desired state of a job, which the API sets. Level-triggered; it is reset to ``run`` once it is reached."""
 
     RUN = "run"
     SUSPEND = "suspend"
@@ -59,7 +60,7 @@ class Budget(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why an attempt ended. Each maps itself to an outcome and the budget it counts against."""
+    """Why an attempt ended. Each cause has one outcome, and one budget that the attempt counts against."""
 
     COMPLETED = "completed"
     API_PREEMPT = "api-preempt"
@@ -134,7 +135,9 @@ class Event(StrEnum):
 
 
 class Step(NamedTuple):
-    """A cell of the table. ``phase`` None: the event is refused with 409 and ``code``. ``desired`` None: it is not changed."""
+    """A cell of the transition table. ``phase``: the job's next phase; None: the event is refused with 409 and ``code``.
+    ``desired``: the new desired state; None: it is not changed. ``reset_budgets``: True if the counts against the budgets
+    start again."""
 
     phase: JobPhase | None
     desired: Desired | None = None
@@ -150,6 +153,7 @@ _STALE = Step(None, code="not-running")
 
 
 def _build_transitions() -> dict[JobPhase, dict[Event, Step]]:
+    """Return the transition table: the step for every phase and event."""
     e, d = Event, Desired
     ends = {
         e.END_SUCCEEDED: Step(_OK, d.RUN), e.END_SUSPENDED: Step(_Z, d.RUN), e.END_CANCELLED: Step(_CA, d.RUN),
@@ -158,15 +162,19 @@ def _build_transitions() -> dict[JobPhase, dict[Event, Step]]:
     no_end = dict.fromkeys(ends, _STALE)
 
     def unchanged(p: JobPhase, delete: Step = _NO) -> dict[Event, Step]:
+        """Return the steps of patch, fork and delete: the first two do not change the phase ``p``."""
         return {e.PATCH: Step(p), e.FORK: Step(p), e.DELETE: delete}
 
     def active_row(p: JobPhase, training: Step) -> dict[Event, Step]:
+        """Return the row of the table for a phase in which an attempt may be alive; ``training``: the step when training
+        begins."""
         return {
             e.SUSPEND: Step(_T, d.SUSPEND), e.RESUME: Step(p), e.CANCEL: Step(_T, d.CANCEL),
             e.PREEMPT: Step(_T, d.PREEMPT), e.CHECKPOINT: Step(p), e.LAUNCH: _NO, e.TRAINING: training, **unchanged(p), **ends,
         }  # fmt: skip
 
     def ended_row(p: JobPhase, resume: Step) -> dict[Event, Step]:
+        """Return the row of the table for a phase in which the job has ended; ``resume``: the step for a resume."""
         return {
             e.SUSPEND: _OVER, e.RESUME: resume, e.CANCEL: Step(p) if p is _CA else _OVER, e.PREEMPT: _OVER,
             e.CHECKPOINT: _OVER, e.LAUNCH: _OVER, e.TRAINING: _STALE, **unchanged(p, Step(p)), **no_end,
@@ -201,10 +209,8 @@ TRANSITIONS: Final[dict[JobPhase, dict[Event, Step]]] = _build_transitions()
 
 
 def next_step(phase: JobPhase, event: Event, desired: Desired = Desired.RUN) -> Step:
-    """The cell for (phase, event). While STOPPING for a cancel, only cancel and the ends are allowed: the rest is refused.
-
-    Never raises for enum members: the table is total.
-    """
+    """Return the table's step for ``phase`` and ``event``. While a job is STOPPING for a cancel (``desired``), suspend, resume
+    and preempt are refused as well. Raises nothing: the table is total."""
     if (
         phase is JobPhase.STOPPING
         and desired is Desired.CANCEL

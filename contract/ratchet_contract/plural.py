@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 
 def pluralize(number: int, noun: str) -> str:
-    """``noun`` is the singular; the plural gets an ``s``."""
+    """Return a number with its noun, such as ``2 steps``. ``noun``: the singular; the plural gets an ``s``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def join_first(names: Sequence[str], max_count: int = 5) -> str:
-    """The first ``max_count`` names, and the number of further ones."""
+    """Return the first ``max_count`` names, joined by commas, and the number of further ones: ``a, b and 3 more``."""
     more = f" and {len(names) - max_count} more" if len(names) > max_count else ""
     return ", ".join(names[:max_count]) + more
 
 
 def short_digests(text: str) -> str:
-    """``text`` with each SHA-256 shortened to its beginning: enough to distinguish two of them."""
+    """Return ``text`` with each SHA-256 in hex cut to its first 12 digits, which is enough to distinguish two of them."""
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", text)

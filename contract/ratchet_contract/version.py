@@ -21,7 +21,8 @@ only figures. Agents of a version that does not know it keep their own pace."""
 
 
 def not_upgraded(python: str, protocol: object) -> str:
-    """The message of an agent or a rank whose interpreter or image was not upgraded with the service, which uses ``protocol``."""
+    """Return the message of an agent or a rank whose interpreter or image (``python``) was not upgraded with the service,
+    which uses protocol number ``protocol``."""
     return (
         f"{python} has a Ratchet with protocol {PROTOCOL_VERSION}, the service uses "
         f"{protocol}: install the service's version of "

@@ -75,7 +75,8 @@ _LAZY = dict.fromkeys(__all__, "ratchet_hooks.manage.register")  # names whose m
 
 
 def __getattr__(name: str) -> Any:
-    """``register``, ``capture`` and ``restore``, which import torch at their first use."""
+    """Return ``register``, ``capture`` or ``restore``; their module, which imports torch, is imported at the first use. Raises
+    ``AttributeError`` for other names."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

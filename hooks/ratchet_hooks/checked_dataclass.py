@@ -23,13 +23,15 @@ _BOUNDS: Final = {"ge": (operator.ge, "at least"), "gt": (operator.gt, "more tha
 
 
 def option(default: Any, description: str, **limits: Any) -> Any:
-    """A field with its description. ``limits``: ge, gt, le, allow_inf_nan, min_length, max_length, pattern, as in pydantic."""
+    """Return a dataclass field with a default and a description. ``limits``: ge, gt, le, allow_inf_nan, min_length,
+    max_length, pattern, as in pydantic."""
     return field(default=default, metadata={"description": description, **limits})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Base of dataclasses that pydantic may validate: unknown keys are refused, the docstring is the schema's description."""
+    """Base of dataclasses that pydantic may validate. Unknown keys are refused; the class docstring is the description in the
+    JSON schema."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
@@ -40,12 +42,13 @@ class Model:
         return schema
 
     def values(self) -> dict[str, Any]:
-        """All fields as JSON: the keys of a mapping are strings."""
+        """Return all fields as JSON values, by name; keys of nested mappings become strings."""
         return {name: _json(value) for name, value in asdict(self).items()}
 
 
 def check(instance: Model) -> None:
-    """Raise ``ValueError`` naming the field of ``instance`` whose value does not have its type, or is beyond a limit."""
+    """Raise ``ValueError`` that names the first field of ``instance`` whose value does not have the field's type, or is beyond
+    a limit."""
     cls: Any = type(instance)
     hints = _hints(cls)
     for one in fields(instance):
@@ -63,6 +66,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _has_type(value: object, kind: Any) -> bool:
+    """True if a value has the annotated type; an integer counts as a float, and ``Any`` means JSON."""
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
     if get_origin(kind) in (Union, UnionType):
@@ -76,6 +80,7 @@ def _has_type(value: object, kind: Any) -> bool:
 
 
 def _is_json(value: object) -> bool:
+    """True if JSON can represent the value."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
     if isinstance(value, list):
@@ -84,6 +89,7 @@ def _is_json(value: object) -> bool:
 
 
 def _limit_violation(value: Any, limits: Mapping[str, Any]) -> str | None:
+    """Return what the value must do to fit the limits, such as ``be at least 1``; None if it fits."""
     for key, (holds, words) in _BOUNDS.items():
         if key in limits and not holds(value, limits[key]):
             return f"be {words} {limits[key]}"
@@ -99,6 +105,7 @@ def _limit_violation(value: Any, limits: Mapping[str, Any]) -> str | None:
 
 
 def _type_text(kind: Any) -> str:
+    """Return an annotated type as text for a message."""
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
     if get_origin(kind) in (Union, UnionType):

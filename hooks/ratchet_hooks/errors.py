@@ -6,7 +6,7 @@ _DETACHED_VIEW = "Can't detach views in-place"
 
 
 class HookStateError(ValueError):
-    """A state that cannot be captured or restored. ``key`` is the full path of the offending entry."""
+    """A state cannot be captured or restored. ``key``: the full path of the entry at fault."""
 
     def __init__(self, key: str, detail: str) -> None:
         super().__init__(f"{key}: {detail}")
@@ -19,12 +19,12 @@ class LayoutMismatch(HookStateError):
 
 
 class UnsupportedModel(ValueError):
-    """A module or a DDP setting under which the requested hook cannot work or cannot be resumed exactly."""
+    """A module or a DDP setting is not supported: the requested hook cannot work with it, or cannot be resumed exactly."""
 
 
 class CustomHookError(RuntimeError):
-    """A user's own hook, or its state, that cannot be used. ``key``: the key of the spec at fault (hook, state, state_args);
-    ``code``: a stable identifier. A retry does not help, except for ``hook-failed``, which the user's function raised."""
+    """A user's own hook or its state cannot be used. ``key``: the key of the spec at fault (hook, state, state_args);
+    ``code``: a stable identifier. A retry does not help, except for ``hook-failed``: the user's function raised."""
 
     def __init__(self, key: str, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -37,7 +37,7 @@ _SPARSE = "Cannot access storage of SparseTensorImpl"
 
 
 def advice_on(error: BaseException) -> str | None:
-    """Advice for the user on an error of torch that DDP's settings cause; None for any other error."""
+    """Return advice for the user on an error of torch that DDP's settings cause; None for any other error."""
     if isinstance(error, RuntimeError) and _DETACHED_VIEW in str(error):
         return (
             "under gradient_as_bucket_view gradients are views of DDP's buckets, and detach_() cannot take those out of their "

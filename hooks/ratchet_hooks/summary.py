@@ -16,11 +16,11 @@ class HookSummary(Model):
 
     ``compression_rate`` is ``elements_before / elements_after`` as sent since compression started (torch's
     ``compression_stats``), 1.0 for a hook that does not compress; for fp16 the element counts are equal and ``bytes_*`` show
-    the gain. ``bytes_before``/``bytes_after`` are bytes of gradient handed to / sent by the hook in the last iteration.
-    What a custom hook sends is its own affair: these three are None unless its state tells.
+    the gain. ``bytes_before``/``bytes_after`` are bytes of gradient passed to / sent by the hook in the last iteration. For a
+    custom hook ``bytes_after`` is None, and so are ``compression_rate`` and ``elements_after`` unless its state reports them.
     ``averager_step`` counts the steps that an averager of parameters has seen, ``next_averaging`` is the step of the job after
-    which it averages next (post_localSGD; None elsewhere). ``residual_norm`` is the L2 norm of this rank's whole error-feedback
-    residual, ``memory_bytes`` what the state holds.
+    which it averages next (post_localSGD; None elsewhere). ``residual_norm`` is the L2 norm of this rank's whole
+    error-feedback residual (None without error feedback), ``memory_bytes`` the bytes that the state takes.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "ser_json_inf_nan": "strings"}

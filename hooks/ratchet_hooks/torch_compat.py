@@ -43,12 +43,12 @@ _VERSION: Final = attrgetter("_version")
 
 
 class TorchUnsupported(RuntimeError):
-    """The installed torch is too old, or lacks a part that has no substitute."""
+    """The installed torch is too old, or lacks a private part for which Ratchet has no substitute."""
 
 
 def check_torch_version() -> None:
-    """Raise ``TorchUnsupported`` where the installed torch is older than ``OLDEST``, or where its DDP lacks what ``ManagedDDP``
-    overrides and calls."""
+    """Raise ``TorchUnsupported`` if the installed torch is older than ``OLDEST``, or if its DDP lacks a method that
+    ``ManagedDDP`` overrides or calls."""
     if _parse_release(torch.__version__) < _parse_release(OLDEST):
         raise TorchUnsupported(f"torch {torch.__version__} is too old for Ratchet: {_CURE}")
     for owner, names in ((_get_part(dist, "Reducer"), _REDUCER), (DistributedDataParallel, _DDP)):
@@ -58,14 +58,14 @@ def check_torch_version() -> None:
 
 
 def check_ddp_attributes(ddp: DistributedDataParallel) -> None:
-    """Raise ``TorchUnsupported`` where a DDP lacks an attribute that ``ManagedDDP`` reads or assigns."""
+    """Raise ``TorchUnsupported`` if a DDP lacks an attribute that ``ManagedDDP`` reads or assigns."""
     for name in _OF_A_DDP:
         if not hasattr(ddp, name):
             raise missing(f"DistributedDataParallel().{name}")
 
 
 def missing(part: str) -> TorchUnsupported:
-    """The error for a part that the installed torch does not have."""
+    """Return the error to raise for a part that the installed torch does not have."""
     return TorchUnsupported(f"torch {torch.__version__} has no {part}, which Ratchet needs: {_CURE}")
 
 
@@ -73,11 +73,13 @@ _CURE: Final = f"install one of the tested versions, torch {', '.join(TESTED)}"
 
 
 def _parse_release(version: str) -> tuple[int, int]:
+    """Return major and minor version: ``(2, 13)`` for ``2.13.1+cu130``."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
 
 def _get_part(owner: Any, name: str) -> Any:
+    """Return the attribute ``name`` of ``owner``. Raises ``TorchUnsupported`` if it is missing or None."""
     found = getattr(owner, name, None)
     if found is None:
         raise missing(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
@@ -100,7 +102,7 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 
 
 def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """The vector norm of each tensor, as tensors without dimensions; on CUDA in one launch."""
+    """Return the vector norm of order ``order`` of each tensor, as tensors without dimensions; on CUDA in one kernel launch."""
     together = getattr(torch, "_foreach_norm", None)
     if together is None or not tensors:
         return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
@@ -108,13 +110,13 @@ def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
 
 
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of ``tensor`` with its negative bit set: it shows each element negated."""
+    """Return a view of ``tensor`` with its negative bit set: reading it gives each element negated. No data is copied."""
     view: torch.Tensor = _get_part(torch, "_neg_view")(tensor)
     return view
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Number of in-place changes of ``tensor``; None for an inference tensor, which does not count them."""
+    """Return torch's counter of in-place changes of ``tensor``; None for an inference tensor, which has no counter."""
     if tensor.is_inference():
         return None
     version: int = _get_part(tensor, "_version")
@@ -122,7 +124,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """``version_of`` each."""
+    """Return ``version_of`` each tensor."""
     try:
         return [*map(_VERSION, tensors)]
     except (RuntimeError, AttributeError):  # one is an inference tensor, or torch has no such attribute
@@ -130,8 +132,8 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The identity of the memory of a strided ``tensor``: the same for all its views, and after the memory grew. Valid only while
-    the memory is in use."""
+    """Return a number that identifies the memory of a strided ``tensor``: equal for all its views, and unchanged when the
+    memory grows. It is valid only while the memory is in use."""
     storage = tensor.untyped_storage()
     number: int | None = getattr(storage, "_cdata", None)
     if number is None:
@@ -143,7 +145,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """The hooks registered on a tensor for its gradient."""
+    """Return the hooks that are registered on a tensor for its gradient: those called before and those called after it is
+    accumulated."""
     tables = (getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
     return [hook for table in tables if table for hook in table.values()]
 
@@ -157,7 +160,8 @@ def in_backward() -> bool:
 
 
 def state_dict_hooks(module: nn.Module) -> tuple[Sized, Sized]:
-    """The containers in which a module keeps its ``state_dict`` hooks: those that run after it and those that run before it."""
+    """Return the containers of a module's ``state_dict`` hooks: those that run after ``state_dict``, and those that run before
+    it."""
     return _get_part(module, "_state_dict_hooks"), _get_part(module, "_state_dict_pre_hooks")
 
 
@@ -166,30 +170,32 @@ MODULE_TABLES: Final = ("_parameters", "_buffers", "_modules")
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Names of the module's own buffers that ``state_dict`` leaves out: the live set that the module itself uses."""
+    """Return the names of the module's own buffers that ``state_dict`` leaves out. It is the set that the module itself uses,
+    not a copy."""
     names: set[str] = _get_part(module, "_non_persistent_buffers_set")
     return names
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """True if ``state_dict`` holds the module's own buffer of that name."""
+    """True if ``state_dict`` contains the module's own buffer of that name."""
     return buffer not in non_persistent_buffers(module)
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The module's own buffers by name, as it keeps them."""
+    """Return the module's own buffers by name, without those of its submodules. It is the dictionary that the module itself
+    uses."""
     buffers: dict[str, torch.Tensor | None] = _get_part(module, "_buffers")
     return buffers
 
 
 def has_state_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """True if hooks are registered on the optimizer's ``state_dict``."""
+    """True if a hook is registered on the optimizer's ``state_dict``."""
     names = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
     return any(_get_part(optimizer, name) for name in names)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if calls of the module itself, its submodules aside, go through ``module.compile()``."""
+    """True if ``module.compile()`` was called on this module itself; its submodules are not considered."""
     if not hasattr(module, "_compiled_call_impl"):
         raise missing("Module._compiled_call_impl")
     return module._compiled_call_impl is not None
@@ -199,9 +205,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def recompute_with_default_generators() -> None:
-    """Make code that torch.compile generates from now on use torch's own generators for values that it draws twice (dropout under
-    activation checkpointing). Otherwise, on a GPU, it makes generators of its own that cannot be reached. Sets the default, for
-    all threads: from torch 2.13 on an assigned value holds only in the assigning thread."""
+    """Make code that torch.compile generates from now on use torch's default generators for values that it draws twice
+    (dropout under activation checkpointing). Otherwise, on a GPU, it creates generators that no checkpoint can reach.
+
+    Sets the default of torch's option, for all threads: from torch 2.13 on an assigned value holds only in the assigning
+    thread. Does nothing if torch has no such option.
+    """
     config: Any = importlib.import_module("torch._functorch.config")
     entry = config._config.get("graphsafe_rng_functionalization")
     if entry is not None:
@@ -209,7 +218,8 @@ def recompute_with_default_generators() -> None:
 
 
 def matmul_precision() -> str:
-    """``torch.get_float32_matmul_precision()`` without torch 2.9's warning about settings that were never made."""
+    """Return ``torch.get_float32_matmul_precision()``, without the warning of torch before 2.11 about settings that were never
+    made."""
     if _parse_release(torch.__version__) >= (2, 11):
         return torch.get_float32_matmul_precision()
     with warnings.catch_warnings():
@@ -221,40 +231,42 @@ def matmul_precision() -> str:
 
 
 def all_gather_single(output: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Begin to gather ``sent`` of all ranks into ``output``, which has as many elements as all of them; returns the ``Work``."""
+    """Start to gather ``sent`` of all ranks into ``output``, in rank order; returns the ``Work`` to wait for. ``output`` has
+    as many elements as all ranks send. A collective."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to 2.11
     return gather(output, sent, group=group, async_op=True)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Time limit of a collective on ``device`` in ``group``."""
+    """Return the time limit of a collective on ``device`` in ``group``."""
     limit: timedelta = _get_part(_get_part(group, "_get_backend")(device).options, "_timeout")
     return limit
 
 
 def first_bucket_bytes() -> int:
-    """DDP's default limit for the bucket of the gradients that are ready first."""
+    """Return DDP's default limit, in bytes, for the first bucket: that of the gradients that are ready first."""
     limit: int = _get_part(dist, "_DEFAULT_FIRST_BUCKET_BYTES")
     return limit
 
 
 def assign_buckets(tensors: Sequence[torch.Tensor], limits: Sequence[int], indices: Sequence[int]) -> list[list[int]]:
-    """How DDP divides ``tensors`` into buckets: the ``indices``, one per tensor, by bucket. ``limits``: bytes of the first
-    bucket, of the second, and so on; the last limit holds for all further ones."""
+    """Return the buckets into which DDP divides ``tensors``; each is the list of the ``indices`` of its tensors (one index per
+    tensor). ``limits``: bytes of the first bucket, of the second, and so on; the last limit holds for all further ones."""
     assign = _get_part(dist, "_compute_bucket_assignment_by_size")
     buckets, _ = assign(list(tensors), list(limits), [False] * len(tensors), list(indices))
     return [list(bucket) for bucket in buckets]
 
 
 def after_collectives(callback: Callable[[str, Any], None]) -> AbstractContextManager[Any]:
-    """Context manager in which this thread calls ``callback(name, result)`` after each of c10d's operators (``allreduce_``,
-    ``send``, ...), however the operator is called."""
+    """Context manager: in it, ``callback(name, result)`` is called after each of c10d's operators (``allreduce_``, ``send``,
+    ...) that this thread calls, in whatever way."""
     mode: AbstractContextManager[Any] = _after_collectives()(callback)
     return mode
 
 
 @cache
 def _after_collectives() -> type:
+    """Return the class of the context manager of ``after_collectives``. Raises ``TorchUnsupported``."""
     try:
         from torch.utils._python_dispatch import TorchDispatchMode
     except ImportError:
@@ -280,8 +292,8 @@ def _after_collectives() -> type:
 
 
 def bucket_limits(ddp: DistributedDataParallel) -> tuple[int, int]:
-    """Bytes of the first and of every further bucket when DDP rebuilds its buckets. Call it before anything assigns
-    ``ddp.bucket_bytes_cap``."""
+    """Return the limits in bytes of the first bucket and of every further one, by which DDP rebuilds its buckets. Must be
+    called before ``ddp.bucket_bytes_cap`` is assigned."""
     config = getattr(ddp, "_bucket_config", None)  # not in 2.11
     if config is not None:
         return config.first_bucket_bytes_cap, config.bucket_bytes_cap
@@ -290,38 +302,38 @@ def bucket_limits(ddp: DistributedDataParallel) -> tuple[int, int]:
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """(function, state) of the communication hooks that are registered on ``ddp``."""
+    """Return ``(function, state)`` of the communication hooks that are registered on ``ddp``; empty if there is none."""
     hooks: list[tuple[Callable[..., Any], object]] = _get_part(ddp, "_comm_hooks")
     return hooks
 
 
 def has_run_forward(ddp: DistributedDataParallel) -> bool:
-    """True if ``ddp`` has begun a forward."""
+    """True if ``ddp`` has begun a forward pass in this process."""
     return bool(_get_part(ddp, "_lazy_init_ran"))
 
 
 def delays_parameters(ddp: DistributedDataParallel) -> bool:
-    """True if ``delay_all_reduce_named_params`` was passed; the gradients of these parameters bypass the hook."""
+    """True if ``ddp`` was made with ``delay_all_reduce_named_params``; the gradients of these parameters bypass the hook."""
     return bool(_get_part(ddp, "_delay_all_reduce_params"))
 
 
 def reduces_in_python(ddp: DistributedDataParallel) -> bool:
-    """True if ``torch._dynamo.config.optimize_ddp`` replaced the reducer by one that calls no hook."""
+    """True if ``torch._dynamo.config.optimize_ddp`` has replaced the reducer by one that calls no hook."""
     return bool(_get_part(ddp, "_use_python_reducer"))
 
 
 def push_all_parameters(reducer: Any) -> None:
-    """Report to the reducer that all gradients became ready in the order of its parameters."""
+    """Report to the reducer that all gradients became ready, in the order of its parameters; its next rebuild uses that order."""
     _get_part(reducer, "_push_all_rebuilt_params")()
 
 
 def rebuild_buckets(reducer: Any) -> bool:
-    """Do the rebuild that the next forward would begin with, if one is due; returns True if there was one. A collective."""
+    """Do the rebuild of the buckets that the next forward would begin with. Returns True if one was due. A collective."""
     return bool(_get_part(reducer, "_rebuild_buckets")())
 
 
 def bucket_parameters(reducer: Any) -> list[list[torch.Tensor]]:
-    """The parameters of each of the reducer's buckets. Temporarily allocates zeros of the size of all gradients."""
+    """Return the parameters of each of the reducer's buckets. Temporarily allocates zeros of the size of all gradients."""
     return [bucket.parameters() for bucket in _get_part(reducer, "_get_zeros_like_grad_buckets")()]
 
 
@@ -329,18 +341,18 @@ def bucket_parameters(reducer: Any) -> list[list[torch.Tensor]]:
 
 
 def should_compress(rows: int, columns: int, rank: int, min_compression_rate: float) -> bool:
-    """True if torch's ``powerSGD_hook`` compresses a matrix of this shape."""
+    """True if torch's ``powerSGD_hook`` compresses a matrix of ``rows`` x ``columns`` with approximation rank ``rank``."""
     return bool(_get_part(powerSGD_hook, "_should_compress")(rows, columns, rank, min_compression_rate)[0])
 
 
 def report_compression(bucket: Any, state: Any) -> None:
-    """Log the statistics of a ``PowerSGDState`` when that is due."""
+    """Log the compression statistics of a ``PowerSGDState``, if that is due by its logging frequency."""
     _get_part(powerSGD_hook, "_report_compression_stats")(bucket, state)
 
 
 def abort_groups() -> int:
-    """Abort the communicators of all process groups, from any thread; returns the number of groups. Under NCCL a collective in
-    progress ends, with arbitrary values in its output; gloo's continues to wait."""
+    """Abort the communicators of all process groups; returns the number of groups. May be called from any thread. Under NCCL a
+    collective in progress ends, with arbitrary values in its output; under gloo it continues to wait."""
     count = len(_get_part(_get_part(dist.distributed_c10d, "_world"), "pg_names"))
     _get_part(
         dist.distributed_c10d, "_abort_process_group"
@@ -352,7 +364,7 @@ def abort_groups() -> int:
 
 
 def forget_workers(loader: Any) -> None:
-    """Make the next ``iter`` of a ``DataLoader`` with persistent workers start new ones."""
+    """Make the next ``iter`` of a ``DataLoader`` with persistent workers start new workers."""
     if not hasattr(loader, "_iterator"):
         raise missing("DataLoader._iterator")
     loader._iterator = None

@@ -10,7 +10,8 @@ TESTED: Final = ("2.9", "2.11", "2.13", "2.15")
 
 
 def untested(version: str) -> str | None:
-    """A sentence for a version whose minor release is not in ``TESTED``; None for a tested one (``2.13.1+cu130``)."""
+    """Return a sentence for a version of torch, such as ``2.13.1+cu130``, whose minor release is not in ``TESTED``; None for a
+    tested one."""
     release = re.match(r"\d+\.\d+", version)
     if release is not None and release[0] in TESTED:
         return None

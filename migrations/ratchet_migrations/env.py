@@ -8,6 +8,7 @@ from ratchet_service.db.models import Base
 
 
 def run() -> None:
+    """Run the migrations in one transaction, on the connection in Alembic's configuration."""
     context.configure(
         connection=context.config.attributes["connection"],
         target_metadata=Base.metadata,

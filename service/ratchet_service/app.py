@@ -58,10 +58,12 @@ def create_app(
     health: Health | None = None,
     instruments: Instruments | None = None,
 ) -> FastAPI:
-    """Return the app. Its lifespan migrates the database before the first request.
+    """Return the app: the REST API over one database and one run directory. At its startup it creates the directory of jobs and
+    migrates its own database, before the first request.
 
-    ``database``: an open one to share, which the caller migrates and disposes of; default: the one in the settings. ``health``:
-    health of the process that serves the app; ``instruments``: shared with its reconciler, and already listening.
+    ``database``: an open database to share, which the caller migrates and disposes of; None: the app opens the one in the
+    settings and disposes of it. ``health``: that of the process that serves the app. ``instruments``: metrics shared with the
+    process's reconciler, for which the caller has started ``count_commits``; None: the app makes its own.
     """
     own = Database(settings.url) if database is None else None
     shared = database or own
@@ -70,6 +72,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        """Prepare the run directory and the database before the first request. Dispose of the app's own database after the last
+        request."""
         settings.paths.jobs.mkdir(parents=True, exist_ok=True)
         if own is not None:
             await run_in_threadpool(migrate.upgrade, own)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class StartError(Exception):
-    """The service cannot start; the message says what to do."""
+    """The service cannot start. The message says why and what to do."""

@@ -6,7 +6,8 @@ from typing import Any
 
 
 def merge(target: Any, patch: Any) -> Any:
-    """Return ``target`` with ``patch`` merged over it: null removes a key, mappings merge, all else replaces."""
+    """Return ``target`` with ``patch`` merged over it (RFC 7396); ``target`` is not changed. A null in the patch removes the key,
+    mappings are merged key by key, and any other value replaces the old one."""
     if not isinstance(patch, dict):
         return patch
     out = dict(target) if isinstance(target, dict) else {}

@@ -67,9 +67,9 @@ Sums: TypeAlias = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What a task receives in ``build``. ``rank``: number of this process among ``world_size``; ``local_rank``: among those of
-    its node; ``device``: the device for the model. ``seed``: the job's; derive random streams from it with rank, epoch and
-    sample."""
+    """What a task receives in ``build``. ``rank``: number of this process among all ``world_size`` processes of the job;
+    ``local_rank``: its number among those of its node; ``device``: the device for the model. ``seed``: the job's seed; derive
+    random streams from it with rank, epoch and sample."""
 
     rank: int
     world_size: int
@@ -80,7 +80,8 @@ class TaskContext:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with state. ``state_dict`` consists of tensors, numbers, strings, bools, None, lists, tuples and dicts."""
+    """An object with state that can be saved and restored. ``state_dict`` returns tensors, numbers, strings, bools, None, and
+    lists, tuples and dicts of these; ``load_state_dict`` restores what it returned."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -194,7 +195,7 @@ class Task(Protocol):
 
 
 class EvaluatingTask(Task, Protocol):
-    """A task that can be evaluated."""
+    """A task that can be evaluated: it has the optional methods ``evaluation`` and ``evaluate`` described at ``Task``."""
 
     def evaluation(self) -> Iterable[Any]: ...
 

@@ -7,7 +7,7 @@ import warnings
 
 
 def main() -> None:
-    """Entry point of the executable; exits with a code of ``exit_codes.Exit``."""
+    """Run the command line. Entry point of the executable; exits the process with a code of ``exit_codes.Exit``."""
     from ratchet_client.cli.app import app
 
     warnings.showwarning = _show_warning
@@ -15,5 +15,5 @@ def main() -> None:
 
 
 def _show_warning(message: Warning | str, *_where: object, **_more: object) -> None:
-    """Print a warning without its source location, which does not help a user."""
+    """Print a warning on standard error without its source location, which does not help a user."""
     sys.stderr.write(f"ratchet: warning: {message}\n")

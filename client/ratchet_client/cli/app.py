@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 
 class _Group(TyperGroup):
-    """Turns the errors of all commands into one message on stderr and an exit code; its help ends with a list of the codes."""
+    """The group of all commands. It prints an error of a command as one message on stderr and converts it to an exit code; its
+    help ends with a list of the exit codes."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
@@ -49,6 +50,8 @@ class _Group(TyperGroup):
             typer.echo(text)
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command. Raises ``typer.Exit`` with the exit code for a ``RatchetError``, for Ctrl-C, and with 0 if the reader
+        of standard output has exited. Any other exception is raised unchanged."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -70,6 +73,8 @@ class _Group(TyperGroup):
 
 
 def _report(error: RatchetError, job: str | None) -> None:
+    """Print an error on standard error, with one line for each field error and a hint at the next command. ``job``: the job as
+    named on the command line."""
     sys.stdout.flush()
     several, first = len(error.errors) > 1, error.errors[0] if error.errors else None
     listed = several and first is not None and error.detail.startswith(f"{first.pointer or '/'}: {first.detail}")
@@ -82,6 +87,7 @@ def _report(error: RatchetError, job: str | None) -> None:
 
 
 def _version(value: bool) -> None:
+    """Print the version and exit if the option ``--version`` is given."""
     if value:
         typer.echo(f"ratchet {RATCHET_VERSION}")
         raise typer.Exit

@@ -50,7 +50,8 @@ _TRAINED: Final = (
 
 
 def hint(error: RatchetError, job: str | None) -> str | None:
-    """Return a line to print below the error, or None if the error already has it. ``job``: as named on the command line."""
+    """Return the line to print below ``error``: the command to type next. Return None if there is none, or if the error's text
+    already names a command. ``job``: the job as named on the command line; None: no job was named."""
     detail = error.detail
     text = (_STRICT if "determinism is strict" in detail else _NEXT).get(error.code)
     if any(e.code == "not-a-directory" and e.pointer.endswith("/code/path") for e in error.errors):

@@ -23,7 +23,8 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """``token`` is sent only to ``token_server``, a normalised address."""
+    """The content of the configuration file. ``server``: the service's address. ``token`` is sent only to ``token_server``, an
+    address in the form of ``normalise_url``. None: not set."""
 
     server: str | None = None
     token: str | None = None
@@ -31,7 +32,8 @@ class ConfigFile:
 
 
 def config_path() -> Path:
-    """Return the absolute path of the file, whether it exists or not."""
+    """Return the absolute path of the configuration file, whether it exists or not: the variable ``RATCHET_CONFIG``, else below
+    ``XDG_CONFIG_HOME`` or ``~/.config``."""
     given = os.environ.get(env_vars.CONFIG)
     if given:
         return Path(given).expanduser().absolute()
@@ -42,7 +44,8 @@ def config_path() -> Path:
 
 
 def read_config(path: Path) -> ConfigFile:
-    """Return the content of the file; of an absent file, an empty configuration. Raises ``Refused``."""
+    """Return the content of the configuration file; if it does not exist, an empty ``ConfigFile``. Raises ``Refused`` if it
+    cannot be read or is invalid, and if it has a token and other users may read it."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -63,6 +66,8 @@ def read_config(path: Path) -> ConfigFile:
 
 
 def _validated(path: Path, data: Any) -> ConfigFile:
+    """Return the decoded JSON ``data`` as a ``ConfigFile``. Raises ``Refused`` for unknown keys, values that are not text, and a
+    token without ``token_server`` or the reverse."""
     known = [field.name for field in fields(ConfigFile)]
     if not isinstance(data, dict):
         raise _refusal(path, "is not a JSON object", "correct it, or")
@@ -77,11 +82,14 @@ def _validated(path: Path, data: Any) -> ConfigFile:
 
 
 def _refusal(path: Path, what: str, first: str) -> Refused:
+    """Return, and do not raise, the error for the configuration file. ``what``: what is wrong; ``first``: what the user can do
+    instead of removing the file."""
     return Refused(f"the configuration {path} {what}: {first} remove the file", code="invalid-config")
 
 
 def write_config(path: Path, config: ConfigFile) -> None:
-    """Replace the file by rename, readable only by its owner. Raises ``Refused``."""
+    """Replace the configuration file atomically, readable only by its owner; create its directory if needed. The target of a
+    symbolic link is replaced, not the link. Raises ``Refused`` if it cannot be written; then the old file is unchanged."""
     text = json.dumps({k: v for k, v in asdict(config).items() if v is not None}, indent=2) + "\n"
     target = path.resolve()  # a symbolic link (into a directory of dot files) is kept
     try:
@@ -103,7 +111,7 @@ def write_config(path: Path, config: ConfigFile) -> None:
 
 def normalise_url(url: str) -> str:
     """Return the canonical form of an address: scheme and host in lower case, no default port, no trailing slash. Raises
-    ``Refused``."""
+    ``Refused`` if it is not an http or https address, or has a user, password, query or fragment."""
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").lower(), parts.port

@@ -28,7 +28,8 @@ RUNNING = "the running service"
 
 
 def start_hint(home: Path) -> str:
-    """Return how to start the service of a run directory, as text."""
+    """Return, as text, how to start the service of the run directory ``home``: ``ratchet serve``, with ``--home`` unless it is
+    ``./.ratchet``."""
     if home == Path.cwd() / DEFAULT_HOME:
         return "start it with `ratchet serve`"
     return f"start it with `ratchet serve --home {shlex.quote(str(home))}`"
@@ -36,7 +37,8 @@ def start_hint(home: Path) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """A value and its source: an option, a variable, the path of the configuration file, ``RUNNING``, or ``default``."""
+    """A value and its source: the name of an option or variable, the path of the configuration file, ``RUNNING`` (the only
+    running service), or ``default``."""
 
     value: str
     source: str
@@ -44,10 +46,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Target:
-    """What a client talks to. ``server`` None: the server that ``service.json`` in ``home`` names at the time of the call.
+    """The service that a client uses. ``server``: its address; None: the address in ``service.json`` of the run directory
+    ``home``, read at each call.
 
-    ``token_server`` None: the token was specified for this target, so it is sent to its ``server``, or to this machine.
-    ``several``: the run directories of several running services, if none of them is specified.
+    ``token_server``: the only address that ``token`` is sent to. If it is None, the token was specified for this target by an
+    option or variable; it is sent to ``server``, or without a ``server`` only to an address of this machine. ``several``: the run
+    directories of the running services if there are several and none is specified; else empty.
     """
 
     server: Setting | None
@@ -57,8 +61,9 @@ class Target:
     several: tuple[Path, ...] = ()
 
     def url(self) -> str:
-        """Return the base URL; ``service.json`` is read at every call, since a restart may change it. Raises
-        ``ServiceUnreachable``, and ``Refused`` if several services run and none is specified."""
+        """Return the base URL of the service. ``service.json`` is read at every call, since a restart may change the address.
+        Raises ``ServiceUnreachable`` if that file is missing or invalid, and ``Refused`` if several services run and none is
+        specified, or if the service has another protocol."""
         if self.server is not None:
             return self.server.value
         if self.several:
@@ -87,7 +92,8 @@ class Target:
         return found.url.rstrip("/")
 
     def start_hint(self) -> str:
-        """Return what to do if the address does not respond; a killed service leaves its ``service.json`` behind."""
+        """Return, as text, what to do if the service does not respond. If ``service.json`` names a process that has ended, as
+        after a kill, the text says so."""
         if self.server is not None:
             return f"start it with `ratchet serve` on its machine, or check the address ({self.server.source})"
         home = Path(self.home.value)
@@ -98,7 +104,8 @@ class Target:
         return start_hint(home)
 
     def _start_hint_for(self, home: Path) -> str:
-        """Return what to do if ``home`` has no service; the user may mean a service of another directory that was killed."""
+        """Return, as text, how to start a service for the run directory ``home``, which has none. If ``home`` is only the default
+        and does not exist, the text names this user's services in other directories that were killed."""
         killed = service_pointers.killed_services() if self.home.source == "default" and not home.exists() else []
         if not killed:
             return start_hint(home)
@@ -106,13 +113,13 @@ class Target:
         return f"a service of yours was killed, {again} starts it again with its jobs (`ratchet serve` a new one here)"
 
     def _other_services_hint(self) -> str:
-        """Return text that lists this user's running services, if no run directory is specified."""
+        """Return text that lists this user's running services; "" if there are none, or if the run directory was specified."""
         others = service_pointers.running_services() if self.home.source == "default" else []
         return "".join(f", or use the one that runs: --home {other}" for other in others)
 
     def token_for(self, url: str) -> str | None:
-        """Return the token to send to ``url``, or None. A token is never sent to a server that it was not specified for, so a
-        server that only a file in the current directory names gets none unless it is this machine."""
+        """Return the token to send to ``url``; None if there is no token, or if it was specified for another server. If only
+        ``service.json`` names the server, a token without a ``token_server`` is sent only to a loopback address."""
         if self.token is None:
             return None
         if self.token_server is not None:
@@ -121,7 +128,8 @@ class Target:
 
 
 def _own_runs_hint(home: Path) -> str:
-    """Return where the jobs of ``ratchet run`` are, as text: it has a separate run directory for each command."""
+    """Return text on where the jobs of ``ratchet run`` are and how to list those of the newest command, which has its own run
+    directory below ``home``; "" if there are none."""
     runs = HomePaths(home).runs
     with suppress(OSError, ValueError):  # no such directory, or one is removed meanwhile
         newest = max(runs.iterdir(), key=lambda path: path.stat().st_mtime)
@@ -137,7 +145,8 @@ def _own_runs_hint(home: Path) -> str:
 
 
 def protocol_mismatch(who: str, protocol: int | str) -> Refused:
-    """Return the error for a service that uses another protocol than this client."""
+    """Return, and do not raise, the error for a service that uses another protocol than this client. ``who``: the service, as the
+    message names it; ``protocol``: its protocol number."""
     return Refused(
         f"{who} speaks protocol {protocol}, this `ratchet` {RATCHET_VERSION} speaks {PROTOCOL_VERSION}: use the `ratchet` of the "
         "service's environment, or install the same version of ratchet-train on both sides",
@@ -148,8 +157,9 @@ def protocol_mismatch(who: str, protocol: int | str) -> Refused:
 def find_target(
     server: str | None = None, home: str | os.PathLike[str] | None = None, token: str | None = None
 ) -> Target:
-    """Return the target. Precedence: options (the arguments), variables, the configuration file, the run directory ``./.ratchet``
-    if it exists, this user's only running service. Raises ``Refused``."""
+    """Return the service to use and its token. The arguments are the values of the options; None: not set. Precedence: options,
+    variables, the configuration file, the run directory ``./.ratchet`` if it exists, this user's only running service. Raises
+    ``Refused`` if an address, the token or the configuration file is invalid. No request is sent."""
     environ = os.environ
     path = config_path()
     variable = environ.get(env_vars.SERVER)
@@ -173,10 +183,11 @@ def find_target(
 
 
 def _running(default: Setting) -> tuple[Setting, tuple[Path, ...]]:
-    """Return the run directory of the running service if ``default`` does not exist; or all of them, if several run.
+    """Return the run directory to use, and the other candidates. The directory is ``default`` if it exists, else that of this
+    user's only running service. If several services run, the second value has all their directories; else it is empty.
 
     A run directory whose service has ended is still used: its jobs are there, and another service may have other jobs with the
-    same names. A directory that contains only those of ``ratchet run`` does not count.
+    same names. A directory that contains only those of ``ratchet run`` does not count as existing.
     """
     if _is_run_directory(HomePaths(Path(default.value))):
         return default, ()
@@ -187,6 +198,8 @@ def _running(default: Setting) -> tuple[Setting, tuple[Path, ...]]:
 
 
 def _is_run_directory(paths: HomePaths) -> bool:
+    """Return True if the directory exists and contains anything other than the run directories of ``ratchet run``. A directory
+    that cannot be read counts as existing."""
     try:
         return list(paths.home.iterdir()) != [paths.runs]
     except OSError as error:
@@ -194,30 +207,35 @@ def _is_run_directory(paths: HomePaths) -> bool:
 
 
 def _stored(config: ConfigFile, path: Path) -> tuple[Setting | None, str | None]:
+    """Return the token of the configuration file ``path`` and the normalised address of its server; None and None if it has no
+    token."""
     if config.token is None or config.token_server is None:
         return None, None
     return Setting(validate_token(config.token), str(path)), normalise_url(config.token_server)
 
 
 def validate_token(text: str) -> str:
-    """Return ``text``. Raises ``Refused`` if it is not valid in a header; the message never contains it."""
+    """Return the token ``text`` unchanged. Raises ``Refused`` if it is not printable ASCII without spaces; the message never
+    contains the token."""
     if not text.isascii() or not text.isprintable() or " " in text:
         raise Refused("a token is printable ASCII without spaces: check how it was copied", code="invalid-config")
     return text
 
 
 def _home(home: str | os.PathLike[str] | None) -> Setting:
+    """Return the run directory with its source: the option ``home``, else the variable ``RATCHET_HOME``, else the default."""
     if home:
         return Setting(str(home_directory(home)), "--home")
     return Setting(str(home_directory()), env_vars.HOME if os.environ.get(env_vars.HOME) else "default")
 
 
 def home_directory(home: str | os.PathLike[str] | None = None) -> Path:
-    """Return the absolute run directory: the argument, else ``RATCHET_HOME``, else ``./.ratchet``."""
+    """Return the absolute run directory: the argument, else ``RATCHET_HOME``, else ``./.ratchet``. It need not exist, and is not
+    created."""
     return Path(home or os.environ.get(env_vars.HOME) or DEFAULT_HOME).expanduser().absolute()
 
 
 def is_loopback(url: str) -> bool:
-    """True if the address is a loopback address of this machine."""
+    """Return True if the host of ``url`` is ``localhost`` or a loopback address."""
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or (host.startswith("127.") and host.replace(".", "").isdigit())

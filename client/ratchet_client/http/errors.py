@@ -25,25 +25,25 @@ NOT_A_SERVICE: Final = "not-a-service"
 
 
 class ServiceUnreachable(RatchetError):
-    """The service does not respond, or no service was found."""
+    """The service does not respond, or no running service was found."""
 
     code = "service-unreachable"
 
 
 class ServiceFault(RatchetError):
-    """The service responded with 5xx, or the response is not from its API."""
+    """The service responded with a 5xx status, or the response is not from its API."""
 
     code = "service-fault"
 
 
 class AmbiguousName(RatchetError):
-    """Several jobs have the requested name. ``extra["jobs"]`` has them, newest first."""
+    """Several jobs have the requested name. ``extra["jobs"]`` is the list of these jobs, newest first."""
 
     code = "ambiguous-name"
 
 
 class DeadlineReached(RatchetError):
-    """``wait`` or ``poll`` gave up after its ``deadline``; the job continues."""
+    """The ``deadline`` of ``wait`` or ``poll`` has passed; the job continues."""
 
     code = "deadline-reached"
 
@@ -53,7 +53,8 @@ _SPEC_CODES = frozenset({"invalid-spec", "invalid-yaml", "invalid-value", "inval
 
 
 def error_from_response(response: httpx.Response) -> RatchetError:
-    """Return the exception for a 4xx or 5xx response. Its ``extra`` has ``status`` (int) and, if known, ``request_id``."""
+    """Return, and do not raise, the exception for a 4xx or 5xx response, by its problem document. Its ``extra`` has ``status``
+    (int). A response without such a document gives ``no_service(response)``."""
     status = response.status_code
     problem = _problem(response)
     if problem is None:
@@ -62,7 +63,8 @@ def error_from_response(response: httpx.Response) -> RatchetError:
 
 
 def no_service(response: httpx.Response) -> ServiceFault:
-    """Return the exception for a response that is not from the API."""
+    """Return, and do not raise, the ``ServiceFault`` for a response that is not from Ratchet's API, with the code
+    ``NOT_A_SERVICE``."""
     url = response.request.url
     address = str(url.copy_with(path="/", query=None)).rstrip("/")
     https = ", or does it want https://?" if url.scheme == "http" and response.status_code == 400 else ""
@@ -77,6 +79,7 @@ def no_service(response: httpx.Response) -> ServiceFault:
 
 
 def _problem(response: httpx.Response) -> Problem | None:
+    """Return the problem document (RFC 9457) in the response; None if there is none."""
     try:
         return Problem.model_validate(response.json())
     except (ValidationError, ValueError):
@@ -84,6 +87,8 @@ def _problem(response: httpx.Response) -> Problem | None:
 
 
 def _class_of(status: int, problem: Problem) -> type[RatchetError]:
+    """Return the exception class for a problem: by its code for specs, else by the HTTP status; ``Refused`` for other 4xx
+    statuses."""
     if problem.code in _SPEC_CODES:
         return SpecError
     if status >= 500:

@@ -16,7 +16,8 @@ _LONGEST_DELAY = 2.0
 
 @dataclass(frozen=True)
 class ServerEvent:
-    """``id`` is the value of ``Last-Event-ID`` that continues after this event."""
+    """One server-sent event. ``id``: the value of ``Last-Event-ID`` with which a new stream continues after this event; None if
+    the stream has sent no id yet."""
 
     event: str
     data: str
@@ -24,7 +25,7 @@ class ServerEvent:
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
-    """Yield the events of a stream's lines (without line ends). A block that the end of the stream truncates is dropped."""
+    """Yield the events in the lines of a stream (without line ends). An event that the end of the stream cuts off is dropped."""
     event, data, last_id = "", list[str](), None
     for line in lines:
         if not line:
@@ -46,9 +47,11 @@ def follow(
     transport: Transport, path: str, params: Params, finished: Callable[[], bool], last_id: str | None = None,
     on_gap: Callable[[str], None] | None = None,
 ) -> Generator[ServerEvent]:  # fmt: skip
-    """Yield every event once, in order, across reconnects. Ends at the service's end event, or when a stream that closed without
-    one has no more events and ``finished()`` is true. Raises ``ServiceUnreachable`` after ``transport.retry_for`` seconds without
-    a response; ``on_gap`` is called once per interruption."""
+    """Yield every event of the stream at ``path`` once, in order; connect again with ``Last-Event-ID`` when the stream breaks.
+    ``last_id``: start after this event. Ends at the service's end event, or when a stream without one has closed, ``finished()``
+    is true and one more stream has been read to its end. ``on_gap``: called with the error text once per interruption. Raises
+    ``ServiceUnreachable`` or ``ServiceFault`` after ``transport.retry_for`` seconds without a response; any other error, such as
+    ``NotFound`` or another program at the address, at once."""
     delay, silent_since, done = 0.1, None, False
     while True:
         headers = {"Accept": "text/event-stream", **({"Last-Event-ID": last_id} if last_id else {})}

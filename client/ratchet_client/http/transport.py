@@ -33,13 +33,14 @@ _TAKEN = 600.0
 
 
 def _without_none(params: Params | None) -> dict[str, Any]:
+    """Return a copy of ``params`` without the parameters that are None."""
     return {k: v for k, v in (params or {}).items() if v is not None}
 
 
 @dataclass(frozen=True)
 class Body:
-    """A body too large for memory. ``parts`` returns a new iterator for each retry; ``size`` is in bytes. The response may take
-    longer."""
+    """A request body that is too large for memory. ``parts``: returns a new iterator over its bytes, and is called for each try.
+    ``size``: in bytes. With a body, the timeout for the response is at least ten minutes."""
 
     media_type: str
     size: int
@@ -47,14 +48,14 @@ class Body:
 
 
 class TokenInClearWarning(UserWarning):
-    """A token is sent over plain HTTP to another machine: anyone on the network path can read it."""
+    """Warning that a token is sent over plain HTTP to another machine: anyone on the network path can read it."""
 
 
 class Transport:
-    """The connection to one service, whose address is determined again for every request.
+    """Sends requests to one service, whose address is determined again for every request.
 
-    ``timeout``: seconds for one request (at most ten for the connection); ``retry_for``: seconds for all retries of one call.
-    ``token`` is sent as bearer token only to the server that it belongs to (``discovery.Target``).
+    ``timeout``: seconds for one request (at most ten for the connection). ``retry_for``: seconds for all retries of one call.
+    ``token`` is sent as bearer token, and only to the server that it belongs to (``discovery.Target``).
     """
 
     def __init__(
@@ -74,14 +75,18 @@ class Transport:
 
     @cached_property
     def target(self) -> Target:
-        """The target, determined at first use; the configuration is not read again. Raises ``Refused``."""
+        """The service and token to use, determined at the first access; after that the configuration is not read again. Raises
+        ``Refused`` if the configuration is invalid."""
         return find_target(*self._arguments)
 
     def address(self) -> str:
-        """Return the server's address, or the run directory of the service, without a request. Raises ``Refused``."""
+        """Return the server's address; without one, the run directory of the service. No request is sent. Raises ``Refused`` if
+        the configuration is invalid."""
         return (self.target.server or self.target.home).value
 
     def _authorization(self, url: str) -> dict[str, str]:
+        """Return the header with the token for ``url``; an empty dict if no token is sent there. Warns (``TokenInClearWarning``)
+        if ``url`` is plain HTTP on another machine."""
         token = self.target.token_for(url)
         if token is None:
             return {}
@@ -91,14 +96,17 @@ class Transport:
         return {"Authorization": f"Bearer {token}"}
 
     def close(self) -> None:
+        """Close all connections. A later request opens new ones."""
         for client in self._clients.values():
             client.close()
         self._clients.clear()
 
     def request(self, method: str, path: str, *, params: Params | None = None, json: Any = None,
                 idempotency_key: str | None = None, body: Body | None = None) -> httpx.Response:  # fmt: skip
-        """Return the 2xx response. ``body``: instead of ``json``. Raises the service's problem as a ``RatchetError``,
-        ``ServiceUnreachable``, and any error from producing the body."""
+        """Send a request and return the 2xx response. While the service does not respond or responds 429, 502, 503 or 504, the
+        call blocks and retries for ``retry_for`` seconds; a DELETE only if it cannot have arrived. A POST has an Idempotency-Key
+        (a random one by default), so that it takes effect once. ``body``: sent instead of ``json``. Raises the service's problem
+        as a ``RatchetError``, ``ServiceUnreachable``, and any error from producing the body."""
         headers = {}
         if body is not None:
             headers = {"Content-Type": body.media_type, "Content-Length": str(body.size)}
@@ -121,8 +129,9 @@ class Transport:
     def stream(
         self, path: str, params: Params | None, headers: Mapping[str, str], read: float = 60.0
     ) -> Iterator[httpx.Response]:
-        """Yield an open response to read incrementally. ``read``: seconds without a byte; it can be long, since the service sends
-        comments while idle."""
+        """Send a GET request once and yield the open response, to be read incrementally; the response is closed on exit.
+        ``read``: the maximum seconds without a byte; it can be long, since the service sends comments while idle. Raises the
+        service's problem as a ``RatchetError``, and ``ServiceUnreachable`` also if the connection breaks during the block."""
         url = self.target.url()
         timeout = httpx.Timeout(self._timeout.connect, read=read)
         headers = {**headers, **self._authorization(url)}
@@ -140,7 +149,7 @@ class Transport:
             raise self._unreachable(url, error) from error
 
     def _client(self, url: str) -> httpx.Client:
-        """Return the HTTP client for ``url``, created at first use: loading certificates is slow, and not always needed."""
+        """Return the HTTP client for ``url``. It is created at first use and then kept, since loading certificates is slow."""
         secure, local = url.startswith("https:"), is_loopback(url)
         if (secure, local) not in self._clients:
             # A proxy from the environment would break requests to this machine; for other machines it is wanted.
@@ -151,8 +160,9 @@ class Transport:
         return self._clients[secure, local]
 
     def _authorities(self) -> ssl.SSLContext | bool:
-        """Return the certificate authorities that verify a server: those of the variable, those that the service stored in the
-        run directory, else the system's. Raises ``Refused``."""
+        """Return the certificate authorities that verify a server: those in the file that ``RATCHET_CA_FILE`` names, else those
+        that the service stored in the run directory, else True for the system's. Raises ``Refused`` if the file cannot be
+        used."""
         given = os.environ.get(env_vars.CA_FILE)
         file = Path(given) if given else HomePaths(Path(self.target.home.value)).service_authorities
         if not given and (self.target.server is not None or not file.exists()):
@@ -165,6 +175,9 @@ class Transport:
 
     def _request_once(self, method: str, path: str, params: Params | None, json: Any, headers: dict[str, str],
               body: Body | None) -> httpx.Response | ServiceUnreachable:  # fmt: skip
+        """Send the request once and return the response, of any status. If the service does not respond, return the
+        ``ServiceUnreachable`` error instead of raising it. Raises ``Refused`` for an invalid address or another protocol, and
+        ``ServiceFault`` if another program responds."""
         try:
             url = self.target.url()
         except ServiceUnreachable as error:
@@ -185,8 +198,9 @@ class Transport:
             raise Refused(f"server address {url!r} is not valid: {error}", code="invalid-address") from None
 
     def _may_retry(self, method: str, outcome: httpx.Response | ServiceUnreachable) -> bool:
-        """True if the request may be retried. A service that was never started is not waited for. A DELETE that may have arrived
-        is not retried: the second response (404) would misreport the first."""
+        """Return True if a failed request may be sent again. Not if no service was started for the run directory and none has
+        responded to this client before; and not for a DELETE that may have arrived, because the second response (404) would
+        misreport the first."""
         if isinstance(outcome, httpx.Response):
             return method != "DELETE"
         if outcome.code == NEVER_STARTED and not self._reached:
@@ -194,10 +208,13 @@ class Transport:
         return method != "DELETE" or not outcome.extra.get("sent", False)
 
     def _is_foreign(self, error: httpx.TransportError) -> bool:
-        """True if another program may be at the address, rather than a service that was killed while it responded."""
+        """Return True if ``error`` suggests that another program is at the address, rather than a service that was killed while
+        it responded."""
         return isinstance(error, httpx.RemoteProtocolError) and self.target.server is not None and not self._reached
 
     def _unreachable(self, url: str, error: httpx.TransportError) -> ServiceUnreachable:
+        """Return, and do not raise, the ``ServiceUnreachable`` for ``error``, with what the user can do. Its ``extra["sent"]`` is
+        False if the request cannot have reached the service."""
         sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         what = str(error) or type(error).__name__
         if "WRONG_VERSION_NUMBER" in what:
@@ -212,7 +229,8 @@ class Transport:
 
 
 def _raise_if_foreign(response: httpx.Response) -> None:
-    """Raises ``Refused`` for a service with another protocol, ``ServiceFault`` for another program at this address."""
+    """Raise ``Refused`` if the response is from a service with another protocol, and ``ServiceFault`` if it is a success from
+    another program."""
     protocol = response.headers.get(PROTOCOL_HEADER)
     address = str(response.request.url.copy_with(path="/", query=None)).rstrip("/")
     if protocol is not None and protocol != str(PROTOCOL_VERSION):
@@ -222,6 +240,8 @@ def _raise_if_foreign(response: httpx.Response) -> None:
 
 
 def _is_retryable(response: httpx.Response) -> bool:
+    """Return True if the request may succeed when it is sent again: for 429, 502, 503, 504, and while an earlier try of it is in
+    progress."""
     if response.status_code in _RETRY_STATUS:
         return True
     # A request whose response was lost may still be in progress: its key is rejected until it is done.

@@ -27,7 +27,8 @@ _GUIDE: Final = "docs/adoption.md"
 
 @dataclass(frozen=True)
 class Note:
-    """``code`` is stable. ``serious``: the job would fail, or would train differently from what the user expects."""
+    """A note for the user. ``code``: a stable identifier. ``serious``: the job would fail, or would train differently from what
+    the user expects."""
 
     code: str
     text: str
@@ -35,7 +36,8 @@ class Note:
 
 
 def run_mode(facts: Facts, place: Place) -> Way:
-    """Return how the script is run, by the rule of service and ranks, except that a Session in an imported module is seen too."""
+    """Return how Ratchet runs the script: "unmanaged", "session" or "task". Unlike the service and the ranks, this also sees a
+    Session that an imported module creates."""
     if facts.session is not None:
         return "session"
     if facts.task is not None and facts.ddp is None:
@@ -44,7 +46,8 @@ def run_mode(facts: Facts, place: Place) -> Way:
 
 
 def device_of(command: Command, facts: Facts) -> Literal["auto", "cpu", "cuda"]:
-    """Return the device that the command specifies, else the one that the script's backend needs."""
+    """Return the device that the command specifies. If it specifies "auto", return "cuda" or "cpu" according to the script's only
+    backend (nccl, gloo), else "auto"."""
     names = {where.value for where in facts.backends}
     if command.device != "auto" or len(names) != 1:
         return command.device
@@ -54,13 +57,14 @@ def device_of(command: Command, facts: Facts) -> Literal["auto", "cpu", "cuda"]:
 
 
 def hook_block(hook: HookUse) -> dict[str, Any] | None:
-    """Return the spec's ``hook`` for a registered hook; None if Ratchet has no such hook."""
+    """Return the value of the spec's key ``hook`` for a hook that the script registers; None if Ratchet does not have this
+    hook."""
     name = canonical_hook_name(hook.name)
     return {"name": name, **hook.parameters} if name in HOOKS and HOOKS[name].available else None
 
 
 def notes(command: Command, facts: Facts, place: Place, python: Path | None) -> list[Note]:
-    """Return all notes, the most important ones first."""
+    """Return all notes about the script, ordered by subject, beginning with how Ratchet runs it."""
     way = run_mode(facts, place)
     return [
         *_way(facts, place, way), *_frameworks(command, facts, way), *_hooks(facts, way), *_saves(facts, way),
@@ -70,6 +74,8 @@ def notes(command: Command, facts: Facts, place: Place, python: Path | None) -> 
 
 
 def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
+    """Yield the note on how Ratchet runs the script, and a serious one if its Session would not be recognised or does not
+    exist."""
     if way == "task":
         assert facts.task is not None
         yield Note(
@@ -97,13 +103,14 @@ def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
 
 
 def training_place(facts: Facts) -> Where | None:
-    """Return a place that ``ratchet init --patch`` of its file may change, or None."""
+    """Return the place of the DDP call, else of the first framework, whose file ``ratchet init --patch`` may change; None if
+    there is neither."""
     found = [facts.ddp, *(one.place for one in facts.frameworks)]
     return next((at for at in found if at is not None), None)
 
 
 def _change(facts: Facts, place: Place) -> str:
-    """Return a sentence on how to make an unmanaged script managed."""
+    """Return a sentence that names the command, or the guide, for making an unmanaged script resume bit for bit."""
     there = training_place(facts)
     if there is None:
         return f"The steps from here to bit for bit: {_GUIDE}"
@@ -112,6 +119,8 @@ def _change(facts: Facts, place: Place) -> str:
 
 
 def _frameworks(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
+    """Yield notes on frameworks that run the training of an unmanaged script, and a serious one if Lightning's number of devices
+    is unknown or differs from the command's ranks. Nothing is yielded for other scripts."""
     if way != "unmanaged":
         return
     for one in {one.name: one for one in facts.frameworks}.values():
@@ -132,6 +141,8 @@ def _frameworks(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _hooks(facts: Facts, way: Way) -> Iterator[Note]:
+    """Yield a note for each hook that the script registers, whether its state survives a restart, and a note for each hook
+    argument that is not a literal."""
     for hook in facts.hooks:
         name, at = hook.name, f"{hook.place.file}, line {hook.place.line}"
         entry = HOOKS.get(canonical_hook_name(name))
@@ -157,6 +168,7 @@ def _hooks(facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _saves(facts: Facts, way: Way) -> Iterator[Note]:
+    """Yield a note for each checkpoint that the script writes itself, and a serious one if an unmanaged script writes none."""
     for save in facts.saves:
         target = f'"{save.value}"' if save.value else "a path computed at run time"
         if way == "unmanaged":
@@ -173,6 +185,8 @@ def _saves(facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _start(facts: Facts, way: Way) -> Iterator[Note]:
+    """Yield notes on how the script starts: ranks that it starts itself, process group, GPU use, and the option
+    ``--local-rank``."""
     if facts.spawn is not None:
         yield Note(
             "spawn",
@@ -199,6 +213,8 @@ def _start(facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _paths(command: Command, facts: Facts, place: Place) -> Iterator[Note]:
+    """Yield notes on relative paths that the script writes or reads, and on arguments that are paths from the current
+    directory."""
     written = sorted({str(where.value) for where in facts.writes if _is_relative_path(where)})
     if written:
         names = ", ".join(f'"{name}"' for name in written)
@@ -223,6 +239,8 @@ def _is_relative_path(where: Where) -> bool:
 
 
 def _arguments(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
+    """Yield serious notes if the script requires options or positional arguments that the command lacks. Nothing is yielded for a
+    task's options."""
     flags = [word.partition("=")[0] for word in command.arguments if word.startswith("-")]
     lacking = [
         option.flags[-1]
@@ -239,6 +257,8 @@ def _arguments(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[Note]:
+    """Yield notes on modules that the job's interpreter lacks (starts that interpreter to find out), and on a large code
+    directory. ``python``: the interpreter or environment; None: the one that runs this command."""
     missing = missing_modules(python, facts.modules | {"ratchet_worker", "torch"}, [place.script.parent, place.code])
     who, ours = python or "the interpreter that runs this command", {PACKAGE, "ratchet_worker"}
     if missing is None:
@@ -257,6 +277,8 @@ def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[N
 
 
 def _large(code: Path) -> Iterator[Note]:
+    """Yield a serious note if a snapshot of ``code`` would have more than ``LARGE`` bytes or ``MANY`` files, with its largest
+    entries."""
     found = entries(code)
     size, count = sum(entry.size for entry in found), sum(entry.count for entry in found)
     if size <= LARGE and count <= MANY:

@@ -27,9 +27,11 @@ _OTHERS: Final = {
 
 @dataclass
 class Command:
-    """``ranks`` and ``device`` of ``world``; ``python``: the interpreter that the command names, if any.
+    """A parsed command. ``ranks`` and ``device``: as for the spec's ``world``. ``python``: the interpreter that the command names
+    by a path; None if it names none.
 
-    ``given``: how the ranks were specified, as text. ``dropped``: option and reason. ``policy``: keys of the spec's policy.
+    ``given``: what set the number of ranks, an option or a setting of the script, as text; None: the default of one rank.
+    ``dropped``: options that are not needed, with the reason. ``policy``: keys of the spec's policy.
     """
 
     script: str
@@ -44,8 +46,8 @@ class Command:
 
 
 def parse_command(words: Sequence[str], environ: Mapping[str, str]) -> Command:
-    """Parse ``words`` as typed after ``ratchet init`` and its own options. Raises ``Refused`` with what is not supported, and
-    what to do instead."""
+    """Return the parsed command ``words``, as typed after ``ratchet init`` and its own options. ``environ``: variables, in which
+    ``PET_...`` set options of torchrun. Raises ``Refused`` for what is not supported; the message has what to do instead."""
     env, rest = _variables(words)
     if not rest:
         raise Refused(
@@ -71,7 +73,8 @@ def parse_command(words: Sequence[str], environ: Mapping[str, str]) -> Command:
 
 
 def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the ``NAME=value`` words before the program, with or without ``env``, and the rest."""
+    """Return the ``NAME=value`` words before the program, after an optional ``env``, as a dict; and the remaining words. Raises
+    ``Refused`` for ``CUDA_VISIBLE_DEVICES``."""
     rest = list(words)
     if rest[:1] == ["env"]:
         del rest[0]
@@ -87,7 +90,8 @@ def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _explicit(word: str) -> Path | None:
-    """Return the interpreter next to a program that is specified by path, like ``.venv/bin/torchrun``."""
+    """Return the interpreter that ``word`` names by a path: the program itself, or ``python`` in the directory of a program like
+    ``.venv/bin/torchrun``. Return None for a word without "/". Raises ``Refused`` if the interpreter does not exist."""
     if "/" not in word:
         return None
     path = Path(word).expanduser().absolute()
@@ -98,6 +102,8 @@ def _explicit(word: str) -> Path | None:
 
 
 def _from_python(words: list[str], environ: Mapping[str, str]) -> Command:
+    """Return the command for the words after ``python``: a script, or ``-m torch.distributed.run`` (or ``.launch``) with its
+    options. Raises ``Refused`` for other options and modules."""
     rest, dropped = list(words), {}
     while rest and rest[0] == "-u":
         dropped["-u"] = "output of ranks is never buffered"
@@ -120,6 +126,7 @@ def _from_python(words: list[str], environ: Mapping[str, str]) -> Command:
 
 
 def _module(module: str) -> str:
+    """Return the error text for ``-m module``, with how to write a file that runs the module."""
     return (
         f"-m {module}: a spec names a file, no module. Write one next to the package, say run_{module.split('.')[-1]}.py: "
         f'`import runpy; runpy.run_module("{module}", run_name="__main__", alter_sys=True)`, and name that'
@@ -127,12 +134,16 @@ def _module(module: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
+    """An argument parser that raises ``Refused`` for invalid options instead of exiting."""
+
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message}; this is read as torchrun reads it (ratchet's own options come first)")
 
 
 def _torchrun(words: Sequence[str], environ: Mapping[str, str], *, legacy: bool = False) -> Command:
-    """Parse with argparse, as torchrun does: abbreviations, ``--a=b``, and everything after the script belongs to the script."""
+    """Return the command for the words after ``torchrun``, parsed with argparse as torchrun does: with abbreviations and
+    ``--a=b``; everything after the script belongs to the script. ``legacy``: the launcher is ``torch.distributed.launch``. Raises
+    ``Refused``."""
     parser = _Parser(prog="torchrun", add_help=False)
     for option in OPTIONS:
         more: dict[str, Any] = {"action": "store_const", "const": ""} if option.switch else {}
@@ -160,11 +171,15 @@ def _torchrun(words: Sequence[str], environ: Mapping[str, str], *, legacy: bool 
 
 
 def _from_environment(dest: str, switch: bool, environ: Mapping[str, str]) -> str | None:
+    """Return the value of torchrun's option ``dest`` from the variable ``PET_<DEST>``; "" for a ``switch`` that is on; None if it
+    is not set."""
     value = environ.get(f"PET_{dest.upper()}")
     return None if value is None or (switch and value == "0") else "" if switch else value
 
 
 def _apply(command: Command, name: str, value: str, answer: Keep | Drop | Refuse) -> None:
+    """Apply the rule's result ``answer`` for the option ``name`` to ``command``: set ranks, device or a policy key, or note the
+    option as dropped. Raises ``Refused``."""
     shown = f"{name}={value}" if value else name
     if isinstance(answer, Refuse):
         raise Refused(_module(command.script) if name == "--module" else f"{shown}: {answer.cure}")
@@ -180,14 +195,16 @@ def _apply(command: Command, name: str, value: str, answer: Keep | Drop | Refuse
 
 
 def _number(name: str, value: str, *, minimum: int) -> int:
+    """Return ``value`` as an int. Raises ``Refused`` if it is not a whole number of at least ``minimum``; ``name`` is the option
+    in the message."""
     if not (value.isascii() and value.isdigit() and int(value) >= minimum):
         raise Refused(f"{name} is a whole number from {minimum}, not {value!r}")
     return int(value)
 
 
 def count_ranks(value: str) -> tuple[int, Literal["auto", "cpu", "cuda"]]:
-    """Return ranks and device for ``--nproc-per-node``: a number, or ``cpu``, ``gpu`` and ``auto``, which are counted on this
-    machine as torchrun does."""
+    """Return the ranks and the device for the value of ``--nproc-per-node``: a number (device "auto"), or ``cpu``, ``gpu`` or
+    ``auto``, for which CPUs or GPUs of this machine are counted as torchrun does. Raises ``Refused``."""
     gpus = count_gpus() if value in ("gpu", "auto") else 0
     if value == "gpu" and not gpus:
         raise Refused("--nproc-per-node=gpu: this machine has no GPU; give the number of ranks")
@@ -201,7 +218,8 @@ def count_ranks(value: str) -> tuple[int, Literal["auto", "cpu", "cuda"]]:
 
 
 def count_gpus() -> int:
-    """Return the number of NVIDIA GPUs that a process started here would see; 0 without a driver."""
+    """Return the number of NVIDIA GPUs that a process started here would see: from ``CUDA_VISIBLE_DEVICES``, else from
+    ``nvidia-smi``. Return 0 without a driver. Blocks for at most 30 seconds."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])

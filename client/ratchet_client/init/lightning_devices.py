@@ -13,7 +13,9 @@ _ALL: Final = ("auto", "-1")
 
 
 def with_devices(command: Command, facts: Facts) -> Command:
-    """Return ``command`` with the ranks of Lightning's Trainer, if the command starts one process and their number is known."""
+    """Return a copy of ``command`` with the number of ranks that the script's Lightning Trainer would start. Return ``command``
+    unchanged if it specifies a number of ranks, if the script does not have exactly one Lightning Trainer, or if the Trainer's
+    number is unknown."""
     trainer = lightning(facts)
     if trainer is None or command.given is not None:
         return command
@@ -28,13 +30,14 @@ def with_devices(command: Command, facts: Facts) -> Command:
 
 
 def lightning(facts: Facts) -> Framework | None:
-    """Return the script's only Lightning Trainer; None if there are several."""
+    """Return the script's only Lightning Trainer; None if there is none, or several."""
     found = [one for one in facts.frameworks if one.name == "Lightning's Trainer"]
     return found[0] if len(found) == 1 else None
 
 
 def device_count(command: Command, facts: Facts, trainer: Framework) -> int | None:
-    """Return the number of devices; None if it is not known from the script and its arguments."""
+    """Return the number of devices that ``trainer`` would use on this machine; None if the script and the command's arguments do
+    not determine it."""
     value = _value(command, facts, trainer.devices)
     if value is None:
         return None
@@ -50,7 +53,8 @@ def device_count(command: Command, facts: Facts, trainer: Framework) -> int | No
 
 
 def _value(command: Command, facts: Facts, text: str | None) -> str | None:
-    """Return the value of ``text``: a literal itself; for ``args.devices`` the command's argument, or the option's default."""
+    """Return the value of ``text``, the source text of the ``devices`` argument: a literal itself, for ``args.devices`` the value
+    in the command or the option's default, and "auto" if ``text`` is None. Return None if the value is unknown."""
     if text is None:
         return "auto"
     node = ast.parse(text, mode="eval").body

@@ -39,7 +39,8 @@ print(json.dumps([name for name in names if not there(name)]))
 
 @dataclass(frozen=True)
 class Place:
-    """``code``: the directory that is snapshotted; ``script``: the file, absolute, below it."""
+    """Where a script is, as absolute paths. ``code``: the directory that is copied into the job's snapshot. ``script``: the
+    script's file, which is below ``code``."""
 
     code: Path
     script: Path
@@ -50,7 +51,8 @@ class Place:
 
 
 def locate(script: str, code: Path | None) -> Place:
-    """Return the place of ``script``. Raises ``NotFound``, and ``Refused`` for a script that a spec cannot name."""
+    """Return the place of the file ``script``. ``code``: the directory of the snapshot; None: the script's own directory. Raises
+    ``NotFound`` if one of them does not exist, and ``Refused`` if ``script`` is not a ``.py`` file below ``code``."""
     path = Path(script).expanduser().absolute()
     if path.is_dir():
         raise Refused(f"{script} is a directory: name the file that trains")
@@ -74,7 +76,8 @@ def locate(script: str, code: Path | None) -> Place:
 
 
 def environment_of(python: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the user's own interpreter or virtual environment if it is not the one that runs this command."""
+    """Return the interpreter or virtual environment that the job needs: ``python`` if it is given, else that of ``VIRTUAL_ENV``
+    or ``CONDA_PREFIX``. Return None if there is none, or if it is the environment that runs this command."""
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         if python is None and environ.get(name):
             python = Path(environ[name])
@@ -85,14 +88,16 @@ def environment_of(python: Path | None, environ: Mapping[str, str]) -> Path | No
 
 
 def _is_environment(prefix: Path) -> bool:
+    """Return True if ``prefix`` is a virtual environment or a conda environment with an interpreter."""
     return (prefix / "bin" / "python").exists() and (
         (prefix / "pyvenv.cfg").is_file() or (prefix / "conda-meta").is_dir()
     )
 
 
 def missing_modules(python: Path | None, names: Iterable[str], folders: list[Path]) -> list[str] | None:
-    """Return the top-level modules that the interpreter would not find with ``folders`` first on its path; None if it cannot be
-    run."""
+    """Return those of the top-level modules ``names`` that the interpreter would not find with ``folders`` first on its path.
+    Starts the interpreter and blocks for at most 60 seconds; returns None if that fails. ``python``: an interpreter or the
+    directory of an environment; None: the interpreter of this process."""
     program = Path(sys.executable) if python is None else python / "bin" / "python" if python.is_dir() else python
     try:
         done = subprocess.run(
@@ -106,7 +111,8 @@ def missing_modules(python: Path | None, names: Iterable[str], folders: list[Pat
 
 @dataclass(frozen=True)
 class Entry:
-    """A file, or a directory with everything below it; ``count``: files, ``size``: bytes."""
+    """A file directly in the code directory, or a directory there with everything below it. ``count``: number of files; ``size``:
+    bytes."""
 
     name: str
     count: int
@@ -114,7 +120,8 @@ class Entry:
 
 
 def entries(code: Path) -> list[Entry]:
-    """Return what a snapshot of ``code`` would contain."""
+    """Return the files and directories directly in ``code``, with what a snapshot would contain of each. At most 100,000 files
+    are counted. An invalid directory tree gives the entries that were read before the error."""
     sizes: dict[str, list[int]] = {}
     with suppress(TreeError):  # the submission reports it
         for entry in islice(iter_chosen(code), _MAX_FILES):

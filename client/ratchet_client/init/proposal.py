@@ -17,7 +17,8 @@ from ratchet_contract.errors import Refused
 
 @dataclass(frozen=True)
 class Proposal:
-    """``spec``: the keys that are set, without ``code.path`` and ``python``. ``python`` None: the service's own interpreter."""
+    """What ``ratchet init`` writes or ``ratchet run`` submits for a command. ``spec``: the keys to set, without ``code.path`` and
+    ``python``. ``python``: the interpreter or environment of the job; None: the service's own interpreter."""
 
     command: Command
     facts: Facts
@@ -28,7 +29,8 @@ class Proposal:
     spec: dict[str, Any]
 
     def full_spec(self) -> dict[str, Any]:
-        """Return the spec with ``code`` and ``python``; their paths are absolute."""
+        """Return a copy of ``spec`` with ``code.path`` and ``python`` added as absolute paths; ``python`` is left out if it is
+        None."""
         python = {} if self.python is None else {"python": str(self.python)}
         return {**self.spec, "code": {"path": str(self.place.code), **self.spec.get("code", {})}} | python
 
@@ -41,8 +43,10 @@ def propose(
     code: Path | None,
     name: str | None,
 ) -> Proposal:
-    """Return the proposal for ``words`` as typed: torchrun and its options, ``python train.py``, or the script. ``overrides``:
-    the keys of ``--set``, of which only ``code`` and ``python`` are used. Raises ``Refused``, ``NotFound``."""
+    """Return the proposal for the command ``words``: torchrun and its options, ``python train.py``, or only the script.
+    ``environ``: the environment variables. ``overrides``: the keys of ``--set``, of which only ``code`` and ``python`` are used.
+    ``code`` and ``name``: the values of ``--code`` and ``--name``. Raises ``Refused`` and ``NotFound``. The script is read and
+    not run."""
     command = parse_command(words, environ)
     place = project.locate(command.script, _code(overrides, code))
     facts = read_script.read_script(place.script, place.code)
@@ -54,7 +58,8 @@ def propose(
 
 
 def _code(overrides: Mapping[str, Any], code: Path | None) -> Path | None:
-    """Return the directory that ``--code`` or ``--set code.path`` names. Raises ``Refused``."""
+    """Return the code directory that ``--code`` (``code``) or ``--set code.path`` names; None if neither does. Raises ``Refused``
+    if both name different directories, or if ``--set code`` has other keys than ``path`` and ``include``."""
     named = overrides.get("code", {})
     path = named.get("path") if isinstance(named, dict) else None
     if "code" not in overrides or (isinstance(named, dict) and set(named) == {"include"}):
@@ -69,7 +74,7 @@ def _code(overrides: Mapping[str, Any], code: Path | None) -> Path | None:
 
 
 def _python(overrides: Mapping[str, Any]) -> Path | None:
-    """Return the path that ``--set python`` names. Raises ``Refused``."""
+    """Return the absolute path that ``--set python`` names; None if it is not set. Raises ``Refused`` if it is not a path."""
     named = overrides.get("python")
     if named is not None and (not isinstance(named, str) or not named):
         raise Refused("--set python: name an interpreter, or the directory of an environment")

@@ -45,8 +45,10 @@ _POWERSGD_ARGUMENTS: Final = (
 
 def read_script(script: Path, code: Path) -> Facts:
     """Return the facts about ``script`` and every module below its directory or ``code`` that it imports, directly or not.
+    Nothing is imported or run.
 
-    Raises ``NotFound``, and ``Refused`` for a file that is not Python.
+    At most 300 files are read. Raises ``NotFound`` if a file cannot be read, and ``Refused`` for a file that is not Python, is
+    larger than 2 MiB or is nested too deeply.
     """
     facts, certain = Facts(), set[str]()
     waiting, roots = [script], list(dict.fromkeys([script.parent, code]))
@@ -73,6 +75,8 @@ def read_script(script: Path, code: Path) -> Facts:
 
 
 def _parse(file: Path) -> ast.Module:
+    """Return the syntax tree of ``file``. Raises ``NotFound`` if it cannot be read, and ``Refused`` if it is larger than 2 MiB or
+    not valid Python."""
     try:
         if file.stat().st_size > _MAX_BYTES:
             raise Refused(f"{file} is larger than {_MAX_BYTES >> 20} MiB: too much to be read as a script")
@@ -86,7 +90,8 @@ def _parse(file: Path) -> ast.Module:
 
 
 class _Reader:
-    """Reads one file. Names that are assigned once in it are resolved to their values."""
+    """Reads one file and adds what it finds to ``facts``. Names that are assigned once in the file stand for their values.
+    ``file``: the name of the file in the facts. ``main``: the file is the script itself, not an imported module."""
 
     def __init__(self, facts: Facts, tree: ast.Module, file: str, *, main: bool) -> None:
         self.facts, self.tree, self.file, self.main = facts, tree, file, main
@@ -105,6 +110,7 @@ class _Reader:
             del self.names[name]
 
     def read(self) -> None:
+        """Add the facts about all calls, classes and device strings of the file."""
         calls: dict[str, Callable[[ast.Call], None]] = {
             "Session": self._session, "managed_ddp": self._managed, "DistributedDataParallel": self._ddp,
             "register_comm_hook": self._hook, "register_ddp_comm_hook": self._hook_type,
@@ -130,7 +136,8 @@ class _Reader:
     # --- helpers -------------------------------------------------------------------------------------------------------
 
     def _name(self, function: ast.expr) -> str:
-        """Return the last part of a dotted name, as it is called in the module that it is imported from."""
+        """Return the last part of the dotted name of ``function``. A name imported with ``as`` is replaced by its original name.
+        Return "" if ``function`` is not a name."""
         if isinstance(function, ast.Attribute):
             return function.attr
         return self.renamed.get(function.id, function.id) if isinstance(function, ast.Name) else ""
@@ -139,7 +146,8 @@ class _Reader:
         return Place(self.file, node.lineno, ast.unparse(node), value)
 
     def _value(self, node: ast.expr | None) -> ast.expr | None:
-        """Return the expression that is assigned to a name; any other expression unchanged."""
+        """Return the expression that is assigned to ``node`` if ``node`` is a name that the file assigns once; else return
+        ``node``."""
         seen: set[str] = set()
         while isinstance(node, ast.Name) and node.id in self.names and node.id not in seen:
             seen.add(node.id)
@@ -147,7 +155,9 @@ class _Reader:
         return node
 
     def _text(self, node: ast.expr | None, depth: int = 0) -> str | None:
-        """Return a path or string that is a literal, possibly inside ``Path(...)``, ``/`` or ``os.path.join(...)``."""
+        """Return the text of a string or path that is a literal, or the first literal part of ``Path(...)``, ``a / b``,
+        ``os.path.join(...)`` or an f-string. Return None if there is none. ``depth``: the number of nested calls of this
+        method."""
         node = self._value(node)
         if depth > _MAX_DEPTH:  # path = path / "more"
             return None
@@ -165,10 +175,12 @@ class _Reader:
     # --- calls ------------------------------------------------------------------------------------------------
 
     def _session(self, node: ast.expr) -> None:
+        """Record ``node`` as the place of the Session, unless one is recorded or the file counts as unmanaged."""
         if not is_unmanaged(ast.unparse(self.tree).encode()):
             self.facts.session = self.facts.session or self._place(node)
 
     def _managed(self, node: ast.Call) -> None:
+        """Record a call of ``managed_ddp``, and the hook that its second argument describes."""
         self.facts.managed = self.facts.managed or self._place(node)
         spec = self._value(node.args[1] if len(node.args) > 1 else None)
         if isinstance(spec, ast.Call) and self._name(spec.func).endswith("Spec"):
@@ -181,6 +193,7 @@ class _Reader:
         self.facts.ddp = self.facts.ddp or self._place(node)
 
     def _framework(self, node: ast.Call) -> None:
+        """Record ``node`` if it creates a Session through an integration, or a Trainer or Accelerator of a framework."""
         origins, given = self.origins.origins_of(node.func), {k.arg: k.value for k in node.keywords}
         place = self._place(node)
         if any(map(makes_a_session, origins)):
@@ -202,6 +215,8 @@ class _Reader:
             self.facts.frameworks.append(Framework("the Trainer of transformers", place, saves=self._trainer_saves()))
 
     def _bases(self, node: ast.ClassDef) -> None:
+        """Record the classes of integrations and of Hugging Face's Trainer that the class ``node`` is derived from, as if they
+        were called."""
         for base in node.bases:
             if any(map(makes_a_session, self.origins.origins_of(base))):
                 self._session(base)
@@ -212,7 +227,8 @@ class _Reader:
                 )
 
     def _trainer_saves(self) -> bool:
-        """True unless ``TrainingArguments`` say "no": by default the Trainer saves every 500 steps."""
+        """Return True unless the file's only ``save_strategy`` of ``TrainingArguments`` is "no"; by default the Trainer saves
+        every 500 steps."""
         given = [
             self._text(keyword.value)
             for node in ast.walk(self.tree)
@@ -226,6 +242,7 @@ class _Reader:
         self.facts.spawn = self.facts.spawn or self._place(node)
 
     def _hook(self, node: ast.Call) -> None:
+        """Record the hook that ``register_comm_hook(state, hook)`` registers, with the arguments of its ``PowerSGDState``."""
         given = {k.arg: k.value for k in node.keywords if k.arg}
         hook = self._value(given.get("hook", node.args[1] if len(node.args) > 1 else None))
         state = self._value(given.get("state", node.args[0] if node.args else None))
@@ -244,6 +261,8 @@ class _Reader:
         self.facts.hooks.append(HookUse(self._place(node), name, parameters, unread))
 
     def _hook_type(self, node: ast.Call) -> None:
+        """Record the built-in hook that ``register_ddp_comm_hook(comm_hook_type, ...)`` registers, under the name of its Python
+        function."""
         kind = node.args[0] if node.args else next((k.value for k in node.keywords if k.arg == "comm_hook_type"), None)
         name = self._name(kind) if kind is not None else "?"
         parameters = {"matrix_approximation_rank": 2} if name.endswith("RANK2") else {}
@@ -254,6 +273,7 @@ class _Reader:
         self.facts.backends.append(self._place(node, self._text(given)))
 
     def _save(self, node: ast.Call) -> None:
+        """Record a call that saves a checkpoint, as a save and as a write. Calls without a positional path are skipped."""
         position = _SAVERS[self._name(node.func)]
         if len(node.args) > position:
             place = self._place(node, self._text(node.args[position]))
@@ -277,6 +297,8 @@ class _Reader:
         self.facts.reads.append(self._place(node, self._text(_first(node))))
 
     def _open(self, node: ast.Call) -> None:
+        """Record a call of ``open`` or of the method ``open`` as a read if its mode begins with "r" or is absent, else as a
+        write."""
         method = isinstance(node.func, ast.Attribute)
         path = node.func.value if isinstance(node.func, ast.Attribute) else _first(node)
         modes = [*node.args[0 if method else 1 :], *(k.value for k in node.keywords if k.arg == "mode")]
@@ -288,6 +310,8 @@ class _Reader:
             self.facts.cuda.append(self._place(node))
 
     def _argument(self, node: ast.Call) -> None:
+        """Record an ``add_argument`` call as an option. A positional argument is required unless it has a default or ``nargs`` is
+        "?" or "*"."""
         flags = tuple(a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
         more = {k.arg: k.value for k in node.keywords}
         if not flags:
@@ -303,6 +327,7 @@ class _Reader:
         self.facts.options.append(Option(flags, required, value))
 
     def _class(self, node: ast.ClassDef) -> None:
+        """Record the first class with the methods ``build`` and ``loss`` as the task, with the parameters of its constructor."""
         methods = {m.name: m for m in node.body if isinstance(m, ast.FunctionDef)}
         if not {"build", "loss"} <= set(methods) or self.facts.task is not None:
             return
@@ -316,7 +341,8 @@ def _first(node: ast.Call) -> ast.expr | None:
 
 
 def _literals(keywords: list[ast.keyword]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the keyword arguments of a hook's state that are literals, and the source text of the others."""
+    """Return two dicts of keyword arguments: the values of those that are literals, and the source text of the others.
+    ``process_group`` and ``**`` arguments are left out."""
     values: dict[str, Any] = {}
     unread: dict[str, str] = {}
     for keyword in keywords:

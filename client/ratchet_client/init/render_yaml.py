@@ -25,7 +25,8 @@ _EXAMPLE: Final = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_po
 
 
 def make_spec(command: Command, facts: Facts, place: Place, way: Way, *, name: str | None) -> dict[str, Any]:
-    """Return the keys to set, without ``code`` and ``python``. Raises ``Refused`` for arguments that a task does not have."""
+    """Return the spec's keys to set, without ``code`` and ``python``. ``name``: the job's name; None: a name derived from the
+    script's. Raises ``Refused`` for arguments that the constructor of a task does not have."""
     spec: dict[str, Any] = {"name": name or _label(place.script.stem)}
     if way == "task":
         assert facts.task is not None
@@ -46,13 +47,14 @@ def make_spec(command: Command, facts: Facts, place: Place, way: Way, *, name: s
 
 
 def _label(stem: str) -> str:
-    """Return an RFC 1035 label for a file's name."""
+    """Return a valid job name (an RFC 1035 label of at most 63 characters) for a file's name without its suffix."""
     words = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     return (words if words[:1].isalpha() else f"job-{words}".rstrip("-"))[:63].rstrip("-")
 
 
 def _task_arguments(words: Sequence[str], known: Sequence[str], task: str) -> dict[str, Any]:
-    """Return ``--lr 0.1`` as ``{"lr": 0.1}``. Raises ``Refused`` for an unknown argument."""
+    """Return the command line arguments ``words`` as a dict: ``--lr 0.1`` as ``{"lr": 0.1}``, an option without a value as True.
+    Raises ``Refused`` for an argument that is not among ``known``, the parameters of the constructor of ``task``."""
     found: dict[str, Any] = {}
     rest = list(words)
     while rest:
@@ -67,7 +69,8 @@ def _task_arguments(words: Sequence[str], known: Sequence[str], task: str) -> di
 
 
 def is_generated(path: Path) -> bool:
-    """True if the file is a spec that ``render`` wrote. Raises ``OSError``."""
+    """Return True if ``path`` is a ``.yaml`` file that ``render`` has written, which its header comment shows. Raises ``OSError``
+    if it cannot be read."""
     if path.suffix != ".yaml":
         return False
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -78,7 +81,9 @@ def render(
     spec: Mapping[str, Any], notes: Sequence[Note], facts: Facts, place: Place, way: Way, *,
     command: Command, typed: str, base: Path, file: str, python: Path | None,
 ) -> str:  # fmt: skip
-    """Return the text of the file; its paths are relative to ``base``. ``typed``: the command that the user has trained with.
+    """Return the YAML text of the spec, with comments. ``typed``: the command that the user trains with. ``base``: the directory
+    that the paths in the text are relative to. ``file``: the name of the file that the text is written to, for its header
+    comment; nothing is written here.
 
     Raises ``SpecError`` if the spec would not be valid.
     """
@@ -107,12 +112,14 @@ def render(
 
 
 def _relative(path: Path, base: Path) -> str:
+    """Return ``path`` relative to ``base``, beginning with ``.``."""
     text = os.path.relpath(path, base)
     return text if text.startswith(".") else f"./{text}"
 
 
 def _line(key: str, value: Any, comment: str | None, *, off: bool = False) -> str:
-    """Return a key with its comment, after it or, if the line would be too long, above it. ``off``: commented out."""
+    """Return the YAML line of one key, with its comment at the end, or on lines above it if the line would be too long. ``off``:
+    the key is commented out."""
     text = ("# " if off else "") + f"{key}: {flow_style(value)}"
     if comment is None:
         return text
@@ -121,7 +128,7 @@ def _line(key: str, value: Any, comment: str | None, *, off: bool = False) -> st
 
 
 def flow_style(value: Any) -> str:
-    """Return a value in YAML's flow style on one line; strings that are not plain words are quoted."""
+    """Return ``value`` as YAML in flow style on one line. Strings that are not plain words are quoted."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{flow_style(k)}: {flow_style(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -134,6 +141,8 @@ def flow_style(value: Any) -> str:
 
 
 def _comment(text: str, mark: str = "") -> list[str]:
+    """Return ``text`` as wrapped comment lines. ``mark``: a bullet before the text on the first line; the others are indented by
+    its width."""
     return textwrap.wrap(
         text, _WIDTH, initial_indent=f"# {mark}", subsequent_indent="# " + " " * len(mark), break_on_hyphens=False,
         break_long_words=False,
@@ -141,18 +150,21 @@ def _comment(text: str, mark: str = "") -> list[str]:
 
 
 def _python(python: Path | None) -> str:
+    """Return the line for the key ``python``, or a commented example if there is no interpreter to set."""
     if python is None:
         return "# python: /path/to/venv  # where the job needs another environment than `ratchet serve` runs in"
     return _line("python", str(python), "your environment; it needs ratchet-train[worker]")
 
 
 def _environment(spec: Mapping[str, Any]) -> str:
+    """Return the line for the key ``env``, or a commented example if the spec has none."""
     if "env" in spec:
         return _line("env", spec["env"], "variables of every rank")
     return '# env: {OMP_NUM_THREADS: "1"}  # variables set before your command; torchrun itself sets this one'
 
 
 def _world(command: Command, world: Mapping[str, Any]) -> str:
+    """Return the comment of the key ``world``: where the number of ranks comes from, and what ``auto`` means."""
     told = command.given or "one rank; for more: --nproc-per-node"
     said = told if world.get("ranks_per_node") == command.ranks else "--set"
     counted = ", counted on this machine" if said.endswith(("=auto", "=cpu", "=gpu")) else ""
@@ -162,6 +174,8 @@ def _world(command: Command, world: Mapping[str, Any]) -> str:
 
 
 def _hook(spec: Mapping[str, Any], facts: Facts, way: Way) -> list[str]:
+    """Return the line for the key ``hook``; if the spec has none, a commented example, or no line for an unmanaged script without
+    hooks."""
     if "hook" in spec:
         return [_line("hook", spec["hook"], "as in torch, without _hook; all of them: ratchet hooks")]
     blocks = [block for hook in facts.hooks if (block := hook_block(hook))]
@@ -172,6 +186,8 @@ def _hook(spec: Mapping[str, Any], facts: Facts, way: Way) -> list[str]:
 
 
 def _checkpoint(spec: Mapping[str, Any], way: Way) -> list[str]:
+    """Return the line for the key ``checkpoint``; if the spec has none, the commented defaults, or no line for an unmanaged
+    script."""
     if "checkpoint" in spec:
         return [_line("checkpoint", spec["checkpoint"], None)]
     if way == "unmanaged":
@@ -180,6 +196,8 @@ def _checkpoint(spec: Mapping[str, Any], way: Way) -> list[str]:
 
 
 def _policy(spec: Mapping[str, Any], command: Command) -> str:
+    """Return the line for the key ``policy`` with the options of torchrun that it comes from; if the spec has none, the commented
+    default."""
     if "policy" not in spec:
         return _line(
             "policy",

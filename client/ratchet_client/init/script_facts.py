@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Place:
-    """A line of a file, and the expression in it. ``value`` is None if it is not a literal."""
+    """A place in a script. ``text``: the source text of an expression there. ``value``: the path or string that the expression
+    stands for, for example the file that it opens; None if it is not a literal."""
 
     file: str
     line: int
@@ -22,8 +23,8 @@ class Place:
 
 @dataclass(frozen=True)
 class HookUse:
-    """A registered communication hook. ``name`` is that of the script; ``parameters``: those that are literals, ``open``: the
-    others, with their source text."""
+    """A communication hook that the script registers. ``name``: as in the script. ``parameters``: its arguments that are
+    literals; ``open``: the others, with their source text."""
 
     place: Place
     name: str
@@ -33,7 +34,8 @@ class HookUse:
 
 @dataclass(frozen=True)
 class Option:
-    """One ``add_argument``: flags, or the name of a positional argument."""
+    """An ``add_argument`` call of the script. ``flags``: the option's names, or the one name of a positional argument.
+    ``default``: the default as text; None if there is none or it is not a literal."""
 
     flags: tuple[str, ...]
     required: bool
@@ -41,14 +43,15 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The name of its attribute, unless ``dest`` sets another."""
+        """The name of the attribute in which argparse stores the value, unless the script sets ``dest``."""
         return next((f for f in self.flags if f.startswith("--")), self.flags[0]).lstrip("-").replace("-", "_")
 
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework that runs the training loop, or a part of it. ``devices``: of Lightning's Trainer, as in the script; ``cpu``:
-    it is configured to use no GPU. ``saves``: it writes checkpoints of its own (the script does not disable that)."""
+    """A use of a framework that runs the training loop, or a part of it. ``devices``: source text of the ``devices`` argument of
+    Lightning's Trainer, None if absent. ``cpu``: it is configured to use no GPU. ``saves``: it writes checkpoints of its own,
+    which the script does not disable."""
 
     name: Literal["Lightning's Trainer", "the Trainer of transformers", "Accelerate"]
     place: Place
@@ -59,8 +62,15 @@ class Framework:
 
 @dataclass
 class Facts:
-    """Facts about the script and the local modules that it imports. ``modules``: top-level names of all other modules that it
-    needs; ``perhaps``: those of them that only a function or a condition imports."""
+    """The facts that ``read_script`` finds about a script and the local modules that it imports.
+
+    ``session``, ``managed`` (``managed_ddp`` of ``ratchet_hooks``), ``ddp``, ``spawn``, ``lightning_cli``: the first place that
+    uses it; None if there is none. ``task``: the name of the task's class and the parameters of its constructor. ``saves``: where
+    checkpoints are written; ``writes``, ``reads``: where files or directories are; ``backends``: of the process group; ``cuda``:
+    uses of a GPU. ``options``: the script's ``add_argument`` calls. ``modules``: the top-level names of all other modules that it
+    needs; ``perhaps``: those of them that are imported only in a function or under a condition. ``files``: the files that were
+    read.
+    """
 
     session: Place | None = None
     task: tuple[str, tuple[str, ...]] | None = None  # class, constructor's parameters

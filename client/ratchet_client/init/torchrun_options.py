@@ -15,18 +15,22 @@ LOOPBACK: Final = ("localhost", "127.0.0.1", "::1", "[::1]", "0.0.0.0")
 
 @dataclass(frozen=True)
 class Keep:
-    """The value is set as ``key`` of the spec (``world`` stands for its two keys)."""
+    """Result of a rule: the option's value is set as ``key`` of the spec. The key ``world`` stands for its ranks and device."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class Drop:
+    """Result of a rule: the option is left out, since Ratchet does it anyway. ``why``: a sentence that says how."""
+
     why: str
 
 
 @dataclass(frozen=True)
 class Refuse:
+    """Result of a rule: the option is not supported. ``cure``: a sentence that says what to do instead."""
+
     cure: str
 
 
@@ -35,7 +39,7 @@ Rule = Callable[[str], Keep | Drop | Refuse]
 
 @dataclass(frozen=True)
 class Option:
-    """``flags`` are torchrun's; a ``switch`` takes no value."""
+    """An option of torchrun. ``flags``: its names. ``rule``: maps its value to a result. ``switch``: it takes no value."""
 
     flags: tuple[str, ...]
     rule: Rule
@@ -43,12 +47,12 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The flag that torchrun's documentation uses."""
+        """The flag under which torchrun's documentation lists the option: the first that begins with ``--``."""
         return next(flag for flag in self.flags if flag.startswith("--"))
 
     @property
     def dest(self) -> str:
-        """argparse's name, and the end of torchrun's variable ``PET_<NAME>``."""
+        """The name of the option's attribute in argparse, and, in upper case, the end of torchrun's variable ``PET_<NAME>``."""
         return self.name[2:].replace("-", "_")
 
 
@@ -65,7 +69,7 @@ def _refuse(cure: str) -> Rule:
 
 
 def _default_only(plain: str, why: str, cure: str) -> Rule:
-    """Drop the option with torchrun's default value, refuse it with any other."""
+    """Return a rule that drops the option for the value ``plain``, torchrun's default, and refuses it for any other value."""
     return lambda value: Drop(why) if value == plain else Refuse(cure)
 
 
@@ -80,12 +84,14 @@ def _nodes(value: str) -> Keep | Drop | Refuse:
 
 
 def _local_address(value: str) -> Keep | Drop | Refuse:
-    """Drop an address of this machine, which has no effect; refuse any other, since it means a second node."""
+    """Return ``Drop`` for an address of this machine, which has no effect, and ``Refuse`` for any other, which means a second
+    node."""
     host = value.rsplit(":", 1)[0] if value.count(":") == 1 or value.startswith("[") else value
     return Drop(_RENDEZVOUS) if host in ("", *LOOPBACK) else Refuse(f"{value} names another machine; {_ONE_MACHINE}")
 
 
 def _backend(value: str) -> Keep | Drop | Refuse:
+    """Return ``Drop`` for the rendezvous backends "static" and "c10d", and ``Refuse`` for any other."""
     if value in ("static", "c10d"):
         return Drop(_RENDEZVOUS)
     return Refuse(
@@ -94,6 +100,7 @@ def _backend(value: str) -> Keep | Drop | Refuse:
 
 
 def _signals(value: str) -> Keep | Drop | Refuse:
+    """Return ``Drop`` if ``value`` lists only signals that torchrun handles by default, and ``Refuse`` if it has others."""
     more = set(value.split(",")) - {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"}
     if not more:
         return Drop("SIGTERM stops a job at a step that all ranks agree on")

@@ -68,7 +68,8 @@ class RatchetClient(Following, Access):
 
     def submit(self, spec: Spec, *, adopt: str | os.PathLike[str] | None = None, idempotency_key: str | None = None,
                upload: bool | None = None, note: Note | None = None) -> Job:  # fmt: skip
-        """Create a job from the path of a YAML file, a mapping or a ``JobSpec``. Raises ``SpecError`` with every invalid field.
+        """Create a job from the path of a YAML or JSON file, a mapping or a ``JobSpec``; return it without waiting for its start.
+        Raises ``SpecError`` with every invalid field.
 
         Relative paths in the spec are relative to the file's directory, or to the current one if there is no file. The same
         ``idempotency_key`` with the same spec returns the same job again.
@@ -94,7 +95,8 @@ class RatchetClient(Following, Access):
         return Job(self, view)
 
     def job(self, job: str | Job) -> Job:
-        """Return the current state of the job with this id or unique name. Raises ``NotFound``, ``AmbiguousName``.
+        """Return the job with this id or name, with its current state. Raises ``NotFound``, and ``AmbiguousName`` if several jobs
+        have the name and not exactly one of them has not ended.
 
         >>> client.job(job_id).phase.value
         'SUCCEEDED'
@@ -133,20 +135,20 @@ class RatchetClient(Following, Access):
         return self._pages("/v1/jobs", views.JobView, params)
 
     def suspend(self, job: str | Job) -> views.JobView:
-        """Save a checkpoint, stop, and stay stopped until ``resume``. Like all actions, raises ``Conflict`` in an unsuitable
-        phase."""
+        """Request that the job saves a checkpoint, stops, and stays stopped until ``resume``. Returns without waiting for that.
+        Like all actions, raises ``Conflict`` in an unsuitable phase."""
         return self._act(job, "suspend")
 
     def resume(self, job: str | Job, from_step: int | None = None, *, world: int | None = None, nodes: int | None = None,
                hook: dict[str, Any] | str | None = None, on_hook_mismatch: str | None = None,
                code: str | os.PathLike[str] | None = None, include: Sequence[str] | None = None,
                upload: bool | None = None, note: Note | None = None) -> views.JobView:  # fmt: skip
-        """Resume a suspended, failed or cancelled job. ``from_step``: from an older checkpoint; ``world``: with another number
-        of ranks (per node), and optionally of ``nodes``; ``hook``: with another hook, or changes of its parameters; the resume
-        report describes both. ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute). ``code``: a
-        directory with other code, of which a new snapshot is taken; without it the job continues with the code that it was
-        submitted with. ``include``: with ``code``, the job's ``code.include`` from now on. ``upload``, ``note``: as in
-        ``submit``, for ``code``."""
+        """Resume a suspended, failed or cancelled job; returns before it trains. ``from_step``: from the older checkpoint of this
+        step; ``world``: with another number of ranks (per node), and optionally of ``nodes``; ``hook``: with another hook or
+        changed parameters, as a name or a mapping that is merged over the job's hook; the resume report describes both.
+        ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute). ``code``: a directory with other code, of
+        which a new snapshot is taken; without it the job continues with the code that it was submitted with. ``include``: with
+        ``code``, the job's ``code.include`` from now on. ``upload``, ``note``: as in ``submit``, for ``code``."""
         job = self.job_id(job)
         given: dict[str, Any] = {"from_step": from_step, "hook": hook, "on_hook_mismatch": on_hook_mismatch}
         if world is not None:
@@ -160,11 +162,12 @@ class RatchetClient(Following, Access):
         return self._act(job, "resume", request)
 
     def cancel(self, job: str | Job) -> views.JobView:
-        """Cancel the job; a running attempt saves a checkpoint first."""
+        """Request that the job ends; a running attempt saves a checkpoint first. Returns without waiting for the end."""
         return self._act(job, "cancel")
 
     def preempt(self, job: str | Job) -> views.JobView:
-        """Save a checkpoint, stop, and queue the job again."""
+        """Request that the running attempt saves a checkpoint and stops; the job is then queued again. Returns without waiting
+        for that."""
         return self._act(job, "preempt")
 
     def checkpoint_now(self, job: str | Job) -> views.JobView:
@@ -173,8 +176,9 @@ class RatchetClient(Following, Access):
 
     def fork(self, job: str | Job, request: requests.ForkRequest, *, upload: bool | None = None,
              note: Note | None = None) -> Job:  # fmt: skip
-        """Create a new job from a checkpoint of this one, with a changed spec: ``request`` has the step or the checkpoint, and
-        the keys of the spec that change. ``upload``, ``note``: as in ``submit``, for a ``code.path`` in the request.
+        """Create and return a new job that starts from a checkpoint of this job with a changed spec. ``request`` has the step or
+        the id of the checkpoint, and the keys of the spec that change. ``upload``, ``note``: as in ``submit``, for a
+        ``code.path`` in the request.
 
         >>> fork = client.fork(job_id, ratchet.ForkRequest(spec={"task": {"args": {"epochs": 3}}}))
         >>> fork.view.forked_from.startswith(job_id), fork.cancel().id == fork.id
@@ -187,7 +191,7 @@ class RatchetClient(Following, Access):
         return Job(self, self._act(job, "fork", request))
 
     def patch(self, job: str | Job, request: requests.PatchRequest) -> views.JobView:
-        """Set labels and priority: ``request`` has the changes.
+        """Change labels and priority of the job as in ``request``; what it does not set stays unchanged. Returns the changed job.
 
         >>> client.patch(job_id, ratchet.PatchRequest(labels={"team": "vision"})).labels["team"]
         'vision'
@@ -197,8 +201,8 @@ class RatchetClient(Following, Access):
 
     def delete(self, job: str | Job, *, keep_checkpoints: bool = False, outputs: bool = False) -> views.DeleteResult:
         """Delete a job that has ended, its logs, and its checkpoints unless ``keep_checkpoints`` is true. The files in its
-        working directory are kept, and the result has their path, unless ``outputs`` is true, now or in a later call. Raises
-        ``Conflict`` for a job that has not ended."""
+        working directory are kept, and the result has their path. ``outputs``: delete these files too; a later call with the id
+        of a deleted job also does this. Raises ``Conflict`` for a job that has not ended."""
         params: Params = {
             "keep_checkpoints": "true" if keep_checkpoints else None,
             "outputs": "true" if outputs else None,
@@ -219,7 +223,8 @@ class RatchetClient(Following, Access):
         return list(self._job_pages(views.AttemptView, {"limit": PAGE}, job, "attempts"))[::-1]
 
     def attempt(self, job: str | Job, number: int | None = None) -> views.AttemptView:
-        """Return one attempt by its ``number``, starting at 1; by default the newest. Raises ``NotFound``."""
+        """Return one attempt by its ``number``, which starts at 1; by default the newest. Raises ``NotFound`` if there is
+        none."""
         job = self.job_id(job)
         if number is None:
             number = self.view(job).attempt
@@ -230,11 +235,12 @@ class RatchetClient(Following, Access):
         return self._job_pages(views.CheckpointView, {"limit": PAGE}, job, "checkpoints")
 
     def checkpoint(self, job: str | Job, checkpoint_id: str) -> views.CheckpointDetail:
-        """Return one checkpoint with its manifest. Raises ``NotFound``."""
+        """Return one checkpoint with its manifest, which is None if it cannot be read. Raises ``NotFound``."""
         return self._get(self._path(job, "checkpoints", checkpoint_id), views.CheckpointDetail)
 
     def verify(self, job: str | Job, checkpoint_id: str) -> views.VerifyResult:
-        """Verify a checkpoint: the service reads every byte and compares it with the digests.
+        """Verify a checkpoint: the service reads every byte and compares it with the digests. Blocks until it is done. A damaged
+        checkpoint is a result (``verification``), not an exception.
 
         >>> client.verify(job_id, client.job(job_id).last_checkpoint).verification
         'ok'
@@ -256,7 +262,9 @@ class RatchetClient(Following, Access):
 
     def export(self, job: str | Job, checkpoint_id: str, target: str | os.PathLike[str], *,
                format: ExportFormat = "safetensors") -> list[str]:  # fmt: skip
-        """Write a checkpoint as files for other programs; ``target`` must not exist. Returns notes for the reader of the files.
+        """Write a checkpoint as files for other programs to ``target``, which must not exist. Blocks until all bytes have arrived
+        and are verified. Returns notes for the reader of the files; an empty list if there are none. Raises ``Refused`` if
+        ``target`` exists or cannot be written.
 
         ``format``: ``safetensors``: one file, only the model. ``torch``: a directory with one file per rank, for ``torch.load``.
         ``dcp``: a directory for ``torch.distributed.checkpoint.load``.
@@ -267,7 +275,8 @@ class RatchetClient(Following, Access):
         return fetch(self._transport, self._path(job, "checkpoints", checkpoint_id, "export"), format, Path(target))
 
     def pin(self, job: str | Job, checkpoint_id: str, pinned: bool = True) -> views.CheckpointView:
-        """Exempt a checkpoint from retention, or with ``pinned=False`` undo that.
+        """Exempt a checkpoint from deletion by retention, or with ``pinned=False`` end this exemption. Returns the changed
+        checkpoint.
 
         >>> client.pin(job_id, client.job(job_id).last_checkpoint).pinned
         True
@@ -277,6 +286,7 @@ class RatchetClient(Following, Access):
 
     def prune(self, job: str | Job, *, dry_run: bool = False, quarantined: bool = False) -> views.PruneResult:
         """Delete checkpoints that no attempt will start from: those of branches that a resume from an earlier step abandoned.
+        Returns what was deleted.
 
         ``dry_run``: only return what would be deleted. ``quarantined``: also delete damaged checkpoints that were quarantined.
 
@@ -318,8 +328,9 @@ class RatchetClient(Following, Access):
     def fetch_files(self, job: str | Job, target: str | os.PathLike[str], path: str = "", *, everything: bool = False,
                     force: bool = False, bar: Callable[[int], Bar] = no_progress) -> Fetched:  # fmt: skip
         """Download the file or directory ``path`` of the job's working directory into the directory ``target``, under its own
-        name; without ``path`` the whole directory. No file is replaced without ``force``; nothing is written unless everything
-        has arrived. ``everything``: include the files of the job's code. ``bar``: a progress display (``job_files.fetch``).
+        name; without ``path`` the whole directory. Blocks until all is written. No file is replaced without ``force``: an
+        existing one raises ``Refused``. Nothing is written unless everything has arrived. ``everything``: include the unchanged
+        files of the job's code. ``bar``: a progress display (``job_files.fetch``).
 
         >>> client.fetch_files(job_id, directory / "outputs").files
         []
@@ -338,17 +349,18 @@ class RatchetClient(Following, Access):
         return list(islice(self._pages("/v1/queue", api_queue.QueuedView, {"limit": min(limit, 100)}), limit))
 
     def queue_view(self, limit: int = 50, job: str | Job | None = None) -> api_queue.QueueView:
-        """Return one page of at most ``limit`` (maximum 100) queued jobs, with the total number; or with ``job`` only its
-        place: no item if it is not queued."""
+        """Return one page of at most ``limit`` (maximum 100) queued jobs, with the total number. With ``job``, return only the
+        place of this job instead; the page has no item if it is not queued."""
         params: Params = {"limit": limit} if job is None else {"job_id": self.job_id(job)}
         return self._get("/v1/queue", api_queue.QueueView, params)
 
     def quotas(self) -> Iterator[api_quotas.QuotaView]:
-        """Yield the quotas that are set, with the current usage of their owners."""
+        """Yield all quotas that are set, each with the current usage of its owner."""
         return self._pages("/v1/quotas", api_quotas.QuotaView, {})
 
     def quota(self, owner: str) -> api_quotas.QuotaView:
-        """Return the quota that applies to an owner, which may be that of ``*`` or none, and the owner's current usage.
+        """Return the quota that applies to ``owner``, with the owner's current usage. It is the owner's own, else that of ``*``,
+        else one without limits.
 
         >>> client.quota("local").in_use.jobs >= 0
         True
@@ -356,7 +368,8 @@ class RatchetClient(Following, Access):
         return self._get(quota_path(owner), api_quotas.QuotaView)
 
     def set_quota(self, owner: str, request: api_quotas.QuotaRequest) -> api_quotas.QuotaView:
-        """Replace the quota of an owner, or of ``*``: each owner without its own quota. What ``request`` omits has no limit."""
+        """Replace the quota of ``owner``, and return it; ``*`` stands for each owner without a quota of its own. A limit that
+        ``request`` omits is removed. Running jobs are not stopped."""
         body = request.model_dump(mode="json")
         return api_quotas.QuotaView.model_validate(self._transport.request("PUT", quota_path(owner), json=body).json())
 
@@ -379,7 +392,8 @@ class RatchetClient(Following, Access):
         return self._get(f"/v1/hooks/{quote(name, safe='')}", views.HookInfo)
 
     def ready(self) -> bool:
-        """True if the service responds and its database does too."""
+        """Return True if the service responds that it is ready, which means that its database responds too; False if it does not
+        respond or is not ready."""
         try:
             self._transport.request("GET", "/readyz")
         except (ServiceUnreachable, ServiceFault):
@@ -387,9 +401,11 @@ class RatchetClient(Following, Access):
         return True
 
     def _act(self, job: str | Job, action: str, body: BaseModel | None = None) -> views.JobView:
+        """Send the action to the job, with the set fields of ``body``, and return the job as in the response."""
         data = None if body is None else body.model_dump(mode="json", exclude_unset=True)
         return self._post(self._path(job, action), views.JobView, json=data)
 
 
 def _absolute(path: str | os.PathLike[str] | None) -> str | None:
+    """Return ``path`` as an absolute path with ``~`` expanded; None for None."""
     return None if path is None else str(Path(path).expanduser().absolute())

@@ -30,11 +30,13 @@ _PERIOD: Final = 5.0
 def with_code(
     transport: Transport, spec: dict[str, Any], upload: bool | None, note: Note | None = None, *, within: str = ""
 ) -> dict[str, Any]:
-    """Upload the directory ``code.path`` of this machine unless the service has it, and return ``spec`` with ``code.digest``;
-    return ``spec`` unchanged if there is nothing to upload. ``upload`` None: upload if the service's address is another
-    machine's, and the directory exists here.
+    """Upload the directory ``code.path`` of this machine unless the service has it, and return a copy of ``spec`` with
+    ``code.digest`` and the facts of its git repository. Return ``spec`` itself if there is nothing to upload. ``upload``: True:
+    upload; False: do not; None: upload if the service's address is another machine's and the directory exists here. ``note``:
+    receives sentences about left-out files and progress.
 
-    ``within``: the pointer of ``spec`` in the request. Raises ``SpecError`` at ``/code/path``, and what a request raises.
+    ``within``: the JSON pointer of ``spec`` in the request, for error messages. Raises ``SpecError`` if the directory cannot be
+    read or uploaded, and what a request raises.
     """
     code: Any = spec.get("code")
     if (
@@ -65,20 +67,24 @@ def with_code(
 
 
 def _of_a_directory(code: Any) -> bool:
-    """True if ``code`` names a directory to upload. A malformed ``code`` is left for the service to reject."""
+    """Return True if ``code``, the spec's key, names a directory that may be uploaded and was not yet. A malformed ``code`` gives
+    False, and the service rejects it."""
     if not isinstance(code, Mapping) or not isinstance(code.get("path"), str) or not code["path"]:
         return False
     return code.get("digest") is None and code.get("source") in (None, "snapshot")
 
 
 def _is_remote_service(transport: Transport, path: str) -> bool:
+    """Return True if the service's address is another machine's and the directory ``path`` exists on this one; False if there is
+    no service."""
     with suppress(ServiceUnreachable, OSError):  # the submission itself reports an unreachable service
         return not is_loopback(transport.target.url()) and Path(path).expanduser().is_dir()
     return False
 
 
 def _send(transport: Transport, digest: str, found: list[Entry], size: int, report: Note) -> None:
-    """Upload the code, unless the service has it already."""
+    """Upload the code with this digest, unless the service has it already. ``found``: its files; ``size``: bytes of the archive;
+    ``report``: called with the progress every few seconds."""
     place = f"/v1/code/{digest}"
     try:
         transport.request("GET", place)
@@ -90,6 +96,7 @@ def _send(transport: Transport, digest: str, found: list[Entry], size: int, repo
 
 
 def _with_progress(parts: Iterator[bytes], size: int, report: Note) -> Iterator[bytes]:
+    """Yield ``parts`` unchanged; at most every five seconds, call ``report`` with the number of bytes sent until then."""
     sent, last = 0, time.monotonic()
     for part in parts:
         yield part
@@ -100,6 +107,8 @@ def _with_progress(parts: Iterator[bytes], size: int, report: Note) -> Iterator[
 
 
 def _refused(error: TreeError | OSError, root: Path, pointer: str) -> SpecError:
+    """Return, and do not raise, the ``SpecError`` for a code directory ``root`` that cannot be read. ``pointer``: of
+    ``code.path`` in the request."""
     code, detail = ("unreadable", f"cannot read {str(root)!r}: {error}")
     if isinstance(error, TreeError):
         code, detail = error.code, error.detail

@@ -37,12 +37,12 @@ _CHUNK: Final = 1 << 20
 
 
 def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> list[str]:
-    """Write the export at ``path`` of the service to ``target``, a file (``safetensors``) or a directory (``torch``, ``dcp``),
-    which must not exist. Returns notes for the reader of the export.
+    """Download the export at the API path ``path`` to ``target``, a file (``safetensors``) or a directory (``torch``, ``dcp``),
+    which must not exist. Return notes for the reader of the export; blocks until it is complete.
 
-    It is written next to ``target`` and renamed at the end; what killed exports to ``target`` left behind is removed. Raises
-    ``Refused`` (``output-exists``, ``output-not-written``), ``ServiceUnreachable`` for a truncated response, ``ServiceFault`` for
-    an altered one, and the service's errors.
+    The export is written next to ``target`` and renamed at the end. Before that, the temporary directories that killed exports to
+    ``target`` left behind are removed. Raises ``Refused`` (``output-exists``, ``output-not-written``), ``ServiceUnreachable`` for
+    a truncated response, ``ServiceFault`` for an altered one, and the service's errors; ``target`` is then not written.
     """
     if os.path.lexists(target):
         raise _exists_error(target)
@@ -70,8 +70,9 @@ def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> 
 
 @contextmanager
 def temporary_sibling(target: Path) -> Iterator[Path]:
-    """Yield a temporary directory next to ``target``, which exists during the block. This process holds a lock on it until it
-    ends in any way: a directory that nobody has locked is left over from a killed export, and is removed here."""
+    """Yield a new temporary directory next to ``target``, which is removed after the block. This process holds a lock on it until
+    the process ends in any way. Temporary directories for the same ``target`` that no process has locked are left over from
+    killed processes, and are removed here."""
     parent, prefix = target.absolute().parent, f".{target.name[:100]}."
     left = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}\.tmp", re.ASCII)
     for path in [path for path in parent.iterdir() if left.fullmatch(path.name)]:
@@ -99,8 +100,9 @@ def temporary_sibling(target: Path) -> Iterator[Path]:
 
 
 def _locked(directory: Path) -> int:
-    """Lock the directory and return the descriptor that holds the lock. Raises ``OSError`` if another process holds it, or if
-    locking is not possible."""
+    """Lock the directory and return the file descriptor that holds the lock; closing it releases the lock. Raises
+    ``BlockingIOError`` if another process holds the lock, ``FileNotFoundError`` if the directory was replaced meanwhile, and
+    ``OSError`` if locking is not possible."""
     if fcntl is None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -115,7 +117,7 @@ def _locked(directory: Path) -> int:
 
 
 class Body:
-    """A response's bytes as a readable file; they are hashed while they are read."""
+    """The bytes of a response, to be read like a file; they are hashed while they are read."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
@@ -123,7 +125,7 @@ class Body:
         self._hasher = hashlib.sha256()
 
     def read(self, size: int) -> bytes:
-        """Return ``size`` bytes; fewer only at the end."""
+        """Return the next ``size`` bytes; fewer only at the end of the response."""
         parts = []
         while size:
             if not self._remaining:
@@ -138,7 +140,8 @@ class Body:
         return b"".join(parts)
 
     def finish(self, expected_digest: str) -> None:
-        """Read to the end. Raises ``ServiceFault`` if the bytes do not have the digest ``expected_digest`` (Repr-Digest)."""
+        """Read the response to its end. Raises ``ServiceFault`` if its SHA-256 digest is not ``expected_digest``, the value of
+        the header Repr-Digest."""
         while self.read(_CHUNK):
             pass
         match = _DIGEST.fullmatch(expected_digest)
@@ -147,6 +150,7 @@ class Body:
 
 
 def _copy(body: Body, target: Path) -> None:
+    """Write the rest of ``body`` to the new file ``target``, and flush it to the disk."""
     with target.open("xb") as out:
         while chunk := body.read(_CHUNK):
             out.write(chunk)
@@ -155,7 +159,8 @@ def _copy(body: Body, target: Path) -> None:
 
 
 def _unpack(body: Any, folder: Path, names: re.Pattern[str]) -> None:
-    """Extract plain files whose names match ``names``. Raises ``ServiceFault`` for any other member."""
+    """Extract the tar stream ``body`` into the directory ``folder``. Raises ``ServiceFault`` for a member that is not a plain
+    file with a name that matches ``names``, and for an incomplete stream."""
     try:
         with tarfile.open(fileobj=body, mode="r|") as tar:
             for member in tar:
@@ -173,7 +178,8 @@ def _unpack(body: Any, folder: Path, names: re.Pattern[str]) -> None:
 
 
 def _rename_into_place(source: Path, target: Path) -> None:
-    """Rename ``source`` to ``target``, without replacing a file that appeared meanwhile, as a plain rename would."""
+    """Give ``source`` the name ``target``. Raises ``Refused`` (``output-exists``) instead of replacing a file or directory that
+    appeared meanwhile, except an empty directory."""
     try:
         if source.is_dir():
             source.rename(target)
@@ -186,7 +192,8 @@ def _rename_into_place(source: Path, target: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give the file ``source`` the name ``target`` without replacing another file. Raises ``FileExistsError``."""
+    """Give the file ``source`` the name ``target`` without replacing another file; ``source`` may also keep its old name. Raises
+    ``FileExistsError`` if ``target`` exists."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -198,10 +205,13 @@ def link(source: Path, target: Path) -> None:
 
 
 def _exists_error(target: Path) -> Refused:
+    """Return, and do not raise, the error for a ``target`` that already exists."""
     return Refused(f"{target} already exists: name another, or remove it first", code="output-exists")
 
 
 def write_error(target: Path, error: OSError) -> Refused:
+    """Return, and do not raise, the ``Refused`` (``output-not-written``) for a failed write to ``target``, with what the user can
+    do."""
     advice = {
         errno.ENOSPC: "the disk is full: free space, or name a path on another disk",
         errno.EDQUOT: "the disk quota is used up: free space, or name a path on another disk",

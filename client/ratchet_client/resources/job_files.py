@@ -25,13 +25,14 @@ Bar = AbstractContextManager[Callable[[int], object]]
 
 
 def no_progress(total: int) -> Bar:
-    """A progress display that shows nothing."""
+    """Return a progress display that shows nothing; its context yields a function that ignores its argument."""
     return nullcontext(lambda _count: None)
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """``files``: the files that were written. ``notes``: sentences about files of the job that are not among them."""
+    """The result of a download. ``files``: the files that were written. ``notes``: sentences about files of the job that were
+    left out."""
 
     files: list[Path]
     notes: list[str]
@@ -45,13 +46,14 @@ def fetch(
     force: bool,
     bar: Callable[[int], Bar] = no_progress,
 ) -> Fetched:
-    """Extract the archive at ``path`` of the service below ``folder``, which is created if necessary. ``bar`` is called with the
-    size of all files in bytes and opens a progress display, which is called with the number of bytes of each block that arrives.
+    """Download the archive at the API path ``path`` and extract it below ``folder``, which is created if necessary; its parent
+    must exist. ``params``: query parameters of the request. ``bar``: called with the size of all files in bytes; it opens a
+    progress display, which is called with the number of bytes of each block that arrives. Blocks until all is written.
 
-    The files are in a temporary directory in ``folder`` until all are complete, then each gets its name. Without ``force``
-    nothing is written if a file with one of the names exists. Raises ``Refused`` (``output-exists``, ``output-not-written``),
-    ``ServiceUnreachable`` for a truncated response, ``ServiceFault`` for one that would write elsewhere, and the service's
-    errors.
+    The files are in a temporary directory in ``folder`` until all are complete; then each gets its name. ``force``: existing
+    files are replaced; without it nothing is written if a file with one of the names exists. Raises ``Refused``
+    (``output-exists``, ``output-not-written``), ``ServiceUnreachable`` for a truncated response, ``ServiceFault`` for one that
+    would write elsewhere, and the service's errors. A ``folder`` that was created here and is empty is removed again.
     """
     made = not folder.exists()
     try:
@@ -80,7 +82,9 @@ def fetch(
 
 
 def _unpack(body: Any, temporary: Path, on_bytes: Callable[[int], object]) -> list[str]:
-    """Extract a tar of files and directories below ``temporary`` and return their names. Raises ``ServiceFault``, ``OSError``."""
+    """Extract the tar stream ``body`` of files and directories below ``temporary``, and return their names. ``on_bytes``: called
+    with the number of bytes of each written block. Raises ``ServiceFault`` for any other member, a name that occurs twice, and an
+    incomplete stream; ``OSError`` if writing fails."""
     staged = []
     try:
         with tarfile.open(fileobj=body, mode="r|", encoding="utf-8", errors="surrogateescape") as tar:
@@ -103,8 +107,8 @@ def _unpack(body: Any, temporary: Path, on_bytes: Callable[[int], object]) -> li
 
 
 def _safe_path(name: str) -> Path:
-    """Return ``name`` as a path. Raises ``ServiceFault`` if it could lead out of the directory that it is used in, on this
-    system."""
+    """Return ``name`` as a relative path. Raises ``ServiceFault`` if it is empty or absolute or contains "..", so that it could
+    lead out of the directory that it is used in."""
     path = Path(name)
     if not path.parts or path.anchor or ".." in path.parts:
         raise _unsafe_member_error(name)
@@ -112,10 +116,13 @@ def _safe_path(name: str) -> Path:
 
 
 def _unsafe_member_error(name: str) -> ServiceFault:
+    """Return, and do not raise, the error for a member of the archive that is not a job's file."""
     return ServiceFault(f"the service sent {name!r}, which is not a job's file: nothing was kept")
 
 
 def _write(source: Any, place: Path, member: tarfile.TarInfo, on_bytes: Callable[[int], object]) -> None:
+    """Write the member's content from ``source`` to the new file ``place``, with its time and its execute permission.
+    ``on_bytes``: called with the number of bytes of each block."""
     with place.open("xb") as out:
         while block := source.read(_CHUNK):
             out.write(block)
@@ -129,7 +136,9 @@ def _write(source: Any, place: Path, member: tarfile.TarInfo, on_bytes: Callable
 
 
 def _move_into_place(temporary: Path, staged: list[str], folder: Path, force: bool) -> list[Path]:
-    """Give all files their names in ``folder``. Raises ``Refused`` (``output-exists``) before any has one, ``OSError``."""
+    """Give all extracted files their names in ``folder``, and return their paths. ``staged``: their names below ``temporary``;
+    ``force``: replace existing files. Raises ``Refused``: ``output-exists`` before any file has its name, ``output-not-written``
+    if a move fails after others were done."""
     files = [name for name in staged if not (temporary / name).is_dir()]
     within = dict.fromkeys(part for name in staged for part in (*reversed(Path(name).parents), Path(name)))
     taken = [
@@ -163,9 +172,9 @@ def _move_into_place(temporary: Path, staged: list[str], folder: Path, force: bo
 
 
 def _is_replaceable(target: Path, directory: bool, force: bool) -> bool:
-    """True if a fetched file, or with ``directory`` a fetched directory, may be put at ``target``: if nothing is there; for a
-    directory, if a directory is there, which is kept and filled; for a file, with ``force``, if no directory is there: what is
-    there is replaced. A link to a directory is neither followed nor replaced."""
+    """Return True if a fetched file, or with ``directory`` a fetched directory, may be put at ``target``: if nothing is there;
+    for a directory, if a directory is there, which is kept and filled; for a file, with ``force``, if something other than a
+    directory is there, which is then replaced. A link to a directory is neither followed nor replaced."""
     if not os.path.lexists(target):
         return True
     return target.is_dir() and not target.is_symlink() if directory else force and not target.is_dir()

@@ -25,9 +25,10 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A job at one moment. ``metrics`` has the newest value of every series (read-only); ``at`` is this machine's time, UTC.
+    """The state of a job at one moment. ``metrics``: the newest value of every series, by name (read-only). ``at``: the time of
+    the snapshot by this machine's clock, UTC.
 
-    The job is read before hook and metrics, so if it has ended, they are final.
+    The job is read before hook and metrics, so if ``job`` has ended, the others are final.
     """
 
     job: JobView
@@ -46,7 +47,8 @@ class Snapshot:
 
 
 class Series(NamedTuple):
-    """One curve: ``plt.plot(*series)`` or ``pandas.Series(series.values, series.steps)``. Steps increase; values may be NaN."""
+    """One curve: values by step. ``plt.plot(*series)`` draws it; ``pandas.Series(series.values, series.steps)`` converts it.
+    Steps increase; values may be NaN."""
 
     steps: list[int]
     values: list[float]
@@ -60,8 +62,9 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Pace:
-    """Times in seconds. ``first`` to ``longest``: the interval between the starts of two polls, which grows while the phase stays
-    the same. ``patience``: how long the service may be unreachable without a deadline, in addition to the retries of one call."""
+    """The timing of polls, in seconds. ``first``: the interval between the starts of two polls after the job's phase has changed;
+    it then grows up to ``longest`` while the phase stays the same. ``patience``: how long the service may be unreachable without
+    a deadline, in addition to the retries of one call."""
 
     first: float
     longest: float
@@ -71,9 +74,11 @@ class Pace:
 def retry_poll(
     fetch: Callable[[], T], patience: float, at_first: float | None = None
 ) -> Iterator[T | ServiceUnreachable]:
-    """Call ``fetch`` at each iteration and yield its result, or the error while the service is unreachable.
+    """Yield the result of ``fetch`` at each iteration, or the ``ServiceUnreachable`` error that it raised. The caller sleeps
+    between iterations; this generator does not.
 
-    Raises ``ServiceUnreachable`` after ``patience`` seconds without a response (``at_first``: if it has never responded).
+    Raises ``ServiceUnreachable`` once the service has not responded for ``patience`` seconds. ``at_first``: this time while it
+    has never responded; None: ``patience`` too.
     """
     away, reached = None, False
     while True:
@@ -95,9 +100,11 @@ def poll_until(
     job_id: str, fetch: Callable[[], T], job_of: Callable[[T], JobView], until: Collection[JobPhase],
     deadline: float | None, pace: Pace,
 ) -> Iterator[T]:  # fmt: skip
-    """Yield the results of ``fetch`` up to the one in which the job's phase is one of ``until`` or the job has ended.
+    """Yield the results of ``fetch``, up to and including the one in which the job's phase is one of ``until`` or the job has
+    ended. Sleeps between two calls of ``fetch``, as ``pace`` sets. ``job_of``: returns the job in a result.
 
-    Raises ``DeadlineReached`` after ``deadline`` seconds, ``ServiceUnreachable`` after ``pace.patience``.
+    Raises ``DeadlineReached`` after ``deadline`` seconds, or ``ServiceUnreachable`` after ``pace.patience`` seconds without a
+    response if there is no deadline.
     """
     begin = started = time.monotonic()
     delay, phase, last = pace.first, None, ""

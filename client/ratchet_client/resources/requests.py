@@ -26,15 +26,17 @@ _SHOWN = 10
 
 
 class Calls:
-    """Base class of the client, whose constructor sets ``_transport``."""
+    """Base class of ``RatchetClient`` with what all groups of methods use: requests, pages and job names. The client's
+    constructor sets ``_transport``."""
 
     _transport: Transport
 
     def job_id(self, job: str | Job) -> str:
         """Return the id of the job with this id or name; if several jobs have the name, the id of the only one that has not
-        ended. An id is returned unchanged, without a request.
+        ended. An id is returned unchanged, without a request and without a check that the job exists.
 
-        Raises ``NotFound``, and ``AmbiguousName`` if several jobs have the name and either none or several have not ended.
+        Raises ``NotFound`` if no job has the name, and ``AmbiguousName`` if several have it and either none or several of them
+        have not ended.
         """
         if not isinstance(job, str):
             return job.id
@@ -51,23 +53,29 @@ class Calls:
         raise _ambiguous_name(job, found)
 
     def _no_such_job(self, job: str) -> NotFound:
+        """Return, and do not raise, the error for a name that no job has. The message suggests a similar name of one of the
+        newest jobs."""
         names = {other.name for other in islice(self._pages("/v1/jobs", JobView, {"limit": PAGE}), PAGE)}
         near = get_close_matches(job, names, 1)
         hint = f"did you mean {near[0]!r}?" if near else "`ratchet list` shows the jobs"
         return NotFound(f"no job has the id or the name {job!r}; {hint}", code="job-not-found")
 
     def _path(self, job: str | Job, *parts: str) -> str:
-        """Return the path of a job, or of a resource below it."""
+        """Return the API path of the job, or with ``parts`` of a resource below it. A job's name is resolved to its id by a
+        request."""
         return "/".join(["/v1/jobs", self.job_id(job), *(quote(part, safe="") for part in parts)])
 
     def _get(self, path: str, model: type[M], params: Params | None = None) -> M:
+        """Send a GET request and return the response as ``model``."""
         return model.model_validate(self._transport.request("GET", path, params=params).json())
 
     def _post(self, path: str, model: type[M], **options: Any) -> M:
+        """Send a POST request and return the response as ``model``. ``options``: as for ``Transport.request``."""
         return model.model_validate(self._transport.request("POST", path, **options).json())
 
     def _pages(self, path: str, model: type[M], params: Params) -> Iterator[M]:
-        """Yield every item; a page is requested after the previous one has been read."""
+        """Yield every item of the list at ``path`` as ``model``. The first request is sent when the first item is requested, and
+        each page when the previous one has been read."""
         cursor: str | None = None
         while True:
             body = self._transport.request("GET", path, params={**params, "cursor": cursor}).json()
@@ -77,12 +85,13 @@ class Calls:
                 return
 
     def _job_pages(self, model: type[M], params: Params, job: str | Job, *parts: str) -> Iterator[M]:
-        """Like ``_pages``, for a job whose name is resolved when the first item is requested."""
+        """Yield every item of a list below the job's path, as ``_pages`` does. The job's name is resolved when the first item is
+        requested."""
         yield from self._pages(self._path(job, *parts), model, params)
 
 
 def _ambiguous_name(name: str, jobs: Sequence[JobView]) -> AmbiguousName:
-    """Return the error for a name that several jobs have. ``jobs``: newest first."""
+    """Return, and do not raise, the error for a name that several jobs have. ``jobs``: all of them, newest first."""
     shown = [f"  {job.id}  {job.phase:<9}  created {job.created_at:%Y-%m-%d %H:%M} UTC" for job in jobs[:_SHOWN]]
     shown += [f"  ... and {len(jobs) - _SHOWN} more: ratchet list --name {name}"] if len(jobs) > _SHOWN else []
     text = "\n".join([f"{len(jobs)} jobs have the name {name!r}; name one by its id:", *shown])
@@ -90,4 +99,5 @@ def _ambiguous_name(name: str, jobs: Sequence[JobView]) -> AmbiguousName:
 
 
 def quota_path(owner: str) -> str:
+    """Return the API path of the quota of ``owner``, which may be ``*``."""
     return f"/v1/quotas/{quote(owner, safe='*')}"

@@ -19,8 +19,9 @@ Spec: TypeAlias = JobSpec | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def spec_body(spec: Spec) -> dict[str, Any]:
-    """Return the request's body. ``code.path``, ``start_from.path`` and ``python`` are relative to the file, or to the current
-    directory for data that is not from a file. Raises ``SpecError``, ``NotFound``."""
+    """Return the spec as JSON data for a request; the argument is not changed. ``code.path``, ``start_from.path`` and a
+    ``python`` that is a path become absolute, relative to the directory of the spec's file, or to the current one for data that
+    is not from a file. Raises ``SpecError``, and ``NotFound`` if the file cannot be read."""
     if isinstance(spec, str | os.PathLike):
         return read_spec(os.fspath(spec))
     given = spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, JobSpec) else dict(spec)
@@ -30,7 +31,8 @@ def spec_body(spec: Spec) -> dict[str, Any]:
 
 
 def read_spec(file: str) -> dict[str, Any]:
-    """Return the decoded spec of a file, or of standard input for ``-``. Raises ``SpecError``, ``NotFound``."""
+    """Return the spec in ``file``, or on standard input for ``-``, as JSON data with absolute paths. Its keys are not checked.
+    Raises ``SpecError`` if it is not a YAML or JSON mapping, and ``NotFound`` if the file cannot be read."""
     if file.endswith(".py"):
         raise SpecError(f"{file} is a program, and a job spec is YAML: `{_INIT} {file}` writes one that runs it")
     try:
@@ -55,7 +57,8 @@ def read_spec(file: str) -> dict[str, Any]:
 
 
 def _spec_hint(file: str) -> str:
-    """Return a hint at the specs that the user may mean: those in the directory ``file``, or in the file's directory."""
+    """Return text with up to five spec files that the user may mean: those in ``file`` if it is a directory, else in the
+    directory of ``file``."""
     path = Path(file)
     folder = path if path.is_dir() else path.parent
     found = sorted(str(p) for pattern in ("*.yaml", "*.yml", "*.json") for p in folder.glob(pattern))[:5]
@@ -66,8 +69,8 @@ def _spec_hint(file: str) -> str:
 
 
 def json_value(data: Any, where: str) -> Any:
-    """Return data from YAML or Python as JSON types; a ``Path`` becomes text. Raises ``SpecError`` for dates, NaN and similar
-    values."""
+    """Return a copy of ``data`` from YAML or Python as JSON types; a ``Path`` becomes text. Raises ``SpecError`` for dates, NaN
+    and similar values; ``where`` names the data in the message."""
     try:
         return json.loads(json.dumps(data, allow_nan=False, default=_path_text))
     except (TypeError, ValueError, RecursionError) as error:
@@ -75,14 +78,16 @@ def json_value(data: Any, where: str) -> Any:
 
 
 def _path_text(value: Any) -> str:
+    """Return a path as text; called by ``json.dumps`` for values that are not JSON types. Raises ``TypeError`` for any other
+    value."""
     if isinstance(value, os.PathLike):
         return str(os.fspath(value))
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _absolute_paths(data: dict[str, Any], base: Path) -> None:
-    """Make ``code.path``, ``start_from.path`` and a ``python`` that is a path absolute, since the service may run in another
-    directory."""
+    """Make ``code.path``, ``start_from.path`` and a ``python`` with a slash absolute in ``data``, in place, since the service may
+    run in another directory. ``base``: the directory that they are relative to."""
     code, start = data.get("code"), data.get("start_from")
     if isinstance(code, dict) and isinstance(code.get("path"), str) and code["path"]:
         code["path"] = str((base / Path(code["path"]).expanduser()).resolve())

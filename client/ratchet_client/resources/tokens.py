@@ -13,7 +13,7 @@ from ratchet_contract.api.roles import Role, Scope
 
 
 class Access(Calls):
-    """The part of ``RatchetClient`` for tokens."""
+    """The methods of ``RatchetClient`` for tokens."""
 
     def whoami(self) -> api_tokens.WhoAmI:
         """Return the owner, role and scopes of the token that this client sends.
@@ -26,8 +26,8 @@ class Access(Calls):
     def create_token(self, name: str = "token", *, owner: str | None = None, role: Role | str | None = None,
                      scopes: Collection[Scope | str] = (), expires_days: float | Literal["never"] | None = None
                      ) -> api_tokens.TokenMade:  # fmt: skip
-        """Create a token called ``name``. ``owner``, ``role`` and ``scopes`` are by default the caller's own. ``expires_days``:
-        by default 90, but no longer than the caller's token.
+        """Create a token called ``name`` and return it. ``owner``, ``role`` and ``scopes`` are by default the caller's own.
+        ``expires_days``: the lifetime in days, or "never"; by default 90, but no longer than that of the caller's token.
 
         ``token`` of the result is the token's text, which is returned only once. Raises ``Refused`` (``not-allowed``) for more
         rights than the caller has.
@@ -42,13 +42,13 @@ class Access(Calls):
         return self._post("/v1/tokens", api_tokens.TokenMade, json=body)
 
     def tokens(self, *, owner: str | None = None, gone: bool = False) -> Iterator[api_tokens.TokenView]:
-        """Yield tokens without their text, newest first: the caller's own, for an admin all. ``gone``: include revoked and
-        expired ones."""
+        """Yield tokens without their text, newest first: the caller's own; for an admin those of all owners, or of ``owner``.
+        ``gone``: include revoked and expired tokens."""
         params: Params = {"owner": owner, "gone": "true" if gone else None, "limit": PAGE}
         return self._pages("/v1/tokens", api_tokens.TokenView, params)
 
     def revoke_token(self, token_id: str) -> api_tokens.TokenRevoked:
-        """Revoke the token with the id ``token_id``, and all tokens that were created with it. Raises ``NotFound``, and
-        ``Refused`` (``not-allowed``) for a token with a role or scopes that the caller does not have."""
+        """Revoke the token with the id ``token_id``, and all tokens that were created with it; they are refused from then on.
+        Raises ``NotFound``, and ``Refused`` (``not-allowed``) for a token with a role or scopes that the caller does not have."""
         answer = self._transport.request("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
         return api_tokens.TokenRevoked.model_validate(answer.json())

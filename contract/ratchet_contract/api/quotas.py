@@ -17,7 +17,7 @@ _MOST: Final = 2**31 - 1
 
 
 class QuotaRequest(BaseModel):
-    """``PUT /v1/quotas/{owner}``: the whole quota. An omitted key has no limit."""
+    """Body of ``PUT /v1/quotas/{owner}``: the whole new quota. An omitted key has no limit."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,7 +28,7 @@ class QuotaRequest(BaseModel):
 
 
 class QuotaUse(View):
-    """Current use of an owner."""
+    """What an owner uses at present."""
 
     queued: int
     jobs: int
@@ -37,7 +37,7 @@ class QuotaUse(View):
 
 
 class QuotaView(View):
-    """``null``: no limit."""
+    """An owner's quota; ``null``: no limit."""
 
     owner: str
     queued: int | None

@@ -18,7 +18,7 @@ class Role(StrEnum):
     ADMIN = "admin"  # may act on everybody's jobs; tokens and quotas
 
     def includes(self, other: Role) -> bool:
-        """True if this role has all permissions of ``other``."""
+        """True if this role has all permissions of ``other``; a role includes itself."""
         order = list(Role)
         return order.index(self) >= order.index(other)
 

@@ -14,7 +14,7 @@ DEFAULT_DAYS = 90
 
 
 class TokenRequest(BaseModel):
-    """``POST /v1/tokens``."""
+    """Body of ``POST /v1/tokens``: the token to create."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,7 +37,7 @@ class TokenRequest(BaseModel):
 
 
 class TokenView(View):
-    """A token without its text, which cannot be read again."""
+    """A token without its secret text, which cannot be read again."""
 
     id: str
     name: str
@@ -62,7 +62,7 @@ class TokenMade(TokenView):
 
 
 class TokenRevoked(TokenView):
-    """The result of a revocation."""
+    """The token that was revoked."""
 
     also_revoked: int = Field(
         description="Number of other tokens, made with it directly or indirectly, that are revoked too."

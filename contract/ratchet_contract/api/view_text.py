@@ -18,8 +18,8 @@ _MAX_CELL_CHARS: Final = 300
 
 
 def displayed_fields(view: BaseModel, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """The fields ``names`` that have a value, for ``repr``; a dotted name is a nested field. Long texts are cut; of lists and
-    mappings only the length is shown."""
+    """Yield ``(name, value)`` of those fields in ``names`` that have a value, for ``repr``. A dotted name is a nested field.
+    Long texts are cut; of lists and mappings only the length is shown."""
     for name in names:
         value: Any = view
         for part in name.split("."):
@@ -29,12 +29,12 @@ def displayed_fields(view: BaseModel, names: Sequence[str]) -> Iterator[tuple[st
 
 
 def view_table(view: BaseModel) -> str:
-    """HTML with every field that has a value."""
+    """Return an HTML table of every field of ``view`` that has a value."""
     return html_table(type(view).__name__, {name: getattr(view, name) for name in type(view).model_fields})
 
 
 def html_table(caption: str, fields: Mapping[str, Any]) -> str:
-    """HTML with those ``fields`` that have a value; all texts are escaped."""
+    """Return an HTML table of those ``fields`` that have a value; all texts are escaped."""
     left = "style='text-align:left'"
     rows = [
         f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(_truncate(_text(value), _MAX_CELL_CHARS))}</td></tr>"
@@ -52,10 +52,12 @@ class _Plain(str):
 
 
 def _has_value(value: Any) -> bool:
+    """False for None and for empty texts, lists and mappings."""
     return value is not None and not (isinstance(value, Mapping | Sequence) and not value)
 
 
 def _short(value: Any) -> Any:
+    """Return a field's value in its form for ``repr``."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, str):
@@ -68,6 +70,7 @@ def _short(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
+    """Return a value as text for a cell of a table."""
     if isinstance(value, datetime):
         return value.isoformat(timespec="seconds")
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -76,4 +79,5 @@ def _text(value: Any) -> str:
 
 
 def _truncate(text: str, max_length: int) -> str:
+    """Return the text, cut to ``max_length`` characters followed by ``...``."""
     return text if len(text) <= max_length else text[:max_length] + "..."

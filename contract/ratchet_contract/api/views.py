@@ -21,22 +21,24 @@ T = TypeVar("T")
 
 
 class View(BaseModel):
-    """Times are UTC, RFC 3339 with ``Z``. NaN and infinities travel as strings."""
+    """Base of the API's bodies. Times are UTC, RFC 3339 with ``Z``. NaN and infinities are sent as strings."""
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
     SHOWN: ClassVar[tuple[str, ...]] = ()
     """Fields in ``repr``, which is one line; if empty, all."""
 
     def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """Return the fields in ``SHOWN`` that have a value."""
         return displayed_fields(self, self.SHOWN or tuple(type(self).model_fields))
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """Return an HTML table, which notebooks display."""
         return view_table(self)
 
 
 class Page(View, Generic[T]):
-    """One page. ``next_cursor`` None: the end. A cursor is opaque and belongs to the query that made it."""
+    """One page of a list. ``next_cursor`` None: it is the last page. A cursor is opaque, and is valid only for the query that
+    returned it."""
 
     items: list[T]
     next_cursor: str | None = None
@@ -58,7 +60,7 @@ class ProgressView(View):
     steps_per_second: float | None = Field(None, description="Newest measurement; null if no attempt is training.")
 
     def step_text(self) -> str:
-        """``7/9``, or ``7`` where the total is not known."""
+        """Return ``7/9`` for step 7 of 9, or ``7`` if the total is not known."""
         return str(self.step) if self.total_steps is None else f"{self.step}/{self.total_steps}"
 
 
@@ -71,7 +73,8 @@ class BudgetView(View):
 
 
 class GoodputView(View):
-    """Seconds; each belongs to one part, and the parts add up to ``wall_seconds``."""
+    """How the time of a job or an attempt was spent, in seconds. Each second belongs to one part; the parts add up to
+    ``wall_seconds``."""
 
     goodput: float | None = Field(
         None,
@@ -96,7 +99,7 @@ class GoodputView(View):
 
 
 class EnvironmentView(View):
-    """What an attempt trained with."""
+    """The software that an attempt trained with."""
 
     ratchet: str = Field(description="Version of Ratchet in the ranks' interpreter.")
     python: str
@@ -159,7 +162,8 @@ class JobView(View):
 
 
 class PlanView(View):
-    """``?dry_run=true``: the plan of the attempts, and the results of all checks. Nothing is stored."""
+    """Response to ``?dry_run=true``: what each attempt would be launched with, and the results of all checks. Nothing is
+    stored."""
 
     spec: dict[str, Any]
     resolved: Resolved
@@ -282,7 +286,7 @@ class CheckpointView(View):
 
 
 class CheckpointDetail(CheckpointView):
-    """With fields of the manifest, if it can still be read."""
+    """A checkpoint with its manifest, if that can still be read."""
 
     manifest: dict[str, Any] | None = None
 
@@ -300,7 +304,7 @@ class EventView(View):
 
 
 class HookView(View):
-    """The newest summaries; ``ranks`` has one entry per rank that reported."""
+    """The state of a job's hook, from the newest summaries of its ranks; ``ranks`` has one for each rank that has reported."""
 
     SHOWN = ("name", "wrapper", "phase", "iteration", "compression_rate", "step", "source")
 
@@ -333,7 +337,7 @@ class HookView(View):
 
 
 class HookSampleView(View):
-    """One kept summary of one rank, of ``GET .../hook/history``."""
+    """One stored summary of one rank's hook, of ``GET .../hook/history``."""
 
     SHOWN = ("attempt", "summary.rank", "summary.step", "summary.phase", "summary.iteration", "summary.residual_norm")
 
@@ -350,8 +354,8 @@ class MetricPoint(View):
 
 
 class MetricSeries(View):
-    """A long series is thinned as it is stored: beyond the service's limit every second step is dropped, the newest point
-    stays."""
+    """The logged values of one metric. A long series is thinned when it is stored: beyond the service's limit every second
+    step is dropped, but the newest point stays."""
 
     name: str
     superseded: list[MetricPoint] = Field(
@@ -370,7 +374,8 @@ class MetricsView(View):
 
 
 class LogLine(View):
-    """``id`` is ``<attempt>.<rank>.<byte offset after the line>``: what ``Last-Event-ID`` takes."""
+    """One line of a rank's log. ``id`` is ``<attempt>.<rank>.<byte offset after the line>``; sent as ``Last-Event-ID``, it
+    continues a stream after this line."""
 
     id: str
     attempt: int
@@ -419,7 +424,7 @@ class DifferenceView(View):
 
 
 class ComparisonView(View):
-    """Two checkpoints, of two jobs or of one, bit for bit."""
+    """The result of comparing two checkpoints bit for bit, of two jobs or of one."""
 
     job_id: str
     checkpoint_id: str
@@ -463,7 +468,7 @@ FileKind = Literal["file", "directory", "symlink", "special"]
 
 
 class FileView(View):
-    """One name in a job's working directory."""
+    """One file, directory or other entry in a job's working directory."""
 
     path: str = Field(
         description="Below the working directory, with `/`. Bytes that are not UTF-8 are shown as `\\udcff`."
@@ -482,7 +487,7 @@ class FileView(View):
 
 
 class DeleteResult(View):
-    """The files that ``DELETE /v1/jobs/{id}`` kept."""
+    """What ``DELETE /v1/jobs/{id}`` has kept of the job's files."""
 
     id: str
     checkpoints: str | None = Field(None, description="Directory of the kept checkpoints; null: they were deleted.")

@@ -36,7 +36,7 @@ class _Model(BaseModel):
 
 
 class FileEntry(_Model):
-    """One rank file: size in bytes, and the digests of its blocks."""
+    """One rank file of a checkpoint: its size in bytes, and the digests of its blocks."""
 
     name: str
     rank: int
@@ -48,8 +48,9 @@ class FileEntry(_Model):
 
 
 class TensorEntry(_Model):
-    """One stored piece. ``offset``/``nbytes`` are bytes from the file's start; ``shape`` is the whole tensor's; ``start`` is
-    the first element (row-major) that this piece holds; a private tensor is always whole. ``dtype`` is safetensors' name."""
+    """One stored piece of a tensor. ``file``: name of the rank file; ``offset``: bytes from the file's start; ``shape``: of
+    the whole tensor; ``start``: index (row-major) of the first element in this piece; ``dtype``: safetensors' name. A private
+    tensor is always one piece."""
 
     name: str
     file: str
@@ -65,7 +66,7 @@ HOOK_SUMMARY: Final = TypeAdapter(HookSummary)
 
 
 class HookRecord(_Model):
-    """The hook that made the state: name and parameters as in the spec, and the version of the state's format."""
+    """The hook that made the state: its name and parameters as in the spec, and the version of the state's format."""
 
     name: str
     parameters: dict[str, Any]
@@ -105,11 +106,12 @@ class Manifest(_Model):
 
     @property
     def id(self) -> str:
+        """Name of the checkpoint's directory, which is its id in the API."""
         return checkpoint_dir_name(self.step, self.attempt)
 
     @property
     def base(self) -> Base:
-        """This checkpoint as the base of a later attempt."""
+        """This checkpoint, as the base of a later attempt."""
         return Base(step=self.step, attempt=self.attempt, digest=self.digest)
 
     @property
@@ -122,30 +124,31 @@ _ENTRIES: Final = TypeAdapter(list[TensorEntry])
 
 
 def dump_entries(entries: Sequence[TensorEntry]) -> str:
-    """JSON text of a list of tensors."""
+    """Return a list of tensors as JSON text."""
     return _ENTRIES.dump_json(list(entries)).decode()
 
 
 def parse_entries(text: bytes | str) -> list[TensorEntry]:
-    """Inverse of ``dump_entries``. Raises ``ValidationError``."""
+    """Return the list of tensors in a JSON text of ``dump_entries``. Raises ``ValidationError``."""
     return _ENTRIES.validate_json(text)
 
 
 def same_entries(one: Sequence[TensorEntry], other: Sequence[TensorEntry]) -> bool:
-    """True if both lists hold identical objects. Entries are immutable, so that results for one list hold for the other."""
+    """True if both lists contain the same objects in the same order; equal copies do not count. Entries are immutable, so
+    results for one list hold for the other."""
     return len(one) == len(other) and all(map(is_, one, other))
 
 
 class _Rendered(NamedTuple):
-    """The value of a key as text, in the form for the digest and in the form for the file."""
+    """The value of a manifest's key as text. ``canonical``: in the form for the digest; ``lines``: in the form for the file."""
 
     canonical: bytes
     lines: bytes
 
 
 class Sealer:
-    """Seals manifests, one after the other. The list of tensors is most of a manifest, and does not change from save to save,
-    like most of the rest: unchanged values are not rendered again."""
+    """Computes digests and file contents of manifests, one after another. The list of tensors is most of a manifest, and
+    seldom changes from save to save, like most of the rest: unchanged values are not converted to text again."""
 
     def __init__(self) -> None:
         self._tensors: tuple[TensorEntry, ...] = ()
@@ -153,7 +156,7 @@ class Sealer:
         self._rendered = {"tensors": _Rendered(b"[]", b"[]")}
 
     def seal(self, manifest: Manifest) -> tuple[Manifest, bytes]:
-        """Return the manifest with its digest, and the bytes to write."""
+        """Return the manifest with its digest, and the bytes of its file. Nothing is written."""
         if not same_entries(manifest.tensors, self._tensors):
             self._rendered["tensors"] = _render(json.loads(_ENTRIES.dump_json(manifest.tensors)))
             self._tensors = tuple(manifest.tensors)
@@ -169,6 +172,7 @@ class Sealer:
 
 
 def _render(value: Any) -> _Rendered:
+    """Return a value in both forms of text."""
     return _Rendered(_canonical_text(value), _lines_text(value))
 
 
@@ -185,7 +189,8 @@ _LINES: Final = json.JSONEncoder(allow_nan=False)
 
 
 def _digest(data: dict[str, Any], rendered: Mapping[str, _Rendered] = _NOTHING) -> str:
-    """SHA-256 in hex of the canonical JSON, with sorted keys and no spaces, of all but the digest."""
+    """Return the SHA-256 in hex of the canonical JSON (sorted keys, no spaces) of all keys of ``data`` but ``digest``.
+    ``rendered``: values that have been converted to text already, by key."""
     hasher, comma = hashlib.sha256(b"{"), b""
     for key in sorted(data):
         if key != "digest":
@@ -198,7 +203,7 @@ def _digest(data: dict[str, Any], rendered: Mapping[str, _Rendered] = _NOTHING) 
 
 @lru_cache(maxsize=128)
 def _encoded_key(key: str, encode: Callable[[Any], bytes]) -> bytes:
-    """The key's text, which is the same in every manifest."""
+    """Return the text of a key, by ``encode``. It is cached, since every manifest has the same keys."""
     return encode(key)
 
 
@@ -207,7 +212,8 @@ def _canonical_text(value: Any) -> bytes:
 
 
 def _lines(data: dict[str, Any], rendered: Mapping[str, _Rendered]) -> bytes:
-    """A line per key, and per entry of the long lists: readable, without the slow encoder that indents everything."""
+    """Return the file's content: a line per key, and a line per entry of a list of objects. That is readable, without the slow
+    encoder that indents everything."""
     parts, comma = [b"{\n"], b""
     for key, value in data.items():
         parts.append(comma + b" " + _encoded_key(key, _lines_text) + b": ")
@@ -217,13 +223,15 @@ def _lines(data: dict[str, Any], rendered: Mapping[str, _Rendered]) -> bytes:
 
 
 def _lines_text(value: Any) -> bytes:
+    """Return a value as text; a list of objects has a line per object."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return ("[\n  " + ",\n  ".join(_LINES.encode(item) for item in value) + "\n ]").encode()
     return _LINES.encode(value).encode()
 
 
 def open_manifest(raw: bytes) -> Manifest:
-    """Parse and check a manifest's bytes. Raises ``CheckpointError`` (torn, altered, newer format)."""
+    """Parse a manifest's bytes, check its digest and its format version, and return it. Raises ``CheckpointError``:
+    ``checkpoint-damaged`` (torn, altered, malformed), ``checkpoint-format`` (another format version)."""
     try:
         data = json.loads(raw)
         if not isinstance(data, dict):

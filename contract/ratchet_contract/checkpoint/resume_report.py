@@ -22,32 +22,34 @@ class _Model(BaseModel):
 
 
 def rename_epoch(data: Any) -> Any:
-    """Files written before the first release call an attempt's number ``epoch``: manifests, ``base.json``, ``launch.json``."""
+    """Return ``data`` with the key ``attempt`` in place of ``epoch``: files written before the first release (manifests,
+    ``base.json``, ``launch.json``) name the attempt's number so. Other data are returned unchanged."""
     if not isinstance(data, dict) or "epoch" not in data or "attempt" in data:
         return data
     return {"attempt" if key == "epoch" else key: value for key, value in data.items()}
 
 
 class Segment(_Model):
-    """Checkpoints of ``attempt`` with ``after_step < step <= until_step`` belong to the lineage (None: no upper end)."""
+    """A part of a lineage: the checkpoints of ``attempt`` with ``after_step < step <= until_step`` (None: no upper end)."""
 
     attempt: int
     after_step: int
     until_step: int | None = None
 
     def contains(self, step: int, attempt: int) -> bool:
+        """True if the checkpoint of this step and attempt belongs to the segment."""
         return (
             attempt == self.attempt and step > self.after_step and (self.until_step is None or step <= self.until_step)
         )
 
 
 def lineage_contains(lineage: Sequence[Segment], step: int, attempt: int) -> bool:
-    """True if checkpoint (step, attempt) belongs to the lineage."""
+    """True if the checkpoint of this step and attempt belongs to the lineage."""
     return any(segment.contains(step, attempt) for segment in lineage)
 
 
 class Base(_Model):
-    """The checkpoint that an attempt, or another checkpoint, continues from."""
+    """The checkpoint that an attempt, or another checkpoint, continues from; without values: from scratch."""
 
     step: int = Field(0, description="0, with the other keys null: from scratch.")
     attempt: int | None = Field(None, description="The attempt that wrote it.")
@@ -57,7 +59,7 @@ class Base(_Model):
 
 
 class ComponentReport(_Model):
-    """How one component of one rank was restored. ``reason`` is a sentence, always set unless ``exact``."""
+    """How one component of one rank was restored. ``reason``: a sentence, set unless ``status`` is ``exact``."""
 
     component: str  # model, optimizer, scheduler, scaler, buffers, rng, hook, layout, data, user:<name>
     rank: int
@@ -66,22 +68,24 @@ class ComponentReport(_Model):
 
 
 class EnvironmentDifference(_Model):
-    """One recorded fact that is not the same now. Facts that cannot change a bit (host name) are not recorded."""
+    """One recorded fact (software, hardware, setting) that is different now. Facts that cannot change a bit (host name) are
+    not recorded."""
 
     key: str
     recorded: str | int | float | bool | None
     current: str | int | float | bool | None
 
     def sentence(self) -> str:
-        """``threads (2 -> 1)``"""
+        """Return the fact with both values, such as ``threads (2 -> 1)``."""
         return f"{self.key} ({self.recorded} -> {self.current})"
 
 
 class ResumeReport(_Model):
-    """Written by rank 0 before the first step of an attempt; ``exact`` only when every component and fact is the same.
+    """How an attempt began; written by rank 0 before its first step. The verdict is ``exact`` only if every component and
+    every recorded fact is the same as in the base.
 
-    ``unmanaged``: a script without a Session. It is started, and started again, from its first line; it must save and
-    restore its own state, and the report has no components.
+    ``unmanaged``: a script without a Session. Each attempt starts it from its first line; it must save and restore its own
+    state, and the report has no components.
     """
 
     verdict: Verdict
@@ -95,18 +99,19 @@ class ResumeReport(_Model):
 
     @property
     def not_exact_since(self) -> str | None:
-        """The inexact resume that led to the base; None: every resume up to it was exact."""
+        """The inexact resume from which the base descends, as a phrase with its step and attempt; None: every resume up to the
+        base was exact."""
         note = next((note for note in self.notes if note.startswith(NOT_EXACT_SINCE)), None)
         return None if note is None else note.partition(":")[0]
 
     @property
     def changed_code(self) -> EnvironmentDifference | None:
-        """Digests of the code that made the base, and of the code that continues from it; None if it is the same code."""
+        """Digests of the code that made the base, and of the code that continues from it; None if the code is the same."""
         return next((d for d in self.differences if d.key == "code_digest"), None)
 
     def sentence(self) -> str:
-        """The verdict, and the digests if the code has changed; otherwise the first component that is not exact, and why; and
-        whether the base itself differs from what an undisturbed run would have saved."""
+        """Return the verdict with its main reason: the digests if the code has changed; else the first component that is not
+        exact; else the first fact that differs; else whether the base descends from an inexact resume."""
         if (code := self.changed_code) is not None:
             return f"{self.verdict}: code changed ({code.recorded} -> {code.current})"
         part = next((c for c in self.components if c.status != "exact"), None) if self.verdict == "not-exact" else None
@@ -119,7 +124,8 @@ class ResumeReport(_Model):
 
 
 class StepDifference(_Model):
-    """The first step that was not the same when it was done again, and the part of the rank's state that differs."""
+    """The first step that was not identical when a later attempt did it again, and the part of a rank's state that differs
+    after it."""
 
     step: int
     rank: int
@@ -130,7 +136,8 @@ class StepDifference(_Model):
 
 
 class Redone(_Model):
-    """What an attempt's ranks found when they did steps again that an earlier attempt had done (the replay proof)."""
+    """What an attempt's ranks found when they did steps again that an earlier attempt had done (the replay proof). The steps'
+    fingerprints are compared."""
 
     steps: int = Field(0, description="Steps after its base that an earlier attempt had done.")
     compared: int = Field(0, description="Number of these steps that all ranks have compared so far.")
@@ -140,9 +147,9 @@ class Redone(_Model):
 
 
 def proof_text(report: ResumeReport, redone: Redone) -> str:
-    """The verdict with its level of proof: ``exact, proved (37 of 37 redone steps)``, ``exact, not yet proved``, ``not-exact``,
-    ``not-exact: code changed``. The first two are followed by ``not exact since the resume from step 90, attempt 1`` if the base
-    descends from such a resume."""
+    """Return the verdict with its level of proof: ``exact, proved (37 of 37 redone steps)``, ``exact, not yet proved``,
+    ``not-exact``, ``not-exact: code changed``. The first two are followed by ``; not exact since the resume from step 90,
+    attempt 1`` if the base descends from such a resume."""
     verdict = report.verdict
     if redone.first_difference is not None:
         return f"not-exact ({redone.first_difference.sentence()})"

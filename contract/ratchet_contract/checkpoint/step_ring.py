@@ -43,7 +43,8 @@ PARTS: Final[tuple[Part, ...]] = ("data", "generators", "parameters")
 
 
 class StepFingerprint(NamedTuple):
-    """A rank's state after ``step``, as 64-bit digests: a sample of the parameters, the generators, the position in the data."""
+    """A rank's state after ``step``, as 64-bit digests: of a sample of the parameters, of the generators, of the position in
+    the data."""
 
     step: int
     parameters: int
@@ -51,25 +52,27 @@ class StepFingerprint(NamedTuple):
     data: int
 
     def first_difference(self, other: StepFingerprint) -> Part | None:
-        """The first part (``PARTS``) in which the fingerprints differ; None if they are equal. Both are of the same step."""
+        """Return the first part, in the order of ``PARTS``, in which two fingerprints of the same step differ; None if they
+        are equal."""
         return next((part for part in PARTS if getattr(self, part) != getattr(other, part)), None)
 
 
 @dataclass(frozen=True)
 class RingHeader:
-    """The conditions of a comparison. ``line``: names the course of training that the attempt belongs to; attempts that continue
-    exactly from each other's checkpoints have the same line. ``facts``: everything that can change a bit, by name."""
+    """The conditions under which rings may be compared. ``line``: name of the course of training that the attempt belongs to;
+    attempts that continue exactly from each other's checkpoints have the same line. ``facts``: everything that can change a
+    bit, by name."""
 
     line: str
     facts: dict[str, str | int | float | bool | None] = field(default_factory=dict)
 
 
 class StepRing:
-    """The rank's side: the single writer."""
+    """The ring of one rank in one attempt, as its only writer sees it: memory mapped to the file."""
 
     def __init__(self, path: Path, header: RingHeader) -> None:
-        """Create ``path``, with its space allocated: a full disk must fail here, not as a SIGBUS in the middle of a step. Raises
-        ``OSError``, and ``ValueError`` for a header that is too long."""
+        """Create the file ``path``, with its disk space allocated: a full disk must fail here, not as a SIGBUS in the middle
+        of a step. An existing file is overwritten. Raises ``OSError``, and ``ValueError`` for a header that is too long."""
         self._header, text = header, _text(header)
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -82,12 +85,12 @@ class StepRing:
         self._write_header(text)
 
     def set_line(self, line: str) -> None:
-        """Set the line along which the attempt trains from now on."""
+        """Change the header's line: the course of training from now on. Raises ``ValueError`` for a header that is too long."""
         self._header = replace(self._header, line=line)
         self._write_header(_text(self._header))
 
     def write(self, fingerprint: StepFingerprint) -> None:
-        """Store the fingerprint in place of the one that is ``RING_RECORDS`` steps older."""
+        """Store the fingerprint in the place of the one that is ``RING_RECORDS`` steps older. No system call is made."""
         step, parameters, generators, data = fingerprint
         check = _checksum(step, parameters, generators, data)
         words, place = self._words, _FIRST_WORD + step % RING_RECORDS * _RECORD_WORDS
@@ -98,6 +101,7 @@ class StepRing:
         words[place + 4] = check
 
     def close(self) -> None:
+        """Release the mapping; the file stays."""
         self._words.release()
         self._map.close()
 
@@ -107,13 +111,13 @@ class StepRing:
 
 
 def read_header(path: Path) -> RingHeader | None:
-    """The header of a ring; None if the ring does not exist, or this version cannot read it."""
+    """Return the header of a ring; None if the file does not exist, or this version cannot read it."""
     return _header(_read(path, _HEADER_SIZE))
 
 
 def read_ring(path: Path) -> dict[int, StepFingerprint]:
-    """The fingerprints in a ring, by step; empty if the ring does not exist, or this version cannot read it. Torn records are
-    left out."""
+    """Return the fingerprints in a ring, by step; empty if the file does not exist, or this version cannot read it. Torn
+    records are left out."""
     data = _read(path, _FILE_SIZE + 1)
     if _header(data) is None:
         return {}
@@ -126,11 +130,13 @@ def read_ring(path: Path) -> dict[int, StepFingerprint]:
 
 
 def _checksum(step: int, parameters: int, generators: int, data: int) -> int:
+    """Return the 64-bit checksum of a record."""
     a, b, c, d = _FACTORS
     return (step * a + parameters * b + generators * c + data * d) & _WORD
 
 
 def _text(header: RingHeader) -> bytes:
+    """Return the header's JSON text. Raises ``ValueError`` if it is too long."""
     text = json.dumps(asdict(header), separators=(",", ":")).encode()
     if len(text) > _HEADER_SIZE - _HEADER.size:
         raise ValueError(f"the header of a ring of fingerprints takes {len(text)} bytes; there is room for 16 KiB")
@@ -138,6 +144,7 @@ def _text(header: RingHeader) -> bytes:
 
 
 def _read(path: Path, size: int) -> bytes:
+    """Return up to ``size`` bytes of a file; empty if it cannot be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # user code may have put anything there
         with os.fdopen(fd, "rb") as file:
@@ -147,6 +154,7 @@ def _read(path: Path, size: int) -> bytes:
 
 
 def _header(data: bytes) -> RingHeader | None:
+    """Return the header in a ring's bytes; None if they are incomplete, damaged or of another version."""
     if len(data) < _HEADER_SIZE or (len(data) > _HEADER_SIZE and len(data) != _FILE_SIZE):
         return None
     magic, version, records, length, check = _HEADER.unpack_from(data)

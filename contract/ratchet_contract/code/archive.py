@@ -33,12 +33,12 @@ _BAD_NAME_ERRNOS: Final = frozenset(
 
 
 class BadArchive(Exception):
-    """The archive is not the requested one, or must not be unpacked."""
+    """The archive is not the one with the requested digest, or must not be unpacked."""
 
 
 def write_archive(entries: list[Entry]) -> Iterator[bytes]:
-    """A tar of sorted entries, with the same bytes whenever and wherever it is made. It contains no directories. Raises
-    ``OSError``."""
+    """Yield the bytes of a tar of the sorted ``entries``, which are the same whenever and wherever it is made. It contains no
+    directories. Raises ``OSError``, also for a file that has changed since it was listed."""
     for entry in entries:
         yield _header(entry)
         if entry.link is None:
@@ -48,17 +48,18 @@ def write_archive(entries: list[Entry]) -> Iterator[bytes]:
 
 
 def archive_size(entries: list[Entry]) -> int:
-    """Size of ``write_archive`` in bytes, without reading a file."""
+    """Return the number of bytes that ``write_archive`` would yield; no file is read."""
     contents = sum(entry.size + _padding(entry) for entry in entries if entry.link is None)
     return contents + sum(len(_header(entry)) for entry in entries) + 2 * tarfile.BLOCKSIZE
 
 
 def largest_archive(limits: Limits) -> int:
-    """Upper bound in bytes for the archive of a tree within ``limits``."""
+    """Return an upper bound, in bytes, of the archive of a tree within ``limits``."""
     return limits.max_bytes + limits.max_files * _PER_FILE + 2 * tarfile.BLOCKSIZE
 
 
 def _header(entry: Entry) -> bytes:
+    """Return the tar header of one entry, with its long names."""
     info = tarfile.TarInfo(entry.path)
     info.mode, info.size = entry.mode, entry.size
     if entry.link is not None:
@@ -67,12 +68,13 @@ def _header(entry: Entry) -> bytes:
 
 
 def _padding(entry: Entry) -> int:
+    """Return the number of NUL bytes after the content of an entry."""
     return -entry.size % tarfile.BLOCKSIZE
 
 
 def _read_exactly(path: Path, size: int) -> Iterator[bytes]:
-    """The file's content. Raises ``OSError`` for a file that has changed: the archive is then cut short, and not taken as
-    complete."""
+    """Yield the file's content. Raises ``OSError`` if it no longer has ``size`` bytes: the archive is then cut short, and its
+    receiver does not take it as complete."""
     sent = 0
     for chunk in tree.read_chunks(path):
         sent += len(chunk)
@@ -84,10 +86,11 @@ def _read_exactly(path: Path, size: int) -> Iterator[bytes]:
 
 
 def unpack(archive: IO[bytes], digest: str, target: Path, *, one_file: bool = False, limits: Limits = Limits()) -> None:
-    """Make ``target`` from a tar, read-only, completely or not at all. If another process makes it concurrently, the result is
-    the same.
+    """Unpack the tar ``archive`` as the directory ``target``, read-only and durable, completely or not at all. Its content
+    must have the tree digest ``digest``. If another process unpacks it concurrently, the result is the same.
 
-    Raises ``BadArchive``, ``OSError``, and the errors of reading ``write_archive``.
+    ``one_file``: the archive is of a single file, and ``limits`` do not apply. Raises ``BadArchive``, ``OSError``, and the
+    errors of reading ``archive``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".tmp-", dir=target.parent))
@@ -107,7 +110,8 @@ def unpack(archive: IO[bytes], digest: str, target: Path, *, one_file: bool = Fa
 
 
 def _unpack_verified(archive: IO[bytes], digest: str, directory: Path, one_file: bool, limits: Limits) -> list[Entry]:
-    """Unpack below ``directory``. Returns the entries there, whose digest is ``digest``."""
+    """Unpack into ``directory`` and return the entries there, after checking that their digest is ``digest``. Raises
+    ``BadArchive``."""
     try:
         with tarfile.open(
             fileobj=archive, mode="r|", encoding="utf-8", errors="surrogateescape", tarinfo=_Member
@@ -131,9 +135,10 @@ def _unpack_verified(archive: IO[bytes], digest: str, directory: Path, one_file:
 
 
 class _Member(tarfile.TarInfo):
-    """Refuses a header before anything is created, or held in memory, because of it."""
+    """A tar member that refuses a bad header before anything is created, or held in memory, because of it."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> Any:
+        """Check the header, then process it as ``tarfile`` does. Raises ``BadArchive``."""
         if self.type in _LONG:
             if not 0 <= self.size <= _MAX_LONG:
                 raise BadArchive(f"a name in it is longer than {tree.MAX_PATH} bytes")
@@ -143,7 +148,8 @@ class _Member(tarfile.TarInfo):
 
 
 def _extract(tar: tarfile.TarFile, target: Path, limits: Limits | None) -> int:
-    """Extract files first, and links after all files: no file is written through a link. Returns the number of entries."""
+    """Extract all files, and after them all links, so that no file is written through a link. Returns the number of entries.
+    ``limits`` None: no limits. Raises ``BadArchive``."""
     links: list[tuple[Path, str]] = []
     count = total = 0
     for member in tar:
@@ -167,6 +173,7 @@ def _extract(tar: tarfile.TarFile, target: Path, limits: Limits | None) -> int:
 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
+    """Write one member to the new file ``target`` and sync it."""
     source = tar.extractfile(member)
     assert source is not None
     with target.open("xb") as out:
@@ -178,7 +185,8 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
 
 
 def _make_read_only(root: Path, entries: list[Entry]) -> None:
-    """Make everything read-only and durable, except the outermost directory: a directory must be writable to be renamed."""
+    """Make the tree read-only and durable, except the mode of the outermost directory: a directory must be writable to be
+    renamed."""
     for entry in entries:
         if entry.link is None:
             entry.source.chmod(entry.mode)
@@ -189,12 +197,14 @@ def _make_read_only(root: Path, entries: list[Entry]) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
+    """Delete a directory, read-only ones in it too; errors of the deletion are ignored."""
     for below, _, _ in os.walk(folder):
         Path(below).chmod(0o755)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:
+    """Make the names in a directory durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

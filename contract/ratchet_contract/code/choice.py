@@ -37,21 +37,25 @@ Allowed = Callable[[Path], bool]
 
 
 def allow_all(_: Path) -> bool:
+    """Return True for every path."""
     return True
 
 
 @dataclass(frozen=True)
 class Choice:
-    """``left_out``: ignored paths; a directory ends with ``/`` and stands for everything below."""
+    """The result of ``choose``. ``entries``: what the snapshot includes; ``left_out``: ignored paths; a directory ends with
+    ``/`` and stands for everything below it."""
 
     entries: list[Entry]
     left_out: list[str]
 
     def is_left_out(self, path: str) -> bool:
+        """True if the path is ignored, or is below an ignored directory."""
         return any(_at_or_below(path, name.rstrip("/")) for name in self.left_out)
 
     def notes(self) -> list[tuple[str, str]]:
-        """Notes for the submitter: a code and a sentence each."""
+        """Return notes for the user who submits the code, each with a code and a sentence: on ignored files, and on large
+        files."""
         out = []
         if self.left_out:
             text = f"the snapshot of the code excludes files named in {' and '.join(IGNORE_FILES)}: {join_first(self.left_out)}"
@@ -73,15 +77,19 @@ class Choice:
 
 
 def iter_chosen(root: Path) -> Iterator[Entry]:
-    """Entries that a snapshot of ``root`` would include, in the order of the walk and without limits. Raises ``TreeError``."""
+    """Yield the entries that a snapshot of ``root`` would include, unsorted and without limits. Raises ``TreeError``."""
     return walk(root.resolve(), _Rules(root.resolve(), []).is_included)
 
 
 def choose(
     root: Path, include: Sequence[str] = (), limits: Limits = Limits(), is_allowed: Allowed = allow_all
 ) -> Choice:
-    """Choose the entries of a snapshot. ``is_allowed``: whether the repository above ``root`` may be read. Raises ``TreeError``:
-    those of ``code.tree.list_entries``, ``ignore-file`` and ``include-not-found``."""
+    """Choose the files of a snapshot of ``root``. ``include``: ignored paths that are included nevertheless; ``is_allowed``:
+    returns whether the repository's directory above ``root`` may be read.
+
+    Raises ``TreeError``: the codes of ``code.tree.list_entries``, ``ignore-file`` for an ignore file that cannot be used, and
+    ``include-not-found`` for a name in ``include`` without a file.
+    """
     rules = _Rules(root.resolve(), [str(PurePosixPath(name)) for name in include], is_allowed)
     found = within_limits(root, walk(root.resolve(), rules.is_included), limits)
     for name in rules.include:
@@ -95,6 +103,9 @@ def choose(
 
 
 class _Rules:
+    """The ignore rules for the directory ``root``; ``include``: paths that are included nevertheless; ``left_out``: ignored
+    paths seen so far."""
+
     def __init__(self, root: Path, include: list[str], is_allowed: Allowed = allow_all) -> None:
         self.include, self.left_out = include, list[str]()
         self._root, self._prefix = _repository(root, is_allowed), ""
@@ -109,7 +120,8 @@ class _Rules:
             self._prefix += f"{part}/"
 
     def is_included(self, path: str, is_dir: bool) -> bool:
-        """True if a file is included, or a directory is searched. Raises ``TreeError`` (``too-large``)."""
+        """True if a file is included, or if a directory is to be searched. Records the path in ``left_out`` if it is ignored.
+        Raises ``TreeError`` (``too-large``) after ``_MAX_NAMES`` calls."""
         self._examined_count += 1
         if self._examined_count > _MAX_NAMES:
             raise TreeError(
@@ -130,6 +142,7 @@ class _Rules:
         return wanted_below
 
     def _is_ignored(self, path: str, is_dir: bool) -> bool:
+        """True if the last matching pattern, in the deepest directory that has one, ignores the path."""
         path = folder = self._prefix + path
         while folder:
             folder = folder.rpartition("/")[0]
@@ -140,6 +153,7 @@ class _Rules:
         return False
 
     def _spec(self, folder: str) -> GitIgnoreSpec | None:
+        """Return the patterns of one directory; None if it has none. Each directory is read once."""
         if folder not in self._specs:
             lines = [line for name in IGNORE_FILES for line in _read_patterns(self._root / folder / name)]
             self._specs[folder] = _compile_patterns(lines) if lines else None
@@ -147,7 +161,8 @@ class _Rules:
 
 
 def _repository(root: Path, is_allowed: Allowed) -> Path:
-    """The directory at or above ``root`` that has ``.git``, if both have the same owner; else ``root``."""
+    """Return the directory at or above ``root`` that has ``.git``, if both have the same owner and it may be read; else
+    ``root``."""
     for folder in (root, *root.parents):
         try:
             same = (folder / ".git").lstat().st_uid == root.stat().st_uid
@@ -164,6 +179,8 @@ def _compile_patterns(lines: list[str]) -> GitIgnoreSpec:
 
 
 def _read_patterns(path: Path) -> list[str]:
+    """Return the valid lines of an ignore file; empty if there is none. Raises ``TreeError`` (``ignore-file``) for a file that
+    is too long, or a pattern that may take minutes to match."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # none, or a link, which git does not follow either
@@ -185,6 +202,7 @@ def _read_patterns(path: Path) -> list[str]:
 
 
 def _is_valid(pattern: str) -> bool:
+    """True if the pattern can be compiled."""
     try:
         _compile_patterns([pattern])
     except ValueError:
@@ -193,4 +211,5 @@ def _is_valid(pattern: str) -> bool:
 
 
 def _at_or_below(path: str, folder: str) -> bool:
+    """True if ``path`` is ``folder`` or is below it."""
     return path == folder or path.startswith(f"{folder}/")

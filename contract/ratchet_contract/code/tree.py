@@ -30,7 +30,7 @@ _CHUNK: Final = 1 << 20
 
 
 class TreeError(Exception):
-    """The directory cannot be used as it is; ``code`` and ``detail`` as in a problem."""
+    """The directory of code cannot be used as it is. ``code`` and ``detail``: as in a problem of the API."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -39,7 +39,8 @@ class TreeError(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """One file or link. ``path``: relative to the directory, with ``/``; ``link``: the target of a symbolic link."""
+    """One file or link of a tree. ``path``: relative to the tree's directory, with ``/``; ``source``: the file to read;
+    ``link``: the target of a symbolic link, None for a file; ``size``: bytes of a file."""
 
     path: str
     source: Path
@@ -49,13 +50,13 @@ class Entry:
 
     @property
     def mode(self) -> int:
-        """Mode of a read-only copy."""
+        """The mode that the entry has in a read-only copy."""
         return 0o777 if self.link is not None else 0o555 if self.executable else 0o444
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Maximum size of one directory."""
+    """Maximum bytes and number of files of one directory of code."""
 
     max_bytes: int = MAX_BYTES
     max_files: int = MAX_FILES
@@ -66,13 +67,14 @@ UNLIMITED: Final = Limits(max_bytes=2**63, max_files=2**31)
 
 
 def list_entries(root: Path, limits: Limits = Limits()) -> list[Entry]:
-    """The entries below ``root`` that count, sorted. Raises ``TreeError`` (``unreadable``, ``special-file``, ``link-outside``,
-    ``too-deep``, ``too-large``)."""
+    """Return the entries below ``root`` that count as code, sorted by path. Raises ``TreeError`` (``unreadable``,
+    ``special-file``, ``link-outside``, ``too-deep``, ``too-large``)."""
     return within_limits(root, walk(root.resolve(), lambda path, is_dir: True), limits)
 
 
 def within_limits(root: Path, candidates: Iterable[Entry], limits: Limits) -> list[Entry]:
-    """``candidates``, the entries below ``root``, sorted. Raises ``TreeError`` (``too-deep``, ``too-large``)."""
+    """Return ``candidates``, entries below ``root``, as a list sorted by path. Raises ``TreeError``: ``too-deep`` for a path
+    that is too long, ``too-large`` beyond ``limits``."""
     out: list[Entry] = []
     total = 0
     for entry in candidates:
@@ -92,13 +94,13 @@ def within_limits(root: Path, candidates: Iterable[Entry], limits: Limits) -> li
 
 
 def file_entry(path: Path) -> Entry:
-    """The entry of a tree that is one file, under its own name; its mode does not count. Raises ``OSError``."""
+    """Return the entry of a tree that is one file, under its own name; its mode is not recorded. Raises ``OSError``."""
     return Entry(path.name, path, size=path.stat().st_size)
 
 
 def tree_digest(entries: Iterable[Entry], content_digest: Callable[[Entry], bytes] | None = None) -> str:
-    """Digest of sorted entries, in hex. ``content_digest`` returns the SHA-256 of a file's bytes; None: it is read from the
-    source. Raises ``OSError``, and the errors of ``content_digest``."""
+    """Return the digest of sorted entries, in hex. ``content_digest`` returns the SHA-256 of a file's bytes; None: they are
+    read from the entry's source. Raises ``OSError``, and the errors of ``content_digest``."""
     out = hashlib.sha256(b"ratchet-code-1\0")
     for entry in entries:
         kind = "link" if entry.link is not None else "file"
@@ -112,25 +114,27 @@ def tree_digest(entries: Iterable[Entry], content_digest: Callable[[Entry], byte
 
 
 def script_digest(modules: Mapping[str, Path]) -> str:
-    """Digest of the modules that a run without a service has imported: its main file, as ``__main__``, and modules by name.
+    """Return the digest of the files that a run without a service has imported, by module name; the main file is ``__main__``.
     Raises ``OSError``."""
     return tree_digest(Entry(name, path) for name, path in sorted(modules.items()))
 
 
 def differing_paths(one: Iterable[Entry], other: Iterable[Entry]) -> list[str]:
-    """Sorted paths of entries that only one of two trees has or that differ. Raises ``OSError``."""
+    """Return the sorted paths of entries that only one of two trees has, or that differ. The files are read. Raises
+    ``OSError``."""
     there, here = ({entry.path: tree_digest([entry]) for entry in tree} for tree in (one, other))
     return sorted(path for path in {*there, *here} if there.get(path) != here.get(path))
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
-    """A file's bytes, in chunks of one mebibyte. Raises ``OSError``."""
+    """Yield a file's bytes, in chunks of one mebibyte. Raises ``OSError``."""
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             yield chunk
 
 
 def _content_digest(entry: Entry) -> bytes:
+    """Return the SHA-256 of a file's bytes."""
     inner = hashlib.sha256()
     for chunk in read_chunks(entry.source):
         inner.update(chunk)
@@ -138,8 +142,8 @@ def _content_digest(entry: Entry) -> bytes:
 
 
 def walk(root: Path, is_included: Callable[[str, bool], bool]) -> Iterator[Entry]:
-    """Entries below ``root``, which is a real path. ``is_included`` is called with a path below it, and whether it is a
-    directory. Raises ``TreeError``."""
+    """Yield the entries below ``root``, a real path, that count as code, in no particular order. ``is_included(path, is_dir)``
+    returns whether a file is included, or a directory is searched. Raises ``TreeError``."""
     folders = [root]
     while folders:
         folder = folders.pop()
@@ -161,6 +165,7 @@ def walk(root: Path, is_included: Callable[[str, bool], bool]) -> Iterator[Entry
 
 
 def _entry(child: os.DirEntry[str], root: Path) -> Entry:
+    """Return the entry of a file or link. Raises ``TreeError`` (``link-outside``, ``special-file``) and ``OSError``."""
     path = Path(child.path)
     name = path.relative_to(root).as_posix()
     if child.is_symlink():

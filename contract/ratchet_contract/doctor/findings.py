@@ -11,7 +11,8 @@ Status = Literal["ok", "warning", "failed", "not-checked"]
 
 
 class Finding(BaseModel):
-    """One check. ``value``: the figure or fact found; ``detail``: what it means; ``cure``: what to do, always set unless ok."""
+    """The result of one check of ``ratchet doctor``. ``value``: the figure or fact found; ``detail``: what it means; ``cure``:
+    what to do, always set unless ``status`` is ``ok``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -23,6 +24,7 @@ class Finding(BaseModel):
 
     @model_validator(mode="after")
     def _require_cure(self) -> Self:
+        """Check that a finding that is not ``ok`` has a cure."""
         if self.status != "ok" and not self.cure:
             raise ValueError(f"the finding {self.name!r} is {self.status} and needs a cure")
         return self
@@ -33,22 +35,22 @@ def ok(name: str, value: str, detail: str | None = None) -> Finding:
 
 
 def warning(name: str, value: str, *, cure: str, detail: str | None = None) -> Finding:
-    """A job will run, but slower, less safely or less exactly than it could."""
+    """Return a finding: a job will run, but slower, less safely or less exactly than it could."""
     return Finding(name=name, status="warning", value=value, detail=detail, cure=cure)
 
 
 def failed(name: str, value: str, *, cure: str, detail: str | None = None) -> Finding:
-    """Ratchet cannot run, or not as documented."""
+    """Return a finding: Ratchet cannot run, or not as documented."""
     return Finding(name=name, status="failed", value=value, detail=detail, cure=cure)
 
 
 def not_checked(name: str, value: str, *, cure: str, detail: str | None = None) -> Finding:
-    """The check was not possible; ``cure`` states what would make it possible."""
+    """Return a finding: the check was not possible; ``cure`` states what would make it possible."""
     return Finding(name=name, status="not-checked", value=value, detail=detail, cure=cure)
 
 
 class ProbeReport(BaseModel):
-    """Printed by ``python -m ratchet_worker.doctor`` and ``python -m ratchet_service.doctor``, as one JSON document.
+    """What ``python -m ratchet_worker.doctor`` and ``python -m ratchet_service.doctor`` print, as one JSON document.
 
     ``cpu``: the processor's name. ``gpus``: names of the CUDA devices that torch can use, by index.
     """

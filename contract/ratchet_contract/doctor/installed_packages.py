@@ -24,8 +24,8 @@ _OPERATORS: Final[dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]]]
 
 @dataclass(frozen=True)
 class Package:
-    """``required``: version specifiers like ``<2.14,>=2.13``; ``installed``: the installed version, None if the package is not
-    installed."""
+    """A package that Ratchet requires. ``required``: version specifiers like ``<2.14,>=2.13``; ``installed``: the installed
+    version, None if the package is not installed."""
 
     name: str
     required: str
@@ -37,7 +37,8 @@ class Package:
 
 
 def required_packages(extra: str) -> list[Package]:
-    """The direct requirements of one extra. Raises ``importlib.metadata.PackageNotFoundError`` where Ratchet runs uninstalled."""
+    """Return the packages that one extra of Ratchet requires directly, with their installed versions. Raises
+    ``importlib.metadata.PackageNotFoundError`` if Ratchet itself is not installed as a distribution."""
     found = []
     for line in metadata.requires(DISTRIBUTION) or []:
         match = _REQUIREMENT.fullmatch(line.strip())
@@ -48,6 +49,7 @@ def required_packages(extra: str) -> list[Package]:
 
 
 def _installed_version(name: str) -> str | None:
+    """Return the installed version of a distribution; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -55,8 +57,8 @@ def _installed_version(name: str) -> str | None:
 
 
 def satisfies(version: str, specifiers: str) -> bool:
-    """True if ``version`` satisfies ``specifiers``. Compares release numbers only, which is all that our requirements use:
-    ``2.13.0+cu130`` is 2.13.0."""
+    """True if ``version`` satisfies all ``specifiers``. Only release numbers are compared, which is all that Ratchet's
+    requirements use: ``2.13.0+cu130`` counts as 2.13.0."""
     have = release_tuple(version)
     for specifier in filter(None, (part.strip() for part in specifiers.split(","))):
         match = re.match(r"(>=|<=|==|!=|<|>)\s*(.+)", specifier)
@@ -70,10 +72,11 @@ def satisfies(version: str, specifiers: str) -> bool:
 
 
 def release_tuple(version: str) -> tuple[int, ...]:
-    """``(2, 13, 0)`` of ``2.13.0+cu130``."""
+    """Return a version's release numbers: ``(2, 13, 0)`` for ``2.13.0+cu130``; empty if it has none."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def _pad(numbers: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """Return the numbers with zeros appended, ``width`` in all."""
     return numbers + (0,) * (width - len(numbers))

@@ -21,23 +21,25 @@ _POLL_SECONDS: Final = 0.5
 
 
 def process_name(pid: int) -> str:
-    """The value of ``ENDS_WITH`` for a process: pid and start time, which no later process has."""
+    """Return the value of ``ENDS_WITH`` that identifies a process: pid and start time, which no later process has."""
     return f"{pid}:{start_time(pid)}"
 
 
 def is_alive(name: str) -> bool:
-    """True if the process that ``name`` (from ``process_name``) identifies exists, and is not a zombie."""
+    """True if the process that ``name`` (from ``process_name``) identifies exists and is not a zombie."""
     pid, _, started = name.partition(":")
     return pid.isdigit() and str(start_time(int(pid))) == started
 
 
 def end_with_parent(environ: Mapping[str, str]) -> None:
-    """Send SIGTERM to this process once the process that ``ENDS_WITH`` names has ended; without the variable do nothing."""
+    """Start a thread that sends SIGTERM to this process when the process that ``ENDS_WITH`` in ``environ`` names has ended.
+    Does nothing without the variable."""
     if name := environ.get(ENDS_WITH):
         threading.Thread(target=_watch, args=(name,), name="parent-death", daemon=True).start()
 
 
 def _watch(name: str) -> None:
+    """Wait until the process has ended, then send SIGTERM to this process."""
     while is_alive(name):
         time.sleep(_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)

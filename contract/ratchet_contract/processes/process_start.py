@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def start_time(pid: int) -> int | None:
-    """Field 22 of /proc/<pid>/stat: clock ticks since boot; None if there is no such process or it is a zombie.
+    """Return when a process started, in clock ticks since boot (field 22 of /proc/<pid>/stat); None if there is no such
+    process, or it is a zombie.
 
     Pids are reused, pairs of pid and start time are not.
     """

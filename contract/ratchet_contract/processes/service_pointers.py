@@ -23,7 +23,7 @@ from ratchet_contract.protocol.messages import ServicePointer
 
 
 def pointers_directory() -> Path:
-    """The directory for this user's pointers, which may not exist."""
+    """Return the directory for this user's pointers. It may not exist."""
     user = os.geteuid()
     for runtime in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}"):
         if runtime.startswith("/") and _is_own(Path(runtime)):
@@ -32,9 +32,10 @@ def pointers_directory() -> Path:
 
 
 def create_pointer(home: Path) -> Path:
-    """Create this process's pointer to the run directory ``home``, by rename, and remove those of services that have ended.
+    """Create this process's pointer to the run directory ``home`` and return its path. Also deletes pointers of services that
+    have ended.
 
-    Raises ``OSError``.
+    The file is created by rename. Raises ``OSError``, also if the directory belongs to another user or is writable by others.
     """
     directory = pointers_directory()
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -52,14 +53,14 @@ def create_pointer(home: Path) -> Path:
 
 
 def remove_pointer(pointer: Path) -> None:
-    """Remove the pointer if it is this process's."""
+    """Delete the pointer if it is this process's. Errors are ignored."""
     with suppress(OSError, ValidationError):
         if ServicePointer.model_validate_json(pointer.read_bytes()).pid == os.getpid():
             pointer.unlink()
 
 
 def running_services() -> list[Path]:
-    """Run directories of this user's services that run on this machine, sorted."""
+    """Return the run directories of this user's services that run on this machine, sorted."""
     directory = pointers_directory()
     if not _is_own(directory):
         return []
@@ -67,7 +68,8 @@ def running_services() -> list[Path]:
 
 
 def killed_services() -> list[Path]:
-    """Run directories of this user's services that ended without cleaning up: their ``service.json`` still exists."""
+    """Return the run directories, sorted, of this user's services that ended without cleaning up: their ``service.json`` still
+    exists."""
     directory = pointers_directory()
     if not _is_own(directory):
         return []
@@ -76,17 +78,19 @@ def killed_services() -> list[Path]:
 
 
 def _is_running(pointer: ServicePointer) -> bool:
+    """True if the process that the pointer names is running."""
     return start_time(pointer.pid) == pointer.start_time
 
 
 def _read_pointers(directory: Path) -> Iterator[tuple[Path, ServicePointer]]:
+    """Yield path and content of every valid pointer in the directory."""
     for path in directory.glob("*.json"):
         with suppress(OSError, ValidationError):
             yield path, ServicePointer.model_validate_json(path.read_bytes())
 
 
 def _is_own(directory: Path) -> bool:
-    """True if it is a directory, not a link to one, owned by this user and writable by no one else."""
+    """True if the path is a directory (not a link to one) that this user owns and no other user may write to."""
     try:
         found = directory.lstat()
     except OSError:

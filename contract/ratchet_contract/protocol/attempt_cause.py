@@ -21,7 +21,8 @@ from it."""
 
 
 class EndSeen(NamedTuple):
-    """The end of one node, or an engine's report on it. ``node`` None: of the whole attempt."""
+    """The end of one node as its agent recorded it, or an engine's report on it. ``node`` None: the end of the whole attempt.
+    ``rank``: the rank that caused it."""
 
     cause: Cause
     node: int | None = None
@@ -33,15 +34,16 @@ class EndSeen(NamedTuple):
 def combine_ends(
     results: Sequence[AttemptResult], nodes: int, engine: Sequence[EndSeen] = (), *, killed: bool = False
 ) -> EndSeen | None:
-    """Return the single end of an attempt on ``nodes`` nodes; None when there is neither a result nor a report of the engine.
+    """Return the single end of an attempt on ``nodes`` nodes, from the agents' ``results`` and the reports of the ``engine``;
+    None if there is neither a result nor a report on the attempt.
 
     A node without a result has lost its agent. No event on another node can cause that, so it comes first, with the engine's
-    cause if the engine knows one, else as unknown. If the caller has ``killed`` the remaining processes, after waiting in vain,
-    such a node is cut off: the other nodes then report only a broken connection. (``engine``: the reports from before the kill.)
-    A lease-lost result, which reports only the fence, counts as missing if the end has another reason: the engine's report on its
-    node, or the kill that the fence is part of. Next come the failures: those that cause others before those that others may
-    cause, the earliest first. Last come stops and completions, by precedence. A SIGTERM result takes the engine's cause, if it
-    has one: the engine sent the signal.
+    cause if the engine has reported one, else as unknown. ``killed``: the caller has killed the remaining processes after
+    waiting for them in vain; a node without a result is then cut off, and the other nodes report only a broken connection.
+    (``engine``: the reports from before the kill.) A lease-lost result, which reports only the fence, counts as missing if the
+    end has another reason: the engine's report on its node, or the kill that the fence is part of. Next come the failures:
+    those that cause others before those that others may cause, the earliest first. Last come stops and completions, by
+    precedence. A SIGTERM result takes the engine's cause, if it has one: the engine sent the signal.
     """
     results = _without_fenced(results, engine, killed=killed)
     silent = sorted(set(range(nodes)) - {r.node for r in results})
@@ -69,12 +71,16 @@ def combine_ends(
 def _without_fenced(
     results: Sequence[AttemptResult], engine: Sequence[EndSeen], *, killed: bool
 ) -> Sequence[AttemptResult]:
+    """Return the results without those of cause lease-lost, if the end of the fenced nodes has another reason; else all
+    results."""
     others = [r for r in results if r.cause is not Cause.LEASE_LOST]
     fenced = [r.node for r in results if r.cause is Cause.LEASE_LOST]
     return others if _first_report(engine, fenced) is not None or (killed and others) else results
 
 
 def _network_partition_end(results: Sequence[AttemptResult], silent: Sequence[int], nodes: int) -> EndSeen:
+    """Return the end of an attempt whose nodes ``silent`` left no result before the kill: the other nodes' end if it cannot
+    follow from a broken connection, else node-lost."""
     told = combine_ends(results, 0)
     assert told is not None
     if (told.cause in _ROOT_CAUSES and told.exit_code != -signal.SIGABRT) or told.cause.outcome not in (
@@ -88,11 +94,14 @@ def _network_partition_end(results: Sequence[AttemptResult], silent: Sequence[in
 
 
 def _first_report(engine: Sequence[EndSeen], nodes: Sequence[int]) -> EndSeen | None:
-    """The engine's earliest report on one of ``nodes``, or on the whole attempt."""
+    """Return the engine's earliest report on one of ``nodes`` or on the whole attempt; None if there is none, or ``nodes`` is
+    empty."""
     return next((word for word in engine if nodes and (word.node is None or word.node in nodes)), None)
 
 
 def _root_failure(failures: Sequence[AttemptResult]) -> AttemptResult:
+    """Return the failure that caused the others: the earliest of those that a broken connection cannot produce, if there is
+    one, else the earliest. Within the clocks' difference, ``CAUSE_PRECEDENCE`` decides."""
     candidates = [r for r in failures if r.cause in _ROOT_CAUSES and not _is_nccl_abort(r)] or list(failures)
     first = min(_begin_time(r) for r in candidates)
     tied = [r for r in candidates if _begin_time(r) <= first + _MAX_CLOCK_SKEW_SECONDS]
@@ -100,15 +109,17 @@ def _root_failure(failures: Sequence[AttemptResult]) -> AttemptResult:
 
 
 def _is_nccl_abort(result: AttemptResult) -> bool:
-    """True for a rank that NCCL's watchdog aborted, since its peer has broken the connection."""
+    """True if NCCL's watchdog aborted the rank (SIGABRT), because a connection to another rank broke."""
     return result.cause is Cause.RANK_KILLED and result.exit_code == -signal.SIGABRT
 
 
 def _begin_time(result: AttemptResult) -> float:
+    """Return when the failure began, in Unix seconds; 0 if unknown."""
     return result.began_at if result.began_at is not None else 0.0
 
 
 def _end_of(result: AttemptResult, nodes: int) -> EndSeen:
+    """Return a result as the attempt's end; with several nodes the message names the node."""
     where = f"node {result.node}: " if nodes > 1 and result.message else ""
     return EndSeen(
         result.cause, result.node, result.rank, result.exit_code, f"{where}{result.message}" if result.message else None

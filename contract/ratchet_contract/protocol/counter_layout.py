@@ -20,16 +20,18 @@ TICKS, STARTED, FINISHED, STAGE, SAVED_WITHIN = 1, 2, 3, 4, 5
 
 
 def finished_step(path: Path) -> int:
-    """The last step that the rank finished in its attempt; 0 if it finished none, or the counter does not exist."""
+    """Return the last step that the rank finished in its attempt; 0 if it finished none, or the counter cannot be read."""
     return _read_word(path, FINISHED)
 
 
 def mid_step_save(path: Path) -> int:
-    """The step whose loop body had called ``checkpoint()`` and was still running when the rank ended; 0: none."""
+    """Return the step whose loop body had called ``checkpoint()`` and was still running when the rank ended; 0 if there was
+    none, or the counter cannot be read."""
     return _read_word(path, SAVED_WITHIN)
 
 
 def _read_word(path: Path, index: int) -> int:
+    """Return one word of a counter file; 0 if the file cannot be read or is no counter."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # user code may have put anything there
         with os.fdopen(fd, "rb") as file:

@@ -20,11 +20,14 @@ from ratchet_contract.protocol.messages import ForkSource
 def lineage(
     bases: Mapping[int, Base], *, resume_from: Base | None = None, fork: ForkSource | None = None
 ) -> list[Segment]:
-    """The segments that the next attempt, or the newest one, belongs to.
+    """Return the segments of checkpoints that the next attempt may start from, newest first; empty if it starts from scratch
+    or from the fork's source.
 
-    - ``bases``: the recorded base by attempt number; attempts that died before they had one are absent.
+    - ``bases``: the recorded base by attempt number; attempts that died before they recorded one are missing.
     - ``resume_from``: an explicit request that no attempt has used yet: the chain begins at exactly that checkpoint.
-    - ``fork``: the source of a forked job, whose attempts are another job's; the chain ends there.
+    - ``fork``: the source of a forked job. It is another job's checkpoint, so the chain ends there.
+
+    Raises ``ValueError`` if an attempt recorded a base of a later attempt.
     """
     if resume_from is not None:
         attempt, until = resume_from.attempt, resume_from.step
@@ -35,6 +38,8 @@ def lineage(
 
 
 def _chain(bases: Mapping[int, Base], attempt: int | None, until: int | None, fork: ForkSource | None) -> list[Segment]:
+    """Return the segments from ``attempt`` back to the start. ``until``: the newest step of ``attempt`` that belongs to the
+    lineage; None: all steps."""
     out: list[Segment] = []
     while attempt is not None:
         base = bases.get(attempt)
@@ -52,14 +57,16 @@ def _chain(bases: Mapping[int, Base], attempt: int | None, until: int | None, fo
 
 
 def _is_fork(base: Base, fork: ForkSource | None) -> bool:
-    """A digest covers the job's id, so a base with the fork's digest is never one of this job's own."""
+    """True if the base is the fork's source. A digest covers the job's id, so a base with the fork's digest is never one of
+    this job's own."""
     return fork is not None and base.digest == fork.digest
 
 
 def fork_for_launch(
     fork: ForkSource | None, segments: list[Segment], committed: list[tuple[int, int]]
 ) -> ForkSource | None:
-    """The fork's source for the next launch; None once a checkpoint (step, attempt) of the job's own lineage is committed."""
+    """Return the fork's source for the next launch; None if there is no fork, or a checkpoint ``(step, attempt)`` of the job's
+    own lineage is among ``committed``."""
     if fork is None or any(lineage_contains(segments, step, attempt) for step, attempt in committed):
         return None
     return fork

@@ -24,7 +24,8 @@ _LAST: Final = 253_402_300_799 * _MICRO  # the end of the year 9999
 
 
 class LogTimes:
-    """The index of a log of ``size`` bytes; records beyond that size (the log was cut) do not count."""
+    """The times of the lines in a log of ``size`` bytes, from its index ``data``. Records beyond that size (the log was cut)
+    do not count."""
 
     def __init__(self, data: bytes, size: int) -> None:
         self._data = data
@@ -33,7 +34,8 @@ class LogTimes:
         self._cached: tuple[int, int, datetime | None] = (0, 0, None)
 
     def time_of(self, end: int) -> datetime | None:
-        """When the line that ends at byte ``end`` (at least 1) was written."""
+        """Return by when the line that ends at byte ``end`` (at least 1) had been written; None if it is after the last
+        record."""
         first, last, when = self._cached
         if not first < end <= last:
             place = bisect_left(self._records, end, key=self._offset)
@@ -44,17 +46,20 @@ class LogTimes:
         return when
 
     def size_before(self, when: datetime) -> int:
-        """Number of bytes that the log had before ``when``."""
+        """Return the number of bytes that the log certainly had before ``when``; 0 if no record is older."""
         place = bisect_left(self._records, int(when.timestamp() * _MICRO), key=lambda record: self._field(record, 1))
         return self._offset(place - 1) if place else 0
 
     def _offset(self, record: int) -> int:
+        """Return the log's size in a record."""
         return self._field(record, 0)
 
     def _field(self, record: int, index: int) -> int:
+        """Return the size (index 0) or the time (index 1) in a record."""
         number: int = RECORD.unpack_from(self._data, record * RECORD.size)[index]
         return number
 
 
 def _time(micros: int) -> datetime | None:
+    """Return microseconds since 1970 as a time; None after the year 9999."""
     return datetime.fromtimestamp(micros / _MICRO, UTC) if micros <= _LAST else None

@@ -43,7 +43,8 @@ SETTLED_SECONDS: Final = 3600.0
 
 
 class Pace(BaseModel):
-    """What attempts of a job have shown. Each figure is the longest that was seen and turned out to be no hang."""
+    """What attempts of a job have shown about its pace. Each figure is the longest duration in seconds that was seen and
+    turned out to be no hang."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -57,10 +58,10 @@ class Pace(BaseModel):
 
 
 class Deadlines(NamedTuple):
-    """Time limits of one attempt. ``startup``: from the ranks' start to their first step; ``rendezvous``: for nodes, code and
-    checkpoints to be ready before that; ``step``: the longest time a rank may be silent, regardless of what is learned meanwhile
-    (the time limits of the process group and of saves are based on it). ``learns``: True if the limit may become shorter within
-    the attempt."""
+    """Time limits of one attempt, in seconds. ``startup``: from the ranks' start to their first step; ``rendezvous``: until
+    nodes, code and checkpoints are ready before that; ``step``: the longest time that a rank may be silent, regardless of what
+    is learned meanwhile (the time limits of the process group and of saves are based on it). ``learns``: True if the limit may
+    become shorter within the attempt."""
 
     startup: float
     rendezvous: float
@@ -69,7 +70,8 @@ class Deadlines(NamedTuple):
 
 
 def deadlines(policy: PolicySpec, pace: Pace | None) -> Deadlines:
-    """The time limits of the attempt after attempts with ``pace`` (None: there was none, or it gave no information)."""
+    """Return the time limits of the next attempt, from the spec's ``policy`` and from the ``pace`` of earlier attempts (None:
+    there were none, or they gave no information)."""
     pace = pace or Pace()
     seen = pace.startup or 0.0
     most = min(MAX_DEADLINE_SECONDS, max(DEFAULT_STARTUP_SECONDS, STARTUP_FACTOR * seen))
@@ -86,12 +88,14 @@ def deadlines(policy: PolicySpec, pace: Pace | None) -> Deadlines:
 
 
 def learned_deadline(longest: float, ceiling: float) -> float:
-    """The deadline of a stage whose longest silence was ``longest``, once there are enough observations."""
+    """Return the deadline in seconds of a stage whose longest silence was ``longest``, once there are enough observations; at
+    most ``ceiling``."""
     return min(ceiling, max(MIN_DEADLINE_SECONDS, SILENCE_FACTOR * longest))
 
 
 def merge_paces(earlier: Pace | None, later: Pace | None) -> Pace | None:
-    """Two attempts' paces combined: the longer of each figure; ``hung`` is the later one's."""
+    """Return the pace of two attempts together: the longer of each figure; ``hung`` is that of the later one. None: no
+    information; None for both gives None."""
     if earlier is None or later is None:
         return later or earlier
     starts = [s for s in (earlier.startup, later.startup) if s is not None]
@@ -108,6 +112,7 @@ MAX_CONTROL_DELAY_SECONDS: Final = 10.0
 
 
 def max_control_delay(stop_grace: float) -> float:
-    """Seconds within which an agent receives a desired state. An agent that must stop sooner (``policy.stop_grace``) polls more
-    often, four times within that time."""
+    """Return the seconds within which an agent receives a desired state: a quarter of ``stop_grace`` (``policy.stop_grace``,
+    in seconds), at most ``MAX_CONTROL_DELAY_SECONDS``. So an agent that must stop sooner polls more often, four times within
+    that time."""
     return min(MAX_CONTROL_DELAY_SECONDS, stop_grace / 4)

@@ -36,8 +36,11 @@ _COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.Generator
 
 
 def carried_variables(loop: Loop, scope: ast.AST | None = None) -> dict[str, ast.Name]:
-    """By name, the place where the body first reads the value of the previous pass; else where ``scope``, the loop's function or
-    module, reads after the loop what earlier passes have left."""
+    """Return the local variables that the loop carries from one pass to the next, by name with a place in the source.
+
+    The place is where the body first reads the value of the previous pass. With ``scope``, the loop's function or module, it
+    may also be where ``scope`` reads, after the loop, what earlier passes have assigned.
+    """
     flow = _Flow()
     if isinstance(loop, ast.While):
         certain = flow.run(loop.body, flow._expression(loop.test, set()))
@@ -54,8 +57,8 @@ def carried_variables(loop: Loop, scope: ast.AST | None = None) -> dict[str, ast
 
 
 def _reads_except_fills(loop: Loop) -> dict[str, ast.Name]:
-    """Where the body first reads each name. Statements that only change a container (``x.append(y)``, ``x.pop()``) or set one of
-    its entries do not count as reads."""
+    """Return where the body first reads each name. Statements that only change a container (``x.append(y)``, ``x.pop()``) or
+    set one of its entries do not count as reads."""
     filling = set[int]()
     for inner in ast.walk(loop):
         match inner:
@@ -74,6 +77,7 @@ def _reads_except_fills(loop: Loop) -> dict[str, ast.Name]:
 
 
 def _read_after(loop: Loop, scope: ast.AST) -> dict[str, ast.Name]:
+    """Return where ``scope`` first uses each name after the loop, for names that it reads there before it assigns them."""
     end = loop.end_lineno or loop.lineno
     later = (node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.lineno > end)
     first: dict[str, ast.Name] = {}
@@ -83,8 +87,8 @@ def _read_after(loop: Loop, scope: ast.AST) -> dict[str, ast.Name]:
 
 
 def _filled(loop: Loop, scope: ast.AST) -> set[str]:
-    """Names that ``scope`` creates before the loop, and that the loop adds to (lists, dicts and sets, empty or not) or sets
-    entries of."""
+    """Return the names that exist before the loop in ``scope``, and that the loop fills: containers (lists, dicts, sets) that
+    it changes by a method, and any values whose entries it sets or that it changes in place."""
     made: dict[str, bool] = {}
     arguments = ast.walk(scope.args) if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) else ()
     made |= {node.arg: False for node in arguments if isinstance(node, ast.arg)}
@@ -118,7 +122,7 @@ def _filled(loop: Loop, scope: ast.AST) -> set[str]:
 
 
 def _pairs(target: ast.expr, value: ast.expr | None) -> list[tuple[ast.expr, ast.expr | None]]:
-    """``seen, best = [], 0.0`` split into its parts."""
+    """Return the assignments of single values in an assignment: two for ``seen, best = [], 0.0``."""
     match target, value:
         case ((ast.Tuple(elts=targets) | ast.List(elts=targets)), (ast.Tuple(elts=values) | ast.List(elts=values))):
             if len(targets) == len(values) and not any(isinstance(one, ast.Starred) for one in (*targets, *values)):
@@ -127,13 +131,15 @@ def _pairs(target: ast.expr, value: ast.expr | None) -> list[tuple[ast.expr, ast
 
 
 def _is_container(value: ast.expr | None) -> bool:
+    """True if the expression makes a list, dict, set or another known container."""
     if isinstance(value, ast.Call):
         return getattr(value.func, "attr", getattr(value.func, "id", "")) in _CONTAINERS
     return isinstance(value, (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp))
 
 
 def only_displayed(scope: ast.AST, names: Collection[str]) -> set[str]:
-    """Those of ``names`` that are printed, and that nothing else depends on in ``scope``, the loop's function or module."""
+    """Return those of ``names`` that are printed, and that nothing else in ``scope``, the loop's function or module, depends
+    on."""
     shown = [node for node in ast.walk(scope) if _is_display_call(node)]
     found = {*names} & {one.id for node in shown for one in ast.walk(node) if isinstance(one, ast.Name)}
     while wrong := found & _used(scope, found):
@@ -142,7 +148,8 @@ def only_displayed(scope: ast.AST, names: Collection[str]) -> set[str]:
 
 
 def _used(node: ast.AST, displayed: set[str]) -> set[str]:
-    """Names that are read outside of what is displayed and of what is assigned to ``displayed`` names."""
+    """Return the names that are read in ``node``, except where they are only displayed, or only used to compute the
+    ``displayed`` names."""
     if isinstance(node, (ast.Global, ast.Nonlocal)):
         return {*node.names}  # other code may read them
     if _is_display_call(node):
@@ -159,7 +166,7 @@ def _used(node: ast.AST, displayed: set[str]) -> set[str]:
 
 
 def _passed_to_calls(*nodes: Iterable[ast.AST]) -> set[str]:
-    """Names within calls of functions that may have side effects on their arguments."""
+    """Return the names within calls of functions that may have side effects on their arguments."""
     calls = [
         one for node in chain(*nodes) for one in ast.walk(node) if isinstance(one, ast.Call) and not _is_pure_call(one)
     ]
@@ -167,12 +174,14 @@ def _passed_to_calls(*nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _is_pure_call(call: ast.Call) -> bool:
+    """True for a call of a known function or method that only returns a value."""
     if isinstance(call.func, ast.Attribute):
         return call.func.attr in _PURE_METHODS
     return isinstance(call.func, ast.Name) and call.func.id in _PURE_FUNCTIONS
 
 
 def _is_display_call(node: ast.AST) -> bool:
+    """True for a statement that only displays its arguments, such as ``print``; not for a ``print`` into a file."""
     if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
         return False
     called, keywords = node.value.func, {keyword.arg for keyword in node.value.keywords}
@@ -181,16 +190,16 @@ def _is_display_call(node: ast.AST) -> bool:
 
 
 class _Flow:
-    """``read_before_write``: names that are read where they may not have been stored, with the first place; ``stored``: all
-    stored names."""
+    """Follows the statements of a loop's body. ``read_before_write``: names that are read where they may not have been stored,
+    with the first place; ``stored``: all names that are stored."""
 
     def __init__(self) -> None:
         self.read_before_write = dict[str, ast.Name]()
         self.stored = set[str]()
 
     def run(self, statements: Iterable[ast.stmt], assigned: set[str] | None) -> set[str] | None:
-        """``assigned``: names that are certainly stored before ``statements``. Returns those after them, None where no statement
-        can follow."""
+        """Follow ``statements``. ``assigned``: names that are certainly stored before them. Returns the names that are
+        certainly stored after them; None if nothing can follow (a return, break ...)."""
         for one in statements:
             if assigned is None:
                 break
@@ -198,6 +207,7 @@ class _Flow:
         return assigned
 
     def _statement(self, statement: ast.stmt, assigned: set[str]) -> set[str] | None:
+        """Follow one statement; arguments and result are as in ``run``."""
         if isinstance(statement, ast.If):
             assigned = self._expression(statement.test, assigned)
             return _intersection(self.run(statement.body, {*assigned}), self.run(statement.orelse, {*assigned}))
@@ -238,16 +248,18 @@ class _Flow:
         return None if isinstance(statement, (ast.Return, ast.Raise, ast.Break, ast.Continue)) else assigned
 
     def _expression(self, node: ast.expr, assigned: set[str]) -> set[str]:
-        """Names stored after the expression, which may store with ``:=``."""
+        """Return the names that are certainly stored after the expression, which may store with ``:=``."""
         self._read([node], assigned)
         return assigned | self._store([node])
 
     def _loop(self, loop: Any, assigned: set[str]) -> set[str]:
+        """Follow an inner loop, which is assumed to run at least once."""
         after = self.run(loop.body, {*assigned})
         after = self.run(loop.orelse, assigned if after is None else after)
         return assigned if after is None else after
 
     def _read(self, nodes: Iterable[ast.AST], assigned: set[str]) -> None:
+        """Record the names that ``nodes`` read and that are not in ``assigned``."""
         for node in nodes:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in assigned:
                 self.read_before_write.setdefault(node.id, node)
@@ -259,18 +271,21 @@ class _Flow:
             self._read(ast.iter_child_nodes(node), own)
 
     def _store(self, nodes: Iterable[ast.AST]) -> set[str]:
+        """Record and return the names that ``nodes`` store."""
         found = {*_stored(nodes)}
         self.stored |= found
         return found
 
 
 def _intersection(*ends: set[str] | None) -> set[str] | None:
-    """Names that are certainly stored after branches of which one is taken."""
+    """Return the names that are certainly stored after several branches, of which one is taken. None among ``ends``: that
+    branch does not continue; None is returned if no branch does."""
     there = [end for end in ends if end is not None]
     return set.intersection(*there) if there else None
 
 
 def _stored(nodes: Iterable[ast.AST]) -> Iterable[str]:
+    """Yield the names that ``nodes`` store, except in comprehensions and functions."""
     for node in nodes:
         if isinstance(node, (*_COMPREHENSIONS, *_FUNCTIONS)):
             continue
@@ -282,7 +297,7 @@ def _stored(nodes: Iterable[ast.AST]) -> Iterable[str]:
 
 
 def _clock_variables(loop: Loop) -> set[str]:
-    """Names whose value comes from a clock, however it is computed: it differs in each run."""
+    """Return the names whose value is computed from a clock, so that it differs in each run."""
     values: dict[str, list[ast.expr]] = {}
     for node in ast.walk(loop):
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
@@ -297,6 +312,7 @@ def _clock_variables(loop: Loop) -> set[str]:
 
 
 def _reads_clock(value: ast.expr, clocks: set[str]) -> bool:
+    """True if the expression calls a clock, or reads one of the names ``clocks``."""
     for node in ast.walk(value):
         if isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 
 class Import(NamedTuple):
-    """``name``: dotted. ``is_required`` False: the module may be missing (the import is within ``try``, ``with suppress(...)`` or
-    ``if TYPE_CHECKING``), or the name may be one in a module. ``is_top_level``: a statement of the module itself, outside
-    conditions and functions."""
+    """One import of a module. ``name``: dotted. ``is_required`` False: the module may be missing (the import is within
+    ``try``, ``with suppress(...)`` or ``if TYPE_CHECKING``), or ``name`` may be a name in a module instead of a module.
+    ``is_top_level``: the import is a statement of the file itself, outside conditions and functions."""
 
     name: str
     line: int
@@ -24,7 +24,7 @@ class Import(NamedTuple):
 
 
 def find_imports(tree: ast.Module) -> Iterator[Import]:
-    """The imports in ``tree``; relative imports are left out."""
+    """Yield the imports in ``tree``, without relative ones. ``from a import b`` gives both ``a`` and ``a.b``."""
     spared = {
         id(inner)
         for node in ast.walk(tree)
@@ -44,7 +44,8 @@ def find_imports(tree: ast.Module) -> Iterator[Import]:
 
 
 def module_files(module: str, root: Path) -> list[Path]:
-    """The files that run when a module below ``root`` is imported: its packages' ``__init__`` and the module itself."""
+    """Return the files that run when the module is imported from ``root``: the ``__init__.py`` of its packages and the module
+    itself, as far as they exist."""
     found: list[Path] = []
     folder = root
     for part in module.split("."):

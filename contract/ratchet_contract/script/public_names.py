@@ -43,13 +43,14 @@ PUBLIC: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def requirement(module: str) -> str:
-    """The requirement for pip that provides the top-level ``module``. For Ratchet's own package, which an older version lacks, it
-    is this version."""
+    """Return pip's requirement for the package that provides the top-level ``module``: the module's own name, or for
+    ``ratchet`` this version of Ratchet, since an older version lacks that module."""
     return f"ratchet-train[worker]=={RATCHET_VERSION}" if module == PACKAGE else module
 
 
 def shadow_advice(error: BaseException, file: str | None) -> str | None:
-    """Advice for ``error`` where a module of the user's, in ``file``, was found under Ratchet's name; else None."""
+    """Return advice for ``error`` if it comes from a module of the user, in ``file``, that was imported under Ratchet's name;
+    None for any other error."""
     if isinstance(error, AttributeError):
         package, missing = getattr(error.obj, "__name__", None), error.name
     elif isinstance(error, ImportError):

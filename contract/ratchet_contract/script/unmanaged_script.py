@@ -13,8 +13,8 @@ _IMPORT_OF_MODULE: Final = re.compile(rb"\b(?:import|from)\s+ratchet\.\w")
 
 
 def unapplied_hook_message(script: str, hook: HookSpec) -> str | None:
-    """Why a script without a Session (the file ``script``) cannot have ``hook``; None for the default, which need not be
-    applied."""
+    """Return why ``hook`` cannot be applied to a script without a Session (the file ``script``); None for the default hook,
+    which need not be applied."""
     if hook == AllreduceSpec():
         return None
     return (
@@ -25,12 +25,15 @@ def unapplied_hook_message(script: str, hook: HookSpec) -> str | None:
 
 
 def is_unmanaged(main_file: bytes) -> bool:
-    """True if the main file neither mentions ``ratchet_worker``, the package that holds ``Session``, nor imports a module of
-    ``ratchet`` (``ratchet.accelerate``), nor imports ``ratchet`` and contains the word ``Session``: the script is then assumed to
-    save and restore its state itself.
+    """True if the script, by the text of its main file, has no Session; it is then assumed to save and restore its state
+    itself.
 
-    This is a simple textual rule, not an analysis. A script whose Session is made in a module that it imports is managed from the
-    moment it is made; a mention in the main file, an import or a comment, makes it so from the first line.
+    That is so if the main file neither mentions ``ratchet_worker``, the package that contains ``Session``, nor imports a
+    module of ``ratchet`` (``ratchet.accelerate``), nor imports ``ratchet`` and contains the word ``Session``.
+
+    This is a simple textual rule, not an analysis. A script whose Session is made in a module that it imports is managed from
+    the moment when the Session is made; a mention of the package in the main file, even in a comment, makes it so from the
+    first line.
     """
     if SESSION_PACKAGE.encode() in main_file or _IMPORT_OF_MODULE.search(main_file):
         return False

@@ -75,6 +75,7 @@ class CheckpointSpec(SpecModel):
     @model_validator(mode="before")
     @classmethod
     def _by_time_alone(cls, data: Any) -> Any:
+        """Set ``every_steps`` to None if only ``every_seconds`` is given."""
         if isinstance(data, dict) and data.get("every_seconds") is not None and "every_steps" not in data:
             return {**data, "every_steps": None}
         return data
@@ -82,7 +83,8 @@ class CheckpointSpec(SpecModel):
     @field_validator("every_steps", mode="before")
     @classmethod
     def _steps(cls, value: Any) -> Any:
-        """Raise one clear message; pydantic's union would report an error for each of its members."""
+        """Convert and check ``every_steps``. The error is one clear message; pydantic's union would report an error for each
+        of its members."""
         if value is None or value == "auto":
             return value
         if (steps := _positive_int(value)) is not None:
@@ -92,6 +94,7 @@ class CheckpointSpec(SpecModel):
     @field_validator("first", mode="before")
     @classmethod
     def _first(cls, value: Any) -> Any:
+        """Convert and check ``first``; False counts as ``off``, since YAML parses a bare off as False."""
         if value is False:  # YAML parses a bare off as False
             return "off"
         if value in ("auto", "off"):
@@ -103,6 +106,7 @@ class CheckpointSpec(SpecModel):
     @field_validator("uri")
     @classmethod
     def _uri(cls, value: str | None) -> str | None:
+        """Check the URI and remove a ``/`` at its end."""
         if value is None:
             return None
         scheme, separator, rest = value.partition("://")
@@ -115,7 +119,7 @@ class CheckpointSpec(SpecModel):
 
 
 def _positive_int(value: Any) -> int | None:
-    """``value``, or the number in its text, if it is a whole number from 1 on; else None."""
+    """Return a whole number of at least 1, given as a number or as text; None for any other value."""
     if not isinstance(value, bool):
         with suppress(ValueError, TypeError, OverflowError):
             if (number := int(value)) == float(value) and number >= 1:

@@ -46,7 +46,8 @@ _ERROR_REASONS: Final = {
 
 
 class GitFacts(SpecModel):
-    """Either ``commit`` and ``changed`` are known, or ``reason`` tells why not."""
+    """What is known about the git commit of the code: ``commit`` and ``changed``, or ``reason``, which states why they are
+    unknown."""
 
     commit: str | None = Field(None, pattern=r"^[0-9a-f]{40}([0-9a-f]{24})?$", description="The commit of HEAD.")
     changed: int | None = Field(
@@ -64,6 +65,7 @@ class GitFacts(SpecModel):
 
     @model_validator(mode="after")
     def _known_or_not(self) -> GitFacts:
+        """Check that either ``reason`` is set alone, or ``commit`` and ``changed`` are, with ``diff`` if ``changed`` is not 0."""
         if self.reason is not None:
             fits = (self.commit, self.changed, self.diff) == (None, None, None)
         else:
@@ -74,18 +76,23 @@ class GitFacts(SpecModel):
 
 
 class _Unknown(Exception):
-    pass
+    """The commit cannot be determined; the message states why."""
 
 
 class _Blob(NamedTuple):
+    """A file in a git tree: its mode and the id of its content, as git writes them."""
+
     mode: str
     id: str
 
 
 def git_facts(root: Path, entries: Iterable[Entry], is_allowed: Allowed = allow_all) -> GitFacts | None:
-    """``root``: the user's directory; ``entries``: those of its snapshot, whose sources may be the snapshot's files.
-    ``is_allowed``: whether the repository's directories, passed as real paths, may be read. Returns None if the directory is in
-    no repository."""
+    """Return the git commit of a directory of code and its differences from the snapshot; None if the directory is in no
+    repository. If git fails, the facts contain only ``reason``. Takes up to ten seconds.
+
+    ``root``: the user's directory; ``entries``: those of its snapshot, whose sources may be the snapshot's files.
+    ``is_allowed``: returns whether a directory of the repository, passed as a real path, may be read.
+    """
     try:
         root = root.resolve()
         if not any(os.path.lexists(folder / ".git") for folder in (root, *root.parents)):
@@ -100,13 +107,14 @@ def git_facts(root: Path, entries: Iterable[Entry], is_allowed: Allowed = allow_
 
 
 class _Look:
-    """Examines one directory, until ``end`` of the monotonic clock. All methods raise ``_Unknown``."""
+    """Examines one directory, until ``deadline`` of the monotonic clock. All methods raise ``_Unknown``."""
 
     def __init__(self, deadline: float, is_allowed: Allowed) -> None:
         self._deadline = deadline
         self._is_allowed = is_allowed
 
     def facts(self, root: Path, entries: Iterable[Entry]) -> GitFacts:
+        """Return the commit, and the number and the digest of the files that differ between it and ``entries``."""
         commit = self._commit(root)
         tree = self._tree(root, commit)
         if not tree:
@@ -123,7 +131,7 @@ class _Look:
         return GitFacts(commit=commit, changed=len(differ), diff=digest if differ else None)
 
     def _commit(self, root: Path) -> str:
-        """The commit at HEAD of the repository of ``root``."""
+        """Return the id of the commit at HEAD of the repository of ``root``, if its directories may be read."""
         told = self._run_git(
             root, "rev-parse", "--show-toplevel", "--absolute-git-dir", "--git-common-dir", "HEAD^{commit}"
         )
@@ -135,7 +143,8 @@ class _Look:
         return commit
 
     def _tree(self, root: Path, commit: str) -> dict[str, _Blob]:
-        """The commit's files below ``root``; for a checked-out submodule, those of the commit that is recorded for it."""
+        """Return the files of a commit below ``root``, by path. For a checked-out submodule these are the files of the commit
+        that is recorded for it."""
         found: dict[str, _Blob] = {}
         for line in (
             self._run_git(root, "ls-tree", "-r", "-z", commit).decode(errors="surrogateescape").split("\0")[:-1]
@@ -150,7 +159,7 @@ class _Look:
         return found
 
     def _run_git(self, root: Path, *arguments: str) -> bytes:
-        """The output of a git command."""
+        """Run a git command in ``root`` and return its standard output."""
         program = shutil.which("git")
         if program is None:
             raise _Unknown("git is not installed where the code was read")
@@ -183,7 +192,7 @@ class _Look:
 
 
 def _blob(entry: Entry, algorithm: str) -> _Blob:
-    """The blob that git would make of the file. Raises ``OSError``."""
+    """Return the blob that git would make of a file or link. Raises ``OSError``."""
     if entry.link is not None:
         target = os.fsencode(entry.link)
         return _Blob("120000", hashlib.new(algorithm, b"blob %d\0%b" % (len(target), target)).hexdigest())

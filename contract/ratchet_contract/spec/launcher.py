@@ -27,6 +27,7 @@ _OPTION = re.compile(r"[a-z][a-z-]*")
 
 
 def _option(name: str) -> str:
+    """Return ``name``. Raises ``ValueError`` if it is not the form of a long option of sbatch, or is one that Ratchet sets."""
     if not _OPTION.fullmatch(name):
         raise ValueError(f"{name!r} is not the long name of an option of sbatch")
     if name in OWNED_OPTIONS:
@@ -56,42 +57,46 @@ class VolumeSpec(SpecModel):
 
     @property
     def source(self) -> str:
-        """The name of the single source that is set."""
+        """The name of the only source that is set, such as ``claim``."""
         return self._set_sources()[0]
 
     def _set_sources(self) -> list[str]:
+        """Return the names of the sources that are set."""
         kinds = ("host_path", "claim", "config_map", "secret", "empty_dir")
         return [kind for kind in kinds if getattr(self, kind) is not None]
 
     @model_validator(mode="before")
     @classmethod
     def _scratch(cls, data: Any) -> Any:
+        """Make an ``empty_dir`` writable unless ``read_only`` is given."""
         if isinstance(data, dict) and data.get("empty_dir") is not None and "read_only" not in data:
             return {**data, "read_only": False}
         return data
 
     @model_validator(mode="after")
     def _one_source(self) -> VolumeSpec:
+        """Check that exactly one source is set."""
         if len(self._set_sources()) != 1:
             raise ValueError("set exactly one of host_path, claim, config_map, secret and empty_dir")
         return self
 
 
 class EngineSpec(SpecModel):
-    """Of a launcher. Keys that a job omits are not stored: the site's defaults apply at every launch."""
+    """Base of the launchers' specs. Keys that a job omits are not stored: the site's defaults apply at every launch."""
 
     @model_serializer(mode="wrap")
     def _only_set_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize only ``kind`` and the keys that were set."""
         data: dict[str, Any] = handler(self)
         return {key: value for key, value in data.items() if key == "kind" or key in self.model_fields_set}
 
     def with_defaults(self, defaults: Self) -> Self:
-        """The keys that are set here, and those of ``defaults`` for the others."""
+        """Return the spec with the values of ``defaults`` for the keys that are not set here."""
         return type(self).model_validate(defaults.model_dump() | self.model_dump())
 
 
 class LocalLauncherSpec(EngineSpec):
-    """Processes of the service's own machine."""
+    """The local launcher: agents and ranks are processes of the service's own machine."""
 
     kind: Literal["local"] = "local"
 
@@ -172,6 +177,7 @@ class SlurmLauncherSpec(EngineSpec):
     @field_validator("setup")
     @classmethod
     def _lines(cls, value: list[str]) -> list[str]:
+        """Check that no line has a NUL character."""
         if any("\0" in line for line in value):
             raise ValueError("a line has a NUL character")
         return value
@@ -186,13 +192,14 @@ OWNED_OPTIONS: Final = frozenset(
 
 
 class OtherLauncherSpec(EngineSpec):
-    """A launcher of another package (entry point group ``ratchet.launchers``)."""
+    """A launcher that another package provides (entry point group ``ratchet.launchers``)."""
 
     kind: str = Field(pattern=r"^[a-z][-a-z0-9]{0,62}$", description="The entry point's name.")
     options: dict[str, Any] = Field({}, description="As documented by that launcher.")
 
 
 def _launcher_kind(value: Any) -> str:
+    """Return the tag of the union's member for a launcher's value; ``other`` for a launcher of another package."""
     kind = value.get("kind", "local") if isinstance(value, dict) else getattr(value, "kind", "local")
     return kind if isinstance(kind, str) and kind in LAUNCHER_SPECS and kind != "other" else "other"
 

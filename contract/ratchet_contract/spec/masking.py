@@ -10,10 +10,11 @@ MASK: Final = "********"
 
 
 def masked(env: Mapping[str, str], secret: Collection[str]) -> dict[str, str]:
-    """``env`` with the values of the names in ``secret`` masked."""
+    """Return ``env`` with ``MASK`` as the value of every name in ``secret``."""
     return {name: MASK if name in secret else value for name, value in env.items()}
 
 
 def masked_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored spec in a form that may be shown. Specs from before ``secret_env`` existed do not have it."""
+    """Return a stored spec in a form that may be shown: values of ``secret_env`` are masked. A spec without ``secret_env``,
+    from before that key existed, is unchanged."""
     return {**spec, "env": masked(spec.get("env", {}), spec.get("secret_env", ()))}

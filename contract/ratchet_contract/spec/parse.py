@@ -59,8 +59,9 @@ _SYNONYMS = {"gpu": "cuda"}
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of examining a spec without a machine. ``uncertain_keys``: keys that have a fault, or are in doubt because of
-    one; ``spec`` has defaults in place of faulty values, so that everything else can be examined; None if that is impossible."""
+    """The result of examining a spec without a machine. ``problems``: all faults found; ``uncertain_keys``: keys that have a
+    fault, or may be affected by one; ``spec``: has defaults in place of faulty values, so that everything else can be
+    examined; None if that is impossible."""
 
     spec: JobSpec | None
     uncertain_keys: frozenset[str]
@@ -68,7 +69,8 @@ class Examined:
 
 
 def parse_spec(data: Any) -> JobSpec:
-    """Validate ``data`` (decoded JSON or YAML). Raises one ``SpecError`` with all faults found, or the first 50."""
+    """Validate ``data`` (decoded JSON or YAML) and return the spec. Raises one ``SpecError`` with all faults found, at most
+    50."""
     found = examine_spec(data)
     if found.problems or found.spec is None:
         raise spec_error(found.problems, data)
@@ -76,7 +78,8 @@ def parse_spec(data: Any) -> JobSpec:
 
 
 def examine_spec(data: Any) -> Examined:
-    """Find every fault that can be determined. Raises ``SpecError`` for data that is not a mapping."""
+    """Find every fault of a spec that can be found without a machine. Faults are returned, not raised. Raises ``SpecError``
+    only for data that are not a mapping."""
     if not isinstance(data, dict):
         raise SpecError("a job spec is a mapping (JSON object or YAML mapping)", code="invalid-spec")
     problems = _hook_problems(data.get("hook"))
@@ -105,12 +108,14 @@ def examine_spec(data: Any) -> Examined:
 
 
 def spec_error(problems: Sequence[FieldProblem], data: Any) -> SpecError:
-    """The first 50 of ``problems`` in one error, in the order of the keys in ``data``; missing keys come last."""
+    """Return the error with the first 50 of ``problems``, in the order of the keys in ``data``; missing keys come last."""
     ordered = sorted(problems, key=lambda problem: _position_in(data, problem.pointer))
     return SpecError(_summary(ordered), errors=ordered[:_MAX_PROBLEMS])
 
 
 def _position_in(data: Any, pointer: str) -> list[int]:
+    """Return the position of a pointer's value in ``data``, an index per level, by which problems are sorted; a missing key
+    counts as the last."""
     place = list[int]()
     for part in pointer.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
@@ -131,9 +136,9 @@ _RELATED_KEYS = (frozenset({"task", "script"}), frozenset({"env", "secret_env"})
 
 
 class _Mended:
-    """A spec's ``data`` without its faulty entries: from a mapping only the faulty entry is removed, so that the others are
-    examined. ``uncertain_keys``: keys of the spec with such a fault, keys that depend on them, and keys that a misspelt one may
-    mean."""
+    """A spec's ``data`` without its faulty entries: only the faulty entry of a mapping is removed, so that the others are
+    examined. ``uncertain_keys``: keys of the spec with such a fault, keys that depend on these, and keys that a misspelt key
+    may mean."""
 
     def __init__(self, data: dict[Any, Any]) -> None:
         self.data = {**data, "hook": normalise_hook(data["hook"])} if "hook" in data else data
@@ -142,15 +147,16 @@ class _Mended:
         """By the place of a mapping: its keys whose values are in doubt."""
 
     def is_consequence(self, fault: Any) -> bool:
-        """True if a rule over several keys may have failed because of a removed entry: its message names a key in doubt."""
+        """True if the fault may only be caused by a removed entry: it is of a rule over several keys, and its message names an
+        uncertain key."""
         names = self._uncertain_by_mapping.get(tuple(self._place(fault["loc"])), ())
         return fault["type"] == "value_error" and any(re.search(rf"\b{name}\b", fault["msg"]) for name in names)
 
     def remove_faulty(
         self, locations: Sequence[tuple[str | int, ...]], unknown: Collection[tuple[str | int, ...]] = frozenset()
     ) -> bool:
-        """Remove the faulty entries at ``locations``; ``unknown``: those of keys that do not exist. Returns False if nothing is
-        left to remove."""
+        """Remove the faulty entries at ``locations`` (pydantic's) and mark their keys as uncertain. ``unknown``: the locations
+        of keys that do not exist. Returns False if nothing was left to remove."""
         places, known = [self._place(loc) for loc in locations], len(self.uncertain_keys)
         mended = self._blank_arguments(locations)
         if () in locations:  # a rule over several keys: of `_one_of`, else of `_secret_env`
@@ -170,7 +176,8 @@ class _Mended:
         return any(places) or len(self.uncertain_keys) > known
 
     def _blank_arguments(self, locations: Sequence[tuple[str | int, ...]]) -> bool:
-        """Blank the faulty arguments of the script, if nothing else of it is faulty: its file is known."""
+        """Replace the faulty arguments of the script by empty texts, if nothing else of it is faulty, since its file is then
+        known. Returns whether it did."""
         wrong = [loc[1:] for loc in locations if loc[:1] == ("script",)]
         arguments = (
             [index for (index, *rest) in wrong if isinstance(index, int) and index > 0 and not rest]
@@ -184,6 +191,7 @@ class _Mended:
         return True
 
     def _mark_uncertain(self, loc: Sequence[str | int], place: list[Any], *, is_unknown: bool) -> None:
+        """Add to the uncertain keys those that a fault at ``loc`` affects. ``place``: the keys that lead to it in ``data``."""
         names = {str(part) for part in place[-1:]}
         if is_unknown:
             holder = functools.reduce(operator.getitem, place[:-1], self.data)
@@ -195,7 +203,7 @@ class _Mended:
         self.uncertain_keys |= keys.union(*(group for group in _RELATED_KEYS if group & keys))
 
     def _place(self, loc: Sequence[str | int]) -> list[Any]:
-        """The keys that lead to ``loc``, as far as they exist, and into no list."""
+        """Return the keys in ``data`` that lead to ``loc``, as far as they exist and without entering a list."""
         place, value = list[Any](), self.data
         for i, part in enumerate(loc):
             keys = [key for key in value if str(key) == str(part)] if isinstance(value, dict) else []
@@ -216,7 +224,7 @@ class _Mended:
 
 
 def _without(data: dict[Any, Any], place: list[Any]) -> dict[Any, Any]:
-    """A copy of ``data`` without the entry at ``place``, if it exists."""
+    """Return a copy of ``data`` without the entry at ``place``; ``data`` itself if there is none."""
     if not place or place[0] not in data:
         return data
     key, *rest = place
@@ -226,9 +234,10 @@ def _without(data: dict[Any, Any], place: list[Any]) -> dict[Any, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice: YAML forbids it, but PyYAML takes the last one."""
+    """YAML loader that refuses a key that is given twice: YAML forbids it, but PyYAML takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Construct a mapping. Raises ``ConstructorError`` for a key that is given twice."""
         seen = set[str]()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
@@ -239,8 +248,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_spec_text(text: str) -> Any:
-    """Decode a spec file's text, YAML or JSON (JSON is a subset of YAML). Raises ``SpecError`` with line and column, also for a
-    key that is given twice."""
+    """Return the data in a spec file's text, YAML or JSON (which is a subset of YAML). Raises ``SpecError`` with line and
+    column, also for a key that is given twice."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -252,12 +261,14 @@ def load_spec_text(text: str) -> Any:
 
 
 def _summary(problems: Sequence[FieldProblem]) -> str:
+    """Return the first problem as a sentence, with the number of further ones."""
     first = problems[0]
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{first.pointer or '/'}: {first.detail}{more}"
 
 
 def _hook_problems(value: Any) -> list[FieldProblem]:
+    """Return problems with a hook's name or wrapper; its parameters are not checked."""
     value = normalise_hook(value)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return []
@@ -283,6 +294,7 @@ def _hook_problems(value: Any) -> list[FieldProblem]:
 
 
 def _wrapper_problems(hook: HookEntry, wrapper: Any) -> list[FieldProblem]:
+    """Return problems with the wrapper for this hook."""
     if wrapper is None or (hook.wrappers and wrapper in WRAPPERS):
         return []
     if wrapper in WRAPPERS:
@@ -298,31 +310,34 @@ def _wrapper_problems(hook: HookEntry, wrapper: Any) -> list[FieldProblem]:
 
 
 def suggestion(word: str, known: Any) -> str:
-    """``"; did you mean 'x'?"`` for the closest of ``known``, or an empty string."""
+    """Return ``"; did you mean 'x'?"`` with the most similar of ``known``, or an empty text."""
     match = _closest(word, known)
     return f"; did you mean {match!r}?" if match is not None else ""
 
 
 def _closest(word: str, known: Any) -> str | None:
+    """Return the one of ``known`` that is most similar to ``word``; None if none is similar."""
     lower = {str(k).lower(): str(k) for k in known}
     match = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
     return lower[match[0]] if match else None
 
 
 def pointer_of(loc: Sequence[str | int]) -> str:
-    """JSON pointer (RFC 6901) of a pydantic location, without the tags of discriminated unions and of keys."""
+    """Return the JSON pointer (RFC 6901) for a pydantic location, which has additional tags of unions and keys; these are left
+    out."""
     parts = [str(p).replace("~", "~0").replace("/", "~1") for i, p in enumerate(loc) if not _is_tag(loc, i)]
     return "".join(f"/{p}" for p in parts)
 
 
 def _is_tag(loc: Sequence[str | int], i: int) -> bool:
+    """True if the part of the location at ``i`` is a tag of pydantic's, not a key in the data."""
     if i == len(loc) - 1 and loc[i] == "[key]":  # the fault is of a mapping's key, not of its value
         return True
     return i == 1 and ((loc[0] == "hook" and loc[1] in HOOKS) or (loc[0] == "launcher" and loc[1] in LAUNCHER_SPECS))
 
 
 def problem_of(error: Any, model: type[BaseModel]) -> FieldProblem:
-    """One pydantic error as a ``FieldProblem``; unknown keys get the nearest known one."""
+    """Return a pydantic error as a ``FieldProblem``. For an unknown key the text suggests the most similar known one."""
     loc, kind = error["loc"], error["type"]
     detail = error["msg"].removeprefix("Value error, ")
     if kind in _UNKNOWN:
@@ -337,7 +352,7 @@ def problem_of(error: Any, model: type[BaseModel]) -> FieldProblem:
 
 
 def _explained_detail(error: Any, model: type[BaseModel], detail: str) -> str:
-    """``detail`` with the given value and a correct one: an example for the key, or the key's own description."""
+    """Return ``detail`` with the given value and a correct one: an example for the key, or the key's description."""
     loc, kind = error["loc"], error["type"]
     pointer = pointer_of(loc)
     if model is JobSpec and pointer == "/name" and kind == "string_pattern_mismatch":
@@ -368,20 +383,23 @@ def _explained_detail(error: Any, model: type[BaseModel], detail: str) -> str:
 
 
 def _short(value: Any) -> str:
+    """Return the value's ``repr``, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _description(model: type[BaseModel], loc: Sequence[str | int]) -> str:
+    """Return the description of the key at ``loc``; empty if it has none."""
     return _keys(_model_at(model, loc[:-1])).get(str(loc[-1]), "")
 
 
 def _known_keys(model: type[BaseModel], loc: Sequence[str | int]) -> list[str]:
+    """Return the keys of the model at ``loc``."""
     return list(_keys(_model_at(model, loc)))
 
 
 def _model_at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseModel | HookSpecBase] | None:
-    """The model of the value at ``loc``."""
+    """Return the model of the value at ``loc``; None if it has none."""
     current: type[BaseModel | HookSpecBase] | None = model
     for part in loc:
         if part in HOOKS or part in LAUNCHER_SPECS:
@@ -393,7 +411,7 @@ def _model_at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseMode
 
 
 def _keys(model: type[BaseModel | HookSpecBase] | None) -> dict[str, str]:
-    """Every key with its description."""
+    """Return every key of a model with its description."""
     if model is None:
         return {}
     if issubclass(model, BaseModel):
@@ -402,14 +420,15 @@ def _keys(model: type[BaseModel | HookSpecBase] | None) -> dict[str, str]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the first model in an annotation; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((m for a in get_args(annotation) if (m := _model_in(a))), None)
 
 
 def cross_check(spec: JobSpec, uncertain_keys: Collection[str] = ()) -> list[FieldProblem]:
-    """Check rules over several fields that need no machine: settings that can never work, or are not supported yet, are refused
-    here. A rule that reads an ``uncertain_keys`` key is skipped."""
+    """Check rules over several fields that need no machine, and return the problems: settings that can never work, or are not
+    supported yet. A rule that reads a key in ``uncertain_keys`` is skipped."""
     out: list[FieldProblem] = []
 
     def is_certain(*keys: str) -> bool:
@@ -471,11 +490,13 @@ def cross_check(spec: JobSpec, uncertain_keys: Collection[str] = ()) -> list[Fie
 
 
 def _check_secrets(spec: JobSpec, add_problem: Any) -> None:
+    """Report variables that are in both ``env`` and ``secrets``."""
     for name in sorted(set(spec.env) & set(spec.secrets)):
         add_problem(f"/secrets/{name}", "duplicate-variable", f"{name} is set in env and in secrets; keep one")
 
 
 def _check_volumes(spec: JobSpec, add_problem: Any) -> None:
+    """Report volumes with the same ``mount_path``, or one at the root directory."""
     seen: set[str] = set()
     for i, volume in enumerate(spec.volumes):
         path = volume.mount_path.rstrip("/")
@@ -486,6 +507,7 @@ def _check_volumes(spec: JobSpec, add_problem: Any) -> None:
 
 
 def _check_script(spec: JobSpec, add_problem: Any, *, code_is_certain: bool) -> None:
+    """Report a script without ``code``, or one that is no ``.py`` file below it."""
     assert spec.script is not None
     path = PurePosixPath(spec.script[0])
     if code_is_certain and spec.code is None:
@@ -501,5 +523,5 @@ def _check_script(spec: JobSpec, add_problem: Any, *, code_is_certain: bool) -> 
 
 
 def canonical_json(data: Any) -> bytes:
-    """JSON with sorted keys and no spaces: the form that digests and idempotency keys are computed over."""
+    """Return ``data`` as JSON with sorted keys and no spaces: the bytes over which digests and idempotency keys are computed."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

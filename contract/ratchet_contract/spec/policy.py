@@ -16,6 +16,7 @@ MAX_CODE: Final = 255
 
 
 def _codes(value: Any) -> Any:
+    """Check one item of ``ExitRule.codes``: a number, or a range as text."""
     if isinstance(value, str):
         match = _RANGE.fullmatch(value)
         if match is None or int(match[1]) > int(match[2]):
@@ -27,7 +28,7 @@ def _codes(value: Any) -> Any:
 
 
 def codes_of(item: int | str) -> range:
-    """The codes of one item of ``ExitRule.codes``."""
+    """Return the exit codes of one item of ``ExitRule.codes``, which is a number or a text like ``10-19``."""
     if isinstance(item, int):
         return range(item, item + 1)
     low, _, high = item.partition("-")
@@ -35,7 +36,7 @@ def codes_of(item: int | str) -> range:
 
 
 class ExitRule(SpecModel):
-    """The outcome when a rank's own code ends its process with one of ``codes``."""
+    """What happens when a rank's own code ends its process with one of ``codes``."""
 
     codes: list[Annotated[int | str, BeforeValidator(_codes)]] = Field(
         min_length=1,
@@ -105,7 +106,7 @@ class PolicySpec(SpecModel):
 
 
 def exit_code_problems(policy: PolicySpec) -> list[FieldProblem]:
-    """Problems with exit codes: those that no rule may name, and those that two rules name."""
+    """Return problems with the exit codes of all rules: codes that no rule may name, and codes that two rules name."""
     out: list[FieldProblem] = []
     taken: dict[int, str] = {}
     for i, rule in enumerate(policy.exit_codes):
@@ -125,6 +126,7 @@ def exit_code_problems(policy: PolicySpec) -> list[FieldProblem]:
 
 
 def _reserved_message(code: int) -> str:
+    """Return why no rule may name the code."""
     if not 0 <= code <= MAX_CODE:
         return f"{code} is not an exit code of a process: the range is 0 to {MAX_CODE}"
     used = ", ".join(map(str, sorted(RESERVED)))

@@ -18,23 +18,24 @@ _SESSION_KEYS = ("ddp", "determinism", "seed", "hook")
 def spec_data(
     script: Sequence[str], nodes: int, ranks_per_node: int, device: Literal["cpu", "cuda"] | str
 ) -> dict[str, Any]:
-    """The spec without the arguments of the Session. ``script``: its file and arguments; only the file's name counts, since a run
-    may be started from any directory."""
+    """Return the part of a run's recorded spec that does not depend on the Session's arguments. ``script``: its file and
+    arguments; of the file only the name counts, since a run may be started from any directory."""
     file = PurePath(script[0]).with_suffix(".py").name
     world = {"nodes": nodes, "ranks_per_node": ranks_per_node, "device": device}
     return {"name": "standalone", "script": [file, *script[1:]], "code": {"path": "."}, "world": world}
 
 
 def standalone_spec(spec: JobSpec, device: Literal["cpu", "cuda"]) -> JobSpec:
-    """The spec that a run of the job's script without a service would have recorded. ``device``: as resolved for the job. Values
-    from a run's environment (variables, interpreter, cores) are not in it: the recorded facts cover them."""
+    """Return the spec that a run of the job's script without a service would have recorded. ``device``: as resolved for the
+    job. Values from a run's environment (variables, interpreter, cores) are not in it: the recorded facts contain them."""
     assert spec.script is not None
     data = spec_data(spec.script, spec.world.nodes, spec.world.ranks_per_node, device)
     return parse_spec({**data, **spec.model_dump(mode="json", include={*_SESSION_KEYS})})
 
 
 def differing_leaves(path: str, left: Any, right: Any) -> list[tuple[str, Any, Any]]:
-    """The leaves in which two values of a spec differ: path, value there, value here. A hook with another name is one leaf."""
+    """Return the leaves in which two values of a spec differ, as ``(path, left value, right value)``. ``path``: that of the
+    two values. Hooks with different names are one leaf."""
     same_kind = isinstance(left, dict) and isinstance(right, dict) and left.get("name") == right.get("name")
     if not same_kind:
         return [] if left == right else [(path, left, right)]
@@ -43,5 +44,5 @@ def differing_leaves(path: str, left: Any, right: Any) -> list[tuple[str, Any, A
 
 
 def value_text(value: Any) -> str:
-    """A value of a spec as text for a sentence; a hook by its name."""
+    """Return a value of a spec as text for a sentence; a hook as its name."""
     return str(value["name"]) if isinstance(value, dict) and "name" in value else json.dumps(value)

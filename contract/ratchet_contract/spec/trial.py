@@ -10,7 +10,7 @@ from ratchet_contract.spec.types import SpecModel
 
 
 class FaultSpec(SpecModel):
-    """A fault that the ranks, or an agent, inject into their own attempt."""
+    """A fault that a rank, or an agent, injects into its own attempt."""
 
     attempt: int = Field(ge=1, description="Number of the attempt in which it happens.")
     rank: int = Field(ge=0, description="The affected rank; for kill-agent, the agent of its node.")
@@ -22,8 +22,8 @@ class FaultSpec(SpecModel):
 
 
 class TrialSpec(SpecModel):
-    """Faults and an early end, for a job whose result is only compared. Its total number of steps and its schedules do not
-    change."""
+    """Faults and an early end, for a job whose result is only compared with others. The job's total number of steps and its
+    schedules do not change."""
 
     end_at: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",

@@ -15,6 +15,7 @@ _SIZE_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 def _duration(value: Any) -> Any:
+    """Convert a text like ``30s`` or ``2h`` to seconds; other values are returned unchanged."""
     if isinstance(value, str):
         match = _DURATION.fullmatch(value)
         if match is None:
@@ -25,13 +26,14 @@ def _duration(value: Any) -> Any:
 
 
 def _size(value: Any) -> Any:
+    """Check the form of a size such as ``16Gi``, and return it unchanged."""
     if not isinstance(value, str) or _SIZE.fullmatch(value) is None or size_in_bytes(value) == 0:
         raise ValueError(f"a size is a whole number with Ki, Mi, Gi or Ti, like 16Gi, not {value!r}")
     return value
 
 
 def size_in_bytes(size: str) -> int:
-    """Bytes of a ``Size``: ``"2Ki"`` is 2048."""
+    """Return the bytes of a ``Size``: 2048 for ``"2Ki"``."""
     match = _SIZE.fullmatch(size)
     assert match is not None
     return int(match[1]) * _SIZE_UNITS[match[2]]
@@ -42,8 +44,10 @@ Size = Annotated[str, BeforeValidator(_size)]
 
 
 class SpecModel(BaseModel):
+    """Base of the models of a spec. Unknown keys are refused; instances are immutable."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Only the fields that were set, without the defaults."""
+        """Return only the fields that were set, without the defaults."""
         return ((name, value) for name, value in super().__repr_args__() if name in self.model_fields_set)

@@ -22,10 +22,10 @@ Parameters = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """The environment of a hook. ``parameters``: all trained ones by name, in registration order. ``cast_dtype``: the dtype that
-    a wrapper casts the hook's buckets to, None without one. ``node_ranks``: ranks of ``group`` on one node (the local world
-    size). ``undefined``: True if DDP may make the hook's result the gradient of a parameter that has none; it then has the
-    result's dtype, not the parameter's."""
+    """What a hook runs on. ``parameters``: all trained ones by name, in registration order. ``cast_dtype``: the dtype to which
+    a wrapper casts the hook's buckets, None without a wrapper. ``node_ranks``: number of ranks of ``group`` on one node (the
+    local world size). ``undefined``: True if DDP may make the hook's result the gradient of a parameter that has none; that
+    gradient then has the result's dtype, not the parameter's."""
 
     group: dist.ProcessGroup
     parameters: Parameters
@@ -35,14 +35,14 @@ class Setup:
     undefined: bool = True
 
     def dtype(self, parameter: str) -> torch.dtype:
-        """Dtype of the elements of this parameter's gradient as the hook receives them."""
+        """Return the dtype that this parameter's gradient has when the hook receives it."""
         return self.cast_dtype or self.parameters[parameter].dtype
 
 
 @dataclass
 class Report:
-    """The part of a summary that only the algorithm knows; see ``HookSummary`` for the fields. Elements None: as without
-    compression; ``compression_rate`` None: it is not known what is sent."""
+    """The part of a summary that only the algorithm knows; ``HookSummary`` describes the fields. ``elements_before`` and
+    ``elements_after`` None: as without compression. ``compression_rate`` None: it is not known what is sent."""
 
     phase: HookPhase = "steady"
     iteration: int | None = None
@@ -58,9 +58,9 @@ class Report:
 class Algorithm:
     """Base class of all hooks; without overrides, a hook without state.
 
-    Off NCCL ``run`` itself must issue all collectives of a chain, in the call for this bucket or for a later one: chains that
-    continue in callbacks would cross in different orders on different ranks. When ``run`` returns for the last bucket, all must
-    be issued.
+    Without NCCL ``run`` itself must issue all collectives of a bucket, in the call for this bucket or for a later one:
+    collectives that callbacks start would cross in different orders on different ranks. When ``run`` returns for the last
+    bucket, all must be issued.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -69,48 +69,51 @@ class Algorithm:
         self.watch = Watch()
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
-        """Begin to average a bucket over the ranks. Returns the future of its flat tensor and the number of bytes that this rank
-        sends (None: unknown)."""
+        """Begin to average a bucket over the ranks. ``names``: of its parameters, in order. Returns the future of its averaged
+        flat tensor, and the number of bytes that this rank sends (None: unknown)."""
         raise NotImplementedError
 
     def average(self) -> None:
-        """Called after every optimizer step, on every rank: average parameters, if the hook does that."""
+        """Average parameters, if the hook does that. Called on every rank after every optimizer step."""
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
-        """This rank's state by parameter name, and its JSON part; ``layout`` is None before the first iteration. ``copy`` False
-        allows views of live tensors, which the next backward pass changes."""
+        """Return this rank's state: tensors by name, and a JSON part. ``layout``: the parameter names per bucket, None before
+        the first iteration. ``copy`` False allows views of live tensors, which the next backward pass changes."""
         return {}, None
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
-        """Continue from the result of ``capture``. Raises ``HookStateError`` naming the key that does not fit; nothing is changed
-        then."""
+        """Continue from the result of ``capture``; ``state`` is its JSON part. Raises ``HookStateError`` naming the key that
+        does not fit; nothing is changed then."""
         if tensors or state is not None:
             raise HookStateError(min(tensors, default="state"), "recorded, but this hook keeps no state")
 
     def report(self, *, norm: bool = True) -> Report:
-        """The algorithm's part of the summary. ``norm`` False leaves out the norm, which takes a pass over the residuals."""
+        """Return the algorithm's part of the summary. ``norm`` False: without ``residual_norm``, which takes a pass over the
+        residuals."""
         return Report()
 
     def norm_of(self, tensors: Mapping[str, torch.Tensor]) -> float | None:
-        """``Report.residual_norm`` at the time when ``capture`` returned ``tensors``; may be called in any thread."""
+        """Return the ``residual_norm`` that belongs to the ``tensors`` which ``capture`` returned; None for a hook without
+        residuals. May be called in any thread."""
         return None
 
 
 def new_future(tensor: torch.Tensor) -> TensorFuture:
-    """A future that ``set_result(tensor)`` completes. On CUDA it then records an event on the current stream; the stream of the
-    caller of ``wait`` waits for that event."""
+    """Return a future that ``set_result(tensor)`` completes. On CUDA that call records an event on the current stream, and the
+    stream of a caller of ``wait`` waits for the event."""
     return torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
 
 
 def completed(tensor: torch.Tensor) -> TensorFuture:
-    """A completed future."""
+    """Return a future that is complete, with the result ``tensor``."""
     future = new_future(tensor)
     future.set_result(tensor)
     return future
 
 
 def parameter_views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The slices of a bucket's flat tensor, each in the shape and memory order of its parameter, as DDP lays out gradients."""
+    """Yield a view of each parameter's part of a bucket's flat tensor, in the shape and memory order of that parameter, as DDP
+    lays out gradients."""
     offset = 0
     for parameter in parameters:
         if parameter.is_contiguous() or not is_dense(parameter):
@@ -121,5 +124,5 @@ def parameter_views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> I
 
 
 def is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if collectives on ``device`` are ordered by CUDA streams, so that a hook need not wait for them."""
+    """True if collectives on ``device`` use NCCL: CUDA streams order them, so a hook need not wait for them."""
     return device.type == "cuda" and "cuda:nccl" in str(dist.get_backend_config(group))

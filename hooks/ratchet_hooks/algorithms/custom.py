@@ -40,18 +40,21 @@ _GROUP_CURE = "leave it out of what the class saves: process_group is set again 
 
 
 def _synchronous_collectives() -> AbstractContextManager[Any]:
-    """Context manager in which every collective is complete when the call that starts it returns, however it is called.
+    """Context manager: in it every collective of this thread is complete when the call that starts it returns, in whatever way
+    it is called.
 
-    A hook starts its second collective, and does its arithmetic, in callbacks of the first. On gloo those run in whichever thread
-    completes the first: two buckets cross in different orders on different ranks, and products have other bits from one run to
-    the next, because the number of threads and the handling of denormals belong to the thread. After a collective that is
-    complete, callbacks run at once, in the thread that called the hook. Sends and receives are left alone: two ranks that both
-    send before they receive would wait for one another, and the hook has to wait for them itself, since they have no future.
+    A hook starts its second collective, and does its arithmetic, in callbacks of the first. On gloo those run in whichever
+    thread completes the first: two buckets cross in different orders on different ranks, and products have other bits from one
+    run to the next, because the number of threads and the handling of denormals belong to the thread. After a collective that
+    is complete, callbacks run at once, in the thread that called the hook. Sends and receives are not changed: two ranks that
+    both send before they receive would wait for one another, and the hook has to wait for them itself, since they have no
+    future.
     """
     return after_collectives(_wait)
 
 
 def _wait(operator: str, result: Any) -> None:
+    """Wait for the work in the result of a c10d operator, unless it is a send or a receive."""
     if operator not in _POINT_TO_POINT:
         for part in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(part, torch.ScriptObject):
@@ -59,12 +62,13 @@ def _wait(operator: str, result: Any) -> None:
 
 
 class Custom(Algorithm):
-    """A user's hook. Off NCCL ``run`` finishes a bucket before it returns: its collectives run in order, and it waits for the
-    future."""
+    """A user's own hook, imported by the paths in its spec. Without NCCL ``run`` completes a bucket before it returns: its
+    collectives run in order, and it waits for the hook's future."""
 
     def __init__(self, spec: CustomSpec, setup: Setup) -> None:
-        """Raises ``CustomHookError`` for a hook or state that cannot be used, ``HookStateError`` for a new state that cannot be
-        saved: detected now, not at the first checkpoint."""
+        """Import the hook and the state's class, and create the state. Raises ``CustomHookError`` for a hook or state that
+        cannot be used, and ``HookStateError`` for a new state that cannot be saved: this is detected here, not at the first
+        checkpoint."""
         super().__init__(setup)
         self.spec = spec
         self._hook = find_hook(spec.hook)
@@ -75,6 +79,9 @@ class Custom(Algorithm):
             self._encode_state()
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
+        """Call the user's function on a bucket; returns the future of its result, and None: the bytes that are sent are
+        unknown. Raises ``CustomHookError`` if the function raises, or its result is not an average of the bucket's form;
+        errors of memory or device are raised as they are."""
         index, flat = bucket.index(), bucket.buffer()
         place = f"hook {self.spec.hook} in bucket {index} ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})"
         try:
@@ -101,8 +108,8 @@ class Custom(Algorithm):
         return completed(_checked_result(value, flat, place)), None
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
-        """The state as its class saves it. A state may use bucket indices as keys, so the layout is saved with it. Always copies,
-        since it is unknown when the user's code changes the state."""
+        """Return the state as its class saves it, always as copies, since it is unknown when the user's code changes it. The
+        JSON part also contains the layout, since a state may use bucket indices as keys."""
         if self._state_class is None:
             return {}, None
         tensors, data = self._encode_state()
@@ -111,7 +118,9 @@ class Custom(Algorithm):
         return copies, {"class": self.spec.state, "layout": buckets, "data": data}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
-        """Restore into a newly constructed state object; tensors that were on an accelerator are put on this rank's."""
+        """Restore the result of ``capture`` into the state object; tensors that were on an accelerator are put on this rank's.
+        Raises ``HookStateError`` for a state of another class or layout, or one that the class cannot load; in the last case
+        the state object is made again."""
         if self._state_class is None:
             super().restore(tensors, state, layout)
             return
@@ -134,8 +143,8 @@ class Custom(Algorithm):
             raise HookStateError("state", text) from error
 
     def report(self, *, norm: bool = True) -> Report:
-        """The report. Only the function knows what it sends: reported only if the state has ``compression_stats()``, as
-        PowerSGD's has."""
+        """Return the report. Only the user's function knows what it sends: the counts are set only if the state has
+        ``compression_stats()``, as PowerSGD's has. Raises ``CustomHookError`` if that fails."""
         stats = getattr(self.state, "compression_stats", None)
         held = sum({storage_id(t): t.untyped_storage().nbytes() for t in _tensors(self.state)}.values())
         if not callable(stats):
@@ -153,6 +162,7 @@ class Custom(Algorithm):
             raise CustomHookError("state", "hook-failed", text) from error
 
     def _make_state(self) -> Any:
+        """Return a new state object; None for a hook without state. Raises ``CustomHookError`` if its constructor fails."""
         if self._state_class is None:
             return None
         arguments = constructor_arguments(self._state_class, self.spec.state_args, self.group)
@@ -163,7 +173,7 @@ class Custom(Algorithm):
             raise CustomHookError("state_args", "hook-state-arguments", text) from error
 
     def _encode_state(self) -> tuple[Tensors, JsonValue]:
-        """The state as tensors and JSON. Raises ``HookStateError`` naming the key of a value that cannot be stored."""
+        """Return the state as tensors and JSON. Raises ``HookStateError`` that names a value which cannot be stored."""
         assert self._state_class is not None and self.spec.state is not None
         way = state_protocol(self._state_class, self.spec.state)
         try:
@@ -178,6 +188,7 @@ class Custom(Algorithm):
             raise HookStateError(error.key, f"{what} ({self.spec.state}); {cure}") from error
 
     def _load_state(self, saved: Any) -> None:
+        """Put a saved value into the state object. A ``process_group`` that is None then becomes this hook's group."""
         assert self._state_class is not None and self.spec.state is not None
         if state_protocol(self._state_class, self.spec.state) == "getstate":
             self.state.__setstate__(saved)
@@ -188,18 +199,19 @@ class Custom(Algorithm):
 
 
 def saved_state(tensors: Mapping[str, torch.Tensor], state: Mapping[str, JsonValue]) -> Any:
-    """The value that the state's class had saved, from the result of ``Custom.capture``. Raises ``HookStateError``."""
+    """Return the value that the state's class had saved, from the result of ``Custom.capture``. Raises ``HookStateError``."""
     return decode(_unprefixed(tensors), state.get("data"))
 
 
 def redistribute(
     spec: CustomSpec, states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]]
 ) -> tuple[Tensors, JsonValue]:
-    """Return one state for every rank of a new group, from ``Custom.capture`` of all ranks of the old one, in rank order.
+    """Return one state (tensors and JSON) for every rank of a new group. ``states``: what ``Custom.capture`` returned on each
+    rank of the old group, in rank order.
 
-    The class merges them: its class method ``redistribute(saved)`` receives the list of what its objects had saved
-    (``__getstate__`` or ``state_dict``), and returns one value of that kind. Raises ``HookStateError`` where it has no such
-    method, or the method fails.
+    The user's class merges them: its class method ``redistribute(saved)`` receives the list of what its objects had saved
+    (``__getstate__`` or ``state_dict``), and returns one value of that kind. Raises ``HookStateError`` if there is no such
+    method, or it fails.
     """
     if spec.state is None:
         return {}, None
@@ -227,8 +239,9 @@ def redistribute(
 
 
 def _checked_result(value: object, flat: torch.Tensor, context: str) -> torch.Tensor:
-    """Return the result in the form that DDP reads: element i at offset i of the memory, regardless of a view's offset or
-    strides."""
+    """Return the future's result in the form that DDP reads: element i at offset i of the memory, regardless of a view's
+    offset or strides. ``flat``: the bucket; ``context``: for messages. Raises ``CustomHookError`` for a result of another
+    shape, dtype or device."""
     if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], torch.Tensor):
         text = f"{context}: its future holds a list of one tensor; add .then(lambda done: done.value()[0])"
         raise CustomHookError("hook", "hook-result", text)
@@ -246,11 +259,12 @@ def _checked_result(value: object, flat: torch.Tensor, context: str) -> torch.Te
 
 
 def _unprefixed(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return the tensors under their names without ``_PREFIX``."""
     return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors of a state object, in its attributes and the containers in them."""
+    """Yield the tensors of a state object: those in its attributes, and in the lists, tuples and dictionaries among these."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             yield value
@@ -268,8 +282,8 @@ def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def describe_hook(state: object, function: Callable[..., Any]) -> dict[str, Any]:
-    """The values of a spec for ``state`` and ``function``: their import paths. A process group, or None, is not a state to
-    save."""
+    """Return the values of a spec that names ``function`` and the class of ``state`` by their import paths. A process group,
+    or None, counts as no state."""
     values: dict[str, Any] = {"name": "custom", "hook": _import_path(function)}
     if state is not None and not isinstance(state, dist.ProcessGroup):
         values["state"] = _import_path(type(state))
@@ -277,11 +291,11 @@ def describe_hook(state: object, function: Callable[..., Any]) -> dict[str, Any]
 
 
 class ExistingObjectsHook(Custom):
-    """``function`` with ``state``, under a spec that only names them."""
+    """A user's own hook that runs the given ``function`` and ``state`` object, instead of importing what the spec names."""
 
     def __init__(self, function: Callable[..., Any], state: Any, spec: CustomSpec, setup: Setup) -> None:
-        """Raises ``CustomHookError`` for a class that cannot save its objects, ``HookStateError`` for a state that cannot be
-        saved."""
+        """Use ``function`` and ``state`` as they are. Raises ``CustomHookError`` for a state whose class cannot save its
+        objects, and ``HookStateError`` for a state that cannot be saved."""
         Algorithm.__init__(self, setup)
         self.spec, self.state = spec, state
         self._state_class = None if spec.state is None else type(state)
@@ -295,6 +309,7 @@ class ExistingObjectsHook(Custom):
 
 
 def _import_path(target: Any) -> str:
-    """``module:name``; characters that no identifier has (of a lambda, or inside a function) are replaced."""
+    """Return ``module:name`` for an object; characters that no identifier has (of a lambda, or inside a function) become
+    ``_``."""
     name = getattr(target, "__qualname__", type(target).__qualname__).rpartition(".")[2]
     return f"{target.__module__}:{re.sub(r'[^A-Za-z0-9_]', '_', name)}"

@@ -22,10 +22,11 @@ DTYPES: dict[Wrapper, torch.dtype] = {
 
 
 class Wrapped(Algorithm):
-    """``inner``, which was built with ``Setup.cast_dtype``, on 16-bit copies of the buckets. Its state is the inner one's.
+    """Runs the hook ``inner``, which was built with ``Setup.cast_dtype``, on 16-bit copies of the buckets, and casts its
+    result back. Its state is that of ``inner``.
 
-    Overflow in the cast is watched. The copies are kept from step to step: a hook finds each bucket's gradients in the same
-    memory every time, as it does without a wrapper.
+    Overflow in the cast is reported as a warning. The copies are kept from step to step: a hook finds each bucket's gradients
+    in the same memory every time, as it does without a wrapper.
     """
 
     def __init__(self, inner: Algorithm) -> None:
@@ -38,6 +39,8 @@ class Wrapped(Algorithm):
         self._copies: dict[int, torch.Tensor] = {}
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
+        """Begin to average a bucket through the inner hook; a bucket that has the wrapper's dtype already is passed to it
+        unchanged."""
         buffer = bucket.buffer()
         if buffer.dtype is self._dtype:
             return self._inner.run(bucket, names)
@@ -61,10 +64,12 @@ class Wrapped(Algorithm):
         return self._inner.norm_of(tensors)
 
     def report(self, *, norm: bool = True) -> Report:
+        """Return the inner hook's report; ``memory_bytes`` includes the copies."""
         report = self._inner.report(norm=norm)
         return replace(report, memory_bytes=report.memory_bytes + sum(copy.nbytes for copy in self._copies.values()))
 
     def _copy(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Copy ``buffer`` into the 16-bit memory that is kept for bucket ``index``, and return that memory."""
         copy = self._copies.get(index)
         if copy is None or copy.numel() != buffer.numel():
             copy = self._copies[index] = torch.empty_like(buffer, dtype=self._dtype)
@@ -72,7 +77,7 @@ class Wrapped(Algorithm):
 
 
 class CastBucket(CountedBucket):
-    """A ``GradBucket`` whose gradients are ``buffer``; everything else is the original's, which is not changed."""
+    """A ``GradBucket`` whose gradients are in ``buffer``. Everything else is that of ``bucket``, which is not changed."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor) -> None:
         super().__init__(bucket, bucket.index(), bucket.parameters(), bucket.is_last())
@@ -82,7 +87,7 @@ class CastBucket(CountedBucket):
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of the buffer in the parameters' shapes and memory order."""
+        """Return views of the buffer, one per parameter, in its shape and memory order."""
         return list(parameter_views(self._buffer, self._parameters))
 
     def set_buffer(self, tensor: torch.Tensor) -> None:

@@ -32,7 +32,9 @@ _GROUPS = ("process_group", "subgroup")
 
 
 class PostLocalSGD(Algorithm):
-    """All-reduce over all ranks; after the start over the subgroup or not at all, with parameters averaged periodically."""
+    """Post-local SGD: all-reduce over all ranks until the start; after it over the subgroup or not at all, and parameters are
+    averaged periodically. Raises ``UnsupportedModel`` for a spec that is impossible with these ranks. Construction is a
+    collective."""
 
     def __init__(self, spec: PostLocalSGDSpec, setup: Setup) -> None:
         super().__init__(setup)
@@ -53,6 +55,7 @@ class PostLocalSGD(Algorithm):
             self.averager.warm_up = 0
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
+        """Begin to average a bucket over all ranks, over the subgroup, or not at all, and count the iteration of the warm-up."""
         buffer, state = bucket.buffer(), self.state
         if self.local:
             group = state.subgroup if state.post_local_gradient_allreduce else None
@@ -68,20 +71,23 @@ class PostLocalSGD(Algorithm):
 
     @property
     def local(self) -> bool:
-        """True if the next iteration is after the warm-up."""
+        """True if the warm-up is over: the next iteration averages gradients over the subgroup only, or not at all."""
         return bool(self.state.iter >= self.state.start_localSGD_iter)
 
     def average(self) -> None:
+        """Count a step, and average the parameters in place if that is due. A collective then."""
         group = self.averager.next_group()
         if group is not None:
             average_in_place(list(self.setup.parameters.values()), group)
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
-        """The state of ``PostLocalSGDState`` and of the averager, equal on all ranks; no tensors."""
+        """Return the state of ``PostLocalSGDState`` and of the averager as JSON, equal on all ranks; there are no tensors."""
         averager = self._requested_settings() | self._averager_state()
         return {}, {"slots": get_state(self.state), "averager": averager, "subgroup": self._subgroup()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
+        """Restore the result of ``capture``. Raises ``HookStateError``, and changes nothing, if it was recorded with other
+        parameters or other subgroups."""
         recorded = state if isinstance(state, dict) else {}
         slots, averager = recorded.get("slots"), recorded.get("averager")
         if tensors or not isinstance(slots, dict) or not isinstance(averager, dict):
@@ -100,6 +106,7 @@ class PostLocalSGD(Algorithm):
         set_state(self.state, slots)
 
     def report(self, *, norm: bool = True) -> Report:
+        """Return the phase, the averager's step, and the number of steps to the next averaging."""
         left = self.state.start_localSGD_iter - self.state.iter
         warm_up = self.averager.warm_up if self.averager.warm_up is not None else self.averager.step + left
         return Report(
@@ -109,11 +116,12 @@ class PostLocalSGD(Algorithm):
         )
 
     def _averager_state(self) -> dict[str, JsonValue]:
+        """Return the averager's counters."""
         return {"step": self.averager.step, "warm_up": self.averager.warm_up}
 
     def _requested_settings(self) -> dict[str, JsonValue]:
-        """Further values that must be the same for an exact continuation; as specified, since defaults depend on the number of
-        ranks."""
+        """Return the settings of the averager that must be equal for an exact continuation, as the spec has them: defaults
+        depend on the number of ranks."""
         levels = self._spec.period_group_size_dict
         return {
             "subgroup_size": self._spec.subgroup_size,
@@ -122,14 +130,14 @@ class PostLocalSGD(Algorithm):
         }
 
     def _subgroup(self) -> dict[str, JsonValue]:
-        """The resolved default: the number of all ranks and, where gradients are still averaged after the start, of a subgroup's
-        ranks."""
+        """Return the number of all ranks, and of the ranks over which gradients are averaged after the start (1: not at all),
+        with defaults resolved."""
         group = self.state.subgroup
         return {"ranks": self.group.size(), "size": 1 if group is None else group.size()}
 
     def _check_subgroup(self, recorded: Any) -> None:
-        """Raise ``HookStateError`` where the number of ranks is the same, but the number per node has changed. ``recorded`` None:
-        the state was carried over."""
+        """Raise ``HookStateError`` if the number of all ranks is the recorded one, but the subgroups have another size.
+        ``recorded`` None: nothing is checked, since the state was converted."""
         here = self._subgroup()
         if isinstance(recorded, dict) and recorded.get("ranks") == here["ranks"] and recorded != here:
             text = (
@@ -140,14 +148,16 @@ class PostLocalSGD(Algorithm):
 
 
 class _Parts:
-    """Partitions of the main group, each size created once, in the order of requests."""
+    """Makes the groups of parts of the main group, once for each size, in the order of requests, which must be the same on all
+    ranks."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._groups: dict[int, dist.ProcessGroup] = {}
 
     def for_size(self, size: int) -> dist.ProcessGroup | None:
-        """This rank's group in parts of ``size`` ranks; None for parts of a single rank, which needs no communication."""
+        """Return this rank's group, if the main group is divided into parts of ``size`` ranks; None for a size of 1, which
+        needs no communication. A collective the first time."""
         if size == 1:
             return None
         if size not in self._groups:
@@ -156,7 +166,8 @@ class _Parts:
 
 
 def get_state(state: PostLocalSGDState) -> dict[str, JsonValue]:
-    """Equivalent of a ``PostLocalSGDState.__getstate__``: everything except its process groups."""
+    """Return everything in ``state`` except its process groups, as its ``__getstate__`` would. Raises ``HookStateError`` if
+    this torch's class has other attributes."""
     if odd := set(state.__slots__) ^ {*_SLOTS, *_GROUPS}:
         raise HookStateError(
             f"state.{min(odd)}",
@@ -166,12 +177,13 @@ def get_state(state: PostLocalSGDState) -> dict[str, JsonValue]:
 
 
 def set_state(state: PostLocalSGDState, slots: Mapping[str, Any]) -> None:
-    """Equivalent of a ``__setstate__``; the process groups stay attached."""
+    """Set the attributes that ``get_state`` returned; the process groups stay attached."""
     for key in _SLOTS:
         setattr(state, key, slots[key])
 
 
 def _check_equal(recorded: Mapping[str, Any], expected: Mapping[str, Any], prefix: str) -> None:
+    """Raise ``HookStateError`` for the first key that is missing, unknown or not equal. ``prefix``: for the message."""
     if odd := set(recorded) ^ set(expected):
         raise HookStateError(f"{prefix}.{min(odd)}", "missing or unknown in the recorded state")
     for key, value in expected.items():
@@ -182,6 +194,7 @@ def _check_equal(recorded: Mapping[str, Any], expected: Mapping[str, Any], prefi
 
 
 def _check_count(value: Any, key: str) -> int:
+    """Return ``value``. Raises ``HookStateError`` unless it is an integer of at least 0."""
     if type(value) is not int or value < 0:
         raise HookStateError(key, f"recorded as {value!r}, but it must be a count")
     return value

@@ -13,16 +13,17 @@ from ratchet_hooks.specs.hook_specs import AllreduceSpec, Bf16CompressSpec, Fp16
 
 
 class Allreduce(Algorithm):
-    """One all-reduce per bucket, with the bits of DDP without a hook, which multiplies by 1 / ranks where torch's
-    ``allreduce_hook`` divides by ranks (other bits when the number of ranks is not a power of two).
+    """One all-reduce per bucket. The bits are those of DDP without a hook, which multiplies by 1 / ranks; torch's
+    ``allreduce_hook`` divides by ranks, which gives other bits if the number of ranks is not a power of two.
 
-    With a wrapper there is no counterpart without a hook, and the bits are those of torch's wrapped ``allreduce_hook``.
+    Under a wrapper, where DDP without a hook has no counterpart, the bits are those of torch's wrapped ``allreduce_hook``.
     """
 
     def __init__(self, spec: AllreduceSpec, setup: Setup) -> None:
         super().__init__(setup)
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
+        """Start the all-reduce of a bucket; returns the future of its average, and the bytes that this rank sends."""
         buffer, size = bucket.buffer(), self.group.size()
         buffer = buffer.mul_(1.0 / size) if self.setup.cast_dtype is None else divide(buffer, size)
         work: Any = dist.all_reduce(buffer, group=self.group, async_op=True)
@@ -30,9 +31,9 @@ class Allreduce(Algorithm):
 
 
 class _Compress16(Algorithm):
-    """Cast to 16 bits, divide by the number of ranks, all-reduce, cast back; what is sent is checked.
+    """Casts a bucket to 16 bits, divides by the number of ranks, all-reduces, and casts the result back.
 
-    The cast comes before the division, so only this rank's own gradients can overflow; they are watched.
+    The cast comes before the division, so only this rank's own gradients can overflow in it; that is reported as a warning.
     """
 
     dtype: torch.dtype
@@ -41,6 +42,8 @@ class _Compress16(Algorithm):
         super().__init__(setup)
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
+        """Start the all-reduce of a bucket in 16 bits; returns the future of its average in the bucket's dtype, and the bytes
+        that this rank sends."""
         buffer = bucket.buffer()
         sent = divide(buffer.to(self.dtype), self.group.size())
         if sent.dtype is not buffer.dtype:
@@ -50,13 +53,14 @@ class _Compress16(Algorithm):
 
 
 class Fp16Compress(_Compress16):
-    """torch's ``fp16_compress_hook``."""
+    """torch's ``fp16_compress_hook``: gradients are sent as float16."""
 
     dtype = torch.float16
 
 
 class Bf16Compress(_Compress16):
-    """torch's ``bf16_compress_hook``. DDP refuses it on the CPU by the function's name, although gloo can add bfloat16."""
+    """torch's ``bf16_compress_hook``: gradients are sent as bfloat16. Unlike torch's, it also runs on the CPU: DDP refuses
+    torch's there by the function's name, although gloo can add bfloat16."""
 
     dtype = torch.bfloat16
 
@@ -71,10 +75,11 @@ class Noop(Algorithm):
         return completed(bucket.buffer()), 0
 
     def report(self, *, norm: bool = True) -> Report:
-        """The phase is ``local``: every rank trains alone."""
+        """Return the report; the phase is ``local``, since every rank trains alone."""
         return Report(phase="local", elements_after=0)
 
 
 def divide(flat: torch.Tensor, size: int) -> torch.Tensor:
-    """``flat.div_(size)``. For a power of two, multiplying by the inverse gives the same bits in two thirds of the time."""
+    """Divide ``flat`` by ``size`` in place and return it. For a power of two it multiplies by the inverse: the same bits in
+    two thirds of the time."""
     return flat.mul_(1.0 / size) if size & (size - 1) == 0 else flat.div_(size)

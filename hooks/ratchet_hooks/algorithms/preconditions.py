@@ -11,7 +11,8 @@ from ratchet_hooks.specs.hook_specs import HookSpec
 
 
 def check_one_device(module: torch.nn.Module) -> None:
-    """Raise ``UnsupportedModel`` for parameters on several devices, naming two: a rank has one device."""
+    """Raise ``UnsupportedModel`` if the module's parameters are on several devices: a rank has one device. The message names
+    two parameters."""
     first = next(module.named_parameters(), None)
     for name, parameter in module.named_parameters():
         assert first is not None
@@ -23,8 +24,8 @@ def check_one_device(module: torch.nn.Module) -> None:
 
 
 def check_no_apex(spec: HookSpec) -> None:
-    """Raise ``UnsupportedModel`` where Apex AMP is active under PowerSGD: it passes scaled half-precision gradients to the hook,
-    and scales them again after it, but not the residuals.
+    """Raise ``UnsupportedModel`` if Apex AMP is active and ``spec`` is a PowerSGD hook: Apex passes scaled half-precision
+    gradients to the hook, and scales them again after it, but not the residuals.
 
     ``apex.amp.initialize`` leaves its options in ``apex.amp._amp_state``; this check works without Apex installed.
     """

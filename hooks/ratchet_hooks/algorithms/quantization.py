@@ -24,12 +24,13 @@ _ALIGNMENT = 4  # bytes: alignment of the scales and zero points, as float32, af
 
 
 class Quantization(Algorithm):
-    """Every rank sends each channel of a bucket as 8-bit numbers with a scale and a zero point, gathers those of all ranks, and
-    averages them in rank order, so that the result is equal on all ranks.
+    """Every rank sends each channel of a bucket as 8-bit numbers with a scale and a zero point, gathers those of all ranks,
+    and averages them in rank order, so that the result is equal on all ranks. Raises ``UnsupportedModel`` for gradients that
+    are not float32.
 
     The error of a gradient is at most half a scale. A channel's scale is its range (extended to include 0) divided by 255, but
-    never below float32's epsilon (1.2e-7), so gradients below half of that become 0, as with torch. A channel that holds inf or
-    nan becomes nan on every rank, so that a GradScaler on any rank detects it.
+    never below float32's epsilon (1.2e-7), so gradients below half of that become 0, as with torch. A channel that contains
+    inf or nan becomes nan on every rank, so that a GradScaler on any rank detects it.
 
     The count of sent bytes is this rank's part of the all-gather: a byte per element and 8 per channel.
     """
@@ -45,6 +46,8 @@ class Quantization(Algorithm):
                 )
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
+        """Quantize a bucket and start to gather all ranks'; returns the future of the average, and the bytes that this rank
+        sends."""
         buffer = bucket.buffer()
         if not buffer.numel():
             return completed(buffer), 0
@@ -58,16 +61,16 @@ class Quantization(Algorithm):
 
 
 class PerTensor(Quantization):
-    """One scale and zero point per bucket."""
+    """Quantization with one scale and zero point per bucket."""
 
 
 class PerChannel(Quantization):
-    """A scale and zero point for each ``bucket_size`` elements of a bucket."""
+    """Quantization with a scale and zero point for each ``bucket_size`` elements of a bucket."""
 
 
 def _scales(flat: torch.Tensor, channel_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point of every channel, as torch's MinMaxObserver and PerChannelMinMaxObserver compute them; nan and 0 for a
-    channel without a finite range, where torch's scale is inf or nan, and its result nan too."""
+    """Return scale and zero point of every channel, as torch's MinMaxObserver and PerChannelMinMaxObserver compute them. A
+    channel without a finite range gets nan and 0; there torch's scale is inf or nan, and its result nan too."""
     ends = [torch.aminmax(part, dim=1) for part in _channels(flat, channel_size)]
     low = torch.cat([end.min for end in ends]).clamp_(max=0.0)
     high = torch.cat([end.max for end in ends]).clamp_(min=0.0)
@@ -78,7 +81,7 @@ def _scales(flat: torch.Tensor, channel_size: int) -> tuple[torch.Tensor, torch.
 
 
 def _pack(flat: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, channel_size: int) -> torch.Tensor:
-    """Bytes: every element in 8 bits, up to three bytes of padding, all scales, all zero points."""
+    """Return the bytes that a rank sends: every element in 8 bits, up to three bytes of padding, all scales, all zero points."""
     behind = -flat.numel() % _ALIGNMENT + flat.numel()
     out = torch.zeros(behind + 2 * scale.nbytes, dtype=torch.uint8, device=flat.device)
     torch.cat((scale, zero), out=out[behind:].view(torch.float32))
@@ -88,7 +91,8 @@ def _pack(flat: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, channel_s
 
 
 def _average(ranks: torch.Tensor, buffer: torch.Tensor, channel_size: int) -> torch.Tensor:
-    """The mean of the values in the rows of ``ranks``, added up from the first to the last, in ``buffer``."""
+    """Compute into ``buffer``, and return, the mean of what the ranks sent; row r of ``ranks`` has the bytes of rank r. Values
+    are added up from the first rank to the last."""
     behind = -buffer.numel() % _ALIGNMENT + buffer.numel()
     for rank, packed in enumerate(ranks):
         scale, zero = packed[behind:].view(torch.float32).chunk(2)
@@ -101,7 +105,8 @@ def _average(ranks: torch.Tensor, buffer: torch.Tensor, channel_size: int) -> to
 def _rows(
     channel_size: int, flat: torch.Tensor, levels: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Elements, their 8-bit numbers, scales and zero points, a row per channel: the whole channels, then a shorter one."""
+    """Yield elements, their 8-bit numbers, scales and zero points as matrices with a row per channel: first all whole
+    channels, then the shorter last one, if there is one."""
     start = 0
     for part, numbers in zip(_channels(flat, channel_size), _channels(levels, channel_size), strict=True):
         end = start + len(part)
@@ -110,7 +115,8 @@ def _rows(
 
 
 def _channels(flat: torch.Tensor, channel_size: int) -> list[torch.Tensor]:
-    """Views of ``flat``, a row per channel: all whole ones, and a shorter one at the end if there is one."""
+    """Return views of ``flat`` with a row per channel: one of all whole channels, and one of a shorter last channel, if there
+    is one."""
     whole = flat.numel() // channel_size * channel_size
     return [
         part.view(rows, -1) for part, rows in ((flat[:whole], whole // channel_size), (flat[whole:], 1)) if part.numel()

@@ -18,8 +18,8 @@ _APART = "these states do not belong to one checkpoint"
 
 
 def check_data(recorded: JsonValue, spec: HookSpec) -> dict[str, Any]:
-    """Return the JSON part of a recorded state. Raises ``HookStateError`` where it is malformed, of another version than
-    ``STATE_VERSION``, or of another hook than ``spec``."""
+    """Check the JSON part of a captured state and return it as a dictionary. Raises ``HookStateError`` if it is malformed, of
+    another version than ``STATE_VERSION``, or of another hook or wrapper than ``spec``."""
     version = recorded.get("version") if isinstance(recorded, dict) else None
     if not isinstance(recorded, dict) or type(version) is not int or version < 1:
         raise HookStateError("version", "not a recorded hook state")
@@ -43,12 +43,13 @@ def check_data(recorded: JsonValue, spec: HookSpec) -> dict[str, Any]:
 def redistribute(
     states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]], spec: HookSpec | None = None
 ) -> tuple[Tensors, JsonValue]:
-    """Return one state for every rank of a group of any size, from the states of all ranks of the old one (in rank order).
+    """Return one captured state for every rank of a group of any size. ``states``: those of all ranks of the old group, in
+    rank order.
 
-    Residuals become their mean over the old ranks, added up in float64 and rounded once to their own dtype, the same on every new
-    rank: the averaged residual, on which error feedback relies, is kept up to that rounding. Everything else is equal on all
-    ranks and taken from rank 0. ``spec``: the recorded hook's; needed for a custom one, whose class redistributes its state.
-    Raises ``HookStateError`` where values differ that must be equal, and for a custom state without such a method.
+    Residuals become their mean over the old ranks, added up in float64 and rounded once to their own dtype, the same on every
+    new rank: the averaged residual, on which error feedback relies, is kept up to that rounding. Everything else must be equal
+    on all ranks and is taken from rank 0. ``spec``: the recorded hook's; required for a custom one, whose class redistributes
+    its state. Raises ``HookStateError`` if values differ that must be equal, and for a custom state whose class cannot do it.
     """
     if not states:
         raise HookStateError("states", "at least one rank's state is needed")
@@ -75,6 +76,7 @@ def redistribute(
 def _redistribute_custom(
     states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]], data: dict[str, JsonValue], spec: HookSpec | None
 ) -> tuple[Tensors, JsonValue]:
+    """Return the merged state of a custom hook; its class merges the parts. Raises ``HookStateError``."""
     if not isinstance(spec, CustomSpec):
         raise HookStateError(
             "hook", "a custom state is redistributed by its class: pass the spec with which it was recorded"
@@ -88,7 +90,8 @@ def _redistribute_custom(
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if equal bit for bit: unlike with ``torch.equal``, 0.0 differs from -0.0 and NaN equals itself."""
+    """True if the tensors have the same dtype, shape and bits. Unlike with ``torch.equal``, 0.0 differs from -0.0, and a NaN
+    equals a NaN of the same bits."""
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))

@@ -20,8 +20,8 @@ _GROUP = "process_group"
 
 
 def find_hook(path: str) -> Any:
-    """The function at ``path``. Raises ``CustomHookError`` when it does not exist, or cannot be called as ``hook(state,
-    bucket)``."""
+    """Import and return the function at ``path`` (``module:name``). Raises ``CustomHookError`` if it does not exist, or cannot
+    be called as ``hook(state, bucket)``. Importing runs the user's code."""
     hook = _import_object("hook", path)
     if inspect.isclass(hook) or not callable(hook):
         kind = "class" if inspect.isclass(hook) else type(hook).__name__
@@ -40,8 +40,8 @@ def find_hook(path: str) -> Any:
 
 
 def find_state(path: str, args: Mapping[str, Any]) -> type:
-    """The state's class at ``path``. Raises ``CustomHookError`` when it does not exist, does not accept ``args``, or its objects
-    could not be saved."""
+    """Import and return the state's class at ``path`` (``module:name``). Raises ``CustomHookError`` if it does not exist, does
+    not accept the keyword arguments ``args``, or its objects could not be saved. No object is created."""
     kind = _import_object("state", path)
     if not inspect.isclass(kind):
         text = f"{path} is a {type(kind).__name__}; name the class whose objects are the hook's state"
@@ -58,8 +58,9 @@ def find_state(path: str, args: Mapping[str, Any]) -> type:
 
 
 def state_protocol(kind: type, path: str) -> Way:
-    """``getstate`` where the class defines ``__getstate__`` and ``__setstate__`` (Python gives every object a ``__getstate__``),
-    else ``state_dict`` (and ``load_state_dict``). Raises ``CustomHookError`` for a class with neither pair."""
+    """Return the pair of methods by which objects of the class are saved: ``getstate`` if it defines ``__getstate__`` and
+    ``__setstate__`` itself (Python gives every object a ``__getstate__``), else ``state_dict`` (with ``load_state_dict``).
+    Raises ``CustomHookError`` for a class with neither pair."""
     own = {name for base in kind.__mro__ if base is not object for name in vars(base)}
     if "__getstate__" in own and "__setstate__" in own:
         return "getstate"
@@ -75,7 +76,7 @@ def state_protocol(kind: type, path: str) -> Way:
 
 
 def constructor_arguments(kind: type, args: Mapping[str, Any], group: Any) -> dict[str, Any]:
-    """``args``, and ``process_group`` if the class has a parameter of that name that is not in ``args``."""
+    """Return ``args``, with ``process_group=group`` added if the class has a parameter of that name which is not in ``args``."""
     signature = _signature(kind)
     if signature is None or _GROUP not in signature.parameters or _GROUP in args:
         return dict(args)
@@ -83,7 +84,7 @@ def constructor_arguments(kind: type, args: Mapping[str, Any], group: Any) -> di
 
 
 def error_summary(error: BaseException) -> str:
-    """``KeyError: 'x' (hooks.py, line 12, in average)``: type, message, and where it was raised."""
+    """Return an exception's type, message and the place where it was raised, such as ``KeyError: 'x' (hooks.py, line 12)``."""
     said = "".join(traceback.format_exception_only(error)).strip().splitlines() or [type(error).__name__]
     frames = traceback.extract_tb(error.__traceback__)
     text = said[-1][:500]
@@ -91,6 +92,8 @@ def error_summary(error: BaseException) -> str:
 
 
 def _import_object(key: str, path: str) -> Any:
+    """Import and return the object at ``path`` (``module:name``). ``key``: the key of the spec, for errors. Raises
+    ``CustomHookError``."""
     module, _, attribute = path.partition(":")
     try:
         found: Any = import_module(module)
@@ -113,6 +116,7 @@ def _import_object(key: str, path: str) -> Any:
 
 
 def _missing_message(found: Any, part: str) -> str:
+    """Return a sentence on the missing attribute ``part``, with a similar name or the names that exist."""
     names = [name for name in dir(found) if not name.startswith("_") and callable(getattr(found, name, None))]
     near = get_close_matches(part, names, n=1)
     text = f"{getattr(found, '__name__', type(found).__name__)} has no {part!r}"
@@ -120,6 +124,7 @@ def _missing_message(found: Any, part: str) -> str:
 
 
 def _signature(target: Any) -> inspect.Signature | None:
+    """Return the signature of a callable; None if it has none, as compiled code may."""
     try:
         return inspect.signature(target)
     except (TypeError, ValueError):  # compiled code without a signature: the first call will fail instead

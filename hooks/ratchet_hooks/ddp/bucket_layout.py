@@ -33,7 +33,8 @@ Layout = list[list[str]]
 
 
 class ManagedDDP(DistributedDataParallel):
-    """DDP whose reducer uses the layout ``recorded`` from the first iteration, or DDP's own layout when it is None."""
+    """DDP whose reducer uses the bucket layout ``recorded`` from the first iteration on; None: DDP's own layout. Construction
+    is a collective."""
 
     _recorded: Layout | None
     _names: dict[int, str]
@@ -43,6 +44,8 @@ class ManagedDDP(DistributedDataParallel):
     hook: Any = None  # the ManagedHook that is registered
 
     def __init__(self, module: torch.nn.Module, *, recorded: Layout | None, **kwargs: Any) -> None:
+        """``kwargs``: those of ``DistributedDataParallel``. Raises ``UnsupportedModel`` for a model or options that cannot be
+        managed, ``LayoutMismatch`` if the recorded layout is impossible here, ``TorchUnsupported`` for an unsuitable torch."""
         torch_compat.check_torch_version()
         # Bypasses nn.Module's attribute handling: the base constructor already calls _build_params_for_reducer.
         names = {id(p): name for name, p in module.named_parameters()}
@@ -53,14 +56,15 @@ class ManagedDDP(DistributedDataParallel):
         self._apply_layout(recorded)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Like torch's for ``copy.deepcopy`` and pickle: without the reducer, and so without the hook. The copy's gradients are
-        averaged as DDP does without a hook."""
+        """Return the state for ``copy.deepcopy`` and pickle, without the reducer and the hook, as torch's DDP does. The copy
+        averages gradients as DDP does without a hook."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         for name in ("hook", "_comm_hooks", "_names", "_limits"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state of ``__getstate__``; the copy has a new reducer with DDP's own layout, and no hook."""
         names = {id(p): name for name, p in state["_modules"]["module"].named_parameters()}
         static = state["static_graph"]
         fresh = {"_recorded": None, "_names": names, "_static_wanted": static, "_limits": None, "_trains": False}
@@ -70,10 +74,9 @@ class ManagedDDP(DistributedDataParallel):
 
     @classmethod
     def adopt(cls, ddp: DistributedDataParallel) -> ManagedDDP:
-        """Turn ``ddp``, an existing DDP, into a managed one: the same object, on a new reducer without a hook.
+        """Turn the existing DDP ``ddp`` into a managed one and return it: the same object, with a new reducer without a hook.
 
-        A collective; before the first forward. Raises ``UnsupportedModel``, and leaves ``ddp`` unchanged, where that is
-        impossible.
+        A collective, before the first forward. Raises ``UnsupportedModel`` if that is impossible; ``ddp`` is then unchanged.
         """
         torch_compat.check_torch_version()
         _check_adoptable(ddp)
@@ -89,10 +92,10 @@ class ManagedDDP(DistributedDataParallel):
         return ddp
 
     def set_layout(self, recorded: Layout | None) -> None:
-        """Replace the reducer by one with the layout ``recorded``, or with DDP's own; the hook is removed and must be registered
-        again.
+        """Replace the reducer by a new one with the layout ``recorded`` (None: DDP's own). The hook is removed and must be
+        registered again.
 
-        A collective, before the first forward of this process that trains. Raises ``RuntimeError`` after it, and
+        A collective, before the first forward with gradients of this process. Raises ``RuntimeError`` after that forward, and
         ``LayoutMismatch`` for a layout that is impossible here.
         """
         if self._trains:
@@ -118,7 +121,8 @@ class ManagedDDP(DistributedDataParallel):
         self._apply_layout(recorded)
 
     def _apply_layout(self, recorded: Layout | None) -> None:
-        """Make a new reducer's layout final where possible. Raises ``LayoutMismatch`` when it is not the recorded one."""
+        """Make the layout of a new reducer final, if one is recorded or the graph is static; otherwise DDP rebuilds it once,
+        later. A collective. Raises ``LayoutMismatch`` if the reducer's layout is then not ``recorded``."""
         self._layout_final = self.find_unused_parameters
         if not self._layout_final and (recorded is not None or self.static_graph):
             self.fix_layout()
@@ -127,12 +131,12 @@ class ManagedDDP(DistributedDataParallel):
 
     @property
     def is_layout_final(self) -> bool:
-        """True if the layout can no longer change."""
+        """True if DDP can no longer change the layout."""
         return self._layout_final or self._has_rebuilt_buckets
 
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters whose gradients DDP averages, by name, in registration order: without those that it is configured to
-        ignore."""
+        """Return the parameters whose gradients DDP averages, by name, in registration order: those that require gradients,
+        without those that DDP is configured to ignore."""
         ignored = self.parameters_to_ignore
         return {n: p for n, p in self.module.named_parameters() if p.requires_grad and n not in ignored}
 
@@ -140,9 +144,10 @@ class ManagedDDP(DistributedDataParallel):
         return self._names[id(parameter)]
 
     def fix_layout(self) -> None:
-        """Rebuild now, in order of the reducer's parameters, unless a backward has already pushed gradient-ready order.
+        """Make the layout final now, by the rebuild that the next forward would do. The new order is that of the reducer's
+        parameters, or, after a backward pass, that in which gradients became ready.
 
-        A collective: every rank calls it. The next forward would do the same; afterwards the layout is final.
+        A collective: every rank calls it. Does nothing if the layout is final.
         """
         if not self.is_layout_final:
             torch_compat.push_all_parameters(self.reducer)
@@ -151,15 +156,20 @@ class ManagedDDP(DistributedDataParallel):
                 raise torch_compat.missing("rebuild of DDP's buckets before the first forward")
 
     def rebuild_if_due(self) -> None:
-        """Do the rebuild that the next forward would begin with. A collective, without effect once the layout is final."""
+        """Do the rebuild of the buckets that the next forward would begin with, if one is due. A collective; does nothing if
+        the layout is final."""
         if not self.is_layout_final and torch_compat.rebuild_buckets(self.reducer):
             self._has_rebuilt_buckets = True
 
     def read_layout(self) -> Layout:
-        """The reducer's current buckets. Temporarily allocates zeros of the size of all gradients."""
+        """Return the reducer's current buckets as lists of parameter names. Temporarily allocates zeros of the size of all
+        gradients."""
         return [[self.name_of(p) for p in bucket] for bucket in torch_compat.bucket_parameters(self.reducer)]
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
+        """Return the trained parameters in the order from which DDP makes the recorded layout (without one: DDP's own layout),
+        and False for each: its gradients are not sparse. Called by DDP. Raises ``UnsupportedModel`` for sparse gradients, and
+        ``LayoutMismatch``."""
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         names = [self.name_of(p) for p in parameters]
         if any(sparse):
@@ -174,6 +184,7 @@ class ManagedDDP(DistributedDataParallel):
         return [parameters[i] for i in order], [False] * len(order)
 
     def _set_static_graph(self) -> None:
+        """Refuse a switch to static graph after the construction. Raises ``UnsupportedModel``."""
         if not self._static_wanted:
             raise UnsupportedModel(
                 "_set_static_graph was called after DDP was built, so its buckets would change in the middle of the run; set "
@@ -182,19 +193,21 @@ class ManagedDDP(DistributedDataParallel):
         super()._set_static_graph()  # type: ignore[no-untyped-call]
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a rank that has run out of batches takes part with gradients that no hook's state accounts for."""
+        """Always raises ``UnsupportedModel``: under ``join`` a rank that has run out of batches takes part with gradients that
+        no hook's state accounts for."""
         raise UnsupportedModel("DDP's join is not supported; give every rank the same number of batches")
 
     def _ddp_init_helper(self, *args: Any) -> None:
-        """Make a new reducer. Only torch.compile reads its limit afterwards, and asserts that it is not below torch's first
-        one."""
+        """Make a new reducer with the original bucket limit. Afterwards the limit is raised to torch's first one: only
+        torch.compile reads it then, and asserts that it is not below that."""
         self.bucket_bytes_cap = self._bucket_limits()[1]
         super()._ddp_init_helper(*args)  # type: ignore[no-untyped-call]
         self.bucket_bytes_cap = max(self.bucket_bytes_cap, torch_compat.first_bucket_bytes())
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Refuse what torch answers with an internal assertion, or, from the second step on, with unsynchronised gradients:
-        static graph counts the gradients of ``no_sync`` passes into the graph it learns."""
+        """Refuse forwards under static graph that torch answers with an internal assertion or, from the second step on, with
+        gradients that are not averaged: static graph counts the gradients of ``no_sync`` passes into the graph that it learns.
+        Raises ``UnsupportedModel`` or ``RuntimeError``."""
         learning = self.static_graph and not self._static_graph_delay_allreduce_enqueued
         if learning and not self.require_backward_grad_sync and torch.is_grad_enabled():
             raise UnsupportedModel(
@@ -212,13 +225,16 @@ class ManagedDDP(DistributedDataParallel):
         return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _bucket_limits(self) -> tuple[int, int]:
-        """Bytes of the first and of every further bucket in a rebuild, as they were before ``_ddp_init_helper`` raised one."""
+        """Return the limits in bytes of the first bucket and of every further one, as they were before ``_ddp_init_helper``
+        raised one."""
         if self._limits is None:
             self._limits = torch_compat.bucket_limits(self)
         return self._limits
 
 
 def _check_reducer(ddp: DistributedDataParallel) -> None:
+    """Raise ``UnsupportedModel`` if the DDP's reducer calls no hook, ``TorchUnsupported`` if the DDP lacks a private
+    attribute."""
     torch_compat.check_ddp_attributes(ddp)
     if torch_compat.reduces_in_python(ddp):
         raise UnsupportedModel("torch._dynamo's python_reducer runs no communication hook; choose another optimize_ddp")
@@ -245,7 +261,7 @@ def _check_adoptable(ddp: DistributedDataParallel) -> None:
 
 
 def check_names(recorded: Sequence[str], present: Sequence[str]) -> None:
-    """Raise ``LayoutMismatch`` naming the first parameter that is on one side only."""
+    """Raise ``LayoutMismatch`` that names the first parameter which is only in ``recorded`` or only in ``present``."""
     for name in recorded:
         if name not in present:
             raise LayoutMismatch(name, "this parameter is in the recorded state, but the model does not train it now")
@@ -255,7 +271,8 @@ def check_names(recorded: Sequence[str], present: Sequence[str]) -> None:
 
 
 def layout_mismatch(expected: Layout, actual: Layout, when: str) -> LayoutMismatch:
-    """An error that names the first bucket in which two layouts differ."""
+    """Return the error to raise for two layouts that differ; it names the first bucket that differs. ``when``: a phrase for
+    the message, such as ``after construction``."""
     pairs: Any = itertools.zip_longest(expected, actual, fillvalue=[])
     differing = ((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     last = len(actual) - 1, (expected[-1], actual[-1])
@@ -274,10 +291,10 @@ def layout_mismatch(expected: Layout, actual: Layout, when: str) -> LayoutMismat
 
 
 class CountedBucket:
-    """A ``GradBucket`` with a corrected index.
+    """A ``GradBucket`` with the right index, ``is_last`` and parameters.
 
-    In static graph's first iteration torch calls the hook for every bucket with index 0, ``is_last`` of index 0 and the
-    parameters of bucket 0; buffer and gradients are right.
+    In static graph's first iteration torch calls the hook for every bucket with index 0, and with ``is_last`` and parameters
+    of bucket 0; buffer and gradients are right.
     """
 
     def __init__(self, bucket: Any, index: int, parameters: list[torch.Tensor], last: bool) -> None:
@@ -308,6 +325,6 @@ class CountedBucket:
 
 
 def _sync_buffers_if_training(copied: Any, _: Any) -> None:
-    """Broadcast rank 0's buffers before each forward pass with gradients, and before no other. Torch decides by the previous
-    pass, which a new process does not know."""
+    """Forward pre-hook: make DDP broadcast rank 0's buffers before each forward pass with gradients, and before no other.
+    Torch decides by the previous pass, which a new process does not know."""
     copied.require_forward_param_sync = torch.is_grad_enabled()

@@ -14,11 +14,12 @@ from ratchet_hooks.torch_compat import assign_buckets
 def order_for(
     recorded: list[list[str]], parameters: Sequence[torch.nn.Parameter], names: Sequence[str], limits: Sequence[int]
 ) -> list[int]:
-    """Indices of ``parameters`` in an order from which a rebuild makes ``recorded``.
+    """Return the indices of ``parameters`` in an order from which DDP's rebuild makes the layout ``recorded``. ``names``: of
+    the parameters; ``limits``: bytes of the first and of further buckets.
 
-    Buckets hold one dtype each and fill up in parallel; those that stay below their limit come last, in the order of a hash map
-    that depends on which dtype came first. So every order of the dtypes is tried with torch's own function. Raises
-    ``LayoutMismatch`` when no order gives the recorded layout (another ``bucket_cap_mb``, other shapes).
+    Buckets contain one dtype each and fill up in parallel; those that stay below their limit come last, in the order of a hash
+    map that depends on which dtype came first. So every order of the dtypes is tried with torch's own function. Raises
+    ``LayoutMismatch`` if no order gives the recorded layout (another ``bucket_cap_mb``, other shapes).
     """
     index = {name: i for i, name in enumerate(names)}
     wanted = [[index[name] for name in bucket] for bucket in recorded]
@@ -35,8 +36,8 @@ def order_for(
 def _with_dtype_order(
     order: Sequence[torch.dtype], target_buckets: list[list[int]], parameters: Sequence[torch.nn.Parameter]
 ) -> list[int]:
-    """Bucket by bucket, but no dtype begins before those that precede it in ``order``: their first parameters are moved forward,
-    but no further than needed, since a bucket of one parameter is full at once."""
+    """Return the parameters' indices bucket by bucket, but with the dtypes beginning in the order ``order``: the first
+    parameter of a dtype is moved forward, no further than needed, since a bucket of one parameter is full at once."""
     first: dict[torch.dtype, int] = {}
     for bucket in target_buckets:
         first.setdefault(parameters[bucket[0]].dtype, bucket[0])

@@ -46,7 +46,8 @@ _TEXT: dict[Code, str] = {
 
 @dataclass(frozen=True)
 class HookWarning:
-    """First occurrence of one problem of one parameter. ``iteration`` counts synchronised backward passes from 1."""
+    """The first occurrence of one problem of one parameter. ``iteration``: number of the backward pass that averaged
+    gradients, from 1."""
 
     code: Code
     parameter: str
@@ -58,6 +59,9 @@ class HookWarning:
 
 @dataclass(frozen=True)
 class _Look:
+    """One check of a bucket whose result is not evaluated yet. ``peaks``: a number per name in ``names``; one of at least
+    ``limit`` is a problem."""
+
     code: Code
     iteration: int
     names: Sequence[str]
@@ -66,10 +70,11 @@ class _Look:
 
 
 class Watch:
-    """Checks gradients and stores the first problem per code and parameter; logs it once.
+    """Checks gradients for numeric problems. It stores the first problem per code and parameter, and logs each once. The
+    caller sets ``iteration``.
 
-    On the CPU a check costs one sum over the bucket. On CUDA nothing is synchronised: peaks stay on the device until they are
-    requested.
+    On the CPU a check costs one sum over the bucket. On CUDA a check does not wait for the device: its result stays there
+    until ``warnings`` is called.
     """
 
     def __init__(self) -> None:
@@ -78,12 +83,13 @@ class Watch:
         self._pending: list[_Look] = []
 
     def check_overflow(self, names: Sequence[str], sent: torch.Tensor, gradients: Gradients) -> None:
-        """Report gradients whose largest finite magnitude is inf in the 16 bits of ``sent``, the cast gradients."""
+        """Report gradients of finite magnitude that became inf in ``sent``, their 16-bit copy. ``names``: of the bucket's
+        parameters."""
         code, limit = _ROUNDS_TO_INF[sent.dtype]
         self._check_peaks(code, names, sent, gradients, limit)
 
     def check_quantized(self, names: Sequence[str], scales: torch.Tensor, gradients: Gradients) -> None:
-        """Report gradients without a valid scale: one of ``scales`` is inf or nan."""
+        """Report gradients that prevent a valid scale, if one of ``scales`` is inf or nan."""
         limit = torch.finfo(scales.dtype).max / 2  # where the range overflows, its larger end reaches this
         if scales.is_cuda:
             peaks = _device_peaks(gradients())
@@ -94,23 +100,24 @@ class Watch:
             self._evaluate(_Look("quantization-range", self.iteration, list(names), peaks, limit))
 
     def check_non_finite(self, names: Sequence[str], buffer: torch.Tensor, gradients: Gradients) -> None:
-        """Report gradients that hold inf or nan; ``buffer`` holds them all."""
+        """Report gradients that contain inf or nan; ``buffer`` contains all of the gradients."""
         self._check_peaks("non-finite", names, buffer, gradients, float("inf"))
 
     def check_low_rank(
         self, names: Sequence[str], flat: torch.Tensor, parts: Sequence[torch.Tensor], *, dims: tuple[int, ...]
     ) -> None:
-        """Report gradients that PowerSGD corrupts; call it with P before it is made orthonormal (``dims`` 0), and with the
+        """Report gradients that PowerSGD corrupts. Called with P before it is made orthonormal (``dims`` 0), and with the
         averaged Q.
 
-        ``parts`` (rows x rank) are those of each parameter in ``flat``, or one that all of them share.
+        ``parts`` (rows x rank): one for each parameter in ``flat``, or a single one that all of them share.
 
         P and Q are small, and every problem shows in them. Every element of a matrix M is a factor in M Q, so inf or nan in a
-        gradient or a residual is inf or nan in its row of P. A P of zeros becomes nan when it is made orthonormal, and so does Q
-        = M^T P. An overflow in P or Q, or in their sums over the ranks, is inf. Values that stay finite but are wrong have a norm
-        beyond their dtype: a column of P (with warm start of Q too, in the next step) is divided by its norm, and by inf becomes
-        zero (``dims`` 0); an element of P Q^T is at most the norm of a row of Q, since the columns of P are orthonormal
-        (``dims`` 1). The norm of ``flat`` is at least as large as any of these, and normally only this norm is checked.
+        gradient or a residual is inf or nan in its row of P. A P of zeros becomes nan when it is made orthonormal, and so does
+        Q = M^T P. An overflow in P or Q, or in their sums over the ranks, is inf. Values that stay finite but are wrong have a
+        norm beyond their dtype: a column of P (with warm start of Q too, in the next step) is divided by its norm, and by inf
+        becomes zero (``dims`` 0); an element of P Q^T is at most the norm of a row of Q, since the columns of P are
+        orthonormal (``dims`` 1). The norm of ``flat`` is at least as large as any of these, and normally only this norm is
+        checked.
         """
         limit = torch.finfo(flat.dtype).max
         if flat.is_cuda:
@@ -123,7 +130,7 @@ class Watch:
             self._evaluate(_Look("low-rank-overflow", self.iteration, list(names), norms, limit))
 
     def warnings(self) -> list[HookWarning]:
-        """All warnings so far, oldest first. Synchronises with a CUDA device."""
+        """Return all warnings so far, oldest first. Waits for a CUDA device if results are on it."""
         pending, self._pending = self._pending, []
         if pending:  # made on several streams: PowerSGD has a separate one
             torch.cuda.synchronize(pending[0].peaks.device)
@@ -134,6 +141,7 @@ class Watch:
     def _check_peaks(
         self, code: Code, names: Sequence[str], flat: torch.Tensor, gradients: Gradients, limit: float
     ) -> None:
+        """Report the gradients in ``flat`` whose largest magnitude is at least ``limit``, with ``code``."""
         if flat.is_cuda:
             peaks = _device_peaks(gradients())
             self._defer(_Look(code, self.iteration, list(names), peaks, limit))
@@ -142,11 +150,13 @@ class Watch:
             self._evaluate(_Look(code, self.iteration, list(names), peaks, limit))
 
     def _defer(self, check: _Look) -> None:
+        """Keep a check whose result is on the device; all are evaluated when there are ``_PENDING_LIMIT``."""
         self._pending.append(check)
         if len(self._pending) >= _PENDING_LIMIT:
             self.warnings()
 
     def _evaluate(self, check: _Look) -> None:
+        """Store and log the problems in a check's result that are new."""
         for name, peak in zip(check.names, check.peaks.tolist(), strict=True):
             here = check.code if check.limit <= peak else None
             code = here if peak < float("inf") else _CODE_IF_INFINITE[check.code]
@@ -157,23 +167,26 @@ class Watch:
 
 
 def _norms(parts: Sequence[torch.Tensor], dims: tuple[int, ...]) -> torch.Tensor:
-    """The largest norm along these dimensions within each part; nan where it holds one."""
+    """Return, for each part, the largest norm along any of the dimensions ``dims``; nan for a part that contains nan."""
     norms = [[torch.linalg.vector_norm(part, dim=d, dtype=torch.float64).amax() for d in dims] for part in parts]
     return torch.stack([torch.stack(of_one).amax() for of_one in norms])
 
 
 def _finite_sum(flat: torch.Tensor) -> bool:
-    """False if any element is inf or nan, and rarely where only the sum overflows. Takes half the time of ``aminmax``."""
+    """True if the sum of the elements is finite: no element is inf or nan. False also if only the sum overflows, which is
+    rare. It takes half the time of ``aminmax``."""
     return math.isfinite(flat.sum().item())
 
 
 def _device_peaks(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The largest magnitude in each tensor, in one launch and without waiting; 0 for a tensor without elements."""
+    """Return the largest magnitude in each tensor, as a tensor on the device, in one kernel launch and without waiting; 0 for
+    a tensor without elements."""
     parts = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]
     return torch.stack(norms_of(parts, float("inf")))
 
 
 def _peak(tensor: torch.Tensor) -> float:
+    """Return the largest magnitude in a tensor; nan if it contains nan, 0 if it has no elements."""
     if not tensor.numel():
         return 0.0
     low, high = torch.aminmax(tensor)

@@ -18,10 +18,11 @@ from ratchet_hooks.torch_compat import foreach_copy_
 
 @torch.no_grad()
 def average_in_place(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Set every parameter to its mean over the group. A collective; done when it returns (on CUDA: queued).
+    """Set every parameter to its mean over the ranks of ``group``. A collective; complete when it returns (on CUDA: queued).
+    Does nothing in a group of one rank.
 
-    The arithmetic of ``model_averaging.utils.average_parameters``: one flat copy of all of them, in logical order and of the
-    widest dtype among them, divided by the number of ranks, all-reduced. The copy is freed afterwards.
+    The arithmetic is that of ``model_averaging.utils.average_parameters``: one flat copy of all parameters, in logical order
+    and of the widest dtype among them, is divided by the number of ranks and all-reduced. The copy is freed afterwards.
     """
     if not parameters or group.size() == 1:
         return
@@ -34,8 +35,8 @@ def average_in_place(parameters: Sequence[torch.Tensor], group: dist.ProcessGrou
 
 @contextmanager
 def temporarily_averaged(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Iterator[None]:
-    """Context manager in which the parameters hold the group's mean; afterwards this rank's own again, bit for bit. Entering is a
-    collective."""
+    """Context manager: in it the parameters have their mean over the group; at the end they get this rank's values back, bit
+    for bit. Entering it is a collective."""
     with torch.no_grad():
         kept = [p.clone() for p in parameters]
     try:
@@ -47,12 +48,12 @@ def temporarily_averaged(parameters: Sequence[torch.Tensor], group: dist.Process
 
 
 class Averager:
-    """Decides when to average, and over which group. ``step`` counts the calls of ``next_group``, as torch's averagers count
-    theirs.
+    """Decides after each step whether parameters are averaged, and over which group. ``step`` counts the calls of
+    ``next_group``, as torch's averagers count theirs.
 
-    ``groups``: period in steps -> group, None for a group of this rank alone. Periods count from the end of the warm-up
+    ``groups``: the group for each period in steps; None: a group of this rank alone. Periods count from the end of the warm-up
     (``PeriodicModelAverager``) or, with ``hierarchical``, from step 0 (``HierarchicalModelAverager``): the largest one that
-    divides the step decides. ``warm_up``: number of calls before the first that may average; None until it is known.
+    divides the count decides. ``warm_up``: number of calls before the first that may average; None until it is known.
     """
 
     def __init__(self, groups: Mapping[int, dist.ProcessGroup | None], *, hierarchical: bool) -> None:
@@ -62,19 +63,21 @@ class Averager:
         self.warm_up: int | None = None
 
     def next_group(self) -> dist.ProcessGroup | None:
-        """The group to average over after the step that was just done; None: no averaging now."""
+        """Count a step, and return the group to average over after it; None: no averaging after this step."""
         period = None if self.warm_up is None else self._due_period(self.step, self.warm_up)
         self.step += 1
         return None if period is None else self._groups[period]
 
     def steps_until(self, warm_up: int) -> int:
-        """Number of steps until the next averaging (1: after the next one), if the warm-up is ``warm_up`` calls."""
+        """Return the number of steps until the next averaging (1: after the next step), if the warm-up takes ``warm_up``
+        calls. Changes nothing."""
         step = max(self.step, warm_up)
         while self._due_period(step, warm_up) is None:
             step += 1
         return step + 1 - self.step
 
     def _due_period(self, step: int, warm_up: int) -> int | None:
+        """Return the period that is due after step ``step``; None if none is, or the warm-up is not over."""
         if step < warm_up:
             return None
         since = step if self._hierarchical else step - warm_up

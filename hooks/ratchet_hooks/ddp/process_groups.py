@@ -12,11 +12,11 @@ from ratchet_hooks.torch_compat import timeout_of
 
 
 def partition(group: dist.ProcessGroup, device: torch.device, size: int) -> dist.ProcessGroup:
-    """This rank's part of ``group``, divided into parts of ``size`` neighbouring ranks. A collective: all ranks of the group call
-    it.
+    """Divide ``group`` into parts of ``size`` neighbouring ranks, and return this rank's part. A collective: all ranks of the
+    group call it. For the size of the whole group, ``group`` itself is returned.
 
-    ``size`` divides the size of the group. The parts have the group's timeout; torch would give them its default of 10 or 30
-    minutes. They exist until the main group is destroyed. For the size of the whole group, ``group`` itself is returned.
+    The parts have the time limit of ``group``; torch would give them its default of 10 or 30 minutes. They exist until the
+    main group is destroyed. Raises ``ValueError`` if ``size`` does not divide the size of the group.
     """
     if group.size() % size:
         raise ValueError(f"{group.size()} ranks cannot be divided into groups of {size}")
@@ -28,14 +28,19 @@ def partition(group: dist.ProcessGroup, device: torch.device, size: int) -> dist
 
 
 def duplicate_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A second group of the same ranks, whose collectives cannot cross those of the first. A collective."""
+    """Return a second group of the same ranks and time limit, whose collectives cannot be mixed up with those of ``group``. A
+    collective."""
     ranks = dist.get_process_group_ranks(group)
     return new_groups([ranks], len(ranks) == dist.get_world_size(), timeout_of(group, device))
 
 
 def new_groups(parts: Sequence[Sequence[int]], all_ranks: bool, timeout: timedelta) -> dist.ProcessGroup:
-    """This rank's group among ``parts`` (global ranks). ``all_ranks``: all ranks of the job call this, and make all parts in the
-    same order, as torch requires; else only the ranks of the parts call it, each making its own."""
+    """Make groups of ``parts`` (global ranks), and return the one that this rank is in. Raises ``ValueError`` if it is in
+    none.
+
+    ``all_ranks`` True: all ranks of the job call this and make all parts in the same order, as torch requires. False: only the
+    ranks of the parts call it, and each makes its own part.
+    """
     mine, own = dist.get_rank(), None
     for part in parts:
         if all_ranks or mine in part:
@@ -48,9 +53,10 @@ def new_groups(parts: Sequence[Sequence[int]], all_ranks: bool, timeout: timedel
 
 
 def close_group() -> None:
-    """Leave ``torch.distributed`` cleanly: wait for all ranks, then destroy all groups.
+    """Leave ``torch.distributed`` cleanly: wait for all ranks, then destroy all groups. A collective; does nothing if it is
+    not initialised.
 
-    Without the barrier a rank may tear down connections that another still reads, which aborts that process at its exit.
+    Without the barrier a rank may close connections that another still reads, which aborts that process at its exit.
     """
     if dist.is_initialized():
         dist.barrier()

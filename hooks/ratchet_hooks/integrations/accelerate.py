@@ -41,14 +41,14 @@ def manage(
     redistribute: bool = False,
     **parameters: Any,
 ) -> ManagedHook:
-    """Put ``model``, as ``accelerator.prepare`` returned it, under a managed hook; ``save_state`` and ``load_state`` include its
-    state.
+    """Put a managed hook on ``model``, as ``accelerator.prepare`` returned it; ``save_state`` and ``load_state`` then include
+    the hook's state. Returns the hook.
 
     A collective, after ``prepare`` and before the first forward. ``hook``, ``wrapper``, ``parameters``: as in
-    ``ratchet_hooks.register``; None: take over the comm_hook of DistributedDataParallelKwargs. ``redistribute``: ``load_state``
-    accepts states that another number of ranks saved, with a warning (``rank_state.redistribute_ranks``). Raises
-    ``UnsupportedModel`` for models that cannot be managed; ``load_state`` raises ``HookStateError`` for a directory without this
-    rank's state, or with another's.
+    ``ratchet_hooks.register``; ``hook`` None: take over the comm_hook of DistributedDataParallelKwargs. ``redistribute``:
+    ``load_state`` accepts states that another number of ranks saved, with a warning (``rank_state.redistribute_ranks``).
+    Raises ``UnsupportedModel`` for models that cannot be managed; ``load_state`` raises ``HookStateError`` for a directory
+    without this rank's state, or with another's.
     """
     if not isinstance(model, DistributedDataParallel):
         raise UnsupportedModel(
@@ -71,19 +71,22 @@ def manage(
 
 
 class _Keeper:
-    """The last object that Accelerate loads in ``load_state``: model and optimizers, loaded later, would overwrite this state."""
+    """An object that Accelerate loads last in ``load_state``, and whose loading restores this rank's state: done earlier,
+    loading model and optimizers would overwrite it. ``save_state`` stores only a version for it."""
 
     def __init__(self, file: RankFile) -> None:
         self.file = file
         self._directory: str | None = None
 
     def record_directory(self, models: list[nn.Module], directory: str) -> None:
+        """Remember the directory that ``load_state`` reads; called by Accelerate before it loads anything."""
         self._directory = directory
 
     def state_dict(self) -> dict[str, int]:
         return {"version": VERSION}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore this rank's state from the file in the directory that was recorded."""
         assert self._directory is not None
         self.file.load(self._directory)
 

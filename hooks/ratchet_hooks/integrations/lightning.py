@@ -42,13 +42,13 @@ KEY: Final = "ratchet_hooks"
 
 
 class RatchetDDPStrategy(DDPStrategy):
-    """DDP under one of Ratchet's hooks.
+    """Lightning's DDP strategy with one of Ratchet's hooks, whose state is in Lightning's checkpoints.
 
     ``hook``, ``wrapper``: as in ``ratchet_hooks.register``; or Lightning's ``ddp_comm_hook``, ``ddp_comm_state`` and
-    ``ddp_comm_wrapper``, which mean the same. ``model_averaging_period``: of post_localSGD. ``reset_hook``: start the hook
-    without state where a checkpoint has no state of it, which is an error otherwise. ``redistribute``: accept a checkpoint of
-    another number of ranks, with a warning (``rank_state.redistribute_ranks``), which is an error otherwise. Everything else is
-    ``DDPStrategy``'s.
+    ``ddp_comm_wrapper``, which mean the same; default: allreduce. ``model_averaging_period``: of post_localSGD. ``reset_hook``
+    True: if a checkpoint has no hook state, the hook starts without state; otherwise that is an error. ``redistribute`` True:
+    a checkpoint of another number of ranks is accepted, with a warning (``rank_state.redistribute_ranks``); otherwise it is an
+    error. Other arguments are those of ``DDPStrategy``.
     """
 
     def __init__(
@@ -77,11 +77,13 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @property
     def hook(self) -> ManagedHook:
-        """The hook of the model that is trained, with its ``summary`` and ``warnings``."""
+        """The hook of the model that is trained, with its ``summary`` and ``warnings``. Raises ``RuntimeError`` except while
+        ``Trainer.fit`` runs."""
         return hook_of(self._managed_ddp())
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        """Refuse manual optimization, then set up as ``DDPStrategy`` does. Raises ``MisconfigurationException``."""
         module = self.lightning_module
         if module is not None and not module.automatic_optimization:
             raise MisconfigurationException(
@@ -92,6 +94,7 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
+        """Register the requested hook on Lightning's DDP, on any device."""
         assert isinstance(self.model, DistributedDataParallel)
         hook = register(
             self.model,
@@ -108,6 +111,7 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Take an optimizer step, then average parameters if the hook does that. Returns the closure's result."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.hook.average_parameters()
         return output
@@ -116,7 +120,8 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """On all ranks, as Lightning calls it. A checkpoint of weights alone is not changed."""
+        """Add all ranks' states to ``checkpoint`` and save it. Lightning calls it on all ranks; a collective. A checkpoint of
+        weights alone is saved unchanged."""
         if "optimizer_states" in checkpoint and isinstance(self.model, ManagedDDP):
             ranks = self._gather_rank_states(self.model)
             if ranks is not None:
@@ -124,6 +129,8 @@ class RatchetDDPStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _gather_rank_states(self, ddp: ManagedDDP) -> Any:
+        """Return all ranks' packed states on rank 0, None on other ranks. A collective. Warns if gradients have been
+        accumulated, which no checkpoint contains."""
         fit = self._fit_loop()
         accumulates = fit.epoch_loop.batch_progress.current.ready > 0 and fit._should_accumulate()
         if accumulates:
@@ -137,8 +144,8 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """After model and optimizers: restore the rest of this rank. Raises ``HookStateError`` where it does not fit or is
-        missing."""
+        """Restore the optimizers as ``DDPStrategy`` does, then the rest of this rank's state; the model is loaded before.
+        Raises ``HookStateError`` if that state does not fit or is missing."""
         super().load_optimizer_state_dict(checkpoint)
         ddp = self._managed_ddp()
         if KEY not in checkpoint:
@@ -165,6 +172,8 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
+        """Restore the generators of a checkpoint within an epoch once more: making the data loader's iterator has drawn a seed
+        from them since they were restored."""
         super().on_train_start()
         if self._state_to_restore is not None:
             rank_state.restore_generators(self._managed_ddp(), self._state_to_restore)
@@ -173,6 +182,7 @@ class RatchetDDPStrategy(DDPStrategy):
     # --- parts ---------------------------------------------------------------------------------------------------------
 
     def _managed_ddp(self) -> ManagedDDP:
+        """Return the managed DDP. Raises ``RuntimeError`` if there is none."""
         if not isinstance(self.model, ManagedDDP):
             raise RuntimeError("RatchetDDPStrategy has a hook only while Trainer.fit runs")
         return self.model
@@ -182,4 +192,5 @@ class RatchetDDPStrategy(DDPStrategy):
         return self.lightning_module.trainer.fit_loop
 
     def _plain_optimizers(self) -> list[Optimizer]:
+        """Return torch's optimizers, without Lightning's wrappers."""
         return [o._optimizer if isinstance(o, LightningOptimizer) else o for o in self.optimizers]

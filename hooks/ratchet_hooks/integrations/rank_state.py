@@ -25,8 +25,9 @@ _NO_STATE = "not the state of a rank: this entry is missing"
 
 
 def capture_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """This rank's hook, buffers and generators, and under a hook whose replicas differ (post_localSGD) its parameters and
-    optimizers too. A collective between two steps; for ``files.save_state`` or ``files.pack_state``."""
+    """Return this rank's state, for ``files.save_state`` or ``files.pack_state``: the hook's state, the buffers and the
+    generators; under a hook whose replicas differ (post_localSGD) also parameters and optimizers. A collective, between two
+    steps."""
     hook = hook_of(ddp)
     state: dict[str, Any] = {
         "version": VERSION,
@@ -44,11 +45,12 @@ def capture_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[
 
 
 def redistribute_ranks(ddp: nn.parallel.DistributedDataParallel, states: Sequence[Any]) -> dict[str, Any]:
-    """Return a state for ``restore_rank`` from the states of a group of another size, all of them in rank order.
+    """Return this rank's state, for ``restore_rank``, from ``states``, those of a group of another size: all of them, in rank
+    order.
 
-    The hook's is merged by ``state_version.redistribute``, which keeps the mean of residuals; buffers are those of the old rank
-    with this number, modulo the old number of ranks; generators stay as they are. Rank 0 warns about it. Raises
-    ``HookStateError`` for states that are not of one checkpoint, and under post_localSGD, whose replicas differ.
+    The hook states are merged by ``state_version.redistribute``, which keeps the mean of residuals. Buffers are those of the
+    old rank with this rank's number, modulo the old number of ranks; the generators are not restored. Rank 0 issues a warning.
+    Raises ``HookStateError`` for states that are not of one checkpoint, and under post_localSGD, whose replicas differ.
     """
     hook, ranks, rank = hook_of(ddp), ddp.process_group.size(), ddp.process_group.rank()
     for number, state in enumerate(states):
@@ -74,10 +76,11 @@ def redistribute_ranks(ddp: nn.parallel.DistributedDataParallel, states: Sequenc
 
 
 def restore_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer], state: Any) -> None:
-    """Restore the result of ``capture_rank``, except the generators: call ``restore_generators`` when nothing draws from them any
-    more.
+    """Restore the result of ``capture_rank`` except the generators: call ``restore_generators`` when nothing draws from them
+    before training continues.
 
-    After model and optimizers were loaded, before the first forward. A collective. Raises ``HookStateError``.
+    A collective, after model and optimizers were loaded and before the first forward. Raises ``HookStateError`` for a state of
+    another rank, number of ranks, hook or model.
     """
     check_rank(ddp, state)
     restore(ddp, state["hook"])
@@ -93,28 +96,29 @@ def restore_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[
 
 
 class RankFile:
-    """``ratchet_hook_<rank>.safetensors`` in a framework's checkpoint directory: the file of this rank."""
+    """This rank's file ``ratchet_hook_<rank>.safetensors`` in the checkpoint directory of a framework."""
 
     def __init__(
         self, ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer], *, redistribute: bool = False
     ) -> None:
-        """``redistribute``: ``load`` accepts files of another number of ranks, see ``redistribute_ranks``; an error otherwise."""
+        """``redistribute`` True: ``load`` accepts files of another number of ranks, as ``redistribute_ranks`` describes;
+        otherwise that is an error."""
         self.ddp, self.optimizers, self._redistribute = ddp, list(optimizers), redistribute
 
     def path(self, directory: str | os.PathLike[str], rank: int | None = None) -> Path:
-        """The file of ``rank``; None: of this rank."""
+        """Return the path of the file of ``rank`` in ``directory``; None: this rank."""
         return Path(directory, f"ratchet_hook_{self.ddp.process_group.rank() if rank is None else rank}.safetensors")
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """A collective, between two steps."""
+        """Capture this rank's state and write it to its file in ``directory``. A collective, between two steps."""
         save_state(self.path(directory), capture_rank(self.ddp, self.optimizers))
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Restore this rank's state from ``directory``. Call it on all ranks (a collective), after model and optimizers were
-        loaded and before the first forward. Generators are not restored: the framework does that.
+        """Restore this rank's state from ``directory``, except the generators, which the framework restores. A collective,
+        after model and optimizers were loaded and before the first forward.
 
-        Raises ``HookStateError`` where the state is missing or invalid (the file is named), or does not fit the ranks, the hook
-        or the model.
+        Raises ``HookStateError`` if the state is missing or invalid (the message names the file), or does not fit the ranks,
+        the hook or the model.
         """
         first = self.path(directory, 0)
         recorded = self._state(first)["world_size"] if self._redistribute and first.exists() else None
@@ -125,6 +129,7 @@ class RankFile:
         restore_rank(self.ddp, self.optimizers, state)
 
     def _state(self, path: Path) -> Any:
+        """Return the state in one file. Raises ``HookStateError`` if the file is missing or invalid."""
         if not path.exists():
             raise HookStateError(
                 str(path), "no such file: this checkpoint was made without a managed hook, or by another number of ranks "
@@ -140,7 +145,7 @@ class RankFile:
 
 
 def check_rank(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
-    """Raise ``HookStateError`` for a state of a newer format, another rank or another number of ranks."""
+    """Raise ``HookStateError`` for a state of a newer format, of another rank, or of another number of ranks."""
     check_version(state)
     ranks, rank = ddp.process_group.size(), ddp.process_group.rank()
     if state["world_size"] != ranks:
@@ -150,7 +155,7 @@ def check_rank(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
 
 
 def check_version(state: Any) -> None:
-    """Raise ``HookStateError`` for a value that is not a rank's state, naming the missing entry, or for a state of a newer
+    """Raise ``HookStateError`` for a value that is not a rank's state (naming the missing entry), or for a state of a newer
     format."""
     if not isinstance(state, dict) or not isinstance(state.get("version"), int):
         raise HookStateError("version", _NO_STATE)
@@ -163,7 +168,7 @@ def check_version(state: Any) -> None:
 
 
 def world_size_mismatch(recorded: int, ranks: int) -> str:
-    """Why a state of another number of ranks is refused, and what to do."""
+    """Return the message for a state of another number of ranks: why it is refused, and what to do."""
     return (
         f"recorded on {recorded} ranks, but this run has {ranks}; start as many as then, or pass redistribute=True: residuals "
         "become their mean, which is not exact"
@@ -171,13 +176,14 @@ def world_size_mismatch(recorded: int, ranks: int) -> str:
 
 
 def restore_generators(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
-    """Restore the generators' state, if there is one, as the last step before training continues."""
+    """Restore the generators' state, if ``state`` has one. Must be the last step before training continues."""
     if state["rng"] is not None:
         rng.restore(state["rng"], ddp.device)
 
 
 def gather_bytes(packed: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> list[torch.Tensor] | None:
-    """All ranks' uint8 tensors in rank order on rank 0 (of ``group``), None elsewhere. A collective; one rank sends at a time."""
+    """Return all ranks' uint8 tensors, on the CPU and in rank order, on rank 0 of ``group``; None on other ranks. A
+    collective; one rank sends at a time."""
     sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
     sizes[group.rank()] = packed.numel()
     dist.all_reduce(sizes, group=group)
@@ -194,6 +200,8 @@ def gather_bytes(packed: torch.Tensor, group: dist.ProcessGroup, device: torch.d
 
 @torch.no_grad()
 def _copy(kind: str, live: dict[str, Any], saved: dict[str, torch.Tensor]) -> None:
+    """Copy the saved tensors into the live ones of the same name. Raises ``HookStateError`` if names, shapes or dtypes differ.
+    ``kind``: buffer or parameter, for the message."""
     if odd := sorted(set(live) ^ set(saved)):
         raise HookStateError(odd[0], f"a {kind} that only the {'model' if odd[0] in live else 'checkpoint'} has")
     for name, tensor in live.items():

@@ -38,12 +38,13 @@ def manage(
     redistribute: bool = False,
     **parameters: Any,
 ) -> RatchetCallback:
-    """Make ``trainer`` train under ``hook`` and keep its state in its checkpoints. On every rank, before ``trainer.train``.
+    """Make ``trainer`` train with ``hook``, and keep the hook's state in its checkpoints. Call it on every rank, before
+    ``trainer.train``. Returns the callback that was added to the trainer.
 
     ``hook``, ``wrapper``, ``parameters``: as in ``ratchet_hooks.register``. ``redistribute``: accept checkpoints of another
     number of ranks, with a warning (``rank_state.redistribute_ranks``). The hook is registered when training begins; then
-    ``UnsupportedModel`` is raised for models that cannot be managed, and ``HookStateError`` for a checkpoint without this rank's
-    state.
+    ``UnsupportedModel`` is raised for models that cannot be managed, and ``HookStateError`` for a checkpoint without this
+    rank's state.
     """
     callback = RatchetCallback(trainer, hook, wrapper, parameters, redistribute)
     trainer.add_callback(callback)
@@ -51,7 +52,8 @@ def manage(
 
 
 class RatchetCallback(TrainerCallback):
-    """Created by ``manage``. ``hook``: that of the model in training, with its ``summary`` and ``warnings``."""
+    """The callback that ``manage`` adds to a Trainer. Creating it also replaces the Trainer's method that loads the optimizer,
+    so that the hook's state is loaded after it."""
 
     def __init__(
         self,
@@ -68,6 +70,8 @@ class RatchetCallback(TrainerCallback):
         load = trainer._load_optimizer_and_scheduler
 
         def load_and_restore(checkpoint: str | None) -> None:
+            """Load optimizer and scheduler as the Trainer does, then this rank's state from the same directory; None: no
+            checkpoint."""
             load(checkpoint)
             if checkpoint is not None:
                 self._rank_file().load(checkpoint)
@@ -77,11 +81,14 @@ class RatchetCallback(TrainerCallback):
 
     @property
     def hook(self) -> ManagedHook:
+        """The hook of the model in training, with its ``summary`` and ``warnings``."""
         return hook_of(self._ensure_managed())
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Put the model under the hook. Raises ``HookStateError`` if training continues from a later step without a loaded
+        state."""
         self._ensure_managed()
         if state.global_step > 0 and self._restored is None:
             raise HookStateError(
@@ -92,9 +99,11 @@ class RatchetCallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Average the parameters, if the hook does that. The Trainer calls it after each optimizer step."""
         self.hook.average_parameters()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write this rank's file into the checkpoint's directory. A collective."""
         directory = Path(self._trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self._rank_file().save(directory)
 
@@ -104,7 +113,8 @@ class RatchetCallback(TrainerCallback):
         return RankFile(self._ensure_managed(), [plain], redistribute=self._redistribute)
 
     def _ensure_managed(self) -> ManagedDDP:
-        """The Trainer's current model, put under the hook when it is new."""
+        """Return the Trainer's present model; if it is not managed yet, the hook is registered on it. Raises
+        ``UnsupportedModel``."""
         model = self._trainer.model_wrapped
         if isinstance(model, ManagedDDP):
             return model

@@ -29,10 +29,11 @@ def convert_state(
     new: HookSpec,
     parameters: Mapping[str, torch.Tensor],
 ) -> tuple[Tensors, JsonValue]:
-    """Return the state of hook ``old`` in the form of hook ``new``.
+    """Return the captured state (tensors and JSON part) of hook ``old`` in the form of hook ``new``. ``change``: what
+    ``hook_change`` returned for them.
 
-    ``parameters``: the trained ones by name; a residual without a wrapper has its parameter's dtype. Raises ``HookStateError``
-    where values do not fit into the new dtype, and where ``new`` cannot use anything of the state.
+    ``parameters``: the trained ones by name; without a wrapper a residual has its parameter's dtype. Raises ``HookStateError``
+    if values do not fit into the new dtype, or if ``new`` cannot use anything of the state.
     """
     checked = check_data(data, old)
     if change.state == "lost" or (change.state == "none" and is_stateful(new)):
@@ -54,8 +55,8 @@ def convert_state(
 def _convert_low_rank(
     tensors: Tensors, state: JsonValue, old: PowerSGDSpec | BatchedPowerSGDSpec, new: PowerSGDSpec | BatchedPowerSGDSpec
 ) -> tuple[Tensors, JsonValue]:
-    """Carry over the residuals by parameter, which hold for both hooks; P and Q where the matrices are the same; generator,
-    iteration."""
+    """Return the state of one PowerSGD hook in the form of another. Kept are generator and iteration; the residuals by
+    parameter, if both hooks use error feedback; P and Q, if the matrices are the same."""
     assert isinstance(state, dict)
     kept = dict(tensors)
     facts: dict[str, JsonValue] = dict(state)
@@ -85,7 +86,8 @@ def _convert_low_rank(
 def _cast(
     name: str, tensor: torch.Tensor, new: HookSpec, parameters: Mapping[str, torch.Tensor], owners: Mapping[str, str]
 ) -> torch.Tensor:
-    """A residual, P or Q in the dtype of the buckets under the new wrapper; any other tensor as it is."""
+    """Return a residual, P or Q in the dtype that the buckets have under the wrapper of ``new``; any other tensor unchanged.
+    ``owners``: a parameter of each bucket, by the bucket's index. Raises ``HookStateError`` if a value overflows."""
     kind, _, owner = name.partition("/")
     if kind not in ("residual", "residual_padding", "p", "q"):
         return tensor
@@ -102,9 +104,12 @@ def _cast(
 
 
 def _convert_local_sgd(state: JsonValue, new: PostLocalSGDSpec, iteration: int, *, replicas_kept: bool) -> JsonValue:
-    """Iteration and averager's step continue under the new parameters. The warm-up of the averager ends with the hook's: it has
-    ended if the new start is in the past, and has not if it is in the future. ``replicas_kept``: subgroups must be the same as
-    before."""
+    """Return the state of post_localSGD for the parameters of ``new``; ``iteration`` and the averager's step continue.
+
+    The warm-up of the averager ends with the hook's: it has ended if the new start is in the past, and has not if it is in the
+    future. ``replicas_kept``: the ranks' parameters stay as they are, so the recorded subgroups are kept, and must be the same
+    at the restore.
+    """
     recorded: Any = state if isinstance(state, dict) else {}
     slots, averager = recorded.get("slots"), recorded.get("averager")
     if not isinstance(slots, dict) or not isinstance(averager, dict) or type(slots.get("iter")) is not int:

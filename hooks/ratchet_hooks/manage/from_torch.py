@@ -36,10 +36,8 @@ _LOW_RANK_PARAMETERS: Final = (
 
 
 def wrapper_name(wrapper: object) -> str | None:
-    """``fp16_compress_wrapper`` for torch's function of that name; a name or None is returned as it is.
-
-    Raises ``UnsupportedModel`` for another function.
-    """
+    """Return the name of torch's wrapper function ``wrapper``, such as ``fp16_compress_wrapper``; a name or None is returned
+    unchanged. Raises ``UnsupportedModel`` for another function."""
     if wrapper is None or isinstance(wrapper, str):
         return wrapper
     if wrapper in _WRAPPERS:
@@ -50,8 +48,8 @@ def wrapper_name(wrapper: object) -> str | None:
 
 
 def unwrap(function: Callable[..., Any]) -> tuple[Callable[..., Any], str | None]:
-    """The function inside ``fp16_compress_wrapper(function)`` and the wrapper's name; the name is None for a function that is not
-    wrapped."""
+    """Return the function inside ``fp16_compress_wrapper(function)`` or ``bf16_compress_wrapper(function)``, and the wrapper's
+    name; for a function that is not wrapped, the function itself and None."""
     for wrapper in _WRAPPERS:
         inner = f"{wrapper.__name__}.<locals>."
         if function.__module__ == wrapper.__module__ and function.__qualname__.startswith(inner):
@@ -61,9 +59,11 @@ def unwrap(function: Callable[..., Any]) -> tuple[Callable[..., Any], str | None
 
 
 def spec_of(state: object, function: Callable[..., Any], group: dist.ProcessGroup) -> dict[str, Any] | None:
-    """The values of the spec for torch's ``function`` with ``state``; None for a function that is not torch's.
+    """Return the values of the spec that corresponds to torch's hook ``function`` with ``state``; None if the function is not
+    torch's.
 
-    ``group``: DDP's. Raises ``UnsupportedModel`` for a state that has been used, or that names another group.
+    ``group``: DDP's process group. Raises ``UnsupportedModel`` for a state of another class, one that has been used, or one of
+    another group.
     """
     if function in _WITHOUT_STATE:
         _check_same_group(state, group)
@@ -76,6 +76,7 @@ def spec_of(state: object, function: Callable[..., Any], group: dist.ProcessGrou
 
 
 def _low_rank_parameters(state: object, name: str, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return the spec's parameters for a ``PowerSGDState``. Raises ``UnsupportedModel`` as ``spec_of`` does."""
     if not isinstance(state, power_sgd.PowerSGDState):
         raise UnsupportedModel(f"{name}_hook takes a PowerSGDState, not {type(state).__name__}")
     _check_same_group(state.process_group, group)
@@ -90,7 +91,8 @@ def _low_rank_parameters(state: object, name: str, group: dist.ProcessGroup) -> 
 
 
 def _seed_of(generator: np.random.RandomState) -> int:
-    """The seed that ``RandomState(seed)`` was created with: the first word of its initial state."""
+    """Return the seed with which a ``RandomState(seed)`` was created. Raises ``UnsupportedModel`` if numbers have been drawn
+    from it."""
     state: Any = generator.get_state(legacy=False)
     seed = int(state["state"]["key"][0])
     first: Any = np.random.RandomState(seed).get_state(legacy=False)
@@ -100,6 +102,7 @@ def _seed_of(generator: np.random.RandomState) -> int:
 
 
 def _local_sgd_parameters(state: object, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return the spec's parameters for a ``PostLocalSGDState``. Raises ``UnsupportedModel`` as ``spec_of`` does."""
     if not isinstance(state, local_sgd.PostLocalSGDState):
         raise UnsupportedModel(f"post_localSGD_hook takes a PostLocalSGDState, not {type(state).__name__}")
     _check_same_group(state.process_group, group)
@@ -115,7 +118,8 @@ def _local_sgd_parameters(state: object, group: dist.ProcessGroup) -> dict[str, 
 
 
 def _consecutive_size(subgroup: dist.ProcessGroup, group: dist.ProcessGroup) -> int:
-    """Size of a subgroup like those of ``new_subgroups``: ranks k * size ... (k + 1) * size - 1 of ``group``."""
+    """Return the size of a subgroup whose ranks are k * size ... (k + 1) * size - 1 of ``group``, as ``new_subgroups`` makes
+    them. Raises ``UnsupportedModel`` for other ranks."""
     ranks = [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(subgroup)]
     if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks):
         raise UnsupportedModel(
@@ -126,7 +130,7 @@ def _consecutive_size(subgroup: dist.ProcessGroup, group: dist.ProcessGroup) -> 
 
 
 def _check_same_group(requested: object, group: dist.ProcessGroup) -> None:
-    """Raise ``UnsupportedModel`` unless the hook's group is DDP's; None means the default group."""
+    """Raise ``UnsupportedModel`` unless the hook's group ``requested`` is DDP's ``group``; None stands for the default group."""
     found = dist.group.WORLD if requested is None else requested
     if found is not group:
         raise UnsupportedModel("the hook's process group is not that of the DDP; give DDP the same process_group")

@@ -59,17 +59,20 @@ def managed_ddp(
     process_group: dist.ProcessGroup | None = None,
     node_ranks: int | None = None,
 ) -> tuple[ManagedDDP, ManagedHook]:
-    """Wrap ``module`` in DDP under the hook of ``spec``. A collective: all ranks of the group call it.
+    """Wrap ``module`` in DDP with the hook of ``spec``; returns the DDP and its hook. A collective: all ranks of the group
+    call it.
 
-    ``ddp`` takes DDP's own keywords: bucket_cap_mb (MiB), static_graph, gradient_as_bucket_view, find_unused_parameters,
+    ``ddp``: DDP's own keywords bucket_cap_mb (MiB), static_graph, gradient_as_bucket_view, find_unused_parameters,
     broadcast_buffers, init_sync. DDP broadcasts rank 0's parameters and buffers here, so load per-rank state afterwards.
-    ``device``: the device of the module's parameters; None: that of the first one. ``node_ranks``: ranks per node, for hooks that
-    treat the ranks of one node separately; None: LOCAL_WORLD_SIZE as torchrun sets it, else all ranks.
+    ``device``: the device of the module's parameters; None: that of the first one. ``process_group``: None for the default
+    group. ``node_ranks``: ranks per node, for hooks that treat the ranks of one node separately; None: LOCAL_WORLD_SIZE as
+    torchrun sets it, else all ranks.
 
-    ``captured`` is the result of ``ManagedHook.capture()`` on this rank: the hook continues from there, on the captured bucket
-    layout. ``recorded_layout`` alone is ``ManagedHook.layout()`` of the run that is continued, for callers that call
-    ``ManagedHook.restore`` themselves; the reducer uses it from the first iteration. Raises ``LayoutMismatch`` when it cannot,
-    ``HookStateError`` for a captured state of another hook or model, ``UnsupportedModel`` for models that the hook cannot handle.
+    ``captured``: the result of ``ManagedHook.capture()`` on this rank; the hook continues from there, on the captured bucket
+    layout. ``recorded_layout``: instead of it, the ``ManagedHook.layout()`` of the run that is continued, for callers that
+    call ``ManagedHook.restore`` themselves; the reducer uses it from the first iteration. Raises ``LayoutMismatch`` if that is
+    impossible, ``HookStateError`` for a captured state of another hook or model, ``UnsupportedModel`` for a model or option
+    that the hook cannot handle, ``RuntimeError`` without an initialised process group.
     """
     kwargs = _ddp_kwargs(ddp or {})
     if captured is not None:
@@ -98,7 +101,8 @@ def managed_ddp(
 def attach(
     ddp: ManagedDDP, spec: HookSpec, *, node_ranks: int | None = None, build: Callable[[Setup], Algorithm] | None = None
 ) -> ManagedHook:
-    """Register the hook of ``spec`` on ``ddp``, which has none yet. ``build`` builds it from objects that no spec can name."""
+    """Register the hook of ``spec`` on ``ddp``, which has none yet; returns the hook. A collective. ``build``: builds the
+    algorithm from objects that no spec can name; None: the spec's own. ``node_ranks``: as in ``managed_ddp``."""
     group = ddp.process_group
     setup = Setup(
         group=group,
@@ -116,6 +120,8 @@ def attach(
 
 
 def _build_algorithm(spec: HookSpec, setup: Setup, build: Callable[[Setup], Algorithm] | None) -> Algorithm:
+    """Return the hook's algorithm, inside the wrapper if the spec has one. Raises ``UnsupportedModel`` if the hook is not
+    available."""
     entry = HOOKS[spec.name]
     if entry.builder is None and build is None:
         raise UnsupportedModel(f"hook {spec.name} is not available in this version")
@@ -129,6 +135,8 @@ def _build_algorithm(spec: HookSpec, setup: Setup, build: Callable[[Setup], Algo
 
 
 def _ddp_kwargs(ddp: Mapping[str, object]) -> dict[str, Any]:
+    """Return the keyword arguments for DDP; values of None are left out. Raises ``UnsupportedModel`` for an unknown or
+    unsupported option."""
     unknown = sorted(set(ddp) - _DDP_OPTIONS)
     if unknown:
         raise UnsupportedModel(f"DDP option {unknown[0]} is not supported; known: {', '.join(sorted(_DDP_OPTIONS))}")
@@ -141,8 +149,8 @@ def _ddp_kwargs(ddp: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check_module(module: torch.nn.Module, spec: HookSpec) -> None:
-    """Raise ``UnsupportedModel`` for a parameter that the hook would corrupt, and for modules and libraries that it cannot work
-    with."""
+    """Raise ``UnsupportedModel`` if ``module`` has a parameter that the hook would corrupt, or a module that cannot train
+    here, or if Apex is active under PowerSGD."""
     check_one_device(module)
     check_no_apex(spec)
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}

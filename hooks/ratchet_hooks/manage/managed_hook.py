@@ -24,8 +24,8 @@ from ratchet_hooks.summary import HookSummary
 
 
 class _Known(NamedTuple):
-    """A bucket of the final layout that was checked: comparing object identities again is twenty times as fast as comparing
-    names."""
+    """A bucket of the final layout that was checked. ``ids``: identities of its parameters: comparing these is twenty times as
+    fast as comparing names."""
 
     ids: list[int]
     names: list[str]
@@ -33,15 +33,17 @@ class _Known(NamedTuple):
 
 
 def _real_count(tensor: torch.Tensor) -> int:
-    """Number of real numbers in ``tensor``: DDP puts a complex number into a bucket as two, in torch 2.9 as one into a complex
-    bucket."""
+    """Return the number of real numbers in ``tensor``. DDP puts a complex number into a bucket as two; in torch 2.9 as one,
+    into a complex bucket."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 class ManagedHook:
-    """The hook of one DDP instance on one rank: runs it, captures and restores its state, reports on it.
+    """The hook of one DDP instance on one rank. It runs the algorithm on every bucket, captures and restores its state, and
+    reports on it.
 
-    ``replicas``: whether parameters are equal on all ranks between two steps; ``stateful``: whether a state is captured.
+    ``replicas``: on which ranks parameters are equal between two steps; ``stateful``: True if the hook has a state;
+    ``before_change``: called, if set, when a backward pass is about to change the state.
     """
 
     def __init__(self, spec: HookSpec, ddp: ManagedDDP, algorithm: Algorithm) -> None:
@@ -68,13 +70,15 @@ class ManagedHook:
 
     @property
     def iteration(self) -> int:
-        """Complete iterations (backward passes that synchronised) since the job began."""
+        """Number of complete iterations (backward passes that averaged gradients) since the job began, over all processes."""
         return self._earlier_iterations + self._process_iterations
 
     def layout(self) -> Layout | None:
-        """Parameter names per bucket as the next iteration will reduce them; None before the first one of a fresh run.
+        """Return the parameter names per bucket, as the next iteration reduces them; None before the first iteration of a new
+        run. Raises ``RuntimeError`` inside a backward pass.
 
-        A collective the first time it is called after an iteration: DDP's one rebuild, due at the next forward, happens here.
+        The first call after an iteration is a collective: DDP's one rebuild of its buckets, which the next forward would do,
+        happens in it.
         """
         self._raise_if_in_step("layout")
         if self._final_layout is None and self._process_iterations:
@@ -84,10 +88,11 @@ class ManagedHook:
         return None if self._final_layout is None else [list(bucket) for bucket in self._final_layout]
 
     def apply_layout(self, recorded: Layout) -> None:
-        """Make DDP reduce in the buckets of ``recorded`` from its first iteration on: a new reducer, under this hook.
+        """Make DDP reduce in the buckets of ``recorded`` from its first iteration on. DDP gets a new reducer, and this hook is
+        registered on it.
 
-        A collective, before the first forward. Raises ``LayoutMismatch`` for a layout that is impossible here, ``RuntimeError``
-        after that forward.
+        A collective, before the first forward with gradients. Raises ``LayoutMismatch`` for a layout that is impossible here,
+        ``RuntimeError`` after that forward.
         """
         self._ddp.set_layout(recorded)
         self.register()
@@ -95,34 +100,36 @@ class ManagedHook:
         self._known_buckets.clear()
 
     def register(self) -> None:
-        """Register this hook with DDP's reducer, as a weak reference. A reducer's references are in C++, where no garbage
-        collector sees a cycle: with a strong one, model, buckets and state would outlive the last use of DDP. ``ddp.hook`` keeps
-        this hook alive."""
+        """Register this hook with DDP's reducer, which gets only a weak reference; ``ddp.hook`` keeps the hook alive. A
+        reducer's references are in C++, where no garbage collector sees a cycle: with a strong one, model, buckets and state
+        would stay in memory after the last use of DDP."""
         self._ddp.register_comm_hook(weakref.ref(self), self.on_bucket)
 
     def average_parameters(self) -> None:
-        """Call after every optimizer step, on every rank, before anything reads the parameters.
+        """Average the ranks' parameters in place, in the steps in which the hook does that (post_localSGD); otherwise no
+        effect.
 
-        A collective in the steps in which the hook averages the ranks' parameters (post_localSGD); else without effect.
+        Must be called after every optimizer step, on every rank, before anything reads the parameters; a collective when it
+        averages.
         """
         self._algorithm.average()
 
     def averaged_parameters(self) -> AbstractContextManager[None]:
-        """Context manager in which the parameters hold their mean over the ranks, for evaluation where replicas differ;
-        afterwards they hold this rank's values again, bit for bit. A collective then, and without effect where replicas are
-        equal."""
+        """Context manager: in it the parameters have their mean over the ranks, for evaluation where replicas differ; at the
+        end they get this rank's values back, bit for bit. Entering it is a collective. No effect where replicas are equal."""
         if self.replicas == "equal":
             return nullcontext()
         return temporarily_averaged(list(self._parameters.values()), self._algorithm.group)
 
     def warnings(self) -> list[HookWarning]:
-        """Problems that raised no error: overflow, non-finite averages; one entry per parameter and kind."""
+        """Return the numeric problems found so far that raised no error (overflow, averages that are not finite), one entry
+        per parameter and kind. Synchronises with a CUDA device."""
         return self._algorithm.watch.warnings()
 
     def capture(self, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
-        """Return this rank's whole state, by parameter name, and its JSON part. Call between steps, on every rank. ``copy`` False
-        allows views of live tensors: they are valid until the next backward pass calls this hook, which first calls
-        ``before_change``."""
+        """Return this rank's whole state: tensors by name, and a JSON part. Call it between steps, on every rank: the first
+        call may be a collective, as ``layout`` is. ``copy`` False: the tensors may be views of live ones, valid until the next
+        backward pass, which calls ``before_change`` first."""
         layout = self.layout()
         data: dict[str, JsonValue] = {
             "version": STATE_VERSION,
@@ -135,11 +142,12 @@ class ManagedHook:
         return tensors, data
 
     def restore(self, tensors: Mapping[str, torch.Tensor], data: JsonValue, *, relayout: bool = False) -> None:
-        """Continue from a captured state, bit for bit. Call before the first forward, after model and optimizer are loaded.
+        """Continue from a captured state, bit for bit. Call it before the first forward, after model and optimizer are loaded.
 
-        The DDP must have the recorded layout (``managed_ddp(recorded_layout=...)``). With ``relayout`` it may have another one:
-        residuals, P and Q are copied into it by parameter name, which loses nothing but is no longer bit for bit. Raises
-        ``HookStateError`` naming the key that does not fit; the hook is then unchanged.
+        The DDP must have the recorded layout (``managed_ddp(recorded_layout=...)``). ``relayout`` True allows another one:
+        residuals, P and Q are copied into it by parameter name, which loses nothing but is no longer bit for bit; it is a
+        collective. Raises ``HookStateError`` naming the key that does not fit; the state is then unchanged. Raises
+        ``RuntimeError`` after an iteration of this process.
         """
         checked = check_data(data, self.spec)
         if self._process_iterations:
@@ -158,12 +166,13 @@ class ManagedHook:
         self._earlier_iterations = checked["iteration"]
 
     def norm_of(self, tensors: Mapping[str, torch.Tensor]) -> float | None:
-        """``residual_norm`` of the summary, from the result of ``capture`` (or copies of it). May be called in any thread."""
+        """Return the summary's ``residual_norm`` for the tensors that ``capture`` returned, or copies of them; None for a hook
+        without residuals. May be called in any thread."""
         return self._algorithm.norm_of(tensors)
 
     def summary(self, *, rank: int, step: int, norm: bool = True) -> HookSummary:
-        """JSON view of this rank's hook after ``step`` steps; ``norm`` False leaves out the norm, which takes a pass over the
-        residuals."""
+        """Return this rank's summary of the hook. ``step``: steps of the job so far. ``norm`` False: without the residuals'
+        norm, which takes a pass over them."""
         report = self._algorithm.report(norm=norm)
         elements = self._elements
         known = report.compression_rate is not None
@@ -189,11 +198,12 @@ class ManagedHook:
 
     @staticmethod
     def on_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, not names
-        """Called by DDP for every bucket; ``state`` is a weak reference to the hook. Raises ``LayoutMismatch`` before a gradient
-        could be combined with another one's state."""
+        """Called by DDP for every bucket; returns the future of its average. ``state``: a weak reference to the hook. Raises
+        ``LayoutMismatch`` if the bucket is not one of the layout, before a gradient is combined with another one's state."""
         return state()._on_bucket(bucket)
 
     def _on_bucket(self, bucket: Any) -> TensorFuture:
+        """Run the algorithm on a bucket and count its bytes; returns the future of its average."""
         if self.before_change is not None:
             self.before_change()
         if self._ddp.static_graph and self._process_iterations == 0:
@@ -213,13 +223,14 @@ class ManagedHook:
         return future
 
     def _counted_bucket(self, bucket: Any) -> CountedBucket:
+        """Return the bucket with its right index, by the number of buckets of this backward pass so far."""
         assert self._final_layout is not None
         index = len(self._seen_buckets)
         parameters = [self._parameters[name] for name in self._final_layout[index]]
         return CountedBucket(bucket, index, list(parameters), index == len(self._final_layout) - 1)
 
     def _names(self, bucket: Any) -> list[str]:
-        """Names of the bucket's parameters. Raises ``LayoutMismatch`` when they are not those of the current layout."""
+        """Return the names of the bucket's parameters. Raises ``LayoutMismatch`` if they are not those of the final layout."""
         index = bucket.index()
         if index == 0 and self._seen_buckets:
             self._seen_buckets, self._bytes_running = [], (0, 0)  # an earlier backward failed half-way
@@ -234,6 +245,8 @@ class ManagedHook:
         return names
 
     def _check_bucket(self, index: int, names: list[str], numel: int) -> None:
+        """Raise ``LayoutMismatch`` unless the bucket has the names and the number of elements that the final layout has at
+        ``index``."""
         assert self._final_layout is not None
         expected = self._final_layout[index] if index < len(self._final_layout) else []
         if names != expected or numel != sum(_real_count(self._parameters[name]) for name in expected):
@@ -242,6 +255,7 @@ class ManagedHook:
             )
 
     def _complete(self) -> None:
+        """Count an iteration as complete, after its last bucket."""
         if self._final_layout is None and self._ddp.is_layout_final:
             self._final_layout = self._seen_buckets
         self._buckets = len(self._seen_buckets)
@@ -251,6 +265,8 @@ class ManagedHook:
         self._bytes, self._bytes_running = self._bytes_running, (0, 0)
 
     def _raise_if_in_step(self, operation: str) -> None:
+        """Raise ``RuntimeError`` if some, but not all buckets of a backward pass went through the hook. ``operation``: for the
+        message."""
         if self._seen_buckets:
             raise RuntimeError(
                 f"{operation} was called inside a backward pass, or after one that ended early: in iteration "

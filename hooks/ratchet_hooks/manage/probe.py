@@ -30,7 +30,8 @@ _MAX_SHAPES = 100_000
 
 
 def main() -> NoReturn:
-    """Never returns: the interpreter's exit would wait for the user's threads and exit handlers."""
+    """Answer the request on standard input and end the process, without waiting for threads and exit handlers of the user's
+    code. The kernel kills the process when its parent ends."""
     ctypes.CDLL(None).prctl(
         _PR_SET_PDEATHSIG, signal.SIGKILL
     )  # the caller may be killed, and would then enforce no limit
@@ -59,6 +60,8 @@ def main() -> NoReturn:
 
 
 def _problem(key: str, code: str, check: Callable[[], object]) -> list[dict[str, str]]:
+    """Run ``check``. Returns a list with its error as a problem, or an empty list; every exception is caught, since the user's
+    code may raise any."""
     try:
         check()
     except CustomHookError as error:
@@ -73,7 +76,8 @@ def _problem(key: str, code: str, check: Callable[[], object]) -> list[dict[str,
 
 
 def _shapes(entrypoint: str, args: dict[str, Any]) -> list[list[int]] | None:
-    """The result of the task's ``parameter_shapes()``; None where it has none, or it fails."""
+    """Return the result of the task's ``parameter_shapes()``; None if the task has no such method, or it fails or returns no
+    valid shapes."""
     module, _, attribute = entrypoint.partition(":")
     try:
         found: Any = import_module(module)

@@ -45,20 +45,21 @@ def register(
     node_ranks: int | None = None,
     **parameters: Any,
 ) -> ManagedHook:
-    """Put ``ddp_model`` under a hook whose state can be captured and restored bit for bit. A collective: on every rank, right
-    after the model's construction, before its first forward.
+    """Put a managed hook, whose state can be captured and restored bit for bit, on ``ddp_model``; returns the hook. A
+    collective: on every rank, right after the model's construction, before its first forward.
 
-    ``hook``: the ddp_comm_state and ddp_comm_hook of Lightning's ``register_ddp_comm_hook``, as a pair, or a spec of
-    ``ratchet_hooks.specs``. torch's own functions select Ratchet's implementations of them, with the parameters of the state
-    object. Another function runs as it is; its state must offer ``__getstate__`` and ``__setstate__``, or ``state_dict`` and
-    ``load_state_dict``, of tensors, numbers, strings, lists and dicts. None: take over the hook that was registered with
-    ``ddp_model.register_comm_hook``, for example by a framework. ``wrapper``: fp16_compress_wrapper or bf16_compress_wrapper, by
-    name or as torch's function. ``node_ranks``: see ``managed_ddp``. ``parameters``: of the spec; they override those of
-    ``hook``. An example is ``model_averaging_period`` for post_localSGD, whose ``average_parameters()`` must be called after
-    every optimizer step in place of torch's averager.
+    ``hook``: a spec of ``ratchet_hooks.specs``, its name or its values; or a function as ``ddp_model.register_comm_hook``
+    takes it, or a pair of state and function, in the order of Lightning's ``register_ddp_comm_hook``. torch's own functions
+    select Ratchet's implementations of them, with the parameters of the state object. Another function runs as it is; its
+    state must have ``__getstate__`` and ``__setstate__``, or ``state_dict`` and ``load_state_dict``, of tensors, numbers,
+    strings, lists and dicts. None: take over the hook that was registered with ``ddp_model.register_comm_hook``, for example
+    by a framework. ``wrapper``: fp16_compress_wrapper or bf16_compress_wrapper, by name or as torch's function.
+    ``node_ranks``: as in ``managed_ddp``. ``parameters``: of the spec; they override those of ``hook``. An example is
+    ``model_averaging_period`` for post_localSGD, whose ``average_parameters()`` must be called after every optimizer step in
+    place of torch's averager.
 
-    ``ddp_model`` stays the same object; its class becomes ``ManagedDDP``, and it gets a new reducer. Raises ``UnsupportedModel``
-    for a DDP, a model or a hook that cannot be managed, ``ValueError`` for parameters that do not fit.
+    ``ddp_model`` stays the same object; its class becomes ``ManagedDDP``, and it gets a new reducer. Raises
+    ``UnsupportedModel`` for a DDP, a model or a hook that cannot be managed, ``ValueError`` for parameters that do not fit.
     """
     if isinstance(ddp_model, ManagedDDP) and ddp_model.hook is not None:
         raise UnsupportedModel(f"hook {ddp_model.hook.spec.name} is registered on this DDP; one DDP has one hook")
@@ -74,20 +75,21 @@ def register(
 
 
 def capture(ddp_model: torch.nn.Module) -> tuple[Tensors, JsonValue]:
-    """Return copies of the hook's state on this rank, by parameter name, with the bucket layout and all counters in the JSON
-    part.
+    """Return copies of the hook's state on this rank: tensors by name, and the JSON part with the bucket layout and all
+    counters.
 
-    Call between two steps, on every rank (the first call may let DDP rebuild its buckets, a collective). Each rank keeps its own.
+    Call it between two steps, on every rank: the first call may let DDP rebuild its buckets, which is a collective. Each rank
+    keeps its own result. Raises ``UnsupportedModel`` if there is no managed hook.
     """
     return hook_of(ddp_model).capture()
 
 
 def restore(ddp_model: torch.nn.Module, captured: Captured) -> None:
-    """Continue from the result of ``capture`` on this rank of a group of the same size: state and buckets, from the first
-    iteration on.
+    """Continue from the result of ``capture`` on the same rank of a group of the same size. State and buckets are the captured
+    ones from the first iteration on.
 
-    A collective, before the first forward that trains. The caller restores model, optimizer, buffers and generators, in any
-    order. Raises ``HookStateError`` naming the entry that does not fit, ``RuntimeError`` after that forward.
+    A collective, before the first forward with gradients. The caller restores model, optimizer, buffers and generators, before
+    or after this call. Raises ``HookStateError`` naming the entry that does not fit, ``RuntimeError`` after that forward.
     """
     hook = hook_of(ddp_model)
     tensors, data = captured
@@ -98,7 +100,7 @@ def restore(ddp_model: torch.nn.Module, captured: Captured) -> None:
 
 
 def hook_of(ddp_model: torch.nn.Module) -> ManagedHook:
-    """The managed hook of a DDP: its summary, warnings and averaging. Raises ``UnsupportedModel`` where there is none."""
+    """Return the managed hook of a DDP, for its summary, warnings and averaging. Raises ``UnsupportedModel`` if there is none."""
     hook: ManagedHook | None = ddp_model.hook if isinstance(ddp_model, ManagedDDP) else None
     if hook is None:
         raise UnsupportedModel(
@@ -115,7 +117,8 @@ def resolve(
     wrapper: str | Callable[..., Any] | None = None,
     **parameters: Any,
 ) -> HookSpec:
-    """The spec that ``register`` would use for ``ddp_model`` with the same arguments. Raises the same errors for them."""
+    """Return the spec that ``register`` would use for ``ddp_model`` with the same arguments. Nothing is registered. Raises the
+    errors of ``register`` for these arguments."""
     values: Any
     hook = _registered_hook(ddp_model) if hook is None else hook
     if isinstance(hook, HookSpecBase):
@@ -131,7 +134,7 @@ def resolve(
 
 
 def _registered_hook(ddp: DistributedDataParallel) -> tuple[object, Callable[..., Any]]:
-    """State and function that are registered on ``ddp``."""
+    """Return state and function of the hook that is registered on ``ddp``. Raises ``UnsupportedModel`` if there is none."""
     hooks = comm_hooks(ddp)
     if not hooks:
         raise UnsupportedModel("no hook is registered on this DDP; name one, such as register(ddp_model, 'allreduce')")
@@ -140,13 +143,14 @@ def _registered_hook(ddp: DistributedDataParallel) -> tuple[object, Callable[...
 
 
 def _values_of_objects(state: object, function: Callable[..., Any], ddp: DistributedDataParallel) -> dict[str, Any]:
+    """Return the values of the spec for a state and a hook function, torch's or the user's own."""
     inner, wrapper = from_torch.unwrap(function)
     values = from_torch.spec_of(state, inner, ddp.process_group)
     return {**(describe_hook(state, inner) if values is None else values), "wrapper": wrapper}
 
 
 def _builder_for(hook: Hook, spec: HookSpec) -> Callable[[Setup], Algorithm] | None:
-    """A function that builds a user's own hook from its objects; None where the spec is enough."""
+    """Return a function that builds a user's own hook from the objects in ``hook``; None if the spec alone is enough."""
     if not isinstance(spec, CustomSpec) or not (callable(hook) or isinstance(hook, tuple)):
         return None
     state, function = (None, hook) if callable(hook) else hook

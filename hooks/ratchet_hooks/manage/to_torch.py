@@ -28,12 +28,13 @@ def plain_state(
     data: JsonValue,
     parameters: Mapping[str, torch.Tensor],
 ) -> tuple[Any, dict[str, JsonValue]]:
-    """Return ``(state, rest)`` of the result of ``ManagedHook.capture`` under ``spec``.
+    """Convert the result of ``ManagedHook.capture`` under ``spec`` into torch's own form. Returns ``(state, rest)``.
 
     ``state``: for powerSGD and batched_powerSGD the result of ``PowerSGDState.__getstate__``, for post_localSGD the slots of
     ``PostLocalSGDState`` without its groups, for a user's own hook the state that its class had saved; None for hooks without
-    state. ``rest``: the state outside that object (the averager's step). ``parameters``: of the model by name; only shapes,
-    strides and dtypes are read. Raises ``HookStateError`` for a state that does not fit ``spec`` and these parameters.
+    state. ``rest``: the state outside that object (the averager's step), else empty. ``parameters``: of the model by name;
+    only shapes, strides and dtypes are read. Raises ``HookStateError`` for a state that does not fit ``spec`` and these
+    parameters.
     """
     checked = check_data(data, spec)
     state = checked["state"]
@@ -50,7 +51,7 @@ def plain_state(
 
 
 def _new_low_rank(spec: PowerSGDSpec | BatchedPowerSGDSpec, parameters: Mapping[str, torch.Tensor]) -> LowRank:
-    """The hook as it is before its first step, without a process group."""
+    """Return a PowerSGD hook as it is before its first step, without a process group."""
     cast = None if spec.wrapper is None else DTYPES[spec.wrapper]
     nobody: Any = None  # nothing is sent
     setup = Setup(nobody, parameters, torch.device("cpu"), 1, cast)

@@ -13,7 +13,7 @@ WRAPPERS: tuple[str, ...] = get_args(Wrapper)
 
 @dataclass(frozen=True, kw_only=True)
 class HookSpecBase(Model):
-    """Common base. Raises ``ValueError`` naming the invalid parameter."""
+    """The common base of all hook specs. Construction raises ``ValueError`` that names the invalid parameter."""
 
     unused: ClassVar[frozenset[str]] = frozenset()
     """Parameters that the hook has but does not use: they may change at a resume."""
@@ -23,19 +23,20 @@ class HookSpecBase(Model):
         check(self)
 
     def parameters(self) -> dict[str, Any]:
-        """All parameters except name and wrapper, as JSON."""
+        """Return all parameters except name and wrapper, as JSON values."""
         return {key: value for key, value in self.values().items() if key not in ("name", "wrapper")}
 
 
 def canonical_wrapper(value: Any) -> Any:
-    """``fp16`` -> ``fp16_compress_wrapper``, ``bf16_compress`` likewise; anything else is returned unchanged."""
+    """Return ``fp16_compress_wrapper`` for ``fp16`` or ``fp16_compress``, ``bf16_compress_wrapper`` likewise; anything else is
+    returned unchanged."""
     if isinstance(value, str) and value in ("fp16", "bf16", "fp16_compress", "bf16_compress"):
         return f"{value.removesuffix('_compress')}_compress_wrapper"
     return value
 
 
 def wrapper_option() -> Any:
-    """The field ``wrapper`` of a hook that takes one."""
+    """Return the dataclass field ``wrapper`` for a hook that accepts one."""
     return option(
         None,
         "fp16_compress_wrapper or bf16_compress_wrapper (short: fp16, bf16): cast every bucket to 16 bits before the "

@@ -1,6 +1,6 @@
 """Determines, before anything is loaded, what happens to a recorded state under another hook, wrapper or parameter.
 
-Torch-free; ``carry`` of ``convert_state`` carries it out.
+Torch-free; ``manage.convert_state`` carries it out.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LOW_RANK = (PowerSGDSpec, BatchedPowerSGDSpec)
 
 @dataclass(frozen=True)
 class HookChange:
-    """``description`` differs between the recorded hook and the requested one.
+    """What happens to a recorded state when the hook has changed. ``description``: the changes, for a message.
 
-    ``state``: ``none`` was recorded; ``carried``: it is carried over, apart from the parts in ``restarted`` (``continued`` names
-    the others); ``lost``: the new hook cannot use any of it. ``averages``: replicas differed under the old hook and may not under
-    the new one, so that they become their mean.
+    ``state``: ``none``: there is no recorded state; ``carried``: it is carried over, except the parts in ``restarted``
+    (``continued`` names the others); ``lost``: the new hook cannot use any of it. ``averages``: replicas differed under the
+    old hook and may not under the new one, so the ranks' parameters become their mean.
     """
 
     description: str
@@ -41,8 +41,8 @@ class HookChange:
     averages: bool = False
 
     def refusal(self, policy: str, key: str = "policy.on_hook_mismatch") -> str | None:
-        """Why ``policy.on_hook_mismatch`` forbids the change, and what allows it; None if it is allowed. ``key``: the policy's
-        name where it is set."""
+        """Return why the policy ``on_hook_mismatch`` forbids the change, and what would allow it; None if it is allowed.
+        ``policy``: its value; ``key``: its name where it is set, for the message."""
         if policy == "reset" or (self.state == "none" and not self.averages):
             return None
         if self.state == "lost":
@@ -61,12 +61,12 @@ class HookChange:
 
     @property
     def reason(self) -> str:
-        """Which parts of a state that is carried over continue, and which start over."""
+        """Text for a state that is carried over: which parts continue, and which start again."""
         return f"{self.continued} continue" + (f"; reset: {self.restarted}" if self.restarted else "")
 
 
 def recorded_spec(parameters: Mapping[str, Any]) -> HookSpec | None:
-    """The spec that a manifest recorded, with today's defaults for keys that it does not have; None if it is no longer valid."""
+    """Return the spec of the recorded values, with today's defaults for keys that are missing; None if it is no longer valid."""
     try:
         return hook_spec(parameters)
     except ValueError:
@@ -74,8 +74,8 @@ def recorded_spec(parameters: Mapping[str, Any]) -> HookSpec | None:
 
 
 def hook_change(name: str, parameters: Mapping[str, Any], new: HookSpec) -> HookChange | None:
-    """The change from the recorded hook ``name`` (``parameters``: its spec, as in a manifest) to ``new``; None if it is the same
-    hook."""
+    """Return the change from the recorded hook ``name`` to ``new``; None if it is the same hook. ``parameters``: those of the
+    recorded hook, as in a manifest. Parameters without effect on the bits are not compared."""
     old = recorded_spec({**parameters, "name": name})
     if old is None:
         return HookChange(f"hook {name} was recorded with parameters that no longer exist", "lost")
@@ -92,6 +92,7 @@ def hook_change(name: str, parameters: Mapping[str, Any], new: HookSpec) -> Hook
 
 
 def _state_change(description: str, old: HookSpec, new: HookSpec) -> HookChange:
+    """Return the change with what happens to the state; ``averages`` is not determined here."""
     if not is_stateful(old):
         return HookChange(description, "none")
     if isinstance(old, _LOW_RANK) and isinstance(new, _LOW_RANK):
@@ -105,9 +106,12 @@ def _state_change(description: str, old: HookSpec, new: HookSpec) -> HookChange:
 
 
 def _averages_parameters(old: HookSpec, new: HookSpec) -> bool:
-    """True if replicas must become their mean, since they may differ under ``old`` and ``new`` cannot begin with that: it keeps
-    them equal; or it is post_localSGD where ``old`` is not, or with other subgroups (each keeps its parameters equal), or with a
-    later start (the warm-up until then does not bring replicas together)."""
+    """True if the ranks' parameters must become their mean, since they may differ under ``old`` and ``new`` cannot begin with
+    that.
+
+    This holds if ``new`` keeps them equal; if it is post_localSGD and ``old`` is not; and if both are, but ``new`` has other
+    subgroups (each keeps its parameters equal) or a later start (the warm-up until then does not bring replicas together).
+    """
     if replicas_of(old) == "equal":
         return False
     if isinstance(new, PostLocalSGDSpec):
@@ -119,12 +123,14 @@ def _averages_parameters(old: HookSpec, new: HookSpec) -> bool:
 
 
 def _changes_text(before: Mapping[str, Any], after: Mapping[str, Any], changed: set[str]) -> str:
+    """Return the changed parameters with both values, such as ``hook.matrix_approximation_rank 1 -> 2``."""
     return ", ".join(f"hook.{key} {before.get(key)} -> {after.get(key)}" for key in sorted(changed))
 
 
 def _low_rank_change(
     description: str, old: PowerSGDSpec | BatchedPowerSGDSpec, new: PowerSGDSpec | BatchedPowerSGDSpec
 ) -> HookChange:
+    """Return the change between two PowerSGD hooks, with the parts that continue and those that start again."""
     continued, restarted = ["the iteration and the generator"], []
     if keeps_residuals(old, new):
         cast = "" if old.wrapper == new.wrapper else ", in the other dtype"
@@ -144,12 +150,14 @@ def _low_rank_change(
 
 
 def keeps_residuals(old: PowerSGDSpec | BatchedPowerSGDSpec, new: PowerSGDSpec | BatchedPowerSGDSpec) -> bool:
-    """Residuals belong to parameters, regardless of how a hook groups these."""
+    """True if the residuals are carried over: both specs use error feedback. Residuals belong to parameters, regardless of how
+    a hook groups these."""
     return old.use_error_feedback and new.use_error_feedback
 
 
 def keeps_factors(old: PowerSGDSpec | BatchedPowerSGDSpec, new: PowerSGDSpec | BatchedPowerSGDSpec) -> bool:
-    """P and Q belong to matrices: the same ones, of the same rank, under the same hook."""
+    """True if P and Q are carried over. They belong to matrices: both hooks must be the same one, with the same matrices and
+    rank, and both with warm start."""
     same = old.matrix_approximation_rank == new.matrix_approximation_rank
     if isinstance(new, PowerSGDSpec):  # leaves out matrices below the rate; batched_powerSGD compresses every bucket
         same = same and old.min_compression_rate == new.min_compression_rate

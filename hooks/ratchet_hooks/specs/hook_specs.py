@@ -138,13 +138,15 @@ _ALIASES = {
 
 
 def canonical_hook_name(name: str) -> str:
-    """torch's name without ``_hook``: ``powerSGD_hook`` -> ``powerSGD``; an unknown name is returned unchanged."""
+    """Return torch's name of a hook without ``_hook``: ``powerSGD`` for ``powerSGD_hook`` or ``powersgd``; an unknown name is
+    returned unchanged."""
     short = name.removesuffix("_hook")
     return _ALIASES.get(short.lower(), short)
 
 
 def normalise_hook(value: Any) -> Any:
-    """Accept ``"powerSGD"`` or ``{"name": "powerSGD_hook", ...}``; returns the mapping with the canonical names."""
+    """Return a hook's values with canonical names, for ``"powerSGD"`` or ``{"name": "powerSGD_hook", ...}``. Any other value
+    is returned unchanged; nothing is checked."""
     if isinstance(value, str):
         value = {"name": value}
     if isinstance(value, dict) and isinstance(value.get("name"), str):
@@ -155,7 +157,8 @@ def normalise_hook(value: Any) -> Any:
 
 
 def hook_spec(value: str | Mapping[str, Any]) -> HookSpec:
-    """The spec for a name, or for keys and values as in a job's spec. Raises ``ValueError`` naming the key at fault."""
+    """Return the spec for a hook's name, or for keys and values as in a job's spec. Raises ``ValueError`` that names the
+    invalid key."""
     given = normalise_hook(dict(value) if isinstance(value, Mapping) else value)
     kind = _SPECS.get(given.get("name"))
     if kind is None:

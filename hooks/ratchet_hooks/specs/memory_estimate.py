@@ -12,19 +12,21 @@ Shapes = Sequence[Sequence[int]]
 
 
 def needs_shapes(spec: HookSpec) -> bool:
-    """True if the memory that the hook holds is known, and depends on the model."""
+    """True if ``hook_memory`` needs the parameters' shapes for this spec: the memory that the hook holds is known and depends
+    on the model."""
     known = not isinstance(spec, CustomSpec) or spec.state is None
     return known and (spec.wrapper is not None or isinstance(spec, (PowerSGDSpec, BatchedPowerSGDSpec)))
 
 
 def hook_memory(spec: HookSpec, shapes: Shapes) -> int | None:
-    """Bytes per rank that the hook's state will hold once it compresses, for float32 parameters of ``shapes``.
+    """Return the bytes per rank that the hook's state will take once it compresses, for float32 parameters of ``shapes``; None
+    for a custom hook with a state, whose size is unknown.
 
     PowerSGD (arXiv 1905.13727): a residual of the size of all gradients, and with warm start P and Q of every matrix that is
-    worth compressing. Batched PowerSGD likewise for one square matrix of all gradients; with several buckets it is a little more.
-    A wrapper keeps all gradients in 16 bits. Working memory is not counted: batched PowerSGD's for the product of its largest
-    bucket (without error feedback for the square of each), ``batch_tensors_with_same_shape``'s for the stacked gradients. None
-    for a custom hook with a state, whose size is unknown.
+    worth compressing. Batched PowerSGD: the same for one square matrix of all gradients; with several buckets it is a little
+    more. A wrapper keeps all gradients in 16 bits. Working memory is not counted: batched PowerSGD's for the product of its
+    largest bucket (without error feedback for the square of each), ``batch_tensors_with_same_shape``'s for the stacked
+    gradients.
     """
     if isinstance(spec, CustomSpec) and spec.state is not None:
         return None
@@ -39,7 +41,8 @@ def hook_memory(spec: HookSpec, shapes: Shapes) -> int | None:
 
 
 def _factors(spec: PowerSGDSpec, shape: Sequence[int]) -> int:
-    """Number of elements of P and Q; 0 for a tensor that is sent uncompressed (torch's ``_should_compress``)."""
+    """Return the number of elements of P and Q for a tensor of this shape; 0 if it is sent uncompressed (torch's
+    ``_should_compress``)."""
     if not shape or not math.prod(shape):
         return 0
     n, m = shape[0], math.prod(shape[1:])

@@ -11,7 +11,7 @@ from ratchet_hooks.specs.base import HookSpecBase, Wrapper, wrapper_option
 
 @dataclass(frozen=True, kw_only=True)
 class _LowRankSpec(HookSpecBase):
-    """The parameters of ``PowerSGDState`` in torch that both hooks read, with its defaults."""
+    """The parameters that both PowerSGD hooks have: those of torch's ``PowerSGDState``, with its defaults."""
 
     wrapper: Wrapper | None = wrapper_option()
     matrix_approximation_rank: int = option(

@@ -14,8 +14,8 @@ Replicas = Literal["equal", "subgroup", "rank"]
 
 @dataclass(frozen=True)
 class Caution:
-    """A cost or risk of a hook. The hook's page lists all of them; a job's warnings are those whose ``applies`` is true for its
-    hook's spec and its number of ranks."""
+    """A cost or risk of a hook. The hook's page lists all of them; a job gets those as warnings for which ``applies(spec,
+    ranks)`` is True, with its hook's spec and its number of ranks."""
 
     text: str
     applies: Callable[[Any, int], bool] = lambda spec, ranks: True
@@ -23,11 +23,11 @@ class Caution:
 
 @dataclass(frozen=True)
 class HookEntry:
-    """One row of the registry.
+    """One hook in the registry.
 
-    ``builder`` is ``"module:callable"``, called with the spec and a ``ratchet_hooks.algorithms.base.Setup`` where torch is
-    installed; None means the hook is named but not available yet. ``replicas``: whether parameters stay equal on all ranks
-    between two steps; for a custom hook its spec decides (``replicas_of``). ``wrappers``: it can run under a 16-bit wrapper.
+    ``builder``: ``"module:callable"``, called with the spec and a ``ratchet_hooks.algorithms.base.Setup`` where torch is
+    installed; None: the hook is named but not available yet. ``replicas``: on which ranks parameters stay equal between two
+    steps; for a custom hook its spec decides (``replicas_of``). ``wrappers``: True if the hook can run under a 16-bit wrapper.
     """
 
     name: str
@@ -50,12 +50,13 @@ class HookEntry:
 
 
 def replicas_of(spec: HookSpec) -> Replicas:
-    """Whether parameters stay equal on all ranks between two steps under this spec."""
+    """Return on which ranks parameters stay equal between two steps under this spec: ``equal`` on all, within a ``subgroup``,
+    or each ``rank`` has its own."""
     return spec.replicas if isinstance(spec, hook_specs.CustomSpec) else HOOKS[spec.name].replicas
 
 
 def is_stateful(spec: HookSpec) -> bool:
-    """True if the hook of this spec keeps a state between two steps."""
+    """True if the hook of this spec keeps a state from step to step, which checkpoints must contain."""
     return spec.state is not None if isinstance(spec, hook_specs.CustomSpec) else HOOKS[spec.name].stateful
 
 
@@ -64,8 +65,8 @@ def _has_several_ranks(spec: Any, ranks: int) -> bool:
 
 
 def _never_applies(spec: Any, ranks: int) -> bool:
-    """For cautions that only the ranks can check, which then report problems (``ratchet_hooks.ddp.numeric_warnings``), or that a
-    rule of the pre-flight reports with the job's own numbers."""
+    """Return False: for cautions that are no warning before the start. The ranks report these problems themselves
+    (``ratchet_hooks.ddp.numeric_warnings``), or a rule of the pre-flight reports them with the job's numbers."""
     return False
 
 

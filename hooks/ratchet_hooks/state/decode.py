@@ -21,10 +21,11 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isi
 
 
 def decode(tensors: Mapping[str, torch.Tensor], data: JsonValue, *, device: torch.device | None = None) -> object:
-    """Inverse of ``encode``. Tensors are restored on the CPU; those that were on an accelerator on ``device``, if it is
-    specified.
+    """Return the value that ``encode`` split into ``tensors`` and the JSON ``data``. Tensors are restored on the CPU; those
+    that were on an accelerator are restored on ``device``, unless it is None.
 
-    Raises ``HookStateError`` on malformed data and on tensors that are missing or left over."""
+    Raises ``HookStateError`` for malformed data, and if a tensor is missing or not mentioned in the JSON.
+    """
     decoder = _Decoder(tensors, device)
     value = decoder.value(data, "data")
     left = sorted(set(tensors) - decoder.used)
@@ -34,12 +35,16 @@ def decode(tensors: Mapping[str, torch.Tensor], data: JsonValue, *, device: torc
 
 
 def _parse_float(text: str) -> float:
+    """Return the float of the text that ``_float_text`` made. Raises ``ValueError``."""
     if text.startswith("nan:"):
         return float(struct.unpack(">d", bytes.fromhex(text[4:]))[0])
     return float.fromhex(text)
 
 
 class _Decoder:
+    """One call of ``decode``. ``used``: names of the tensors that the JSON has mentioned so far; ``shared``: memories that
+    several tensors share; ``tags``: the function that restores each tag."""
+
     def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device | None) -> None:
         self.tensors = tensors
         self.device = device
@@ -67,6 +72,7 @@ class _Decoder:
         }
 
     def value(self, data: JsonValue, path: str) -> object:
+        """Return the value of one JSON form. ``path``: where it is, for errors. Raises ``HookStateError`` if it is malformed."""
         if data is None or isinstance(data, (bool, int, str)):
             return data
         if isinstance(data, list):
@@ -84,9 +90,11 @@ class _Decoder:
             raise HookStateError(f"{path}.{tag}", f"malformed state: {exc}") from exc
 
     def _items(self, data: JsonValue, path: str) -> list[object]:
+        """Return the values of a list's items."""
         return [self.value(item, f"{path}[{i}]") for i, item in enumerate(_check_type(data, list))]
 
     def _pairs(self, data: JsonValue, path: str) -> list[tuple[Any, object]]:
+        """Return the ``(key, value)`` pairs of a mapping. Raises ``HookStateError`` if a key occurs twice."""
         pairs = []
         for i, pair in enumerate(_check_type(data, list)):
             key, item = _check_type(pair, list)
@@ -96,18 +104,21 @@ class _Decoder:
         return pairs
 
     def _odict(self, data: Any, path: str) -> object:
+        """Return an OrderedDict with its attributes."""
         pairs, attributes = _check_type(data, list)
         out: OrderedDict[Any, object] = OrderedDict(self._pairs(pairs, path))
         vars(out).update(self._pairs(attributes, path))
         return out
 
     def _get_tensor(self, name: object, path: str) -> torch.Tensor:
+        """Return the named tensor on the CPU and mark it as used. Raises ``HookStateError`` if it is missing."""
         if not isinstance(name, str) or name not in self.tensors:
             raise HookStateError(path, f"tensor {name!r} is missing")
         self.used.add(name)
         return self.tensors[name].detach().cpu()
 
     def _tensor(self, data: Any, path: str) -> torch.Tensor:
+        """Return a tensor in memory of its own, with the recorded strides; or a view, if its memory was shared."""
         if "storage" in data:
             return self._view(data, path)
         tensor = self._get_tensor(data["name"], path)
@@ -120,9 +131,12 @@ class _Decoder:
         return out.copy_(tensor)
 
     def _device_for(self, data: Mapping[str, Any]) -> torch.device:
+        """Return the device to restore a tensor on."""
         return self.device if self.device is not None and data.get("accelerator") is True else torch.device("cpu")
 
     def _view(self, data: Any, path: str) -> torch.Tensor:
+        """Return a view of memory that several tensors share; the memory is restored once. Raises ``HookStateError`` if the
+        view does not fit into it."""
         name = data["storage"]
         raw = self._get_tensor(name, path)
         if name not in self.shared:
@@ -139,6 +153,7 @@ class _Decoder:
         return negative_view(out) if neg else out
 
     def _array(self, data: Any, path: str) -> object:
+        """Return a numpy array in memory of its own."""
         raw = self._get_tensor(data["name"], path)
         dtype = np.dtype(data["dtype"])
         if dtype.hasobject or raw.dtype is not torch.uint8:
@@ -147,18 +162,22 @@ class _Decoder:
         return np.array(flat.reshape(data["shape"], order=data["order"]), order=data["order"], copy=True)
 
     def _bit_generator(self, data: JsonValue, path: str, *seed: Any) -> tuple[np.random.BitGenerator, Any]:
+        """Return a new bit generator of the recorded class, and the recorded state, which is not set yet. ``seed``: arguments
+        of the class."""
         state: Any = self.value(data, path)
         if not isinstance(state, dict) or state.get("bit_generator") not in BIT_GENERATORS:
             raise HookStateError(path, "malformed state: not a numpy bit generator")
         return getattr(np.random, state["bit_generator"])(*seed), state
 
     def _random_state(self, data: JsonValue, path: str) -> np.random.RandomState:
+        """Return a numpy ``RandomState`` with the recorded state."""
         bits, state = self._bit_generator(data, path)
         out = np.random.RandomState(bits)
         out.set_state(state)
         return out
 
     def _generator(self, data: Any, path: str) -> np.random.Generator:
+        """Return a numpy ``Generator`` with the recorded state and seed sequence."""
         bit_state, seed_state = _check_type(data, list)
         seeds: Any = self.value(seed_state, f"{path}.seed_seq")
         bits, state = self._bit_generator(bit_state, path, np.random.SeedSequence(**seeds))
@@ -167,6 +186,7 @@ class _Decoder:
 
 
 def _check_type(value: Any, kind: type) -> Any:
+    """Return ``value``. Raises ``TypeError`` unless it is a ``kind``."""
     if not isinstance(value, kind):
         raise TypeError(f"expected {kind.__name__}, found {type(value).__name__}")
     return value

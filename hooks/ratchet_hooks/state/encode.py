@@ -42,29 +42,31 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True)
 class Encoded:
-    """Placeholder for a value, without tensors, that ``encode`` has already turned into this JSON."""
+    """A value without tensors that has been encoded already. ``encode`` puts ``data``, its JSON, into the result unchanged."""
 
     data: JsonValue
 
 
 def encode(value: object, *, root: str) -> tuple[Tensors, JsonValue]:
-    """Return named tensors and JSON of ``value``; ``root`` begins the path in errors, like ``"state"``.
+    """Split ``value`` into named tensors and JSON, from which ``decode`` restores it. ``root``: beginning of the path in error
+    messages, such as ``"state"``. The tensors may share memory with those in ``value``.
 
     Accepted: None, bool, int, float, complex, str, bytes, list, tuple, deque, dict, OrderedDict, Counter and defaultdict of
-    built-in types (keys: None, bool, int, float, str, bytes or tuples of them), set, frozenset, torch.Size, dense tensors, numpy
-    arrays and scalars without objects, ``np.random.RandomState`` and ``np.random.Generator``. Raises ``HookStateError`` for
-    anything else, and for cycles.
+    built-in types (keys: None, bool, int, float, str, bytes or tuples of them), set, frozenset, torch.Size, dense tensors,
+    numpy arrays and scalars without objects, ``np.random.RandomState`` and ``np.random.Generator``. Raises ``HookStateError``
+    for anything else, for cycles, and for more than 100 levels.
     """
     return _Encoder(root).run(value)
 
 
 def _float_text(value: float) -> str:
-    """Hexadecimal text of all 64 bits; a NaN keeps sign and payload."""
+    """Return hexadecimal text with all 64 bits of a float; for a NaN with its sign and payload."""
     return "nan:" + struct.pack(">d", value).hex() if math.isnan(value) else value.hex()
 
 
 def _is_json(value: object) -> bool:
-    """True if the value represents itself in JSON. Strings beyond ASCII are checked separately."""
+    """True if the value represents itself in JSON. False for strings beyond ASCII, which are checked separately, and for
+    integers beyond 2**53."""
     kind = type(value)
     if kind is int:
         return -_SAFE_INT <= value <= _SAFE_INT  # type: ignore[operator]
@@ -72,6 +74,9 @@ def _is_json(value: object) -> bool:
 
 
 class _Encoder:
+    """One call of ``encode``. ``tensors``: the named tensors so far; ``active_ids``: containers that are being encoded, to
+    detect cycles; ``storage_counts``: number of tensors per memory; ``names``: names of memories that several tensors share."""
+
     def __init__(self, root: str) -> None:
         self.root = root
         self.tensors: Tensors = {}
@@ -80,10 +85,12 @@ class _Encoder:
         self.names: dict[tuple[str, int], str] = {}
 
     def run(self, value: object) -> tuple[Tensors, JsonValue]:
+        """Return the named tensors, and the JSON of ``value``."""
         self._count_sharers(value, 0)
         return self.tensors, self.value(value, ())
 
     def _count_sharers(self, value: object, depth: int) -> None:
+        """Count the tensors in ``value`` by the memory that they use."""
         if depth > _MAX_DEPTH:
             return  # the encoding pass reports it with its path
         if isinstance(value, torch.Tensor):
@@ -98,9 +105,11 @@ class _Encoder:
                     self._count_sharers(item, depth + 1)
 
     def fail(self, path: tuple[str, ...], detail: str) -> HookStateError:
+        """Return the error to raise for the value at ``path``."""
         return HookStateError(self.root + "".join(path), detail)
 
     def value(self, value: object, path: tuple[str, ...]) -> JsonValue:
+        """Return the JSON of the value at ``path``; its tensors are added to ``tensors``. Raises ``HookStateError``."""
         if _is_json(value):
             return value  # type: ignore[return-value]
         if type(value) is int:
@@ -119,6 +128,7 @@ class _Encoder:
         return self._nested(value, path)
 
     def _text(self, value: str, path: tuple[str, ...]) -> str:
+        """Return the string unchanged. Raises ``HookStateError`` if it has lone surrogates."""
         try:
             value.encode()
         except UnicodeEncodeError as exc:
@@ -127,6 +137,7 @@ class _Encoder:
 
     @staticmethod
     def _scalar(value: object) -> JsonValue:
+        """Return the JSON of a float, complex number or bytes; None for any other value."""
         if type(value) is float:
             return {"float": _float_text(value)}
         if type(value) is complex:
@@ -136,6 +147,7 @@ class _Encoder:
         return None
 
     def _nested(self, value: object, path: tuple[str, ...]) -> JsonValue:
+        """Return the JSON of a container. Raises ``HookStateError`` if it contains itself or is nested too deep."""
         if id(value) in self.active_ids:
             raise self.fail(path, "contains itself; a state must be a tree")
         if len(path) >= _MAX_DEPTH:
@@ -147,6 +159,7 @@ class _Encoder:
             self.active_ids.discard(id(value))
 
     def _container(self, value: object, path: tuple[str, ...]) -> JsonValue:
+        """Return the JSON of a container of a known type. Raises ``HookStateError`` for any other value."""
         if type(value) is dict:
             return {"dict": self._pairs(value, path)}
         if type(value) is OrderedDict:
@@ -179,9 +192,11 @@ class _Encoder:
         )
 
     def _items(self, value: Iterable[object], path: tuple[str, ...]) -> list[JsonValue]:
+        """Return the JSON of each item, in order."""
         return [item if _is_json(item) else self.value(item, (*path, f"[{i}]")) for i, item in enumerate(value)]  # type: ignore[misc]
 
     def _pairs(self, value: Mapping[Any, object], path: tuple[str, ...]) -> JsonValue:
+        """Return ``[key, value]`` in JSON for each item of a mapping, in its order."""
         pairs: list[JsonValue] = []
         for key, item in value.items():
             plain = type(key) is str and key.isidentifier()
@@ -190,6 +205,8 @@ class _Encoder:
         return pairs
 
     def _key(self, key: object, path: tuple[str, ...]) -> JsonValue:
+        """Return the JSON of a dictionary key or an element of a set. Raises ``HookStateError`` for a type that ``encode``
+        does not accept there."""
         if key is None or type(key) in (bool, int, float, str, bytes):
             return self.value(key, path)
         if type(key) is tuple:
@@ -197,6 +214,7 @@ class _Encoder:
         raise self.fail(path, f"a {type(key).__qualname__} cannot be a stored key; use str, int, bool, float or tuples")
 
     def _name(self, path: tuple[str, ...]) -> str:
+        """Return an unused name for a tensor: its path, with a number appended if that is taken."""
         name = base = "".join(path).removeprefix(".") or "value"
         count = 1
         while name in self.tensors:
@@ -205,6 +223,8 @@ class _Encoder:
         return name
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> JsonValue:
+        """Add a dense tensor to ``tensors`` and return its JSON. Raises ``HookStateError`` for other layouts and for
+        subclasses."""
         if type(tensor) not in _TENSOR_TYPES:
             raise self.fail(
                 path, f"a tensor of type {type(tensor).__qualname__} cannot be stored; pass its local tensor"
@@ -227,7 +247,8 @@ class _Encoder:
         return out
 
     def _view(self, tensor: torch.Tensor, path: tuple[str, ...]) -> JsonValue:
-        """One of several tensors on one storage: the storage is written once, as bytes."""
+        """Return the JSON of a tensor that shares its memory with another one. The memory is added to ``tensors`` once, as
+        bytes."""
         key = (str(tensor.device), storage_id(tensor))
         if key not in self.names:
             name = self._name(path)
@@ -246,6 +267,8 @@ class _Encoder:
         }
 
     def _numpy(self, value: object, path: tuple[str, ...]) -> JsonValue:
+        """Return the JSON of a numpy array, scalar or generator; an array's bytes are added to ``tensors``. Raises
+        ``HookStateError`` for objects and unknown generators."""
         if isinstance(value, np.random.RandomState):
             state = value.get_state(legacy=False)
             assert isinstance(state, dict)
@@ -267,6 +290,7 @@ class _Encoder:
         return {"array": {"name": name, "dtype": value.dtype.str, "shape": shape, "order": order}}
 
     def _generator(self, value: np.random.Generator, path: tuple[str, ...]) -> JsonValue:
+        """Return the JSON of a ``Generator``: the state of its bit generator and of its seed sequence."""
         state = self._bit_generator(value.bit_generator.state, path)
         seeds = getattr(value.bit_generator, "seed_seq", None)
         if type(seeds) is not np.random.SeedSequence:
@@ -274,13 +298,14 @@ class _Encoder:
         return [state, self.value(dict(seeds.state), (*path, ".seed_seq"))]
 
     def _bit_generator(self, state: Mapping[str, Any], path: tuple[str, ...]) -> JsonValue:
+        """Return the JSON of a bit generator's state. Raises ``HookStateError`` if it is none of numpy's."""
         if state["bit_generator"] not in BIT_GENERATORS:
             raise self.fail(path, f"bit generator {state['bit_generator']} cannot be stored; use one of numpy's own")
         return self.value(dict(state), path)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """True if the memory holds every element once and without gaps: some order of the dimensions is contiguous."""
+    """True if the tensor's memory contains every element exactly once and without gaps, in any order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -33,10 +33,11 @@ _KEY: Final = "ratchet_state"
 
 
 def save_state(path: str | os.PathLike[str], state: object) -> None:
-    """Write ``state`` (anything that ``encode`` accepts, such as ``ManagedHook.capture()``) to ``path``, atomically.
+    """Write ``state`` (anything that ``encode`` accepts, such as ``ManagedHook.capture()``) to the file ``path``, atomically
+    and durably. Missing directories are created.
 
-    A process that is killed here leaves the previous file. Raises ``HookStateError`` naming the key of a value that cannot be
-    stored.
+    A process that is killed meanwhile leaves the previous file unchanged. Raises ``HookStateError`` that names a value which
+    cannot be stored, and ``OSError``.
     """
     target, parts = Path(path), _parts(state)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -50,8 +51,8 @@ def save_state(path: str | os.PathLike[str], state: object) -> None:
 
 
 def load_state(path: str | os.PathLike[str]) -> Any:
-    """Return the state that ``save_state`` wrote. Raises ``FileNotFoundError``, and ``HookStateError`` for a file that
-    ``save_state`` did not write."""
+    """Return the state that ``save_state`` wrote to ``path``, with tensors on the CPU. Raises ``FileNotFoundError``, and
+    ``HookStateError`` for a file that is damaged or that ``save_state`` did not write."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no such file: {path}")
     with Path(path).open("rb") as file:
@@ -59,18 +60,19 @@ def load_state(path: str | os.PathLike[str]) -> Any:
 
 
 def pack_state(state: object) -> torch.Tensor:
-    """The bytes of the file that ``save_state`` would write, as a uint8 tensor, for storing inside another checkpoint."""
+    """Return the bytes of the file that ``save_state`` would write, as a uint8 tensor, to be stored inside another checkpoint.
+    Raises ``HookStateError``."""
     return torch.frombuffer(bytearray().join(_parts(state)), dtype=torch.uint8)
 
 
 def unpack_state(packed: torch.Tensor) -> Any:
-    """Return the state that ``pack_state`` packed. Raises ``HookStateError`` for bytes that ``pack_state`` did not make."""
+    """Return the state that ``pack_state`` packed. Raises ``HookStateError`` for bytes that it did not make."""
     content = packed.cpu().numpy().tobytes()
     return _read(io.BytesIO(content), len(content), "state")
 
 
 def _parts(state: object) -> Iterator[memoryview | bytes]:
-    """The file's content. Raises before the first part."""
+    """Return an iterator over the parts of the file's content. An error is raised by this call, not by the iterator."""
     tensors, data = encode(state, root="state")
     stored: dict[str, Stored] = {}
     end = 0
@@ -88,6 +90,7 @@ def _parts(state: object) -> Iterator[memoryview | bytes]:
 
 
 def _read(file: BinaryIO, size: int, where: str) -> Any:
+    """Return the state in an open file of ``size`` bytes. ``where``: its name in errors. Raises ``HookStateError``."""
     try:
         stored, metadata, _ = read_header(file, size)
         data = metadata.get(_KEY)
@@ -108,11 +111,12 @@ def _read(file: BinaryIO, size: int, where: str) -> Any:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor as bytes, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _sync(path: Path) -> None:
+    """Make the names in the directory ``path`` durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

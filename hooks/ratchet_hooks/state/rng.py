@@ -14,7 +14,8 @@ from ratchet_hooks.errors import HookStateError
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """State of all generators: torch, cuda (of ``device``, None without), numpy, python."""
+    """Return the states of the generators: ``torch`` (CPU), ``cuda`` (that of ``device``; None if it is no CUDA device),
+    ``numpy``, ``python``."""
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -25,7 +26,8 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the state of ``capture``. Raises ``HookStateError`` where only one of checkpoint and rank has a GPU."""
+    """Set the generators to the states that ``capture`` returned. Raises ``HookStateError``, and changes nothing, if only one
+    of the checkpoint and this rank has a CUDA device."""
     if (state["cuda"] is None) != (device.type != "cuda"):
         had = "without" if state["cuda"] is None else "with"
         raise HookStateError(

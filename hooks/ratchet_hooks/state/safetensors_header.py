@@ -24,7 +24,7 @@ _METADATA: Final = "__metadata__"
 
 
 class Stored(NamedTuple):
-    """One header entry: shape as stored, ``begin``/``end`` in bytes from the start of the data."""
+    """One tensor's entry in a header. ``shape``: as stored; ``begin`` and ``end``: bytes from the start of the data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,7 +33,8 @@ class Stored(NamedTuple):
 
 
 class Header(NamedTuple):
-    """``start``: bytes from the file's beginning to the data."""
+    """A header that was read: the tensors' entries by key, the metadata (empty if there is none), and ``start``, the offset of
+    the data in the file, in bytes."""
 
     tensors: dict[str, Stored]
     metadata: Mapping[str, Any]
@@ -41,7 +42,8 @@ class Header(NamedTuple):
 
 
 def entries_json(stored: Mapping[str, Stored]) -> bytes:
-    """The part of a header that follows from the tensors alone: their entries as JSON, without the braces around them."""
+    """Return the tensors' entries as JSON, without the braces around them: the part of a header that does not depend on the
+    metadata."""
     body = {
         key: {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         for key, (dtype, shape, begin, end) in stored.items()
@@ -50,14 +52,16 @@ def entries_json(stored: Mapping[str, Stored]) -> bytes:
 
 
 def header_json(metadata: Mapping[str, str], members: bytes) -> tuple[bytes, bytes, bytes]:
-    """The JSON, in pieces, since ``members`` (of ``entries_json``) may be long."""
+    """Return a header's JSON in three pieces, to be joined; ``members``, from ``entries_json``, is the second and may be long."""
     return b'{"__metadata__":' + _dump(metadata) + (b"," if members else b""), members, b"}"
 
 
 def frame_header(parts: tuple[bytes, bytes, bytes], alignment: int) -> tuple[bytes, bytes, bytes]:
-    """Length field and JSON (``header_json``), padded so that the data starts on a multiple of ``alignment``, in pieces.
+    """Return a complete header in three pieces: the length field and the JSON ``parts`` (from ``header_json``), padded with
+    spaces so that the data starts on a multiple of ``alignment`` bytes.
 
-    Raises ``ValueError`` for a header that ``read_header`` would refuse."""
+    Raises ``ValueError`` for a header that ``read_header`` would refuse.
+    """
     size = sum(map(len, parts))
     if size > MAX_JSON_VALUES and sum(map(_max_value_count, parts)) > MAX_JSON_VALUES:  # a value has at least one byte
         raise ValueError(f"it has more than {MAX_JSON_VALUES} values")
@@ -69,9 +73,11 @@ def frame_header(parts: tuple[bytes, bytes, bytes], alignment: int) -> tuple[byt
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
-    """The header of a file of ``size`` bytes, if it is a valid and complete safetensors file, written by any program.
+    """Read and check the header of a safetensors file of ``size`` bytes, written by any program. The entries must describe
+    exactly the data that follows; the data are not read.
 
-    Raises ``ValueError`` if not, ``OSError``."""
+    Raises ``ValueError`` if the header is invalid or the file is not complete, and ``OSError``.
+    """
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if size < LENGTH_BYTES or length > min(MAX_HEADER, size - LENGTH_BYTES):
         raise ValueError("the header's length is impossible")
@@ -91,6 +97,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
 
 
 def _entry(key: str, value: Any) -> Stored:
+    """Return one checked entry of a header. Raises ``ValueError`` if it is malformed."""
     try:
         begin, end = map(int, value["data_offsets"])
         stored = Stored(value["dtype"], tuple(map(int, value["shape"])), begin, end)
@@ -103,7 +110,8 @@ def _entry(key: str, value: Any) -> Stored:
 
 
 def bounded_json(raw: bytes | str) -> Any:
-    """``json.loads`` for text of unknown origin: bounded depth, bounded number of values, no NaN. Raises ``ValueError``."""
+    """Return the value of a JSON text of unknown origin. Raises ``ValueError`` for invalid JSON, NaN or infinity, too deep
+    nesting, or more than ``MAX_JSON_VALUES`` values."""
     refuse_json_bomb(raw)
     try:
         return json.loads(raw, parse_constant=_no_constant)
@@ -112,13 +120,14 @@ def bounded_json(raw: bytes | str) -> Any:
 
 
 def refuse_json_bomb(raw: bytes | str) -> None:
-    """Raise ``ValueError`` for a text whose values would need memory out of proportion to its length."""
+    """Raise ``ValueError`` for a JSON text with more than ``MAX_JSON_VALUES`` values, which would need far more memory than
+    its length."""
     if _max_value_count(raw) > MAX_JSON_VALUES:
         raise ValueError(f"JSON with more than {MAX_JSON_VALUES} values is refused")
 
 
 def _max_value_count(raw: bytes | str) -> int:
-    """An upper bound of the number of values in a JSON text (for a text with a single value it may be 0)."""
+    """Return an upper bound of the number of values in a JSON text (for a text with a single value it may be 0)."""
     if isinstance(raw, str):
         return raw.count(",") + raw.count("[") + raw.count("{")
     return raw.count(b",") + raw.count(b"[") + raw.count(b"{")

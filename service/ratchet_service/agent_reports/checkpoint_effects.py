@@ -35,9 +35,11 @@ _CHUNK: Final = 500
 
 
 def reported_iterations(batches: Sequence[RankBatch]) -> tuple[dict[Key, int], list[CheckpointCommitted]]:
-    """Return the hook iteration of each checkpoint that the batches report, and the commits for which it is unknown.
+    """Return two values: the hook iteration of each checkpoint that the batches report as committed, by step and attempt; and the
+    commits for which the batches do not contain it.
 
-    Rank 0 reports the iteration (``HookState``) when it saves, usually in the same batch as the commit."""
+    Rank 0 reports the iteration (``HookState``) when it saves, usually in the same batch as the commit.
+    """
     out: dict[Key, int] = {}
     unknown: list[CheckpointCommitted] = []
     for batch in batches:
@@ -57,8 +59,9 @@ def reported_iterations(batches: Sequence[RankBatch]) -> tuple[dict[Key, int], l
 
 
 def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[Key, int]:
-    """Like ``reported_iterations``, but reads unknown iterations from the checkpoints' manifests. Call it outside of
-    transactions."""
+    """Return the hook iteration of each checkpoint that the batches report as committed, by step and attempt. Those that the
+    batches do not contain are read from the checkpoints' manifests on the disk, so this must not be called within a transaction.
+    Iterations that cannot be read are missing."""
     out, unknown = reported_iterations(batches)
     for message in unknown:
         found = _saved_iteration(job, message)
@@ -68,7 +71,7 @@ def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[Key, in
 
 
 def _saved_iteration(job: JobPaths, message: CheckpointCommitted) -> int | None:
-    """Return the iteration that rank 0 saved; None if the manifest cannot be read (any more)."""
+    """Return the hook iteration of rank 0 in the checkpoint's manifest; None if the manifest cannot be read or has none."""
     try:
         with as_owner(job.root):
             manifest = read_manifest(job.checkpoint(message.step, message.attempt))
@@ -78,9 +81,10 @@ def _saved_iteration(job: JobPaths, message: CheckpointCommitted) -> int | None:
 
 
 class Checkpoints:
-    """Applies one attempt's checkpoint messages to the job, within the caller's transaction.
+    """Applies one attempt's messages about checkpoints to the rows, within the caller's transaction.
 
-    ``has_commits`` is True once a commit has been applied. ``event`` adds an event with a type, a message and data."""
+    ``has_commits`` is True once a commit has been applied. ``add_event`` adds an event with a type, a message and data.
+    """
 
     def __init__(
         self,
@@ -96,7 +100,7 @@ class Checkpoints:
         self.has_commits = False
 
     def prefetch(self, messages: Iterable[RankMessage]) -> None:
-        """Read the rows that ``messages`` need in bulk; otherwise they are read one by one."""
+        """Read the checkpoint rows that ``messages`` need with few queries. Rows that were not prefetched are read one by one."""
         keys = {(m.step, m.attempt) for m in messages if isinstance(m, _CHECKPOINT_MESSAGES)}
         new = [key for key in keys if key not in self._rows and all(0 <= number <= MAX_NUMBER for number in key)]
         steps = sorted({step for step, _ in new})
@@ -108,6 +112,8 @@ class Checkpoints:
             self._rows.setdefault(key, None)
 
     def apply_committed(self, message: CheckpointCommitted) -> None:
+        """Store the commit of a checkpoint: its row, the committed steps of attempt and job, and an event. A commit that belongs
+        to another attempt, or that has another digest than the row, is ignored, with an event."""
         name = checkpoint_dir_name(message.step, message.attempt)
         if message.attempt != self._attempt.number:
             self._add_event(
@@ -144,8 +150,9 @@ class Checkpoints:
         self._add_event("checkpoint", f"checkpoint {name} {text}", data)
 
     def apply_uploaded(self, message: CheckpointUploaded) -> None:
-        """Record that the checkpoint's copy in the object store is complete. A checkpoint that the row has as deleted or
-        quarantined is on disk again: it was fetched from the object store because the disk had lost or damaged it."""
+        """Store that the checkpoint's copy in the object store is complete; nothing if the checkpoint has no row yet. With
+        another digest than in the row, only an event is added. A checkpoint whose row says deleted or quarantined becomes
+        committed: it is on disk again, fetched from the object store because the disk had lost or damaged it."""
         name = checkpoint_dir_name(message.step, message.attempt)
         row = self._row(message.step, message.attempt)
         if row is None:
@@ -164,20 +171,24 @@ class Checkpoints:
             self._add_event("checkpoint-uploaded", f"checkpoint {name} is copied to {row.uri}", data)
 
     def apply_quarantined(self, message: Quarantined) -> None:
+        """Store that the checkpoint is damaged and was moved to the quarantine, and add an event."""
         self._set_state(message.step, message.attempt, "quarantined")
         name = checkpoint_dir_name(message.step, message.attempt)
         text = f"checkpoint {name} is damaged and was moved to the quarantine: {sanitize_text(message.error)}"
         self._add_event("checkpoint-quarantined", text, {"checkpoint": name})
 
     def apply_deleted(self, message: CheckpointDeleted) -> None:
+        """Store that the checkpoint's files were deleted."""
         self._set_state(message.step, message.attempt, "deleted")
 
     def _set_state(self, step: int, attempt: int, state: str) -> None:
+        """Set the state of the checkpoint's row, if there is one."""
         row = self._row(step, attempt)
         if row is not None:
             row.state = state
 
     def _row(self, step: int, attempt: int) -> Checkpoint | None:
+        """Return the checkpoint's row, read once; None: there is none."""
         if (step, attempt) not in self._rows:
             self._rows[step, attempt] = self._session.get(Checkpoint, (self._job.id, step, attempt))
         return self._rows[step, attempt]

@@ -18,20 +18,22 @@ _MAX_AGENTS: Final = 10_000
 
 
 class AcknowledgedReports:
-    """Sequence numbers that this process has acknowledged to agents. Stored numbers only grow, so a report that goes beyond them
-    has news and need not be checked before the transaction that stores it. Thread-safe."""
+    """The sequence numbers that this process has acknowledged to agents, in memory, for the ``_MAX_AGENTS`` agents that reported
+    last. Stored numbers only grow, so a report that goes beyond them has news, and need not be compared with the rows before the
+    transaction that stores it. Thread-safe."""
 
     def __init__(self) -> None:
         self._acked: OrderedDict[tuple[str, int, int], Mapping[int, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def is_behind(self, report: AgentReport) -> bool:
-        """True if the report goes beyond what was acknowledged to its agent; False if that is not known."""
+        """True if the report has messages beyond what was acknowledged to its agent. False if it has none, or if nothing is
+        remembered of this agent."""
         acked = self._acked.get((report.job_id, report.attempt, report.node))
         return acked is not None and _has_unacked_messages(report, acked)
 
     def record(self, report: AgentReport, acked: Mapping[int, int]) -> None:
-        """Remember ``acked``, the acknowledgement in the answer to ``report``."""
+        """Remember ``acked``, the sequence numbers (rank -> number) in the answer to ``report``."""
         key = report.job_id, report.attempt, report.node
         with self._lock:
             self._acked[key] = acked
@@ -41,7 +43,7 @@ class AcknowledgedReports:
 
 
 def has_news(report: AgentReport, attempt: AttemptRow, node: NodeRow) -> bool:
-    """True if the report holds anything that is not in the rows."""
+    """True if the report contains anything that the rows do not: messages, a result, a later phase or another address."""
     fresh = _has_unacked_messages(report, {int(rank): number for rank, number in node.acked.items()})
     result = report.result is not None and str(report.node) not in attempt.results
     return fresh or result or is_later_phase(report.phase, node.phase) or report.address not in (None, node.address)
@@ -53,7 +55,8 @@ def has_only_figures(report: AgentReport) -> bool:
 
 
 def changes_only_figures(report: AgentReport, attempt: AttemptRow, node: NodeRow) -> bool:
-    """True if the report changes only columns that ``fast_rows`` covers."""
+    """True if the report changes only columns that ``fast_rows`` covers: it has no messages other than ``FIGURES``, no result, no
+    later phase and no new address."""
     return (
         has_only_figures(report)
         and report.result is None
@@ -64,8 +67,10 @@ def changes_only_figures(report: AgentReport, attempt: AttemptRow, node: NodeRow
 
 
 def is_later_phase(new: AttemptPhase, old: AttemptPhase) -> bool:
+    """True if ``new`` comes after ``old`` in the order of an attempt's phases."""
     return _ORDER.index(new) > _ORDER.index(old)
 
 
 def _has_unacked_messages(report: AgentReport, acked: Mapping[int, int]) -> bool:
+    """True if the report has messages with numbers beyond those in ``acked`` (rank -> number)."""
     return any(batch.from_seq + len(batch.messages) - 1 > acked.get(batch.rank, 0) for batch in report.batches)

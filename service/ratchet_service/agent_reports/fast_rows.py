@@ -22,6 +22,8 @@ from ratchet_service.db.models import Attempt, AttemptNode, Job
 
 @dataclass(slots=True)
 class JobRow:
+    """The columns of ``Job`` that a report needs."""
+
     id: str
     attempt: int
     desired: Desired
@@ -37,6 +39,8 @@ class JobRow:
 
 @dataclass(slots=True)
 class AttemptRow:
+    """The columns of ``Attempt`` that a report needs."""
+
     job_id: str
     number: int
     phase: AttemptPhase
@@ -49,6 +53,8 @@ class AttemptRow:
 
 @dataclass(slots=True)
 class NodeRow:
+    """The columns of ``AttemptNode`` that a report needs."""
+
     node: int
     phase: AttemptPhase
     acked: dict[str, int]
@@ -57,7 +63,7 @@ class NodeRow:
 
 
 class Shape(NamedTuple):
-    """The parts of the job's spec that a report needs."""
+    """The parts of the job's spec that storing a report needs."""
 
     nodes: int
     ranks_per_node: int
@@ -66,7 +72,7 @@ class Shape(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """``node`` is None if its row does not exist yet."""
+    """The rows that a report refers to. ``node`` is None if its row does not exist yet."""
 
     job: JobRow
     attempt: AttemptRow
@@ -119,7 +125,7 @@ _UPDATE_NODE: Final = sa.update(_NODES).where(
 
 
 def read_rows(session: Session, job_id: str, attempt: int, node: int) -> Rows | None:
-    """Return all rows that a report without news needs, read in one query; None if there is no such attempt."""
+    """Return all rows that a report refers to, read in one query and not locked; None if there is no such attempt."""
     found = (
         session.connection().execute(_SELECT_ALL, {"job_id_": job_id, "attempt_": attempt, "node_": node}).one_or_none()
     )
@@ -142,7 +148,8 @@ def lock_rows(session: Session, job_id: str, attempt: int, node: int) -> Rows | 
 
 @contextmanager
 def write_changes(session: Session, rows: Rows) -> Iterator[None]:
-    """Write what the block changes in these rows when it ends. The caller holds the job's row."""
+    """When the block ends without an error, write the columns of ``rows`` that it has changed, as far as figures can change them.
+    The caller has locked the job's row."""
     job, attempt, node = replace(rows.job), replace(rows.attempt), None if rows.node is None else replace(rows.node)
     yield
     connection = session.connection()
@@ -157,14 +164,17 @@ def write_changes(session: Session, rows: Rows) -> Iterator[None]:
 
 
 def read_shape(session: Session, job_id: str) -> Shape:
+    """Return the parts of the job's spec that a report needs. Raises ``NoResultFound`` if there is no such job."""
     return _shape(*session.connection().execute(_SELECT_SHAPE, {"job_id_": job_id}).one())
 
 
 def _values(row: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return these attributes of ``row``, by name."""
     return {name: getattr(row, name) for name in names}
 
 
 def _rows(job: Any, attempt_and_node: Any) -> Rows:
+    """Split the selected columns of the job and of attempt and node into the row objects."""
     attempt, node = attempt_and_node[: len(_ATTEMPT_COLUMNS)], attempt_and_node[len(_ATTEMPT_COLUMNS) :]
     return Rows(
         JobRow(*job[: len(_JOB_COLUMNS)]),
@@ -175,4 +185,5 @@ def _rows(job: Any, attempt_and_node: Any) -> Rows:
 
 
 def _shape(nodes: int, ranks_per_node: int, uri: str | None, best_metric: str | None) -> Shape:
+    """Return the shape. ``uri``: that of the object store for checkpoints, if the spec has one."""
     return Shape(nodes, ranks_per_node, uri is not None, best_metric)

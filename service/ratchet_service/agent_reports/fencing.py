@@ -1,4 +1,4 @@
-"""Fences off attempts that are over: their requests change nothing, and the job's history records that they came.
+"""Fences off attempts that are over: their requests change nothing but a counter, and the job's history records them.
 
 The attempt number is the fencing token: only requests of the newest attempt are accepted, and only until it has ended. Refusals
 are counted on the attempt's row; the 1st, 10th, 100th ... becomes an event, so that an agent that never stops cannot flood the
@@ -28,21 +28,21 @@ STALE_REQUEST: Final = "stale-request"
 
 
 class Stale(Conflict):
-    """The attempt is not the job's newest one, or has ended."""
+    """The request's attempt is not the job's newest one, or has ended."""
 
     code = "stale-attempt"
 
 
 def raise_if_stale(job: Job | JobRow, attempt: Attempt | AttemptRow) -> None:
-    """Raises ``Stale`` for an attempt that is not the job's newest one, or has ended."""
+    """Raise ``Stale`` if the attempt is not the job's newest one, or has ended."""
     if attempt.number != job.attempt or attempt.phase is AttemptPhase.ENDED:
         raise Stale(f"attempt {attempt.number} is over (the newest one is {job.attempt}): end its ranks")
 
 
 @contextmanager
 def count_stale_requests(database: Database, job_id: str, attempt: int, request_name: str) -> Iterator[None]:
-    """Count a request that the block refuses as ``Stale``, and record it as an event. No transaction may be open around the
-    block. ``request_name`` names the request for the event's message."""
+    """If the block raises ``Stale``, count the request on the attempt's row, add an event for the 1st, 10th, 100th ..., and raise
+    it again. No transaction may be open around the block. ``request_name``: what the event's message calls the request."""
     try:
         yield
     except Stale:
@@ -54,6 +54,7 @@ def count_stale_requests(database: Database, job_id: str, attempt: int, request_
 
 
 def _count_stale_request(database: Database, job_id: str, attempt: int, request_name: str) -> None:
+    """Count one refused request; nothing if the job or the attempt does not exist."""
     with database.write() as session:
         job = session.scalar(sa.select(Job).where(Job.id == job_id).with_for_update())
         row = session.get(Attempt, (job_id, attempt), populate_existing=True)

@@ -56,8 +56,8 @@ DEFERRED_ATTEMPT_COLUMNS: Final = (defer(Attempt.launch), defer(Attempt.resume_r
 
 
 def check_protocol(report: Any) -> None:
-    """Raises ``Refused`` (``protocol-mismatch``) if ``report``, a decoded body that is not validated yet, has another protocol
-    version. The agent continues training; the reconciler stops its attempt with a signal (``decide``)."""
+    """Raise ``Refused`` (``protocol-mismatch``) if ``report``, a decoded body that is not validated yet, has another protocol
+    version. The agent that gets this answer continues training; the reconciler stops its attempt with a signal (``decide``)."""
     protocol = report.get("protocol") if isinstance(report, dict) else None
     if isinstance(protocol, int) and protocol != PROTOCOL_VERSION:
         raise Refused(
@@ -75,12 +75,13 @@ def ingest(
     bounds: Bounds = DEFAULT_BOUNDS,
     acknowledged: AcknowledgedReports | None = None,
 ) -> ReportAck:
-    """Store what is new in a report, and return what is stored and which state is desired. An empty report only reads.
-    ``acknowledged``: what earlier answers acknowledged; if it shows that the report has news, the check before the write
-    transaction is skipped.
+    """Store what is new in a report. Return which messages are stored, and which state is desired. A report without news is only
+    read, so that no write transaction is needed. ``acknowledged``: what earlier answers of this process acknowledged, and is
+    updated; if it shows that the report has news, the check before the write transaction is skipped.
 
-    Raises ``Refused`` (``token-missing``, ``token-wrong``), ``NotFound``, and ``Stale`` (409 ``stale-attempt``) for an attempt
-    that is not the newest one or has ended.
+    Raises ``Refused`` (``token-missing``, ``token-wrong``, ``invalid-report``), ``NotFound``, and ``Stale`` (409
+    ``stale-attempt``) for an attempt that is not the newest one or has ended; a stale report is counted, and recorded as an
+    event.
     """
     with count_stale_requests(database, report.job_id, report.attempt, "a report"):
         ack = _ingest(database, report, token, homes, bounds, acknowledged)
@@ -97,6 +98,7 @@ def _ingest(
     bounds: Bounds,
     acknowledged: AcknowledgedReports | None,
 ) -> ReportAck:
+    """Like ``ingest``, without counting stale reports and without updating ``acknowledged``."""
     iterations, unknown = reported_iterations(report.batches)
     if unknown or acknowledged is None or not acknowledged.is_behind(report):
         with database.read() as session:
@@ -121,7 +123,7 @@ def _ingest(
 def _ingest_full(
     session: Session, report: AgentReport, iterations: dict[tuple[int, int], int], bounds: Bounds, shape: Shape
 ) -> ReportAck:
-    """Store a report that may change any column. The caller holds the job's row."""
+    """Store a report that may change any column, with the ORM classes. The caller has locked the job's row."""
     job = lock_job(session, report.job_id, DEFERRED_JOB_COLUMNS)
     attempt = session.get_one(Attempt, (report.job_id, report.attempt), options=DEFERRED_ATTEMPT_COLUMNS)
     node = _get_or_create_node(session, report)
@@ -143,7 +145,8 @@ def ingest_batches(
     bounds: Bounds = DEFAULT_BOUNDS,
     shape: Shape | None = None,
 ) -> int:
-    """Store every message that is not stored yet; returns how many were. The caller holds the job's row.
+    """Store every message that is not stored yet, and return how many were stored. The caller has locked the job's row. Raises
+    ``Refused`` (``invalid-report``) for a rank that the job does not have.
 
     Messages after a gap in the sequence numbers are ignored: the agent sends them again. The job itself changes only while the
     attempt is its newest one.
@@ -175,20 +178,20 @@ def ingest_batches(
 
 
 def unstored_messages(batch: RankBatch, last_stored: int) -> list[RankMessage]:
-    """Return the batch's messages after number ``last_stored``; none if numbers are missing in between, since they are sent
-    again."""
+    """Return the batch's messages with numbers greater than ``last_stored``. If the batch begins later than the next number,
+    return none: the agent sends the missing ones, and these again."""
     return [] if batch.from_seq > last_stored + 1 else batch.messages[last_stored + 1 - batch.from_seq :]
 
 
 def read_authorised_rows(session: Session, job_id: str, attempt: int, token: str | None) -> Rows:
-    """Return the attempt, its job and its first node. Raises ``Refused`` (``token-missing``, ``token-wrong``) unless ``token`` is
-    the attempt's, and ``NotFound``."""
+    """Return the rows of the attempt, its job and its node 0. Raises ``Refused`` (``token-missing``, ``token-wrong``) unless
+    ``token`` is the attempt's report token, and ``NotFound`` if there is no such attempt."""
     return _read_authorised_rows(fast_rows.read_rows, session, (job_id, attempt, 0), token)
 
 
 def _read_report_rows(session: Session, report: AgentReport, token: str | None, *, lock: bool = False) -> Rows:
-    """Return the rows that the report refers to; ``lock``: lock the job's row. Raises like ``read_authorised_rows``, and
-    ``Refused`` (``invalid-report``) for a node that the job does not have."""
+    """Return the rows that the report refers to, after checking its token. ``lock``: lock the job's row until the transaction
+    ends. Raises like ``read_authorised_rows``, and ``Refused`` (``invalid-report``) for a node that the job does not have."""
     node = report.node if 0 <= report.node <= MAX_NUMBER else -1
     read = fast_rows.lock_rows if lock else fast_rows.read_rows
     found = _read_authorised_rows(read, session, (report.job_id, report.attempt, node), token)
@@ -203,6 +206,7 @@ def _read_authorised_rows(
     key: tuple[str, int, int],
     token: str | None,
 ) -> Rows:
+    """Read the rows with ``read``, and check the token. ``key``: job id, attempt, node. Raises like ``read_authorised_rows``."""
     job_id, attempt, _ = key
     if not token:
         raise Refused("agents authenticate with the attempt's token: Authorization: Bearer ...", code="token-missing")
@@ -217,11 +221,12 @@ def _read_authorised_rows(
 
 
 def _attempt_not_found(job_id: str, attempt: int) -> NotFound:
+    """Return the error for an attempt that does not exist."""
     return NotFound(f"job {job_id} has no attempt {attempt}", code="attempt-not-found")
 
 
 def _get_or_create_node(session: Session, report: AgentReport) -> AttemptNode:
-    """Return the node's row. The launcher creates it; a report that comes earlier creates it here."""
+    """Return the row of the report's node. The launcher creates it; a report that arrives earlier creates it here."""
     key = (report.job_id, report.attempt, report.node)
     node = session.get(AttemptNode, key, populate_existing=True)
     if node is None:
@@ -232,8 +237,8 @@ def _get_or_create_node(session: Session, report: AgentReport) -> AttemptNode:
 
 
 def _advance(attempt: Attempt, node: AttemptNode, report: AgentReport) -> AttemptResult | None:
-    """Store phase, address, last step and result. Phases only move forward, and only the reconciler ends an attempt. Returns the
-    result if it is new."""
+    """Store the report's phase, address, last step and result. Phases only move forward, and ``ENDED`` is stored for the node
+    only: the reconciler ends the attempt. Return the result if this node's was not stored before; otherwise None."""
     if is_later_phase(report.phase, node.phase):
         node.phase = report.phase
     if report.address is not None:
@@ -248,6 +253,7 @@ def _advance(attempt: Attempt, node: AttemptNode, report: AgentReport) -> Attemp
 
 
 def _add_result_event(session: Session, attempt: Attempt, result: AttemptResult) -> None:
+    """Add the event for a node's result."""
     facts = {"cause": result.cause.value, "rank": result.rank, "last_step": result.last_step}
     text = f"the agent ended: {result.cause.value}"
     add_event(session, attempt.job_id, "result", text, attempt=attempt.number, data=facts)
@@ -256,6 +262,8 @@ def _add_result_event(session: Session, attempt: Attempt, result: AttemptResult)
 def _ack(
     session: Session, job: Job | JobRow, attempt: Attempt | AttemptRow, node: AttemptNode | NodeRow, shape: Shape
 ) -> ReportAck:
+    """Return the answer to a report: the acknowledged sequence numbers, the desired state, and, for several nodes, which nodes
+    have reported their address and whether another node has failed."""
     several = shape.nodes > 1
     peer = _peer_end(attempt, node.node) if several else None
     control = Control(
@@ -270,8 +278,8 @@ def _ack(
 
 
 def _peer_end(attempt: Attempt | AttemptRow, node: int) -> tuple[Cause, str] | None:
-    """Return the cause and description of another node's end, if that node failed or was stopped before it started any rank: the
-    ranks of this node would only wait for that node's ranks."""
+    """Return cause and description of the end of another node that failed, or that was stopped before it started any rank: the
+    ranks of this node would only wait for those of that node. None: there is none."""
     for other, result in sorted(attempt.results.items()):
         cause = Cause(result["cause"])
         failed = cause.outcome in (Outcome.FAILED, Outcome.LOST)
@@ -281,7 +289,8 @@ def _peer_end(attempt: Attempt | AttemptRow, node: int) -> tuple[Cause, str] | N
 
 
 def _group(session: Session, attempt: Attempt | AttemptRow) -> Group:
-    """Return the nodes that have reported their address. Ranks start once all have, so no rank waits for a late address."""
+    """Return which nodes have reported their address, and the address of node 0 (None: not yet). Agents start their ranks once
+    all nodes have reported."""
     query = sa.select(AttemptNode.node, AttemptNode.address).where(
         AttemptNode.job_id == attempt.job_id, AttemptNode.attempt == attempt.number, AttemptNode.address.is_not(None)
     )

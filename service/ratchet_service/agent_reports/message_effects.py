@@ -1,5 +1,5 @@
-"""Applies each kind of rank message to the database. An unexpected message raises no error here, since a rank's spool must never
-get stuck on one: text is made storable, and a message with impossible numbers becomes an event that reports it."""
+"""Applies each kind of rank message to the database. No message raises an error here, since a rank would send its spool's message
+again forever: text is made storable, and a message with impossible numbers becomes an event that reports it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ _NUMBER_FIELDS: Final = {
 
 
 class Effects:
-    """Applies one attempt's messages, in order, within the caller's transaction; ``finish`` writes what was collected."""
+    """Applies one attempt's messages, in order, within the caller's transaction. Metrics, hook summaries and other collected
+    changes are written by ``finish``. The caller has locked the job's row."""
 
     def __init__(
         self,
@@ -75,7 +76,8 @@ class Effects:
         bounds: Bounds,
         best_metric: str | None,
     ) -> None:
-        """``best_metric``: the metric that ``keep_best`` compares."""
+        """``iterations``: hook iteration of checkpoints, by step and attempt. ``best_metric``: the metric that ``keep_best``
+        compares; None: there is none."""
         self._session, self._job, self._attempt = session, job, attempt
         self._checkpoints = Checkpoints(session, job, attempt, iterations, self._add_event)
         self._bounds = bounds
@@ -85,14 +87,16 @@ class Effects:
 
     @property
     def _is_newest(self) -> bool:
+        """True if the attempt is the job's newest one: only then may its messages change the job's row."""
         return self._attempt.number == self._job.attempt
 
     def prefetch(self, messages: Sequence[RankMessage]) -> None:
-        """Read the rows that ``messages``, which are applied next, need in bulk."""
+        """Read in one query the rows that ``messages``, which the caller applies next, need."""
         self._checkpoints.prefetch(messages)
 
     def apply(self, rank: int, message: RankMessage) -> None:
-        """Apply one message. ``rank`` is the batch's: a message cannot report for another rank."""
+        """Apply one message. ``rank``: the rank of the batch, so that a message cannot report for another rank. A message with a
+        number that cannot be stored is dropped, with an event."""
         if not all(number is None or 0 <= number <= MAX_NUMBER for number in _numbers(message)):
             self._add_note("message-dropped", f"rank {rank}: a {message.kind} message with an impossible number", {})
             return
@@ -129,8 +133,8 @@ class Effects:
                 self._add_note(f"note.{sanitize_text(message.type)}"[:64], sanitize_text(message.message), data)
 
     def finish(self, ranks_to_count: Collection[int] = ()) -> None:
-        """Write what was collected. ``ranks_to_count``: ranks whose hook summaries are counted, and thinned if there are too
-        many."""
+        """Write what was collected, and flush. Called once, after the last message. ``ranks_to_count``: ranks whose stored hook
+        summaries are counted now, and thinned if there are too many."""
         if self._is_newest:
             self._job.updated_at = self._now  # before the first flush, so that the row is written once
         self._session.flush()
@@ -145,7 +149,8 @@ class Effects:
         self._session.flush()
 
     def _add_note(self, kind: str, message: str, data: dict[str, Any]) -> None:
-        """Add an event that a rank requests. Beyond the limit, notes are only counted, so that no rank can flood the history."""
+        """Add an event that a rank has requested, such as a note. Beyond ``Bounds.notes`` per attempt, such events are only
+        counted, so that no rank can flood the history."""
         self._attempt.notes_reported += 1
         most = self._bounds.notes
         if self._attempt.notes_reported <= most:
@@ -155,9 +160,11 @@ class Effects:
             self._add_event("notes-left-out", text, {"kept": most})
 
     def _add_event(self, kind: str, message: str, data: dict[str, Any]) -> None:
+        """Add an event of this attempt to the job's history."""
         transitions.add_event(self._session, self._job.id, kind, message, attempt=self._attempt.number, data=data)
 
     def _apply_started(self, rank: int, message: Started) -> None:
+        """Add an event that the rank has started."""
         data = {
             "rank": rank,
             "pid": message.pid,
@@ -168,6 +175,8 @@ class Effects:
         self._add_event("rank-started", f"rank {rank} started on {data['host']} ({data['device']})", data)
 
     def _apply_training(self, message: Training) -> None:
+        """Store the base of the attempt, and that it has begun to train. If it is the newest attempt of an active job, set the
+        job's steps to the base and its phase to running."""
         attempt, job, base = self._attempt, self._job, message.base
         attempt.base_step, attempt.base_attempt = base.step, base.attempt
         attempt.base_digest = None if base.digest is None else sanitize_text(base.digest)[:64]
@@ -188,6 +197,7 @@ class Effects:
         )  # fmt: skip
 
     def _apply_resumed(self, message: Resumed) -> None:
+        """Store the resume report and add its event. A script without a Session counts as training from then on."""
         report = sanitize_json(message.model_dump(mode="json")["report"])
         self._attempt.resume_report = report
         base, verdict = message.report.base, message.report.verdict
@@ -201,7 +211,8 @@ class Effects:
             self._mark_unmanaged(message)
 
     def _mark_unmanaged(self, message: Resumed) -> None:
-        """Mark a script that keeps its own state as training. It reports no base and no steps, so only the phase changes."""
+        """Store that a script without a Session has begun to train. It reports no base and no steps, so only the phase of the job
+        changes."""
         if self._attempt.training_at is None:
             self._attempt.training_at = parse_time(message.at, self._now)
         if self._is_newest and self._job.phase.active:
@@ -211,6 +222,7 @@ class Effects:
             )  # fmt: skip
 
     def _add_metrics(self, message: Metrics) -> None:
+        """Collect the message's values; NaN is stored as None."""
         at = parse_time(message.at, self._now)
         for raw, value in message.values.items():
             name = sanitize_text(raw)[:200]
@@ -221,6 +233,7 @@ class Effects:
             self._series.add(name, message.step, row)
 
     def _apply_progress(self, message: Progress) -> None:
+        """Store the last step; if the attempt is the newest, also the job's step, speed and other progress."""
         self._attempt.last_step = max(self._attempt.last_step, message.step)
         if not self._is_newest:
             return
@@ -234,11 +247,13 @@ class Effects:
             self._job.steps_per_second = rate
 
     def _apply_redone_steps(self, rank: int, message: RedoneSteps) -> None:
+        """Store what the rank reports about replayed steps, and add an event for the attempt's first difference."""
         difference = add_redone(self._attempt, rank, message)
         if difference is not None:
             self._add_event(REPLAY_DIFFERENCE, difference.sentence(), difference.model_dump(mode="json"))
 
     def _apply_hook_state(self, rank: int, message: HookState) -> None:
+        """Collect the rank's hook summary."""
         summary = sanitize_json(message.model_dump(mode="json")["summary"]) | {"rank": rank}
         step = message.summary.step
         row = {
@@ -249,7 +264,7 @@ class Effects:
 
 
 def _numbers(message: RankMessage) -> Iterator[int | None]:
-    """Yield the message's numbers that are stored in 64-bit columns."""
+    """Yield the message's numbers that are stored in 64-bit columns; None for those that it does not have."""
     for name in _NUMBER_FIELDS[type(message)]:
         yield getattr(message, name)
     if isinstance(message, HookState):
@@ -261,8 +276,8 @@ def _numbers(message: RankMessage) -> Iterator[int | None]:
 
 
 def add_left_out_event(session: Session, attempt: Attempt, bounds: Bounds) -> None:
-    """At an attempt's end, add one event with the number of reported notes and metric values that were left out. The caller holds
-    the job's row."""
+    """Add one event with the numbers of reported notes and metric values that were not stored; none if all were. Called at the
+    attempt's end; the caller has locked the job's row."""
     notes = max(0, attempt.notes_reported - bounds.notes)
     parts = [pluralize(notes, "note")] * bool(notes) + [pluralize(attempt.metric_values_refused, "value")] * bool(
         attempt.metric_values_refused

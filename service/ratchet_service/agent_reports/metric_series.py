@@ -40,7 +40,9 @@ _metrics, _series = cast("sa.Table", Metric.__table__), cast("sa.Table", MetricS
 
 @dataclass(slots=True)
 class SeriesRow:
-    """A row of ``MetricSeries``."""
+    """A row of ``MetricSeries``: one metric of one job, and which of its points are stored. ``stride``, ``phase``: the grid.
+    ``points``: number of stored points on the grid. ``top``: the highest step on the grid; ``newest``: the highest step that the
+    newest attempt reported; -1: none. ``attempt``: the newest attempt that reported a point."""
 
     job_id: str
     name: str
@@ -69,20 +71,21 @@ _DELETE_POINT: Final = sa.delete(_metrics).where(
 
 
 class Series:
-    """Metric points of one attempt, collected by ``add`` and written by ``store``; the caller holds the job's row."""
+    """Metric points of one attempt, collected by ``add`` and written by ``store``. The caller has locked the job's row."""
 
     def __init__(self, session: Session, job: Job, attempt: int, bounds: Bounds, best_metric: str | None) -> None:
-        """``best_metric``: the series that ``checkpoint.keep_best`` compares."""
+        """``best_metric``: name of the series that ``checkpoint.keep_best`` compares; None: there is none."""
         self._session, self._job, self._attempt, self._bounds = session, job, attempt, bounds
         self._rows: dict[str, dict[int, Row]] = {}
         self._best_metric = best_metric
 
     def add(self, name: str, step: int, row: Row) -> None:
-        """Collect one point; it replaces an earlier one of the same step."""
+        """Collect one point in memory; it replaces a collected point of the same name and step."""
         self._rows.setdefault(name, {})[step] = row
 
     def store(self) -> list[str]:
-        """Write the collected points. Returns the names of series beyond the job's limit, once for each value left out."""
+        """Write the collected points, thin series that have become too long, and forget the points. Points of new series beyond
+        the job's limit of series are not stored: return the names of these series, each repeated for every point left out."""
         if not self._rows:
             return []
         connection, names = self._session.connection(), list(self._rows)
@@ -116,13 +119,15 @@ class Series:
         return left_out
 
     def delete_unneeded_points(self) -> None:
-        """After a checkpoint commit, delete ``keep_best`` points up to the committed step that are neither on the grid nor at a
-        checkpoint: their steps can no longer become checkpoints."""
+        """Delete points of the ``keep_best`` series up to the job's committed step that are neither on the grid nor at a
+        checkpoint: their steps can no longer become checkpoints. Called after a checkpoint commit; other series are not
+        changed."""
         series = None if self._best_metric is None else self._read([self._best_metric]).get(self._best_metric)
         if series is not None and series.stride > 1:
             self._session.execute(sa.delete(Metric).where(*self._off_grid_filter(series)))
 
     def _read(self, names: list[str]) -> dict[str, SeriesRow]:
+        """Return the rows of those series of ``names`` that the job has, by name."""
         found: dict[str, SeriesRow] = {}
         for begin in range(0, len(names), _CHUNK):  # a job may put the step's number into the name
             some = {"job_id_": self._job.id, "names": names[begin : begin + _CHUNK]}
@@ -130,7 +135,8 @@ class Series:
         return found
 
     def _add_new(self, known: dict[str, SeriesRow], fresh: list[str]) -> list[str]:
-        """Add new series to ``known`` up to the job's limit; returns the names beyond the limit."""
+        """Add a row for each new series of ``fresh`` to ``known``, up to the job's limit; nothing is written yet. Return the
+        names beyond the limit."""
         if not fresh:
             return []
         count = sa.select(sa.func.count()).select_from(MetricSeries).where(MetricSeries.job_id == self._job.id)
@@ -141,8 +147,9 @@ class Series:
     def _choose_points(
         self, series: SeriesRow, rows: dict[int, Row], removed: list[Row], superseded: list[Row]
     ) -> list[Row]:
-        """Return those of ``rows`` to store, and update the series' counts. Appends to ``removed`` the key of a point that need
-        not be kept any longer, and to ``superseded`` the points of earlier attempts that are replaced with other values."""
+        """Return those of the collected ``rows`` (by step) that are to be stored, and update the counts in ``series``. Appends to
+        ``removed`` the key of the previously newest point if it need not be kept any longer, and to ``superseded`` the stored
+        points of earlier attempts whose value differs from the one that replaces it."""
         before, stored_before = series.newest, self._stored_points(series, rows)
         if self._attempt > series.attempt:
             series.newest, series.attempt = max(rows), self._attempt
@@ -167,7 +174,7 @@ class Series:
         return list(stored.values())
 
     def _stored_points(self, series: SeriesRow, steps: Collection[int]) -> dict[int, Row]:
-        """Return the stored points at these steps. No query is made if all come after the last stored step."""
+        """Return the stored points at these steps, by step. No query is made if all steps come after the last stored one."""
         again = [step for step in steps if step <= max(series.top, series.newest)]
         if not again:
             return {}
@@ -177,7 +184,8 @@ class Series:
         return {row["step"]: dict(row) for row in found if row["step"] in steps}
 
     def _store_superseded(self, superseded: list[Row]) -> None:
-        """Store superseded points, up to the limit of each series, and add the series' names to the attempt."""
+        """Store superseded points, at most ``_MAX_SUPERSEDED`` per series, and add each series' name with its first differing
+        step to the attempt's row."""
         first: dict[str, int] = {}
         for name in dict.fromkeys(row["name"] for row in superseded):
             mine = sorted((row for row in superseded if row["name"] == name), key=lambda row: int(row["step"]))
@@ -195,7 +203,9 @@ class Series:
             self._session.execute(statement, execution_options={"synchronize_session": False})
 
     def _thin(self, series: SeriesRow) -> None:
-        """Delete points of abandoned branches first, then every second point, until the series is within its limit."""
+        """Delete points of a series until it has at most ``Bounds.points`` on its grid. First points that a later attempt
+        abandoned (its base is before them) are deleted; then the stride is doubled as often as needed, and points off the new
+        grid are deleted. Updates the counts in ``series``."""
         later = sa.exists().where(
             Attempt.job_id == Metric.job_id, Attempt.number > Metric.attempt, Attempt.base_step < Metric.step
         )
@@ -215,6 +225,7 @@ class Series:
         series.top = -1 if top is None else top
 
     def _count_points(self, series: SeriesRow, stride: int, phase: int) -> int:
+        """Return how many stored points of the series are on the grid with this stride and phase."""
         found = (
             sa.select(sa.func.count())
             .select_from(Metric)
@@ -223,14 +234,18 @@ class Series:
         return self._session.scalar(found) or 0
 
     def _series_filter(self, series: SeriesRow) -> tuple[sa.ColumnElement[bool], ...]:
+        """Return the conditions that select the series' points."""
         return Metric.job_id == series.job_id, Metric.name == series.name
 
     def _off_grid_filter(self, series: SeriesRow) -> tuple[sa.ColumnElement[bool], ...]:
-        """Return the conditions for points off the grid that need not be kept."""
+        """Return the conditions that select the points of the series that are off its grid, are not the newest, and are not
+        protected."""
         beside = (Metric.step % series.stride != series.phase, Metric.step != series.newest)
         return (*self._series_filter(series), *beside, *self._unprotected_filter(series))
 
     def _unprotected_filter(self, series: SeriesRow) -> tuple[sa.ColumnElement[bool], ...]:
+        """Return the conditions that select points which may be deleted. For the ``keep_best`` series these are points up to the
+        committed step that are at no committed checkpoint; for other series there is no condition, so all points match."""
         if series.name != self._best_metric:
             return ()
         kept = sa.select(Checkpoint.step).where(Checkpoint.job_id == self._job.id, Checkpoint.state == "committed")
@@ -238,11 +253,13 @@ class Series:
 
 
 def _update_values(series: SeriesRow) -> Row:
+    """Return the parameters of ``_UPDATE_SERIES`` for this row."""
     counts = {name: getattr(series, name) for name in _COUNT_COLUMNS}
     return {"job_id_": series.job_id, "name_": series.name, **counts}
 
 
 def _on_grid(series: SeriesRow, step: int) -> bool:
+    """True if the step is on the series' grid."""
     return step % series.stride == series.phase
 
 
@@ -254,10 +271,12 @@ class Samples:
         self._rows: dict[tuple[int, int], Row] = {}
 
     def add(self, rank: int, step: int, row: Row) -> None:
+        """Collect the summary of one rank and step in memory; it replaces an earlier one."""
         self._rows[rank, step] = row
 
     def store(self, ranks: Collection[int]) -> None:
-        """Write the collected summaries. Those of ``ranks`` are counted, and thinned if there are too many."""
+        """Write the collected summaries and forget them. For those of ``ranks`` that have new summaries, the stored ones are
+        counted, and thinned if there are too many."""
         upsert(self._session, HookSample, ("job_id", "rank", "step"), self._rows.values())
         for rank in {rank for rank, _ in self._rows}.intersection(ranks):
             thin_samples(self._session, self._job_id, rank, self._bounds.samples)
@@ -265,12 +284,14 @@ class Samples:
 
 
 def is_count_due(before: int, after: int) -> bool:
-    """True if a rank's summaries must be counted after its messages ``before`` + 1 to ``after``."""
+    """True if a rank's stored summaries must be counted, when its number of messages has grown from ``before`` to ``after``: once
+    in ``_COUNT_INTERVAL`` messages."""
     return before // _COUNT_INTERVAL != after // _COUNT_INTERVAL
 
 
 def thin_samples(session: Session, job_id: str, rank: int, limit: int) -> None:
-    """If a rank has more than ``limit`` summaries, delete every second one, but not the newest: the history keeps its length."""
+    """If a rank has more than ``limit`` stored summaries, delete every second one, counted back from the newest, which stays: the
+    history still covers the whole time."""
     mine = (HookSample.job_id == job_id) & (HookSample.rank == rank)
     if (session.scalar(sa.select(sa.func.count()).select_from(HookSample).where(mine)) or 0) <= limit:
         return
@@ -282,7 +303,8 @@ def thin_samples(session: Session, job_id: str, rank: int, limit: int) -> None:
 
 
 def upsert(session: Session, table: Any, keys: tuple[str, ...], values: Iterable[Row]) -> None:
-    """Insert or update rows. Later attempts replace earlier ones, never the reverse. All rows have the same columns."""
+    """Insert rows, or update those whose columns ``keys`` exist. A stored row of a later attempt is not overwritten. All
+    ``values`` have the same columns, ``attempt`` among them; without values nothing is done."""
     rows = list(values)
     if rows:
         statement = _upsert(session.get_bind().dialect.name, table, keys, tuple(rows[0]))
@@ -291,6 +313,7 @@ def upsert(session: Session, table: Any, keys: tuple[str, ...], values: Iterable
 
 @cache
 def _upsert(dialect: str, table: Any, keys: tuple[str, ...], columns: tuple[str, ...]) -> Any:
+    """Return the statement of ``upsert`` for rows with these columns; cached."""
     insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
     statement = insert(table.__table__)
     new = {name: statement.excluded[name] for name in columns if name not in keys}

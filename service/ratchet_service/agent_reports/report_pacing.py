@@ -32,7 +32,8 @@ Agent = tuple[str, int, int]
 
 
 class Pacing:
-    """The report delays of one process. Thread-safe."""
+    """Computes the report delays of one service process, from the cost of recent reports and the number of agents.
+    Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,8 +43,8 @@ class Pacing:
         self._lock = threading.Lock()
 
     def record_report(self, agent: Agent, cpu_seconds: float) -> float:
-        """Record that ``agent``'s report took ``cpu_seconds`` of a thread. Returns the seconds until its next report that holds
-        only figures; 0.0: no delay."""
+        """Record that ``agent``'s report took ``cpu_seconds`` of CPU time. Return the seconds that this agent must wait before
+        its next report that holds only figures; 0.0: no delay is needed."""
         now = self._clock()
         with self._lock:
             self._cost += (cpu_seconds - self._cost) * (_MEAN_WEIGHT if self._cost else 1.0)

@@ -21,7 +21,7 @@ _BLOCK: Final = 1 << 20
 
 
 class Uploads:
-    """Receives any number of archives at the same time and unpacks them one at a time, as snapshots are taken."""
+    """Receives archives of code from clients. Any number is received at the same time; they are unpacked one at a time."""
 
     def __init__(self, homes: HomePaths, limits: Limits | None = None) -> None:
         self._root = homes.code
@@ -29,14 +29,16 @@ class Uploads:
         self._lock = asyncio.Lock()
 
     def renew(self, digest: str) -> None:
-        """Keep existing code for another ten minutes. Raises ``NotFound`` (``code-not-found``)."""
+        """Keep existing code for another ten minutes, even if no job names it. Raises ``NotFound`` (``code-not-found``)."""
         if not snapshot.keep_alive(digest, self._root):
             raise NotFound(f"there is no code with the digest {digest}", code="code-not-found")
 
     async def receive(self, request: Request, digest: str) -> bool:
-        """Store the request's body as the tree with ``digest``; False if that existed already.
+        """Store the request's body, an archive, as the tree with ``digest``. Return False if that tree existed already. Nothing
+        is stored if the upload fails.
 
-        Raises ``Refused`` (``unsupported-media-type``, ``body-too-large``, ``code-archive-invalid``, ``disk-full``).
+        Raises ``Refused`` (``unsupported-media-type``, ``body-too-large``, ``body-too-slow``, ``code-archive-invalid``,
+        ``disk-full``).
         """
         if media_type_of(request) != MEDIA_TYPE:
             text = f"content type {media_type_of(request) or 'missing'!r} is not supported here: send {MEDIA_TYPE}"
@@ -58,11 +60,13 @@ class Uploads:
             ) from error
 
     def _open_temporary(self) -> IO[bytes]:
-        """Return a temporary file without a name, so that no crash leaves it behind."""
+        """Return a temporary file without a name on the disk of the code, so that no crash leaves it behind."""
         self._root.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryFile(dir=self._root)
 
     async def _write_body(self, file: IO[bytes], request: Request) -> None:
+        """Write the request's body to ``file``, in blocks of a MiB, and position the file at its start. Raises as ``iter_body``
+        does."""
         block = bytearray()
         async for part in iter_body(request, largest_archive(self._limits)):
             block += part
@@ -74,4 +78,5 @@ class Uploads:
 
 
 def _invalid_archive(why: str) -> Refused:
+    """Return the error for an archive that is rejected; it is not raised."""
     return Refused(f"the archive was rejected: {why}", code="code-archive-invalid")

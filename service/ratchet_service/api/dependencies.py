@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Service:
-    """The parts of one running app."""
+    """The parts of one running app, which routes get from ``request.app.state.service``."""
 
     settings: Settings
     database: Database
@@ -53,26 +53,30 @@ class Service:
 
 
 async def get_service(request: Request) -> Service:
-    """Asynchronous, like all dependencies here that do not block: FastAPI would run a plain function in a thread for every
-    request."""
+    """Return the parts of the running app. This function is asynchronous, like all dependencies here that do not block: FastAPI
+    would run a plain function in a thread for every request."""
     service: Service = request.app.state.service
     return service
 
 
 async def get_body(request: Request) -> RawBody:
+    """Return the request body, at most ``max_body_bytes`` of the settings. Raises as ``read_body`` does."""
     return await read_body(request, (await get_service(request)).settings.max_body_bytes)
 
 
 async def get_report_body(request: Request) -> RawBody:
+    """Return the body of an agent's report, at most ``max_report_body_bytes`` of the settings. Raises as ``read_body`` does."""
     return await read_body(request, (await get_service(request)).settings.max_report_body_bytes)
 
 
 @asynccontextmanager
 async def disconnect_event(request: Request) -> AsyncIterator[threading.Event]:
-    """Yield an event that is set when the client disconnects or the service ends, for a thread that computes the answer."""
+    """Yield an event that is set when the client disconnects, and when the block ends. A thread that computes the answer checks
+    the event to stop early."""
     disconnect = threading.Event()
 
     async def watch() -> None:
+        """Wait until the client disconnects, then set the event."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
         disconnect.set()
@@ -86,8 +90,9 @@ async def disconnect_event(request: Request) -> AsyncIterator[threading.Event]:
 
 
 async def refuse_unknown_parameters(request: Request) -> None:
-    """Raises ``Refused`` for an unknown query parameter: ignoring a misspelt filter would give a wrong answer that looks right.
-    Later log lines of the request name the job."""
+    """Raise ``Refused`` (``unknown-parameter``) if the request has a query parameter that its route does not declare: ignoring a
+    misspelt filter would give a wrong answer that looks right. Raises ``Refused`` (``invalid-character``) for a NUL character. It
+    also adds the job's id and the attempt's number from the path to the later log lines of this request."""
     number = str(request.path_params.get("number", ""))
     attempt = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else None
     logging.add_log_fields(job_id=request.path_params.get("job_id"), attempt=attempt)
@@ -104,11 +109,13 @@ async def refuse_unknown_parameters(request: Request) -> None:
 
 
 def _query_names(dependant: Dependant) -> list[str]:
+    """Return the names of the query parameters that a route and its dependencies declare."""
     own = [parameter.alias for parameter in dependant.query_params]
     return own + [name for child in dependant.dependencies for name in _query_names(child)]
 
 
 def _unknown_parameter_text(name: str, known: list[str]) -> str:
+    """Return the error text for the parameter ``name``, with the most similar name in ``known``, if one is similar."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"unknown query parameter {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
@@ -120,24 +127,29 @@ Cursor = Annotated[str | None, Query(max_length=1000, description="`next_cursor`
 
 
 class Poster:
-    """A POST with its decoded body; ``run`` applies its effect once per Idempotency-Key."""
+    """A POST request with its decoded body. Creating it raises ``Refused`` for an invalid Idempotency-Key."""
 
     def __init__(self, request: Request, service: Service, data: Any) -> None:
+        """Read the request's Idempotency-Key. ``data``: its decoded body. Raises ``Refused`` (``invalid-idempotency-key``)."""
         key = request.headers.get("idempotency-key")
         query = request.query_params.multi_items()
         self._service = service
         self._call: Call = make_call(key, request.state.caller.owner, request.method, request.url.path, query, data)
 
     def run(self, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Response:
+        """Run ``prepare``, then ``effect`` in a transaction, once per Idempotency-Key, and return the response; see
+        ``Idempotency.run``."""
         return respond(self._service.idempotency.run(self._call, prepare, effect))
 
 
 def json_poster(request: Request, service: ServiceDep, body: BodyDep) -> tuple[Poster, Any]:
+    """Return the POST request and its data, decoded from JSON. Raises as ``decode`` does."""
     data = decode(body)
     return Poster(request, service, data), data
 
 
 def spec_poster(request: Request, service: ServiceDep, body: BodyDep) -> tuple[Poster, Any]:
+    """Return the POST request and its data, decoded from JSON or YAML. Raises as ``decode`` does."""
     data = decode(body, yaml=True)
     return Poster(request, service, data), data
 
@@ -147,10 +159,12 @@ SpecPost = Annotated[tuple[Poster, Any], Depends(spec_poster)]
 
 
 def reply(status: int, view: BaseModel, **headers: str) -> Reply:
+    """Return an answer with ``view`` as its JSON body. In the names of ``headers``, "_" stands for "-"."""
     return Reply(status, view.model_dump_json(), {k.replace("_", "-"): v for k, v in headers.items()})
 
 
 def respond(answer: Reply) -> Response:
+    """Return ``answer`` as FastAPI's response."""
     return Response(answer.body, answer.status, answer.headers, answer.media_type)
 
 
@@ -161,7 +175,8 @@ EVENTS: Final = "text/event-stream"
 
 
 def negotiate_media_type(accept: str | None, offers: Sequence[str]) -> str:
-    """Return the offer that the Accept header prefers; the first one for a tie (RFC 9110, 12.5.1). Raises ``Refused``."""
+    """Return the media type in ``offers`` that the Accept header prefers (RFC 9110, 12.5.1): the first one for a tie, or without
+    a header. Raises ``Refused`` (``not-acceptable``) if the header accepts none."""
     best, best_quality = None, 0.0
     for offer in offers:
         quality = _quality(accept or "*/*", offer)
@@ -173,7 +188,8 @@ def negotiate_media_type(accept: str | None, offers: Sequence[str]) -> str:
 
 
 def _quality(accept: str, offer: str) -> float:
-    """Return the quality of the most specific media range that covers ``offer``; an invalid range covers nothing."""
+    """Return the quality, 0 to 1, that the Accept header gives to ``offer``: that of the most specific media range that covers
+    it. 0 if no range covers it; a range with an invalid quality covers nothing."""
     found, specific = 0.0, -1
     for part in accept.split(","):
         media, *parameters = (p.strip().lower() for p in part.split(";"))

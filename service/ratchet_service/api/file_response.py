@@ -16,8 +16,8 @@ _CHUNK: Final = 1 << 20
 
 
 class Sending(StreamingResponse):
-    """Streams ``parts`` and closes ``held`` at the end of the response. The response is cut off if the client does not accept the
-    next part (a MiB) within ``seconds``."""
+    """A response that streams ``parts`` and closes ``resources`` when it ends, for any reason. The response is cut off if the
+    client does not accept the next part (a MiB) within ``part_seconds``."""
 
     def __init__(
         self,
@@ -33,6 +33,8 @@ class Sending(StreamingResponse):
         self._resources, self._part_seconds = resources, part_seconds
 
     async def stream_response(self, send: Send) -> None:
+        """Send the response, each part within the time limit, and close the resources at the end."""
+
         async def send_within_limit(message: Message) -> None:
             async with asyncio.timeout(self._part_seconds):
                 await send(message)
@@ -46,6 +48,6 @@ class Sending(StreamingResponse):
 
 
 def read_chunks(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the file's bytes from its current position to its end."""
+    """Yield the file's bytes from its current position to its end, in chunks of a MiB."""
     while chunk := file.read(_CHUNK):
         yield chunk

@@ -28,14 +28,15 @@ log = logging.getLogger(__name__)
 
 _JSON: Final = "application/json"
 _TIMEOUT_SECONDS: Final = 10.0
-"""Time limit for a request's head, and between two requests of a connection."""
+"""Time limit in seconds for a request's head, and between two requests of a connection."""
 
 
 @contextmanager
 def serve_health(
     listen: Listening | None, health: Health, database: Database, paths: HomePaths, instruments: Instruments
 ) -> Iterator[int | None]:
-    """Serve while the block runs; yields the port. ``listen`` None: nothing is served. Raises ``StartError``."""
+    """Serve ``/metrics``, ``/healthz`` and ``/readyz`` on threads within the block, and yield the port. ``listen`` None: nothing
+    is served, and None is yielded. Raises ``StartError`` if the address cannot be bound."""
     if listen is None:
         yield None
         return
@@ -44,6 +45,7 @@ def serve_health(
         timeout = _TIMEOUT_SECONDS
 
         def do_GET(self) -> None:
+            """Answer one GET request."""
             status, kind, body = _answer(self.path, health, database, paths, instruments)
             self.send_response(status)
             self.send_header("Content-Type", kind)
@@ -52,6 +54,7 @@ def serve_health(
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
+            """Log a line of the HTTP server at debug level."""
             log.debug(format, *args)
 
     with listen.bind() as bound:
@@ -73,6 +76,7 @@ def serve_health(
 def _answer(
     path: str, health: Health, database: Database, paths: HomePaths, instruments: Instruments
 ) -> tuple[int, str, bytes]:
+    """Return status, media type and body of the answer to a GET of ``path``. A fault of the service is returned as a problem."""
     try:
         if path == "/metrics":
             return 200, CONTENT_TYPE_LATEST, instruments.render(database)
@@ -94,5 +98,6 @@ def _answer(
 
 
 def _ok_body(components: dict[str, dict[str, str]]) -> bytes:
+    """Return the JSON body of a successful answer."""
     body = {"status": "ok", "version": RATCHET_VERSION, **({"components": components} if components else {})}
     return json.dumps(body).encode()

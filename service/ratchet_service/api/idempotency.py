@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reply:
-    """Status, JSON text and headers of an answer."""
+    """An answer: its status, its body as JSON text, and its headers. ``stored_body``: the body that a repeated request gets, if
+    ``body`` may be shown only once (a new token); None: ``body``."""
 
     status: int
     body: str
@@ -46,7 +47,8 @@ class Reply:
 
 @dataclass(frozen=True)
 class Call:
-    """One POST. ``key`` None: no key. ``scope`` identifies caller, method and path; ``body_hash`` covers body and query."""
+    """One POST request. ``key``: its Idempotency-Key, or None. ``scope``: a hash of caller, method and path; ``body_hash``: a
+    hash of body and query; ``instance``: the path, for problems."""
 
     key: str | None
     scope: str
@@ -55,7 +57,8 @@ class Call:
 
 
 def make_call(key: str | None, caller: str, method: str, path: str, query: list[tuple[str, str]], body: Any) -> Call:
-    """Return the call. Raises ``Refused`` (``invalid-idempotency-key``)."""
+    """Return the ``Call`` for a POST request. Raises ``Refused`` (``invalid-idempotency-key``) for a key that is not 1 to 255
+    printable ASCII characters."""
     if key is not None and not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):
         raise Refused("an Idempotency-Key is 1 to 255 printable ASCII characters", code="invalid-idempotency-key")
     scope = hashlib.sha256(canonical_json([caller, method, path])).hexdigest()
@@ -68,6 +71,9 @@ _CLAIMED_BY: Final = "claimed-by"
 
 
 class Idempotency:
+    """Runs POST requests so that requests with the same key have their effect once. ``keep_seconds``: time that an answer is
+    stored. ``claim_seconds``: time after which a claim without an answer may be taken over."""
+
     def __init__(self, database: Database, keep_seconds: float, claim_seconds: float) -> None:
         self._database = database
         self._retention = timedelta(seconds=keep_seconds)
@@ -75,10 +81,14 @@ class Idempotency:
         self._owner = new_owner()
 
     def run(self, call: Call, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Reply:
-        """Run ``prepare`` outside and ``effect`` inside one write transaction, or return the stored answer.
+        """Run ``prepare``, then ``effect`` inside one write transaction, and return the answer; or return the stored answer of an
+        earlier request with the same key, and run neither. ``prepare`` runs outside a transaction; its result is passed to
+        ``effect``.
 
-        Client errors are answers too and are stored; server errors, and errors that may pass without a change to the request, are
-        not. Raises what the two raise.
+        The answer is stored in the transaction of ``effect``. A ``RatchetError`` with a client's status is stored as the answer
+        too. Server errors, and errors that a retry of the same request may avoid (``_is_retryable``), are not stored, and the key
+        is released. Raises what the two functions raise, and ``Conflict`` and ``Refused`` as ``_claim_key`` does. Without a key
+        nothing is stored.
         """
         if call.key is None:
             prepared = prepare()
@@ -107,8 +117,9 @@ class Idempotency:
             raise
 
     def _claim_key(self, call: Call, token: str) -> Reply | None:
-        """Claim the key and return None, or return the stored answer. Raises ``Conflict`` while the first request runs, and
-        ``Refused`` for another body."""
+        """Claim the key for this request and return None, or return the stored answer. Raises ``Conflict``
+        (``idempotency-in-progress``) while another request with this key runs, and ``Refused`` (``idempotency-key-reused``) if
+        the key was used with another body. It also deletes answers older than ``keep_seconds``."""
         with self._database.write() as session:
             now = clock_of(session).server_now(session)  # several APIs share the keys, and their clocks may differ
             session.execute(sa.delete(IdempotencyKey).where(IdempotencyKey.created_at < now - self._retention))
@@ -145,6 +156,9 @@ class Idempotency:
             return None
 
     def _record(self, session: Session, call: Call, token: str, reply: Reply) -> None:
+        """Store ``reply`` as the answer of the key that was claimed with ``token``. Raises ``Conflict``
+        (``idempotency-claim-lost``) if another request has taken the claim over; the transaction of ``effect`` is then rolled
+        back."""
         statement = sa.update(IdempotencyKey).where(
             IdempotencyKey.scope == call.scope,
             IdempotencyKey.key == call.key,
@@ -166,6 +180,7 @@ class Idempotency:
             )
 
     def _release(self, call: Call, token: str) -> None:
+        """Delete the claim made with ``token``, so that a repeated request runs again."""
         with self._database.write() as session:
             session.execute(
                 sa.delete(IdempotencyKey).where(
@@ -175,13 +190,14 @@ class Idempotency:
 
 
 def _is_retryable(error: RatchetError, status: int) -> bool:
-    """True if a retry of the same request may succeed: after a server error, too many requests, or a quota that is used up now or
-    that an admin may raise."""
+    """Return True if a retry of the same request may succeed: after a server error, after too many requests, after a claim that
+    another request took over, or after a quota that is used up now or that an admin may raise."""
     codes = {error.code, *(problem.code for problem in error.errors)}
     return status >= 500 or status == 429 or bool(codes & {"idempotency-claim-lost", EXCEEDED, TOO_MANY_TOKENS})
 
 
 def _reply_of(error: RatchetError, call: Call) -> Reply:
+    """Return the answer for ``error``: its problem, as JSON, with its status and headers."""
     problem = problem_json.problem_of(error, call.instance)
     headers = problem_json.headers_of(problem.status, problem.code)
     return Reply(problem.status, problem.model_dump_json(), headers, problem_json.MEDIA_TYPE)

@@ -39,7 +39,8 @@ _PROTOCOL: Final = (PROTOCOL_HEADER.lower().encode(), str(PROTOCOL_VERSION).enco
 REQUEST_ID: Final = b"x-request-id"
 _VALID_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _CLIENT_CLOSED_REQUEST: Final = 499
-"""Status (nginx's) under which a request is counted if its client disconnected before sending all of it; no answer is sent."""
+"""The status (nginx's) under which a request is counted if its client disconnected before it had sent all of it. No answer is
+sent."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
 
 
@@ -51,6 +52,8 @@ def problem_response(
     errors: list[FieldProblem] | None = None,
     headers: dict[str, str] | None = None,
 ) -> Response:
+    """Return a response whose body is a problem (``application/problem+json``). ``path``: the request's path; ``errors``:
+    problems of single fields; ``headers``: added to those that belong to the status."""
     body = problem_json.problem(status, code, detail, instance=printable(path), errors=errors)
     return Response(
         body.model_dump_json(), status, problem_json.headers_of(status, code) | (headers or {}), problem_json.MEDIA_TYPE
@@ -58,7 +61,8 @@ def problem_response(
 
 
 def install(app: FastAPI, instruments: Instruments) -> None:
-    """Add the exception handlers and the middleware to ``app``."""
+    """Add the exception handlers and the ``ErrorsAndMetrics`` middleware to ``app``. The middleware added last is the outermost
+    one."""
     app.add_exception_handler(RatchetError, _ratchet_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid_parameters)
@@ -70,6 +74,8 @@ def install(app: FastAPI, instruments: Instruments) -> None:
 
 
 def _ratchet_error(request: Request, error: Exception) -> Response:
+    """Answer with the problem of a ``RatchetError``, and with Retry-After if the error has ``retry_after``. A status of 500 or
+    more is also logged."""
     assert isinstance(error, RatchetError)
     status = problem_json.status_of(error)
     if status >= 500:
@@ -80,6 +86,8 @@ def _ratchet_error(request: Request, error: Exception) -> Response:
 
 
 def _http_error(request: Request, error: Exception) -> Response:
+    """Answer with a problem for an error of Starlette: 404 for an unknown path, 405 for a method that the path does not have,
+    else the error's own status."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     headers = dict(error.headers or {})
@@ -93,14 +101,16 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Return the methods of all routes that match the path; Starlette itself names only those of the first."""
+    """Return the methods of all routes that match the request's path, sorted. Starlette itself names only those of the first
+    route."""
     scope = dict(request.scope)
     routes = [r for r in request.app.state.routes if r.matches(scope)[0] is not Match.NONE]
     return sorted({method for route in routes for method in route.methods})
 
 
 def _invalid_parameters(request: Request, error: Exception) -> Response:
-    """Handle invalid query, path or header values; ``pointer`` is like ``/query/<name>``."""
+    """Answer 422 (``invalid-parameter``) for invalid query, path or header values, with at most 50 field problems; their
+    ``pointer`` is like ``/query/<name>``."""
     assert isinstance(error, RequestValidationError)
     found: Sequence[Any] = error.errors()[:50]
     errors = [
@@ -116,7 +126,8 @@ def _invalid_parameters(request: Request, error: Exception) -> Response:
 
 
 def _database_unavailable(request: Request, error: Exception) -> Response:
-    """Answer 503 for a locked or unreachable database, since a retry may succeed; any other database error is our fault."""
+    """Answer a database error: 507 for a full disk, 503 (``database-unavailable``) for a locked or unreachable database, since a
+    retry may succeed, and 500 for any other error, since it is a fault of the service."""
     if disk_space.is_disk_full_error(error, request.app.state.service.settings.home):
         return _disk_full(request, error)
     if isinstance(error, OperationalError | PoolTimeout) or (
@@ -130,7 +141,8 @@ def _database_unavailable(request: Request, error: Exception) -> Response:
 
 
 def _disk_full(request: Request, error: Exception) -> Response:
-    """Answer 507 for a full disk; any other system error is our fault."""
+    """Answer an error of the system or the database: 507 for a full disk, and 500 for any other error, since it is a fault of the
+    service."""
     service = request.app.state.service
     home = service.settings.home
     if not disk_space.is_disk_full_error(error, home):
@@ -145,6 +157,8 @@ def _disk_full(request: Request, error: Exception) -> Response:
 
 
 def internal_error(method: str, path: str, error: BaseException) -> Response:
+    """Log ``error`` with its traceback under a new incident number, and return a 500 problem. The problem contains the number but
+    no details of the error."""
     incident = secrets.token_hex(6)
     log.error("incident %s: %s %s", incident, method, path, exc_info=error, extra={"incident": incident})
     text = f"something went wrong in the service; its log has the details under incident {incident}"
@@ -152,12 +166,15 @@ def internal_error(method: str, path: str, error: BaseException) -> Response:
 
 
 class ErrorsAndMetrics:
-    """Counts answers and turns uncaught exceptions into a 500 problem."""
+    """ASGI middleware that counts each answer and turns uncaught exceptions into a 500 problem. It also adds the headers with
+    protocol version and request id. If the answer has already begun, it raises the exception again, and the server closes the
+    connection."""
 
     def __init__(self, app: ASGIApp, instruments: Instruments) -> None:
         self._app, self._instruments = app, instruments
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request. If the client disconnects before it has sent the whole request, no answer is sent."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -191,7 +208,8 @@ class ErrorsAndMetrics:
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the caller's request id if it is safe in a log and a header; otherwise a new one."""
+    """Return the caller's X-Request-Id if it is safe in a log and a header (1 to 64 letters, digits, ".", "_", "-"); otherwise a
+    new random id."""
     for name, value in scope["headers"]:
         if name == REQUEST_ID and _VALID_REQUEST_ID.fullmatch(value):
             return str(value, "ascii")
@@ -199,11 +217,13 @@ def _request_id(scope: Scope) -> str:
 
 
 def _method(scope: Scope) -> str:
+    """Return the request's method as a metric label; "other" for a method that HTTP does not define."""
     method = str(scope["method"])
     return method if method in METHODS else "other"
 
 
 def _route(scope: Scope) -> str:
+    """Return the template of the route's path, such as ``/v1/jobs/{job_id}``, as a metric label; "none" if no route matched."""
     route = scope.get("route")
     return str(getattr(route, "path", "none"))
 
@@ -214,12 +234,14 @@ _CURE: Final = "start the service with --auth token and send a token"
 
 
 class OwnMachineOnly:
-    """ASGI middleware that answers 403 (``foreign-origin``) to requests that are not from a program of this machine."""
+    """ASGI middleware that answers 403 (``foreign-origin``) to requests that do not come from a program of this machine. It
+    judges them by their headers (``_foreign_origin_reason``). It is used if the service requires no token."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 403 to a request from elsewhere; pass any other on to the app."""
         if scope["type"] == "http":
             fault = _foreign_origin_reason(scope["headers"], scope["scheme"])
             if fault is not None:
@@ -230,6 +252,8 @@ class OwnMachineOnly:
 
 
 def _foreign_origin_reason(headers: Sequence[tuple[bytes, bytes]], scheme: str) -> str | None:
+    """Return why the request does not come from a program of this machine, as a text for the error; None if it does. It checks
+    the Host header, headers of proxies, and Origin and Sec-Fetch-Site of browsers."""
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
     if len(hosts) != 1 or _HOST.fullmatch(hosts[0]) is None:
         return f"the request is for {', '.join(hosts)[:100] or 'no host'!r}"

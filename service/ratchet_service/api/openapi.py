@@ -74,7 +74,8 @@ PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {
 
 
 def body(model: type[BaseModel], example: Any, *, required: bool = False, yaml: str | None = None) -> dict[str, Any]:
-    """Return the ``openapi_extra`` of a route that reads ``model`` itself."""
+    """Return the ``openapi_extra`` of a route that reads its body itself, as a ``model``. ``example``: a JSON example, None for
+    none; ``yaml``: an example in YAML, None if the route does not accept YAML."""
     schema = {"$ref": _REF.format(model=model.__name__)}
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if example is not None:
@@ -110,7 +111,7 @@ IF_MATCH: Final = "The job's ETag from an earlier response; 412 if the job has c
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """Return the whole document; it is built once."""
+    """Return the app's whole OpenAPI document. It is built at the first call and cached in the app."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, summary=app.summary, description=app.description, routes=app.routes
@@ -135,6 +136,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> None:
+    """Complete an operation of the document, in place: problems as the bodies of its errors, and the Idempotency-Key of a
+    POST."""
     operation["responses"].pop("422", None)  # FastAPI's; ours is among the 4XX
     for status, response in operation["responses"].items():
         if status[0] in "45":

@@ -93,13 +93,14 @@ _HEADERS: Final[dict[int, dict[str, str]]] = {401: {"WWW-Authenticate": "Bearer"
 
 
 def status_of(error: RatchetError) -> int:
-    """Return the status of the error's code, or else of its class; 500 if neither is listed."""
+    """Return the HTTP status of the error: that of its code, or else of its class; 500 if neither is listed."""
     if error.code in _BY_CODE:
         return _BY_CODE[error.code]
     return next((status for kind, status in _BY_CLASS if isinstance(error, kind)), 500)
 
 
 def headers_of(status: int, code: str) -> dict[str, str]:
+    """Return the headers that belong to a problem with this status and code, such as Retry-After."""
     extra = {"Retry-After": "1"} if code == "idempotency-in-progress" else {}
     return _HEADERS.get(status, {}) | extra
 
@@ -107,6 +108,8 @@ def headers_of(status: int, code: str) -> dict[str, str]:
 def problem(
     status: int, code: str, detail: str, *, instance: str | None = None, errors: list[FieldProblem] | None = None
 ) -> Problem:
+    """Return a problem (RFC 9457) with the title of its status. ``instance``: the request's path; ``errors``: problems of single
+    fields. In all texts, NUL and characters that UTF-8 cannot encode are escaped."""
     title = _TITLES.get(status, "Error")
     return Problem(
         type=PROBLEM_TYPE_PREFIX + code,
@@ -122,4 +125,5 @@ def problem(
 
 
 def problem_of(error: RatchetError, instance: str | None = None) -> Problem:
+    """Return the problem for ``error``. ``instance``: the request's path."""
     return problem(status_of(error), error.code, error.detail, instance=instance, errors=error.errors)

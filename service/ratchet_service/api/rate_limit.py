@@ -9,11 +9,12 @@ from typing import Final
 from ratchet_contract.errors import Refused
 
 _MAX_CALLERS: Final = 10_000
-"""Number of buckets kept; beyond it, the least recently used one is dropped and would start full again."""
+"""Number of buckets kept. Beyond it, the least recently used bucket is dropped; its caller starts with a full bucket again."""
 
 
 class Buckets:
-    """Allows each caller ``rate`` requests per second and ``burst`` at once. Thread-safe."""
+    """Token buckets by caller: each caller is allowed ``rate`` requests per second, and ``burst`` requests at once.
+    Thread-safe."""
 
     def __init__(self, rate: float, burst: int) -> None:
         self._rate, self._burst = rate, burst
@@ -21,8 +22,9 @@ class Buckets:
         self._lock = threading.Lock()
 
     def take(self, caller: str, now: float, multiplier: int = 1) -> None:
-        """Count one request at ``now`` (seconds, monotonic); the caller has ``multiplier`` the rate and the burst. Raises
-        ``Refused`` (``too-many-requests``) with ``retry_after``."""
+        """Count one request of ``caller`` at ``now`` (seconds, monotonic), if its limit allows it. Rate and burst are multiplied
+        by ``multiplier`` for this caller. Raises ``Refused`` (``too-many-requests``), with the seconds to wait in
+        ``retry_after``; a refused request is not counted."""
         rate, burst = self._rate * multiplier, self._burst * multiplier
         with self._lock:
             level, before = self._levels.pop(caller, (float(burst), now))

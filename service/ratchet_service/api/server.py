@@ -37,21 +37,23 @@ from ratchet_service.db.engine import utc_now
 from ratchet_service.observability.health import Health
 
 MAX_HEADERS: Final = 32 * 1024
-"""Bytes of request line and headers; a larger head is answered with 400, and the connection is closed."""
+"""Maximum bytes of request line and headers. A larger head is answered with 400, and the connection is closed."""
 HEAD_SECONDS: Final = 20.0
 REST_SECONDS: Final = 20.0
-"""Time limit for the rest of a body whose request has been answered already, for example refused: nobody reads it."""
+"""Time limit in seconds for the rest of a request body after its request is answered, for example refused. Nothing reads that
+rest."""
 
 
 def max_connections() -> int:
-    """Return three quarters of this process's file descriptor limit; further connections are answered with 503."""
+    """Return three quarters of this process's file descriptor limit, at least 64; 65536 if there is no limit. The server answers
+    connections beyond this number with 503."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 65_536 if soft == resource.RLIM_INFINITY else max(64, soft * 3 // 4)
 
 
 class HeadDeadline(H11Protocol):
-    """Closes a connection whose request head is not complete after ``head_seconds``, or whose request body is still arriving
-    ``rest_seconds`` after its answer."""
+    """uvicorn's HTTP/1.1 protocol with two time limits. It aborts a connection whose request head is not complete within
+    ``head_seconds``, or whose request body is still arriving ``rest_seconds`` after the response was sent."""
 
     head_seconds = HEAD_SECONDS
     rest_seconds = REST_SECONDS
@@ -62,10 +64,12 @@ class HeadDeadline(H11Protocol):
         self._rest_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timer for the first request head."""
         super().connection_made(transport)
         self._arm()
 
     def data_received(self, data: bytes) -> None:
+        """Process the bytes. Stop the head timer if a head is complete; start it if a head is incomplete and no timer runs."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._disarm()
@@ -73,24 +77,30 @@ class HeadDeadline(H11Protocol):
             self._arm()
 
     def on_response_complete(self) -> None:
+        """Start the rest timer if the body of the answered request is still arriving. It aborts the connection after
+        ``rest_seconds``, unless the body ends before."""
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
             self._rest_timer = self.loop.call_later(self.rest_seconds, self._abort_unread_body, self.cycle)
 
     def _abort_unread_body(self, answered: object) -> None:
+        """Abort the connection if ``answered`` is still its current request and that request's body is still incomplete."""
         if self.cycle is answered and self.conn.their_state is h11.SEND_BODY:
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel both timers."""
         self._disarm()
         if self._rest_timer is not None:
             self._rest_timer.cancel()
         super().connection_lost(exc)
 
     def _arm(self) -> None:
+        """Start the head timer: it aborts the connection after ``head_seconds``."""
         self._deadline = self.loop.call_later(self.head_seconds, self.transport.abort)
 
     def _disarm(self) -> None:
+        """Cancel the head timer, if it runs."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -99,30 +109,36 @@ class HeadDeadline(H11Protocol):
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS: Final = 3
-"""Seconds that requests in flight get at a clean shutdown, once no connection is accepted any more."""
+"""Seconds that uvicorn waits at a clean shutdown for requests in flight to end, after it stops accepting connections."""
 KEEP_ALIVE_SECONDS: Final = int(MAX_CONTROL_DELAY_SECONDS) + 5
-"""Seconds that a connection may be idle. More than the longest delay that ``report_pacing`` requests of agents, so that they
-reuse their connection: a report on a closed one would fail first, and the agent would log that no service answers."""
+"""Seconds after which an idle connection is closed. This is longer than the longest delay between reports that ``report_pacing``
+requests of agents. So agents reuse their connection: a report on a closed connection would fail first, and the agent would log
+that no service answers."""
 
 
 class Shutdown:
-    """The shutdown, from the first signal until the server stops listening."""
+    """The state of the server's shutdown. The shutdown lasts ``drain_seconds``, in which requests are still accepted; then the
+    server stops listening."""
 
     def __init__(self, health: Health, drain_seconds: float, on_drain: Callable[[], None]) -> None:
-        """``on_drain`` is called once, outside of signal handlers."""
+        """``health``: its ``stopping`` becomes True when the shutdown begins. ``on_drain`` is called once after that, from
+        ``is_over``, so not in a signal handler."""
         self._health, self._drain_seconds, self._on_drain = health, drain_seconds, on_drain
         self._began_at: float | None = None
         self._drain_started = False
 
     def begin(self) -> bool:
-        """Begin the shutdown. Runs in a signal handler, so it takes no lock. False if the shutdown had begun before."""
+        """Begin the shutdown and set ``health.stopping``. Return False, and change nothing, if it has begun already. It runs in a
+        signal handler, so it takes no lock."""
         if self._began_at is not None:
             return False
         self._began_at, self._health.stopping = time.monotonic(), True
         return True
 
     def is_over(self) -> bool:
-        """True once the server must stop listening. Called ten times a second."""
+        """Return True once ``drain_seconds`` have passed since ``begin``, when the server must stop listening; False before and
+        without ``begin``. The server calls it ten times a second. The first call after ``begin`` logs the shutdown and calls
+        ``on_drain``."""
         if self._began_at is None:
             return False
         if not self._drain_started:
@@ -136,11 +152,14 @@ class Shutdown:
 
 
 class Server(uvicorn.Server):
-    """Writes ``service.json`` and the pointer once it answers requests, and removes its own at a clean shutdown."""
+    """uvicorn's server for one app. It writes ``service.json`` and the pointer to the run directory once it answers requests, and
+    removes them at a clean shutdown. It leaves files that another service has written in their place."""
 
     def __init__(
         self, app: FastAPI, paths: HomePaths, url: str, tls: ssl.SSLContext | None, shutdown_state: Shutdown
     ) -> None:
+        """``url``: the service's URL, for ``service.json``; ``tls``: the TLS context, None for plain HTTP; ``shutdown_state``:
+        receives the signals and decides when the server stops."""
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -165,7 +184,8 @@ class Server(uvicorn.Server):
         self._pointer_error_logged = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the shutdown; a second signal ends the process at once, since all its work may be interrupted anywhere."""
+        """Begin the shutdown at SIGTERM or SIGINT. A second signal removes the service's files and ends the process at once with
+        status 128 + ``sig``; this is safe, since all work of the service may be interrupted at any point. Agents continue."""
         if not self._shutdown_state.begin():
             with suppress(OSError):
                 os.write(2, b"ratchet: a second signal: ended at once; agents go on\n")
@@ -173,6 +193,7 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to accept connections on ``sockets``, then write ``service.json`` and the pointer."""
         await super().startup(sockets)
         if self.started:
             self._write_service_file()
@@ -180,8 +201,9 @@ class Server(uvicorn.Server):
             log.info("listening on %s", self._url)
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second. Writes missing files again: another service of this run directory may have removed ours when
-        it ended, or the disk may have been full."""
+        """Return True if the server must stop. uvicorn calls it ten times a second. Every two seconds it writes ``service.json``
+        and the pointer again if they are missing: another service of this run directory may have removed them when it ended, or
+        the disk may have been full."""
         if self._shutdown_state.is_over():
             self.should_exit = True
         if counter % 20 == 0 and not self.should_exit:
@@ -192,8 +214,8 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _write_service_file(self) -> None:
-        """Write ``service.json``. On a full disk it is retried: meanwhile, clients that know the address are served, and agents
-        continue."""
+        """Write ``service.json``. A failure, for example on a full disk, is logged, and ``on_tick`` retries it. Meanwhile clients
+        that know the address are served, and agents continue."""
         try:
             write_service_file(self._paths.service_file, self._url)
             self._service_file_written = True
@@ -202,8 +224,10 @@ class Server(uvicorn.Server):
             log.error("%s cannot be written, trying again: %s", self._paths.service_file, error.strerror or error)
 
     def _write_pointer(self) -> None:
-        """Write the pointer. A failure is retried as long as the service runs but logged once: the service can be used without a
-        pointer. A service that ends with a command gets none, since others would lose their jobs when it ends."""
+        """Write the pointer, by which the user's clients find this run directory from any directory. A failure is logged once,
+        and ``on_tick`` retries it as long as the service runs: the service can be used without a pointer. A service that ends
+        together with a command (``RATCHET_ENDS_WITH`` is set) gets no pointer, since others would lose their jobs when it
+        ends."""
         if names.ENDS_WITH in os.environ:
             return
         try:
@@ -215,18 +239,21 @@ class Server(uvicorn.Server):
             self._pointer_error_logged = True
 
     def _remove_own_files(self) -> None:
+        """Remove ``service.json`` and the pointer if they name this process."""
         remove_service_file(self._paths.service_file)
         if self._pointer is not None:
             service_pointers.remove_pointer(self._pointer)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Remove the service's files, stop listening and close the connections. Requests in flight get ``GRACE_SECONDS`` to
+        end."""
         self._remove_own_files()
         await super().shutdown(sockets)
 
 
 def write_service_file(path: Path, url: str) -> None:
-    """Write the file by rename, readable only by the owner, or by all if agents run as another user. Raises ``OSError``, and then
-    leaves no file behind."""
+    """Write ``service.json`` at ``path`` by rename: the service's ``url``, this process's pid and the time. It is readable only
+    by the owner, or by all users if agents run as another user. Raises ``OSError`` and then leaves no partial file behind."""
     content = ServiceFile(url=url, pid=os.getpid(), started_at=utc_now().isoformat()).model_dump_json()
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".service-")  # mode 0600
     try:
@@ -241,7 +268,8 @@ def write_service_file(path: Path, url: str) -> None:
 
 
 def remove_service_file(path: Path) -> None:
-    """Remove the file only if it names this process: a later service may have written its own."""
+    """Remove ``service.json`` only if it names this process: a later service may have written its own file. Errors are
+    ignored."""
     with suppress(OSError, ValidationError):
         if ServiceFile.model_validate_json(path.read_bytes()).pid == os.getpid():
             path.unlink()
@@ -249,7 +277,9 @@ def remove_service_file(path: Path) -> None:
 
 @contextmanager
 def handle_signals(server: Server) -> Iterator[None]:
-    """Handle signals before and after uvicorn runs; while it runs, uvicorn handles them."""
+    """Pass SIGTERM and SIGINT to ``server.handle_exit`` within the block, and restore the earlier handlers after it. The block
+    covers the time before and after uvicorn runs; while uvicorn runs, it installs its own handlers, which call the same
+    method."""
     before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

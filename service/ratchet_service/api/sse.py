@@ -11,19 +11,19 @@ from anyio.to_thread import run_sync
 
 END: str = "event: end\ndata: {}\n\n"
 RETRY: str = "retry: 500\n\n"
-"""Makes a client reconnect after 500 ms; it then continues after its last id."""
+"""Makes a client reconnect after 500 ms; it then continues after the last id that it received."""
 
 
 @dataclass(frozen=True)
 class PollResult:
-    """The result of one poll: chunks to send, and whether the stream is complete."""
+    """The result of one poll. ``chunks``: texts to send; ``finished``: the stream is complete after them."""
 
     chunks: list[str]
     finished: bool
 
 
 def format_event(id_: str, data: str, event: str | None = None) -> str:
-    """Return one event; ``data`` is JSON on one line."""
+    """Return one server-sent event as text. ``data``: JSON on one line; ``event``: the event's type, None for the default."""
     head = "" if event is None else f"event: {event}\n"
     return f"{head}id: {id_}\ndata: {data}\n\n"
 
@@ -37,11 +37,14 @@ async def follow(
     end_text: str,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[str]:
-    """Yield chunks as they appear. ``keep_alive_text`` is sent every ``keep_alive_seconds`` seconds of silence, so that a dead
-    client is noticed; ``end_text`` is the last chunk of a complete stream. ``poll`` runs in a worker thread, one call at a time.
+    """Yield chunks as ``poll`` returns them, until one result is finished. ``poll`` runs in a worker thread, one call at a time;
+    ``interval_seconds`` pass after a poll without chunks. After ``keep_alive_seconds`` without a chunk, ``keep_alive_text`` is
+    yielded, so that a dead client is noticed; "" for none. ``end_text`` is the last chunk of a complete stream; "" for text
+    streams.
 
-    ``is_stopping`` is True when the service shuts down: event streams then end with ``RETRY``; text streams continue until they
-    are cut off, so that no client takes the text for complete."""
+    ``is_stopping`` returns True when the service shuts down: event streams (with ``end_text``) then end with ``RETRY``. Text
+    streams continue until they are cut off, so that no client takes the text for complete.
+    """
     last_sent = time.monotonic()
     while True:
         if end_text and is_stopping():

@@ -1,4 +1,4 @@
-"""Delete checkpoints that no attempt needs, once the attempt that might write is proved dead.
+"""Deletes checkpoints that no attempt needs, once the attempt that might write is proved dead.
 
 A worker deletes only what its own attempt committed, so every attempt leaves up to ``keep_last`` checkpoints; the excess over all
 attempts is deleted here, and so are the remains of saves that a kill cut short. A checkpoint that was found damaged while the
@@ -37,16 +37,19 @@ from ratchet_store.retention.rules import Id, Rules
 
 
 def checkpoint_spec_of(job: Job) -> CheckpointSpec:
+    """Return the ``checkpoint`` part of the job's spec. Raises ``ValidationError``."""
     return CheckpointSpec.model_validate(job.spec["checkpoint"])
 
 
 def metric_values_of(
     session: Session, job: Job, rows: Collection[Checkpoint], bases: Mapping[int, Base]
 ) -> dict[Id, float]:
-    """Return the metric's value by checkpoint, where it is a number.
+    """Return (step, attempt) -> value of the ``keep_best`` metric, for those of ``rows`` for which a number was logged. Empty if
+    the spec has no ``keep_best``. ``bases``: each attempt's base.
 
-    It is the value logged at exactly the checkpoint's step by the attempt that wrote it, or by one that started from it: an
-    evaluation that a stop cut short runs again after the resume. A value of the same step from another branch does not count.
+    The value is the one logged at exactly the checkpoint's step by the attempt that wrote the checkpoint, or by one that started
+    from it: an evaluation that a stop cut short runs again after the resume. A value of the same step from another branch does
+    not count.
     """
     best = checkpoint_spec_of(job).keep_best
     if best is None or not rows:
@@ -68,8 +71,9 @@ def metric_values_of(
 
 @dataclass(frozen=True)
 class OnDisk:
-    """``present``: checkpoints that have a manifest; None: unknown. ``complete``: those of the lineage that look whole, newest
-    first, and whether they have the marker file ``PINNED``. ``errors``: what could not be deleted; it only costs space."""
+    """Result of ``scan_disk``. ``present``: checkpoints that have a manifest; None: unknown. ``complete``: complete checkpoints
+    of the lineage, newest first; True: it has the marker file ``PINNED``. ``errors``: messages about what could not be deleted or
+    read; such files only cost space."""
 
     present: frozenset[Id] | None
     complete: Mapping[Id, bool]
@@ -77,9 +81,9 @@ class OnDisk:
 
 
 def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
-    """Delete remains of saves by attempts up to ``attempt``, and return what is left. All of these attempts are dead, and the
-    caller's lease keeps another from beginning. Neither a refusal of the system nor what the job's code has made of the
-    directory keeps an attempt from being ended."""
+    """Delete remains of saves by attempts up to ``attempt``, and return which checkpoints the disk has. All of these attempts are
+    dead, and the caller's lease keeps another from beginning. Errors of the file system are returned and not raised: nothing that
+    the job's code has made of the directory may keep an attempt from being ended."""
     refused = []
     with as_owner(paths.root):
         try:
@@ -98,9 +102,10 @@ def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
 def mark_surplus(
     session: Session, job: Job, paths: JobPaths, segments: list[Segment], on_disk: OnDisk, attempt: int
 ) -> None:
-    """Apply the spec's rules (``ratchet_store.retention.rules``) to the whole lineage; a checkpoint is also kept if it is
-    pinned, requested by a resume, or the last verified one. Call it in the transaction that ends attempt ``attempt``, with the
-    job's row locked: ``removal`` does the rest."""
+    """Mark the checkpoints that the spec's rules (``ratchet_store.retention.rules``) do not keep, over the whole lineage;
+    ``removal`` deletes their files later. A checkpoint is also kept if it is pinned, requested by a resume, or the newest
+    verified one. Damaged checkpoints are quarantined, and rows whose files are lost get the state ``deleted``. Called in the
+    transaction that ends attempt ``attempt``, with the job's row locked."""
     aside = {
         (row.step, row.attempt)
         for row in committed_of(session, job.id)
@@ -131,9 +136,9 @@ def mark_surplus(
 
 
 def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> bool:
-    """Quarantine a checkpoint that was found damaged, with an event; the job's row is locked and no attempt of it is alive. False
-    if it no longer exists, if a fork that has not begun yet has to detect the damage itself, or if the system refuses, which
-    is recorded as an event."""
+    """Move a checkpoint that was found damaged to the quarantine, and add an event. Return False if it was not moved: its
+    directory no longer exists, a fork that has not begun yet has to detect the damage itself, or the system refuses, which adds
+    an event. The caller has locked the job's row, and no attempt of the job is alive."""
     directory = paths.checkpoint(row.step, row.attempt)
     try:
         if not directory.is_dir() or waiting_forks(session, job.id, {row.name}):
@@ -150,8 +155,8 @@ def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> 
 
 
 def _delete_reserve_files(paths: JobPaths, attempt: int) -> None:
-    """Delete the files that reserve disk space for the results of ranks and agents: dead ones do not need it, and killed ones
-    have not released it. Call it within ``as_owner``."""
+    """Delete the attempt's files that reserve disk space for the results of ranks and agents: dead ones do not need the space,
+    and killed ones have not released it. Called within ``as_owner``. Errors are ignored."""
     root = paths.attempt(attempt).root
     nodes = [root / name for name in names_in(root) if name.startswith("node-")]
     for folder in (root, root / "results", *nodes):

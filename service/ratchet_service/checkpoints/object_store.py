@@ -17,9 +17,10 @@ _PATIENCE: Final = Patience(connect=5.0, request=60.0, retry=10.0)
 
 
 def ensure_local(homes: HomePaths, job: Job, row: Checkpoint) -> None:
-    """Fetch a committed checkpoint that only the object store has, so that it can be verified, exported and forked from. Do not
-    call it within a transaction. Raises ``CheckpointError`` (``checkpoint-remote``, ``-remote-denied``, ``-damaged``,
-    ``-not-written``)."""
+    """Fetch the checkpoint from the object store if it is committed and only the object store has it, so that it can be verified,
+    exported and forked from. Otherwise, and if the store does not have it either, nothing is done. Blocks until the download has
+    ended; must not be called within a transaction. Raises ``CheckpointError`` (``checkpoint-remote``, ``-remote-denied``,
+    ``-damaged``, ``-not-written``)."""
     uri, paths = job.spec["checkpoint"].get("uri"), homes.job(job.id)
     directory = paths.checkpoint(row.step, row.attempt)
     if uri is None or row.state != "committed" or row.uploaded_at is None or (directory / MANIFEST_NAME).exists():
@@ -36,28 +37,33 @@ def ensure_local(homes: HomePaths, job: Job, row: Checkpoint) -> None:
 
 
 class _ByService(ObjectStore):
-    """Sends requests with the service's rights, whichever user writes the data: the client repeatedly reads its credentials,
-    perhaps from files that the job's user may not read, and later requests use the threads that it starts, too."""
+    """Sends each request to the object store with the service's rights, even if the thread's file accesses are made as the job's
+    user. The client reads its credentials again and again, perhaps from files that the job's user may not read, also in threads
+    that it starts."""
 
     def __init__(self, inner: ObjectStore) -> None:
         self._inner = inner
         self.url = inner.url
 
     def get_range(self, name: str, begin: int, end: int) -> memoryview:
+        """As ``ObjectStore.get_range``."""
         with as_service():
             return self._inner.get_range(name, begin, end)
 
     def head(self, name: str) -> Found:
+        """As ``ObjectStore.head``."""
         with as_service():
             return self._inner.head(name)
 
     def list(self, prefix: str = "") -> dict[str, int]:
+        """As ``ObjectStore.list``."""
         with as_service():
             return self._inner.list(prefix)
 
 
 def remove(uri: str, job_id: str) -> str | None:
-    """Delete all of a job's copies; returns what is left, and why, as a sentence."""
+    """Delete all copies of the job's checkpoints in the object store. Return None, or, if not all were deleted, a sentence that
+    says why. Raises nothing."""
     try:
         remote = open_job_checkpoints(uri, job_id, BRIEF)
         remote.remove_all()

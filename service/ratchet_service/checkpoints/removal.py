@@ -28,18 +28,20 @@ log = logging.getLogger(__name__)
 
 
 def mark_deleted(session: Session, rows: Iterable[Checkpoint]) -> None:
-    """Mark checkpoints that are deleted once the transaction is committed; their job's row is locked."""
+    """Mark these checkpoints as deleted, in this transaction; ``delete_marked`` deletes their files after it. The caller has
+    locked their job's row."""
     now = now_in(session)
     for row in rows:
         row.state, row.removing_since = "deleted", now
 
 
 def delete_marked(database: Database, paths: JobPaths, job_id: str) -> set[str]:
-    """Delete the files of marked checkpoints, oldest first; returns the names of those deleted. Call it in no transaction, and
-    with the job's row not locked.
+    """Delete the files of the job's marked checkpoints, oldest first, and return the names of those deleted. Called in no
+    transaction, and with the job's row not locked.
 
     A checkpoint that the system refuses to delete, or with a marker file ``PINNED`` that no row knows of, is committed again if
-    it is still whole; a refusal is recorded as an event."""
+    it is still complete; a refusal adds an event.
+    """
     marked = sa.select(Checkpoint.step, Checkpoint.attempt).where(
         Checkpoint.job_id == job_id, Checkpoint.removing_since.is_not(None)
     )
@@ -57,7 +59,8 @@ def delete_marked(database: Database, paths: JobPaths, job_id: str) -> set[str]:
 
 
 def _delete(paths: JobPaths, directory: Path) -> tuple[bool, str | None]:
-    """Return whether the checkpoint is still whole, and the error if the system refused."""
+    """Delete the checkpoint's directory, unless it is pinned. Return two values: whether the checkpoint is still complete, and
+    the error text if the system refused (otherwise None)."""
     refusal = None
     with as_owner(paths.root):
         try:
@@ -68,6 +71,8 @@ def _delete(paths: JobPaths, directory: Path) -> tuple[bool, str | None]:
 
 
 def _record(database: Database, job_id: str, done: Mapping[Id, tuple[bool, str | None]]) -> None:
+    """Store the results of ``delete_marked`` in the rows. ``done``: (step, attempt) -> result of ``_delete``. Raises ``NotFound``
+    if the job was deleted meanwhile."""
     with database.write() as session:
         lock_job(session, job_id)
         for (step, attempt), (stays, said) in done.items():
@@ -82,8 +87,8 @@ def _record(database: Database, job_id: str, done: Mapping[Id, tuple[bool, str |
 
 
 def delete_all_marked(database: Database, homes: HomePaths) -> None:
-    """Delete marked checkpoints of all jobs: those that an attempt's end has just marked, and those that a process left when it
-    ended. A job whose files cannot be reached is left for the next call."""
+    """Delete the files of the marked checkpoints of all jobs: those that an attempt's end has just marked, and those that a
+    process left when it ended. A job that raises an error is logged and left for the next call."""
     with database.read() as session:
         jobs = session.scalars(
             sa.select(Checkpoint.job_id).where(Checkpoint.removing_since.is_not(None)).distinct()

@@ -1,8 +1,8 @@
-"""Find what the run directory has and the database lacks: what happened after the backup that was restored.
+"""Finds what the run directory has and the database lacks: what happened after the backup that was restored.
 
 The number of an attempt is the token by which everything is fenced, and it names checkpoints. So a number that the disk has seen
-is never assigned again. An attempt whose directory exists is imported under its own number, as one that ended: nothing of it is
-left alive, its spools are read, its checkpoints adopted, its end is counted, as if the service had only been away. If only
+is never assigned again. An attempt whose directory exists is imported under its own number, as one that ended: its processes are
+ended, its spools are read, its checkpoints adopted, and its end is counted, as if only the service had been down. If only
 checkpoints are left of an attempt, its number is skipped.
 """
 
@@ -30,8 +30,8 @@ _MAX_NAMES: Final = 10
 
 @dataclass(frozen=True)
 class Next:
-    """The number of a job's next attempt. ``on_disk``: its directory exists, and is to be imported. ``skipped``: numbers before
-    it that the disk has seen and that have no directory any more."""
+    """The number of a job's next attempt. ``on_disk``: the directory of an attempt with this number exists; it is imported, and
+    not launched. ``skipped``: numbers before it that the disk has seen and that have no directory any more."""
 
     number: int
     on_disk: bool = False
@@ -39,7 +39,8 @@ class Next:
 
 
 def next_attempt(paths: JobPaths, attempt: int) -> Next:
-    """Return what follows attempt ``attempt``, the newest in the job's row. Raises ``OSError`` if the disk does not respond."""
+    """Return what follows attempt ``attempt``, the newest in the job's row. If the disk has a directory of a later attempt, that
+    is the next; otherwise the number after all those that the disk has seen. Raises ``OSError`` if the disk does not respond."""
     attempts = sorted(number for number in _attempt_numbers(paths) if number > attempt)
     if attempts:
         return Next(attempts[0], on_disk=True)
@@ -48,7 +49,7 @@ def next_attempt(paths: JobPaths, attempt: int) -> Next:
 
 
 def launched_at(paths: AttemptPaths, now: datetime) -> datetime:
-    """Return when the attempt's ``launch.json`` was written; ``now`` if that is unknown."""
+    """Return when the attempt's ``launch.json`` was written, at most ``now``; ``now`` if the file cannot be read."""
     try:
         return min(now, datetime.fromtimestamp(paths.launch_file.stat().st_mtime, UTC))
     except OSError:
@@ -57,9 +58,10 @@ def launched_at(paths: AttemptPaths, now: datetime) -> datetime:
 
 @dataclass(frozen=True)
 class Difference:
-    """Differences between a run directory and a database. ``without_row``: jobs with a directory and no row;
-    ``with_unknown_attempts``: jobs with attempts missing in their row; ``without_directory``: jobs that have begun, by their row,
-    and have no directory, or only what a deletion left; ``unreadable``: jobs whose directory cannot be read."""
+    """Differences between a run directory and a database, as job ids. ``without_row``: jobs with a directory and no row;
+    ``with_unknown_attempts``: jobs with attempts on the disk that their row does not count; ``without_directory``: jobs that have
+    begun, by their row, and have no directory, or only what a deletion left; ``unreadable``: jobs whose directory cannot be
+    read."""
 
     without_row: tuple[str, ...] = ()
     with_unknown_attempts: tuple[str, ...] = ()
@@ -67,7 +69,7 @@ class Difference:
     unreadable: tuple[str, ...] = ()
 
     def sentences(self) -> Iterator[str]:
-        """Yield a message for each kind of difference."""
+        """Yield a sentence for each kind of difference that occurs; none if there is no difference."""
         if self.without_row:
             yield (
                 f"{_count(self.without_row)} on the disk, but not in the database: {_names(self.without_row)}. Their files "
@@ -85,14 +87,17 @@ class Difference:
 
 
 def compare(home: HomePaths, database: Database) -> Difference:
-    """Compare all job directories with the attempt numbers of all jobs. Raises SQLAlchemy's errors, and ``OSError``."""
+    """Compare all job directories of ``home`` with the rows of all jobs, and return the differences. Changes nothing. Raises
+    SQLAlchemy's errors, and ``OSError`` if the directory of all jobs cannot be read."""
 
     def newest_attempts(ids: Collection[str]) -> dict[str, int]:
+        """Return id -> number of the newest attempt, for those of ``ids`` that have a row."""
         query = sa.select(Job.id, Job.attempt)
         with database.read() as session:
             return {job_id: attempt for job_id, attempt in session.execute(query.where(Job.id.in_(ids)))}  # noqa: C416
 
     def begun_jobs() -> Iterator[str]:
+        """Yield the ids of all jobs with at least one attempt."""
         with database.read() as session:
             yield from session.scalars(sa.select(Job.id).where(Job.attempt > 0).execution_options(yield_per=10_000))
 
@@ -104,8 +109,8 @@ def difference(
     newest_attempts: Callable[[Collection[str]], dict[str, int]],
     begun_jobs: Callable[[], Iterator[str]],
 ) -> Difference:
-    """Return the differences. ``newest_attempts``: returns the newest attempt by id, for those ids that have a row;
-    ``begun_jobs``: yields the ids of all jobs with an attempt."""
+    """Like ``compare``, for rows from any source. ``newest_attempts``: returns id -> number of the newest attempt, for those of
+    the ids that have a row; ``begun_jobs``: yields the ids of all jobs with an attempt."""
     on_disk = sorted(name for name in _names_in(home.jobs) if is_job_id(name))
     lost, ahead, unread = list[str](), list[str](), list[str]()
     deleted = set[str]()
@@ -131,17 +136,20 @@ def difference(
 
 
 def _attempts_folder(paths: JobPaths) -> Path:
+    """Return the directory of all attempts of the job."""
     return paths.attempt(0).root.parent
 
 
 def _attempt_numbers(paths: JobPaths) -> Iterator[int]:
+    """Yield the numbers of the attempts that have a directory."""
     for name in _names_in(_attempts_folder(paths)):
         if name.isascii() and name.isdigit() and paths.attempt(int(name)).root.name == name:
             yield int(name)
 
 
 def _writer_attempts(folder: Path) -> Iterator[int]:
-    """Yield the attempts that wrote the checkpoints in ``folder``, whole or not; a quarantine may add ``.1`` etc. to names."""
+    """Yield the attempts that wrote the checkpoints in ``folder``, complete or not, one for each checkpoint. Names in a
+    quarantine may end with ``.1`` etc."""
     for name in _names_in(folder):
         parsed = parse_checkpoint_dir_name(".".join(name.split(".")[:2]))
         if parsed is not None:
@@ -149,6 +157,7 @@ def _writer_attempts(folder: Path) -> Iterator[int]:
 
 
 def _names_in(folder: Path) -> list[str]:
+    """Return the names in the directory; none if it does not exist. Raises other ``OSError``."""
     try:
         with as_owner(folder):
             return [entry.name for entry in folder.iterdir()]
@@ -161,5 +170,6 @@ def _count(names: Collection[str]) -> str:
 
 
 def _names(names: Collection[str]) -> str:
+    """Return the names as text: at most ``_MAX_NAMES`` of them, and how many more there are."""
     shown = ", ".join(list(names)[:_MAX_NAMES])
     return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"

@@ -40,7 +40,7 @@ _CONNECTION_SECONDS: Final = 10.0
 
 
 class AgentHost:
-    """Answers a reconciler's requests, one at a time. Thread-safe."""
+    """Carries out the requests of reconcilers, one at a time. Thread-safe."""
 
     def __init__(self, home: HomePaths) -> None:
         self._home = home
@@ -50,6 +50,8 @@ class AgentHost:
         self._stopping = False
 
     def answer(self, question: Question) -> Answer:
+        """Carry out the request and return the answer. Raises nothing: errors become answers. Blocks while another request is
+        carried out."""
         with self._lock:
             try:
                 return self._answer(question)
@@ -60,6 +62,7 @@ class AgentHost:
                 return Answer(away=f"the agent host cannot {question.what}: {type(error).__name__}: {error}")
 
     def _answer(self, question: Question) -> Answer:
+        """Carry out the request and return the answer. Raises ``LaunchError``, and what the launcher raises."""
         match question.what:
             case "ping":
                 return Answer()
@@ -82,6 +85,8 @@ class AgentHost:
         return Answer()
 
     def _start(self, ref: AttemptRef) -> Answer:
+        """Start the attempt's agents from its ``launch.json``, unless they were started before. While the host is shutting down,
+        or if the file cannot be read, nothing is started. Raises ``LaunchError``."""
         if self._stopping:
             return Answer(away="the agent host is shutting down: agents are started again after its restart")
         if self._launcher.has_started(ref):
@@ -95,7 +100,7 @@ class AgentHost:
         return Answer()
 
     def end_agents(self) -> None:
-        """Start no more agents, ask the running ones to stop, and return once they have ended."""
+        """Start no more agents, send SIGTERM to those that run, and block until all have ended."""
         with self._lock:
             self._stopping = True
         stop_requested: set[str] = set()
@@ -103,8 +108,8 @@ class AgentHost:
             time.sleep(_POLL_SECONDS)
 
     def _stop_running(self, stop_requested: set[str]) -> bool:
-        """True if any agent is alive. Asks each agent not in ``stop_requested`` to stop, once it has started and can receive
-        that."""
+        """Send SIGTERM to each agent that has started and is not in ``stop_requested``, and add its attempt there. Return True if
+        any agent is alive."""
         alive = False
         with self._lock:
             for ref, _ in self._launcher.running_attempts():
@@ -118,6 +123,8 @@ class AgentHost:
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):
+    """Socket server of the agent host, with one thread per connection. ``folder``: descriptor of the socket's directory."""
+
     daemon_threads = True
     request_queue_size = 128
 
@@ -127,10 +134,13 @@ class _Server(socketserver.ThreadingUnixStreamServer):
 
 
 class _Handler(socketserver.BaseRequestHandler):
+    """Answers one request on one connection."""
+
     request: socket.socket
     server: _Server
 
     def handle(self) -> None:
+        """Read one request, and send its answer. Errors of the connection are ignored."""
         self.request.settimeout(_CONNECTION_SECONDS)
         with suppress(OSError):
             try:
@@ -142,7 +152,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
 @contextmanager
 def _serve_requests(home: Path, host: AgentHost) -> Iterator[None]:
-    """Answer requests while the block runs. Only this user can connect to the socket."""
+    """Answer requests on the socket in the run directory during the block. Only this user can connect to the socket."""
     folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     path = Path(socket_address(folder))
     try:
@@ -158,7 +168,8 @@ def _serve_requests(home: Path, host: AgentHost) -> Iterator[None]:
 
 
 def run(home: HomePaths, cpu_slots: int | None) -> None:
-    """Run until SIGTERM or SIGINT. Raises ``StartError``."""
+    """Run the agent host until SIGTERM or SIGINT; then stop its agents, and return once they have ended. Raises ``StartError``,
+    also if another agent host runs in this run directory."""
     home.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (home.home / _LOCK).open("a") as handle:
         try:

@@ -36,7 +36,8 @@ POSTGRES_RESTORE: Final = (
 
 
 def add_parsers(commands: Any, database_options: argparse.ArgumentParser) -> None:
-    """Add the parsers of both commands to ``commands``; ``database_options`` has the options that select the database."""
+    """Add the parsers of ``backup`` and ``restore`` to ``commands``; ``database_options`` has the options that select the
+    database."""
     one = commands.add_parser(
         "backup", parents=[database_options], help="copy a SQLite database while the service runs"
     )
@@ -53,7 +54,8 @@ def add_parsers(commands: Any, database_options: argparse.ArgumentParser) -> Non
 
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
-    """Run the command. Raises ``StartError`` if that is not possible; then nothing is changed."""
+    """Run the command, print its results and return 0. Raises ``StartError`` if it cannot be carried out; then nothing is
+    changed."""
     if options.command == "backup":
         backup(settings, options.file.expanduser().absolute(), replace=options.replace)
         print(f"written: {options.file}")
@@ -69,8 +71,8 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def backup(settings: Settings, file: Path, *, replace: bool = False) -> None:
-    """Copy the database to ``file`` as of one moment; the copy is checked, synced, and readable only by the owner. Writers are
-    not blocked. Raises ``StartError``."""
+    """Copy the database to ``file`` as it is at one moment. The copy is checked, synced, and readable only by its owner. Writers
+    are not blocked. Raises ``StartError``, also if ``file`` exists and ``replace`` is False."""
     source = database_file(settings)
     if not source.is_file():
         raise StartError(f"there is no database {source}")
@@ -96,9 +98,9 @@ def backup(settings: Settings, file: Path, *, replace: bool = False) -> None:
 
 
 def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | None:
-    """Check ``file`` and put it in the place of the database; returns the path to which an existing database was moved. Raises
-    ``StartError`` if a service runs or a process has the database open, if a database exists without ``replace``, or if the file
-    is damaged or from a newer Ratchet."""
+    """Check the backup ``file`` and put a copy of it in the place of the database. Return the path to which an existing database
+    was moved; None: there was none. Raises ``StartError`` if a service runs or a process has the database open, if a database
+    exists without ``replace``, or if the file is damaged or from a newer Ratchet."""
     target = database_file(settings)
     if not file.is_file():
         raise StartError(f"there is no file {file}")
@@ -135,7 +137,8 @@ def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | 
 
 
 def describe_differences(settings: Settings) -> Iterator[str]:
-    """Yield sentences on how the database differs from the run directory, and on its valid tokens. Raises ``StartError``."""
+    """Yield sentences on how the database differs from the run directory, and on its tokens that are not revoked. Raises
+    ``StartError`` if the database cannot be read."""
     database = Database(settings.url)
     try:
         migrate.check_revision(database)
@@ -158,7 +161,7 @@ def describe_differences(settings: Settings) -> Iterator[str]:
 
 
 def database_file(settings: Settings) -> Path:
-    """Return the path of the database. Raises ``StartError`` if it is not a file."""
+    """Return the path of the SQLite database. Raises ``StartError`` for another database."""
     try:
         url = normalise_url(settings.url)
     except ValueError as error:
@@ -173,7 +176,8 @@ def database_file(settings: Settings) -> Path:
 
 @contextmanager
 def _open_existing(path: Path, uri_query: str) -> Iterator[sqlite3.Connection]:
-    """Open an existing database. One in use is opened for writing, since SQLite writes its ``-shm`` file; no data is written."""
+    """Open an existing SQLite file. One in use is opened for writing, since SQLite writes its ``-shm`` file; no data is written.
+    ``uri_query``: options of the SQLite URI."""
     uri = f"file:{quote(str(path))}?{uri_query}"
     with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None)) as connection:
         yield connection
@@ -181,13 +185,14 @@ def _open_existing(path: Path, uri_query: str) -> Iterator[sqlite3.Connection]:
 
 @contextmanager
 def _create(path: Path) -> Iterator[sqlite3.Connection]:
+    """Create an empty SQLite file that only its owner can read, and open it. Raises ``FileExistsError``."""
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # it holds values of `secret_env`
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         yield connection
 
 
 def _check(path: Path) -> None:
-    """Raises ``StartError`` for a file that is no database, or a damaged one."""
+    """Raise ``StartError`` if the file is not a SQLite database, or is damaged."""
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path))}?immutable=1", uri=True)) as connection:
             (answer,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
@@ -199,6 +204,7 @@ def _check(path: Path) -> None:
 
 
 def _check_revision(path: Path) -> None:
+    """Raise ``StartError`` if the file is not a database of Ratchet, or has a revision that this version cannot use."""
     with closing(sqlite3.connect(f"file:{quote(str(path))}?immutable=1", uri=True)) as connection:
         try:
             row = connection.execute("SELECT version_num FROM alembic_version").fetchone()
@@ -213,6 +219,7 @@ def _check_revision(path: Path) -> None:
 
 @contextmanager
 def _hold_service_lock(paths: HomePaths) -> Iterator[None]:
+    """Hold the run directory's lock during the block, so that no service can run. Raises ``StartError`` if one runs."""
     with (paths.home / "service.lock").open("a") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -222,9 +229,9 @@ def _hold_service_lock(paths: HomePaths) -> Iterator[None]:
 
 
 def _set_aside(target: Path) -> Path | None:
-    """Give the existing database a second name and return it; None if there is no database. It also keeps its old name for now,
-    so that at no moment a service would find no database and create an empty one. Raises ``StartError`` while a process has it
-    open."""
+    """Give the existing database a second name and return it; None if there is no database. The database also keeps its old name
+    until the new one replaces it, so that a service never finds no database and creates an empty one. Raises ``StartError`` while
+    a process has it open."""
     aside = base = target.with_name(f"{target.name}.before-{utc_now():%Y%m%dT%H%M%SZ}")
     for number in itertools.count(1):
         if not aside.exists():
@@ -241,7 +248,8 @@ def _set_aside(target: Path) -> Path | None:
 
 
 def _merge_wal(target: Path) -> None:
-    """Merge the write-ahead log into the database file. Raises ``StartError`` while another process has the database open."""
+    """Merge the write-ahead log into the database file. A damaged database stays as it is. Raises ``StartError`` while another
+    process has the database open."""
     try:
         with closing(sqlite3.connect(target, timeout=1.0, isolation_level=None)) as connection:
             connection.execute("PRAGMA journal_mode = DELETE")
@@ -251,6 +259,7 @@ def _merge_wal(target: Path) -> None:
 
 
 def _fsync(path: Path) -> None:
+    """Sync the file or directory to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -41,6 +41,7 @@ _RESTORE: Final = (
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Parse the arguments, check the database, print the findings as JSON, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m ratchet_service.doctor", description=__doc__)
     parser.add_argument("--home", type=Path, required=True)
     options = parser.parse_args(argv)
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def probe(settings: Settings) -> list[Finding]:
-    """Check the database that ``ratchet serve`` would use with these settings."""
+    """Check the database that ``ratchet serve`` would use with these settings, and return the findings. Nothing is changed."""
     try:
         url = normalise_url(settings.url)
     except ValueError as error:
@@ -74,6 +75,7 @@ def probe(settings: Settings) -> list[Finding]:
 
 
 def _check_sqlite(path: Path, home: HomePaths) -> list[Finding]:
+    """Check a SQLite file: whether it can be read, its schema, its log, and its jobs."""
     if not path.exists():
         return [ok("database", "none yet", f"`ratchet serve` makes {path}")]
     try:
@@ -104,8 +106,8 @@ def _check_sqlite(path: Path, home: HomePaths) -> list[Finding]:
 
 
 def _read_sqlite(path: Path) -> tuple[str, str | None, set[str]]:
-    """Return (result of quick_check, schema revision, table names). If no process has the database open, no files appear in its
-    directory."""
+    """Return three values: the result of quick_check (``ok`` if the file is sound), the schema revision (None: none), and the
+    table names. If no process has the database open, no files appear in its directory. Raises ``sqlite3.DatabaseError``."""
     with _open_read_only(path) as connection:
         (problem,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
@@ -119,6 +121,7 @@ def _read_sqlite(path: Path) -> tuple[str, str | None, set[str]]:
 
 @contextmanager
 def _open_read_only(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open the SQLite file for reading: as immutable, unless a write-ahead log shows that it may be open elsewhere."""
     mode = "mode=ro" if path.with_name(path.name + "-wal").exists() else "immutable=1"
     uri = f"file:{quote(str(path))}?{mode}"
     with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS)) as connection:
@@ -126,6 +129,7 @@ def _open_read_only(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _damaged(path: Path, why: str) -> Finding:
+    """Return the finding that the database is damaged."""
     return failed("database", "damaged", detail=f"{path}: {why}", cure=_RESTORE.format(path=path))
 
 
@@ -133,6 +137,7 @@ def _damaged(path: Path, why: str) -> Finding:
 
 
 def _check_postgres(url: URL, home: HomePaths) -> list[Finding]:
+    """Check a PostgreSQL database: connection, clock, rights, schema and jobs."""
     displayed_url = redacted_url(url)
     try:
         database = Database(url.render_as_string(hide_password=False))
@@ -163,6 +168,7 @@ def _check_postgres(url: URL, home: HomePaths) -> list[Finding]:
 
 
 def _query_postgres(connection: Connection, displayed_url: str, home: HomePaths) -> list[Finding]:
+    """Return the findings on a PostgreSQL database that accepts connections."""
     version = str(connection.scalar(sa.text("SHOW server_version")))
     found = [ok("database", f"PostgreSQL {version.split()[0]}", displayed_url)]
     if connection.scalar(sa.text("SELECT pg_is_in_recovery()")):
@@ -209,6 +215,7 @@ def _query_postgres(connection: Connection, displayed_url: str, home: HomePaths)
 
 
 def _owned_by_others(connection: Connection) -> list[str]:
+    """Return the names of Ratchet's tables that belong to a role whose rights the current user does not have."""
     query = (
         "SELECT tablename FROM pg_tables WHERE schemaname = current_schema() "
         "AND NOT pg_has_role(tableowner, 'USAGE') ORDER BY tablename"
@@ -218,6 +225,7 @@ def _owned_by_others(connection: Connection) -> list[str]:
 
 
 def _scalar(connection: Connection, query: str) -> str | None:
+    """Return the query's value as text; None if it has none or may not be read."""
     try:
         value: Any = connection.scalar(sa.text(query))
     except SQLAlchemyError:  # no right to read it; the finding about rights reports it
@@ -226,12 +234,15 @@ def _scalar(connection: Connection, query: str) -> str | None:
 
 
 def _check_jobs(home: HomePaths, run_query: Callable[[str], Sequence[Any]]) -> list[Finding]:
-    """Compare run directory and processes with the rows. ``run_query`` runs a query without parameters and returns its rows."""
+    """Compare the run directory and the running processes with the rows. ``run_query`` runs a query without parameters and
+    returns its rows."""
 
     def attempts() -> dict[str, int]:
+        """Return id -> number of the newest attempt of all jobs."""
         return {str(job_id): int(attempt) for job_id, attempt in run_query("SELECT id, attempt FROM jobs")}
 
     def alive() -> set[str]:
+        """Return ``JOB/NNNN`` of all attempts that have not ended."""
         query = "SELECT job_id, number FROM attempts WHERE phase <> 'ENDED'"
         return {f"{job_id}/{number:04d}" for job_id, number in run_query(query)}
 
@@ -247,7 +258,8 @@ def _check_jobs(home: HomePaths, run_query: Callable[[str], Sequence[Any]]) -> l
 
 
 def _check_schema(revision: str | None, tables: set[str]) -> Finding:
-    """Compare the schema's revision with those that this Ratchet has migrations for."""
+    """Compare the schema's revision (None: none) with those that this Ratchet has migrations for. ``tables``: names of the
+    existing tables."""
     head, known = migrate.head_revision(), migrate.known_revisions()
     if revision == head:
         return ok("schema", revision, "this Ratchet's own")

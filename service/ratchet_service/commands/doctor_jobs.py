@@ -36,7 +36,7 @@ def check_run_directory(
     newest_attempts: Callable[[Collection[str]], dict[str, int]],
     begun_jobs: Callable[[], Iterator[str]],
 ) -> Finding:
-    """Compare run directory and database: see ``run_directory_scan.difference``."""
+    """Compare run directory and database. The parameters are as in ``run_directory_scan.difference``."""
     try:
         found = difference(home, newest_attempts, begun_jobs)
     except OSError as error:
@@ -50,7 +50,7 @@ def check_run_directory(
 
 
 def check_job_user(home: HomePaths) -> Finding:
-    """Report whether users' code runs as a separate user."""
+    """Report as which user the code of local jobs runs; a warning if that is root."""
     name, user = "jobs' user", recorded_user(home)
     if user is not None:
         return ok(name, user, "local agents, ranks and checks of users' code")
@@ -68,7 +68,7 @@ def check_job_user(home: HomePaths) -> Finding:
 
 
 def _service_uid(home: HomePaths) -> int | None:
-    """Return the uid of the running service; None if none runs, or it is unknown."""
+    """Return the user id of the running service; None if none runs, or it is unknown."""
     try:
         pid = ServiceFile.model_validate_json(home.service_file.read_bytes()).pid
         return Path(f"/proc/{pid}").stat().st_uid
@@ -77,8 +77,9 @@ def _service_uid(home: HomePaths) -> int | None:
 
 
 def check_orphans(home: HomePaths, live_attempts: Callable[[], set[str]]) -> Finding:
-    """Report processes of attempts (``JOB/NNNN``) that are not alive according to the database. Checks twice, since an attempt
-    may be ending right now."""
+    """Report attempts that have processes on this machine although they have ended according to the database. ``live_attempts``
+    returns ``JOB/NNNN`` of all attempts that have not ended. If there are any, checks again after 1 s, since an attempt may be
+    ending right now."""
     orphaned = _running_attempts(home) - live_attempts()
     if orphaned:
         time.sleep(_RECHECK_SECONDS)
@@ -95,7 +96,8 @@ def check_orphans(home: HomePaths, live_attempts: Callable[[], set[str]]) -> Fin
 
 
 def check_clock(server_time: datetime) -> Finding:
-    """Compare this machine's clock with ``server_time``, the current time of the database server."""
+    """Compare this machine's clock with ``server_time``, the current time of the database server; a warning if they differ by
+    more than ``MAX_SKEW_SECONDS``."""
     seconds = (server_time.astimezone(UTC) - datetime.now(UTC)).total_seconds()
     if abs(seconds) > MAX_SKEW_SECONDS:
         return warning(
@@ -108,7 +110,7 @@ def check_clock(server_time: datetime) -> Finding:
 
 
 def check_wal(path: Path, mode: str) -> list[Finding]:
-    """Report the size of the database's write-ahead log; ``mode``: the database's journal mode."""
+    """Report the size of the SQLite database's write-ahead log. ``path``: the database file; ``mode``: its journal mode."""
     if mode != "wal":
         return [ok("database log", mode, "the next `ratchet serve` puts it into WAL mode")]
     try:
@@ -128,6 +130,7 @@ def check_wal(path: Path, mode: str) -> list[Finding]:
 
 
 def _running_attempts(home: HomePaths) -> set[str]:
+    """Return ``JOB/NNNN`` of the attempts of this run directory that have processes on this machine."""
     found = set()
     for _, folder in proc.processes_with_variable(env_vars.ATTEMPT_DIR):
         try:

@@ -51,8 +51,9 @@ _ROUND_SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """``launchers`` replaces those of the launchers file, for tests. Whether tokens are required, and what a spec may name if the
-    settings leave it open, follows from ``listen`` and the database."""
+    """Options of ``serve``. ``cpu_slots``: None: as many as cores; ``reconcile``: also run a reconciler; ``launchers``: replaces
+    those of the launchers file, for tests. Whether tokens are required, and what a spec may name if the settings leave it open,
+    follows from ``listen`` and the database."""
 
     settings: Settings
     listen: Listening = field(default_factory=Listening)
@@ -65,7 +66,8 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions) -> None:
-    """Run until SIGTERM or SIGINT. Raises ``StartError``. The shutdown does not affect agents: training continues."""
+    """Run API and reconciler until SIGTERM or SIGINT. Raises ``StartError`` if the service cannot start. The shutdown does not
+    affect agents: training continues."""
     settings, listen = options.settings, options.listen
     listen.check()
     _require_tokens_with_run_as(settings, listen)
@@ -116,7 +118,7 @@ def serve(options: ServeOptions) -> None:
 
 
 def make_home(home: Path) -> None:
-    """Create the run directory, with a ``.gitignore`` by which git ignores it."""
+    """Create the run directory if it does not exist, and in it a ``.gitignore`` by which git ignores it."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(FileExistsError), (home / ".gitignore").open("x", encoding="utf-8") as file:
         file.write("*\n")
@@ -128,8 +130,8 @@ def reconcile(
     preemption: Preemption | None = None,
     metrics: Listening | None = None,
 ) -> None:
-    """Run only a reconciler until SIGTERM or SIGINT. Several may run concurrently. ``metrics``: where it serves its metrics and
-    health. Raises ``StartError``."""
+    """Run only a reconciler until SIGTERM or SIGINT. Several may run concurrently. ``metrics``: the address where it serves its
+    metrics and health; None: nowhere. Raises ``StartError``."""
     make_home(settings.home)
     prepare_job_user(settings)
     database = open_database(settings)
@@ -159,8 +161,8 @@ def reconcile(
 
 
 def _stop(sig: int, reconciler: Reconciler, health: Health) -> None:
-    """Stop the reconciler; a second signal ends the process at once. This runs in a signal handler of the reconciler's thread,
-    which may hold the very lock that ``stop`` takes, so another thread calls ``stop``."""
+    """Handle a signal: stop the reconciler; a second signal ends the process at once. This runs in a signal handler of the
+    reconciler's thread, which may hold the very lock that ``stop`` takes, so another thread calls ``stop``."""
     if health.stopping:
         os._exit(128 + sig)
     health.stopping = True
@@ -168,8 +170,9 @@ def _stop(sig: int, reconciler: Reconciler, health: Health) -> None:
 
 
 def machine_of_jobs(settings: Settings, launchers: Launchers, cpu_slots: int | None) -> Machine:
-    """Return the machine of local jobs: this one, or the one that an agent host has recorded. Raises ``StartError`` if the agent
-    host has not run yet, or if it is unknown which GPUs may be assigned."""
+    """Return the machine that local jobs run on: this one, or the one that an agent host has recorded. ``cpu_slots`` (None: as
+    detected) replaces its number of CPU slots. Raises ``StartError`` if the agent host has not run yet, or if it is unknown which
+    GPUs may be assigned."""
     if uses_agent_host(launchers):
         found = read_machine(settings.home)
         if found is None:
@@ -190,7 +193,7 @@ def uses_agent_host(launchers: Launchers) -> bool:
 
 
 def open_launchers(settings: Settings) -> Launchers:
-    """Load the launchers of the launchers file. Raises ``StartError``."""
+    """Return the launchers that the launchers file names. Raises ``StartError``."""
     try:
         return load_launchers(settings.paths, settings.launchers_file, settings.sandbox)
     except ValueError as error:
@@ -198,7 +201,7 @@ def open_launchers(settings: Settings) -> Launchers:
 
 
 def prepare_job_user(settings: Settings) -> None:
-    """See ``run_as.settle``. Raises ``StartError``."""
+    """Prepare the run directory for the jobs' user (``run_as.prepare_run_directory``). Raises ``StartError``."""
     database = Path(settings.url.removeprefix("sqlite:///")) if settings.url.startswith("sqlite:///") else None
     try:
         run_as.prepare_run_directory(settings.paths, settings.user, database)
@@ -223,7 +226,8 @@ def _log_job_user(settings: Settings, launchers: Launchers) -> None:
 
 
 def acquire_slots(database: Database, launchers: Launchers) -> None:
-    """Take the slots for this host, if a launcher needs them. Raises ``StartError`` while another host's reconciler has them."""
+    """Take the lease of the slots for this host, if a launcher has slots. Blocks while it is unknown whether another host's
+    reconciler is alive. Raises ``StartError`` if another host's reconciler has the slots."""
     kinds = [kind for kind, launcher in launchers.items() if launcher.slots]
     other = slot_host_lease.acquire_or_other_host(database, LEASE_SECONDS) if kinds else None
     if other is not None:
@@ -236,7 +240,7 @@ def acquire_slots(database: Database, launchers: Launchers) -> None:
 
 
 def open_database(settings: Settings) -> Database:
-    """Open and migrate the database. Raises ``StartError``."""
+    """Open the database, migrate it to this version's schema, and reserve disk space for deletions. Raises ``StartError``."""
     try:
         database = Database(settings.url)
     except ValueError as error:
@@ -256,7 +260,8 @@ def open_database(settings: Settings) -> Database:
 
 @contextmanager
 def _run_reconciler(reconciler: Reconciler | None) -> Iterator[None]:
-    """Run the reconciler in a separate thread while the block runs."""
+    """Run the reconciler in a separate thread during the block; None: run nothing. At the block's end the reconciler is stopped,
+    and its current round gets ``_ROUND_SECONDS``."""
     if reconciler is None:
         yield
         return
@@ -273,7 +278,8 @@ def _run_reconciler(reconciler: Reconciler | None) -> Iterator[None]:
 
 @contextmanager
 def _hold_service_lock(settings: Settings) -> Iterator[None]:
-    """Ensure one service per run directory with SQLite; with PostgreSQL any number may run. Raises ``StartError``."""
+    """Hold the run directory's lock during the block, so that with SQLite only one service runs in it. With PostgreSQL any number
+    may run, and nothing is locked. Raises ``StartError`` if a service holds the lock."""
     paths = settings.paths
     if not settings.url.startswith("sqlite"):
         yield
@@ -297,7 +303,8 @@ def with_access_defaults(settings: Settings, *, tokens_required: bool) -> Settin
 
     If tokens are required, others than the run directory's owner submit jobs, so specs may name only allowed directories and
     object stores. Directories must also be allowed if jobs run as a separate user: that user can read the copies that root makes,
-    and can request them itself if no token is required."""
+    and can request them itself if no token is required.
+    """
     is_restricted = tokens_required or settings.user is not None
     roots = settings.code_roots if settings.code_roots is not None or not is_restricted else ()
     uris = settings.uri_roots if settings.uri_roots is not None or not tokens_required else ()
@@ -305,8 +312,8 @@ def with_access_defaults(settings: Settings, *, tokens_required: bool) -> Settin
 
 
 def write_ca_certificates(paths: HomePaths, listen: Listening) -> None:
-    """Write the file with the certificate authorities by which agents and the reconciler verify the service; without any, remove
-    it."""
+    """Write the file with the certificate authorities by which agents and the reconciler verify the service. If ``listen`` has
+    none, delete that file."""
     if listen.ca_file is None:
         paths.service_authorities.unlink(missing_ok=True)
     else:
@@ -314,8 +321,8 @@ def write_ca_certificates(paths: HomePaths, listen: Listening) -> None:
 
 
 def _require_tokens_with_run_as(settings: Settings, listen: Listening) -> None:
-    """Raises ``StartError`` if jobs run as a separate user but no token is required: their code is not trusted then, it reaches
-    every port of this machine, and it would be admin of the service."""
+    """Raise ``StartError`` if jobs run as a separate user but no token is required: their code is not trusted then, it can
+    connect to every port of this machine, and it would be admin of the service."""
     if settings.user is not None and not listen.requires_tokens(settings.url.startswith("sqlite")):
         raise StartError(
             f"--run-as {settings.user.name}: without tokens the code of jobs, which can connect to {listen.host} like any "
@@ -325,6 +332,8 @@ def _require_tokens_with_run_as(settings: Settings, listen: Listening) -> None:
 
 
 def _log_auth_mode(settings: Settings, listen: Listening, url: str, database: Database) -> None:
+    """Log whether tokens are needed at ``url``. Warn if tokens can be read from the network traffic, or if tokens are needed and
+    none exists yet."""
     if not settings.tokens_required:
         log.info(
             "no token needed: any process on this machine that connects to %s has the role admin; set --auth token to "
@@ -343,4 +352,5 @@ def _log_auth_mode(settings: Settings, listen: Listening, url: str, database: Da
 
 
 def _torch_has_cuda(machine: Machine, settings: Settings) -> bool:
+    """True if torch of the machine's interpreter can use CUDA; starts that interpreter."""
     return Interpreters(settings.sandbox).query(machine.python).torch_cuda

@@ -25,7 +25,7 @@ _FIRST: str = "start the service first, which creates it (--home and --database-
 
 
 def add_parser(commands: Any, database_options: argparse.ArgumentParser) -> None:
-    """Add the command's parser to ``commands``; ``database_options`` has the options that select the database."""
+    """Add the parser of ``token`` to ``commands``; ``database_options`` has the options that select the database."""
     group = commands.add_parser("token", help="create, list and revoke tokens directly in the database")
     actions = group.add_subparsers(dest="action", required=True)
     create = actions.add_parser("create", parents=[database_options], help="create a token and print it once")
@@ -42,7 +42,7 @@ def add_parser(commands: Any, database_options: argparse.ArgumentParser) -> None
 
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
-    """Run the action and print its result. Raises ``StartError``."""
+    """Run the action, print its result and return 0. The text of a new token goes to standard output. Raises ``StartError``."""
     database = _open(settings)
     try:
         if options.action == "list":
@@ -112,6 +112,7 @@ def _open(settings: Settings) -> Database:
 
 
 def _format_row(row: ApiToken, now: datetime) -> str:
+    """Return a line about the token, without its text."""
     if row.revoked_at is not None:
         state = "revoked"
     elif row.expires_at is not None and row.expires_at <= now:
@@ -122,18 +123,21 @@ def _format_row(row: ApiToken, now: datetime) -> str:
 
 
 def _owner(text: str) -> str:
+    """Return the argument if it is a valid owner. Raises ``ArgumentTypeError``."""
     if re.fullmatch(OWNER_PATTERN, text) is None:
         raise argparse.ArgumentTypeError("lower case letters, digits and '-', up to 63, a letter first")
     return text
 
 
 def _name(text: str) -> str:
+    """Return the argument if it is a valid token name. Raises ``ArgumentTypeError``."""
     if re.fullmatch(r"[ -~]{1,63}", text) is None:
         raise argparse.ArgumentTypeError("1 to 63 printable ASCII characters")
     return text
 
 
 def _days(text: str) -> float | None:
+    """Return the days of an argument such as ``12h`` or ``30d``; None for ``never``. Raises ``ArgumentTypeError``."""
     if text == "never":
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([hd])", text)

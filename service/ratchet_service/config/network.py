@@ -24,9 +24,10 @@ FIRST_TOKEN: Final = "python -m ratchet_service token create --owner NAME --role
 
 @dataclass(frozen=True)
 class Listening:
-    """``url``: the address in ``service.json``, if agents do not reach the service by the bound address. ``ca_file``: PEM by
-    which agents verify the service's certificate, if the system's authorities cannot. ``auth`` ``token`` requires tokens on the
-    embedded default too."""
+    """Where and how the service listens. ``port`` 0: a free port. ``url``: the address in ``service.json``, if agents do not
+    reach the service by the bound address. ``auth`` ``token``: tokens are required even with SQLite and a loopback address.
+    ``ca_file``: PEM with which agents verify the service's certificate, if the system's authorities cannot. ``insecure_http``: a
+    proxy terminates TLS."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -38,7 +39,8 @@ class Listening:
     insecure_http: bool = False
 
     def check(self) -> None:
-        """Raises ``StartError`` for options that contradict each other or would send tokens in clear."""
+        """Raise ``StartError`` for options that cannot be used. They contradict each other, would send tokens unencrypted, or
+        name unusable files."""
         if self.auth not in ("auto", "token"):
             raise StartError(f"RATCHET_AUTH is auto or token, not {self.auth!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -65,6 +67,7 @@ class Listening:
             read_ca_certificates(self.ca_file)
 
     def _check_url(self, url: str) -> None:
+        """Raise ``StartError`` unless ``url`` is a base URL by which agents can connect."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise StartError(f"--url {url!r} must be like https://ratchet.example.com or http://host:8000")
@@ -72,7 +75,7 @@ class Listening:
             raise StartError(f"with --tls-cert agents connect by https, not to --url {url}")
 
     def requires_tokens(self, is_sqlite: bool) -> bool:
-        """True if every caller needs a token. ``is_sqlite``: the database is SQLite."""
+        """Return True if every caller needs a token. ``is_sqlite``: the database is SQLite."""
         return self.auth == "token" or not is_sqlite or self.is_exposed
 
     @property
@@ -82,7 +85,8 @@ class Listening:
         return not is_loopback(self.host) or (named is not None and not _is_loopback_name(named))
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Return the TLS context; None without a certificate. Raises ``StartError`` for files that cannot be used."""
+        """Return the TLS context of the server; None if no certificate is configured. Raises ``StartError`` for files that cannot
+        be used."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -97,7 +101,7 @@ class Listening:
         return context
 
     def service_url(self, bound: socket.socket) -> str:
-        """Return the URL at which agents and clients reach the service."""
+        """Return the URL at which agents and clients reach the service: ``url``, else the address of the socket ``bound``."""
         if self.url is not None:
             return self.url
         host, port = bound.getsockname()[:2]
@@ -107,8 +111,8 @@ class Listening:
 
     @contextmanager
     def bind(self) -> Iterator[socket.socket]:
-        """Yield the listening socket. It is bound before anything else is done, so that no other process takes the port
-        meanwhile. Raises ``StartError``."""
+        """Yield the listening socket, and close it at the end of the block. It is bound before anything else is done, so that no
+        other process takes the port meanwhile. Raises ``StartError``."""
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
@@ -127,7 +131,8 @@ class Listening:
 
 
 def read_ca_certificates(file: Path) -> str:
-    """Return the PEM text of ``--ca-file``. Raises ``StartError``."""
+    """Return the PEM text of the file, that of ``--ca-file``. Raises ``StartError`` if it cannot be read or contains no
+    certificates."""
     try:
         text = file.read_text(encoding="ascii")
         ssl.create_default_context(cadata=text)
@@ -137,8 +142,8 @@ def read_ca_certificates(file: Path) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine can reach ``host``, an address to listen on; also for a name that does not resolve, since binding
-    reports that error."""
+    """Return True if only this machine can reach ``host``, an address to listen on. Also True for a name that does not resolve,
+    since ``bind`` reports that error."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -147,9 +152,11 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_loopback_name(name: str) -> bool:
-    """True if the host name of a URL denotes loopback. It is not resolved, since it may be resolvable elsewhere only."""
+    """Return True if the host name of a URL denotes loopback. The name is not resolved: only other machines may be able to
+    resolve it."""
     return name in ("localhost", "::1") or (name.startswith("127.") and name.replace(".", "").isdigit())
 
 
 def _refuse_password() -> str:
+    """Raise ``ValueError``. OpenSSL calls it for a key with a password; without it, OpenSSL would prompt on the terminal."""
     raise ValueError("the key has a password")

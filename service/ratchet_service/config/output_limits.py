@@ -9,7 +9,8 @@ from ratchet_contract.protocol.messages import LOG_BYTES
 
 @dataclass(frozen=True)
 class Bounds:
-    """Sizes are bytes of disk. Raises ``ValueError`` for a limit that is too small."""
+    """Limits on how much of a job's output is kept. Sizes are bytes on the disk. Creating one with a limit that is too small
+    raises ``ValueError``."""
 
     log_bytes: int = LOG_BYTES  # of one rank in one attempt; its beginning and its end are kept
     job_log_bytes: int = 4 << 30  # of all ended attempts; beyond it, logs of attempts in the middle are shortened
@@ -30,7 +31,7 @@ DEFAULT_BOUNDS = Bounds()
 
 
 def parse_bounds(text: str) -> Bounds:
-    """Parse ``NAME=NUMBER,...``; limits not named keep their defaults. Raises ``ValueError``."""
+    """Return the limits in the text ``NAME=NUMBER,...``; a limit that is not named keeps its default. Raises ``ValueError``."""
     values: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, number = part.partition("=")

@@ -13,7 +13,8 @@ from ratchet_service.isolation.sandbox import NO_LIMITS, Limits, Sandbox, User
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes are bytes, times seconds. ``database_url`` None: SQLite in ``home``."""
+    """Settings that a service gets at its start. Sizes are bytes, times seconds. ``home``: the run directory; ``database_url``
+    None: SQLite in ``home``. ``paths`` is derived from ``home``, with its links resolved."""
 
     home: Path
     database_url: str | None = None
@@ -48,9 +49,10 @@ class Settings:
 
     @property
     def sandbox(self) -> Sandbox:
-        """The user and limits with which users' code is started."""
+        """The user and the limits with which users' code is started, from ``user`` and ``user_limits``."""
         return Sandbox(self.user, self.user_limits)
 
     @property
     def url(self) -> str:
+        """The URL of the database: ``database_url``, or that of SQLite in the run directory."""
         return self.database_url or sqlite_url(self.paths.database)

@@ -40,7 +40,7 @@ _LAST_USED_INTERVAL: Final = timedelta(minutes=1)
 
 @dataclass(frozen=True)
 class Principal:
-    """The authenticated caller. ``token`` is None if the service needs no token."""
+    """The authenticated caller of a request. ``token``: the id of its token; None if the service needs no token."""
 
     owner: str
     role: Role
@@ -64,7 +64,8 @@ def create(
     created_by: str,
     made_with: str | None = None,
 ) -> tuple[ApiToken, str]:
-    """Create a token; returns its row and its text, which is not stored."""
+    """Create a token. Return its row and its text, which is not stored and cannot be read again. ``made_with``: id of the token
+    that the caller authenticated with; revoking that one revokes the new one, too."""
     token_id = _new_id()
     while session.get(ApiToken, token_id) is not None:
         token_id = _new_id()
@@ -79,9 +80,9 @@ def create(
 
 
 def revoke(session: Session, row: ApiToken, now: datetime) -> int:
-    """Revoke the token and, recursively, all tokens made with it; returns how many of these others were not revoked before. Each
-    row is locked before the tokens made with it are queried, and making a token requires ``lock_token`` on its maker: none is
-    made meanwhile."""
+    """Revoke the token and, recursively, all tokens made with it. Return how many of these others were not revoked before. Each
+    row is locked before the tokens made with it are read, and ``lock_token`` locks the maker's row before a token is made: so
+    none is missed."""
     others, makers = 0, [row.id]
     session.refresh(row, with_for_update=True)
     row.revoked_at = row.revoked_at or now
@@ -97,22 +98,26 @@ def revoke(session: Session, row: ApiToken, now: datetime) -> int:
 
 
 def lock_token(session: Session, token_id: str) -> None:
-    """Lock the token's row until the transaction ends. Raises ``Refused`` (``token-revoked``) if it was revoked meanwhile."""
+    """Lock the token's row until the transaction ends. Raises ``Refused`` (``token-revoked``) if it is revoked or does not exist.
+    Called before a token is made with it."""
     row = session.get(ApiToken, token_id, with_for_update=True, populate_existing=True)
     if row is None or row.revoked_at is not None:
         raise _token_revoked(token_id)
 
 
 def _token_revoked(token_id: str) -> Refused:
+    """Return the error for a revoked token."""
     return Refused(f"the token {token_id} was revoked: ask an admin for another", code="token-revoked")
 
 
 def _new_id() -> str:
+    """Return a random token id, which may be in use."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(_ID_LENGTH))
 
 
 def authenticate(database: Database, text: str) -> Principal:
-    """Return the caller with this token. Raises ``Refused`` (``token-unknown``, ``token-expired``, ``token-revoked``)."""
+    """Return the caller with this token text, and store the time of use. Raises ``Refused`` (``token-unknown``,
+    ``token-expired``, ``token-revoked``). If the time of use cannot be stored, that is only logged."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise _token_unknown()
@@ -137,12 +142,14 @@ def authenticate(database: Database, text: str) -> Principal:
 
 
 def _token_unknown() -> Refused:
+    """Return the error for a token that this service does not know."""
     return Refused("this service does not know this token: check which token is sent, and to which server",
                    code="token-unknown")  # fmt: skip
 
 
 def principal_of(row: ApiToken) -> Principal:
-    """Return the row's caller. Scopes that the role does not have, or that this version does not know, are ignored."""
+    """Return the caller that this token stands for. Without scopes in the row, it has all scopes of its role. Scopes that the
+    role does not have, or that this version does not know, are ignored."""
     allowed = SCOPES[row.role]
     if row.scopes:
         allowed = frozenset(scope for scope in allowed if scope.value in row.scopes)
@@ -150,13 +157,15 @@ def principal_of(row: ApiToken) -> Principal:
 
 
 def _mark_used(database: Database, token_id: str, now: datetime) -> None:
-    """Store the time of use, at most once a minute; of several concurrent requests, one writes."""
+    """Store ``now`` as the token's time of last use, unless a time within the last minute is stored: of several concurrent
+    requests, one writes."""
     with database.write() as session:
         old = sa.or_(ApiToken.last_used_at.is_(None), ApiToken.last_used_at < now - _LAST_USED_INTERVAL)
         session.execute(sa.update(ApiToken).where(ApiToken.id == token_id, old).values(last_used_at=now))
 
 
 def token_view(row: ApiToken) -> TokenView:
+    """Return the token as the API shows it, without its hash. Scopes that this version does not know are left out."""
     known = {scope.value for scope in Scope}
     return TokenView(
         id=row.id,
@@ -174,5 +183,5 @@ def token_view(row: ApiToken) -> TokenView:
 
 
 def hash_token(token: str) -> str:
-    """Return the hash that is stored instead of an API or report token."""
+    """Return the hex SHA-256 of an API token or report token, which is stored instead of it."""
     return hashlib.sha256(token.encode()).hexdigest()

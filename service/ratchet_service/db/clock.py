@@ -1,4 +1,4 @@
-"""The source of the control plane's times: one object, passed to the ``Database``, so that a simulation can pass another.
+"""The source of the control plane's times: one object, passed to the ``Database``. A simulation passes a clock of its own.
 
 Code with a session uses ``now_in(session)``, code with the database ``database.clock``. Leases expire by the database server's
 clock (``server_now``), which all machines share; this process's monotonic clock measures how long the process was suspended.
@@ -20,22 +20,24 @@ _KEY: Final = "ratchet_clock"
 
 
 class Clock:
-    """This machine's clocks, and the database server's."""
+    """Returns the times of this machine's clocks and of the database server's."""
 
     def now(self) -> datetime:
         """Return the UTC time of this machine."""
         return datetime.now(UTC)
 
     def monotonic(self) -> float:
-        """Return seconds of a clock that is never set back. It also advances while this process is stopped."""
+        """Return the seconds of a clock that is never set. It also advances while this process is stopped."""
         return time.monotonic()
 
     def boot_id(self) -> str:
-        """Return an id of the machine's boot that ``monotonic`` counts from; all processes of that boot share the clock."""
+        """Return an id of this boot of the machine. ``monotonic`` counts from the boot, and all processes with the same id share
+        that clock."""
         return _boot_id()
 
     def server_now(self, session: Session) -> datetime:
-        """Return the UTC time of the database server; with SQLite this machine's, since all its writers share that."""
+        """Return the UTC time of the database server, which is queried. With SQLite, return this machine's: all its writers share
+        that clock."""
         if session.get_bind().dialect.name == "sqlite":
             return self.now()
         now = session.scalar(sa.select(sa.func.clock_timestamp()))
@@ -45,7 +47,8 @@ class Clock:
 
 @cache
 def _boot_id() -> str:
-    """Return the system's boot id; without one, an id of this process, whose clock then counts as shared with no other."""
+    """Return the system's boot id. If it cannot be read, return a random id that is constant for this process: its monotonic
+    clock then counts as shared with no other process."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + _time_namespace_offset()
     except OSError:
@@ -53,8 +56,8 @@ def _boot_id() -> str:
 
 
 def _time_namespace_offset() -> str:
-    """Return the offset of a container's time namespace: it shifts the monotonic clock relative to the machine's other processes.
-    Empty if there is none."""
+    """Return the offset of a container's time namespace as text: it shifts the monotonic clock relative to the machine's other
+    processes. Empty if there is none."""
     try:
         lines = Path("/proc/self/timens_offsets").read_text().splitlines()
     except OSError:
@@ -64,16 +67,17 @@ def _time_namespace_offset() -> str:
 
 
 def session_info(clock: Clock) -> dict[str, Clock]:
-    """Return the session info by which ``clock_of`` finds ``clock``."""
+    """Return the ``info`` of a session, by which ``clock_of`` finds ``clock``."""
     return {_KEY: clock}
 
 
 def clock_of(session: Session) -> Clock:
-    """Return the clock of the session's database; this machine's clock if the session was created elsewhere."""
+    """Return the clock of the session's database; a new ``Clock`` of this machine if the session was created without one."""
     found = session.info.get(_KEY)
     return found if isinstance(found, Clock) else Clock()
 
 
 def now_in(session: Session) -> datetime:
-    """Return the UTC time by the clock of the session's database."""
+    """Return the UTC time by the wall clock of the session's ``Database``: that of this machine, or of a simulation. The server
+    is not queried."""
     return clock_of(session).now()

@@ -1,7 +1,7 @@
-"""Sessions on SQLite or PostgreSQL: short transactions, committed before the answer is sent.
+"""Sessions on SQLite or PostgreSQL: short transactions, committed before the answer to a request is sent.
 
-SQLite runs in WAL mode with foreign keys; every write transaction starts with BEGIN IMMEDIATE, so that two writers wait for
-each other at the start and never fail half way (a read that turns into a write could not wait). Reads start deferred.
+SQLite runs in WAL mode with foreign keys. Every write transaction starts with BEGIN IMMEDIATE, so that a second writer waits at
+its start and does not fail half way (a read that turns into a write could not wait). Read transactions start deferred.
 """
 
 from __future__ import annotations
@@ -49,16 +49,19 @@ _POSTGRES_SESSION: Final = {
 
 
 def utc_now() -> datetime:
+    """Return the UTC time of this machine."""
     return datetime.now(UTC)
 
 
 def sqlite_url(path: Path) -> str:
+    """Return the database URL of this SQLite file."""
     return URL.create("sqlite", database=str(path.resolve())).render_as_string(hide_password=False)
 
 
 def normalise_url(url: str) -> URL:
-    """Parse a database URL; ``postgres://`` and ``postgresql://`` mean psycopg 3. Raises ``ValueError`` for other databases and
-    for invalid URLs; the message never quotes an invalid URL, since any part of it may belong to the password."""
+    """Parse a database URL, in which ``postgres://`` and ``postgresql://`` select the driver psycopg 3. Raises ``ValueError`` for
+    other databases, an in-memory SQLite database and invalid URLs. The message never quotes an invalid URL, since any part of it
+    may belong to the password."""
     try:
         parsed = make_url(url)
     except (sa.exc.ArgumentError, ValueError):
@@ -82,7 +85,8 @@ def redacted_url(url: URL) -> str:
 
 
 def passwords(url: str | None, environ: Mapping[str, str]) -> list[str]:
-    """Return the passwords that must not be logged: those in the URL, and libpq's in ``environ``."""
+    """Return the passwords that must not be logged: those in ``url``, and libpq's PGPASSWORD in ``environ``. Empty if there are
+    none."""
     found = [environ.get("PGPASSWORD")]
     with suppress(sa.exc.ArgumentError, ValueError):
         parsed = make_url(url or "")
@@ -91,15 +95,15 @@ def passwords(url: str | None, environ: Mapping[str, str]) -> list[str]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of the error's message, since SQLAlchemy's continue with the statement and its values; the class name
-    for an empty message."""
+    """Return the first line of the error's message; for an empty message the name of its class. The further lines of SQLAlchemy's
+    messages are the statement and its values."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _postgres_options(url: URL) -> dict[str, Any]:
-    """Return the engine options. At most 20 connections per process, so that a few processes can share a server's usual 100;
-    waiting for one longer than 30 seconds is an error. Statements are not prepared on the server: behind pgbouncer in transaction
-    mode, the next statement may use another connection."""
+    """Return the engine options for PostgreSQL. At most 20 connections per process, so that a few processes can share a server's
+    usual 100; waiting for one longer than 30 seconds is an error. Statements are not prepared on the server: behind pgbouncer in
+    transaction mode, the next statement may use another connection."""
     connect: dict[str, Any] = {"connect_timeout": 10, "prepare_threshold": None}
     if "application_name" not in url.query:
         connect["application_name"] = f"ratchet/{os.getpid()}"
@@ -112,13 +116,14 @@ def _postgres_options(url: URL) -> dict[str, Any]:
 
 
 def _create_ping_engine(url: URL) -> Engine:
+    """Return an engine without a pool and with short time limits, for ``Database.ping``."""
     milliseconds = 1000 * PING_SECONDS
     connect = {"connect_timeout": PING_SECONDS, "tcp_user_timeout": milliseconds, "prepare_threshold": None}
     return sa.create_engine(url, poolclass=sa.NullPool, connect_args=connect)
 
 
 class Database:
-    """One engine; ``write()`` and ``read()`` yield sessions that end with the ``with`` block."""
+    """The connections to one database. ``write()`` and ``read()`` yield sessions that end with the ``with`` block."""
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self.clock = clock or Clock()
@@ -143,11 +148,13 @@ class Database:
 
     @property
     def is_sqlite(self) -> bool:
+        """True if this is SQLite; False: PostgreSQL."""
         return self.engine.dialect.name == "sqlite"
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """Yield a session in a write transaction, committed when the block ends and rolled back when it raises."""
+        """Yield a session in a write transaction. It is committed when the block ends, and rolled back when the block raises. On
+        SQLite, the call blocks while another writer is active."""
         raise_if_impersonating()
         make = self.session_class(self.engine, expire_on_commit=False, info=self._session_info)
         with self._serialise_writer(), make as session, session.begin():
@@ -155,8 +162,9 @@ class Database:
 
     @contextmanager
     def _serialise_writer(self) -> Iterator[None]:
-        """Serialise this process's writers on SQLite. A waiter for SQLite's lock polls it with ever longer pauses, so that later
-        writers may overtake it again and again. A writer that waits too long here gets SQLite's own error."""
+        """Let only one writer of this process run at a time on SQLite; on PostgreSQL do nothing. SQLite's own waiters poll its
+        lock with ever longer pauses, so that later writers may overtake them again and again. After ``BUSY_TIMEOUT_MS`` the block
+        runs all the same, and gets SQLite's own error."""
         acquired = self.is_sqlite and self._write_lock.acquire(timeout=BUSY_TIMEOUT_MS / 1000)
         try:
             yield
@@ -166,27 +174,31 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """Yield a session for reading. It sees a snapshot on SQLite, committed rows on PostgreSQL; changes are discarded."""
+        """Yield a session for reading. On SQLite it sees one snapshot, on PostgreSQL the rows that are committed at each
+        statement. Changes in it are discarded."""
         raise_if_impersonating()
         with Session(self._read_engine, expire_on_commit=False, autoflush=False, info=self._session_info) as session:
             yield session
 
     def ping(self) -> None:
-        """Raises SQLAlchemy's errors if the database does not answer. PostgreSQL gets ``PING_SECONDS`` for each step, on a
-        separate connection: if the server is gone, pooled connections would wait until the network reports it."""
+        """Raise SQLAlchemy's errors if the database does not answer. PostgreSQL gets ``PING_SECONDS`` for each step, on a
+        separate connection: if the server is gone, pooled connections would wait until the network reports that."""
         with self._ping_engine.connect() as connection:
             connection.execute(sa.select(1))
 
     def dispose(self) -> None:
+        """Close the pooled connections."""
         self.engine.dispose()
 
 
 def _strict_json(value: Any) -> str:
-    """Serialise to JSON. Raises ``ValueError`` for NaN: PostgreSQL would refuse the row, SQLite would store invalid JSON."""
+    """Serialise to JSON for a column. Raises ``ValueError`` for NaN and infinities: PostgreSQL would refuse the row, SQLite would
+    store invalid JSON."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
 def _sqlite_connect(connection: Any, _record: Any) -> None:
+    """Set up a new SQLite connection: waiting time for locks, WAL, full synchronisation, foreign keys."""
     connection.isolation_level = None  # this module sends BEGIN, not the driver
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
@@ -197,5 +209,6 @@ def _sqlite_connect(connection: Any, _record: Any) -> None:
 
 
 def _sqlite_begin(connection: Connection) -> None:
+    """Start a SQLite transaction: deferred for a session that only reads, immediate for one that writes."""
     read_only = connection.get_execution_options().get(_READ_ONLY, False)
     connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")

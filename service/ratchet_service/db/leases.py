@@ -30,7 +30,7 @@ ACTIVE = tuple(p for p in JobPhase if p.active)
 
 
 class LeaseLost(RatchetError):
-    """Another reconciler manages the job now."""
+    """Another reconciler manages the job now, or the job was ended and deleted."""
 
     code = "lease-lost"
 
@@ -43,13 +43,15 @@ which the lease is surely still held. The rest allows for clocks of different sp
 
 
 class Lease(NamedTuple):
+    """A lease that this process took on a job and its attempt. ``token``: identifies this lease in the job's row."""
+
     job_id: str
     attempt: int
     token: str
 
 
 class Free(NamedTuple):
-    """A job that no reconciler manages, and the lease in its row when it was read."""
+    """A job that no reconciler manages, and the token and expiry time that its row had when it was read."""
 
     job_id: str
     attempt: int
@@ -58,12 +60,13 @@ class Free(NamedTuple):
 
 
 def new_owner() -> str:
-    """Return a permanent identifier of this process (host, pid, start time), by which later processes can detect its death."""
+    """Return an identifier of this process (host, pid, start time), by which later processes can detect that it has ended."""
     return f"{socket.gethostname()[:80]}/{os.getpid()}/{start_time(os.getpid())}"
 
 
 def owner_is_dead(owner: str | None) -> bool:
-    """True if the owner is known to be dead: a process of this host that no longer exists. Other hosts' processes are unknown."""
+    """True if the owner is known to be dead: it was a process of this host and no longer exists. False for processes of other
+    hosts, since nothing is known of them."""
     parts = (owner or "").rsplit("/", 2)
     if len(parts) != 3 or parts[0] != socket.gethostname()[:80] or not (parts[1].isdigit() and parts[2].isdigit()):
         return False
@@ -71,30 +74,30 @@ def owner_is_dead(owner: str | None) -> bool:
 
 
 def is_expired(token: str | None, expires: datetime | None, now: datetime) -> bool:
-    """True if no reconciler holds the lease (any more). ``now``: by the database's clock. A lease that ends later than any lease
-    can was written before that clock was set back, and counts as expired: a live owner renews it, and nobody need wait for the
-    end of a dead owner's."""
+    """True if no reconciler holds the lease any more, or if there is none. ``now``: by the database's clock. A lease that ends
+    later than any lease can (``MAX_LEASE``) was written before that clock was set back, and counts as expired: a live owner
+    renews it, and nobody need wait for the end of a dead owner's."""
     return token is None or expires is None or expires < now or expires > now + MAX_LEASE
 
 
 def is_surely_held(held_at: float, now: float, seconds: float) -> bool:
     """True if a lease of ``seconds``, taken or renewed at ``held_at`` or later, is surely still held: see ``SAFE_FRACTION``.
-    Times are by this process's monotonic clock."""
+    ``held_at`` and ``now`` are by this process's monotonic clock. False: it may have been lost."""
     return now - held_at < SAFE_FRACTION * seconds
 
 
 def has_lease(job: Job, lease: Lease) -> bool:
-    """True if the job's row has our lease; a reconciler writes about a job only then."""
+    """True if the job's row has this lease and the job is active; a reconciler writes about a job only then."""
     return job.lease_token == lease.token and job.attempt == lease.attempt and job.phase.active
 
 
 def database_now(session: Session) -> datetime:
-    """Return the time of the clock by which leases expire."""
+    """Return the UTC time of the clock by which leases expire: the database server's, or with SQLite this machine's."""
     return clock_of(session).server_now(session)
 
 
 def lease_values(session: Session, owner: str, seconds: float) -> dict[str, Any]:
-    """Return the columns of a new lease."""
+    """Return the columns of a new lease: owner, a new token, and the expiry time ``seconds`` from now."""
     expires = database_now(session) + timedelta(seconds=seconds)
     return {"lease_owner": owner, "lease_token": secrets.token_hex(16), "lease_expires_at": expires}
 
@@ -103,8 +106,8 @@ NO_LEASE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_exp
 
 
 def free_jobs(session: Session, skip: Collection[str], condition: sa.ColumnElement[bool]) -> list[Free]:
-    """Return active jobs that no reconciler manages: their lease is missing, expired, or its owner is dead. ``condition``: a
-    further condition."""
+    """Return the active jobs that no reconciler manages: their lease is missing or expired, or its owner is dead. ``skip``: ids
+    of jobs to leave out; ``condition``: a further SQL condition. Nothing is locked."""
     now = database_now(session)
     query = sa.select(Job.id, Job.attempt, Job.lease_token, Job.lease_owner, Job.lease_expires_at)
     out = []
@@ -115,8 +118,8 @@ def free_jobs(session: Session, skip: Collection[str], condition: sa.ColumnEleme
 
 
 def acquire(session: Session, free: Free, owner: str, seconds: float) -> Lease | None:
-    """Take a job that ``free_jobs`` returned. Returns None if another reconciler was faster: it has taken the job, or the old
-    owner was only delayed and has renewed its lease (which keeps the token) and relies on it."""
+    """Take a new lease on a job that ``free_jobs`` returned. Return None if its row has changed since: another reconciler has
+    taken the job, or the old owner was only delayed and has renewed its lease, on which it relies."""
     values = lease_values(session, owner, seconds)
     unchanged = Job.lease_token.is_not_distinct_from(free.token) & Job.lease_expires_at.is_not_distinct_from(
         free.expires_at
@@ -128,26 +131,29 @@ def acquire(session: Session, free: Free, owner: str, seconds: float) -> Lease |
 
 
 def renew(session: Session, leases: Iterable[Lease], seconds: float) -> set[str]:
-    """Extend our leases; returns the ids of the jobs whose lease was still ours."""
+    """Extend those of ``leases`` that are still this process's, to ``seconds`` from now. Return the ids of their jobs; a missing
+    job has been lost."""
     expires = database_now(session) + timedelta(seconds=seconds)
     statement = sa.update(Job).where(_own_leases_filter(leases)).values(lease_expires_at=expires).returning(Job.id)
     return set(session.scalars(statement.execution_options(synchronize_session=False)))
 
 
 def release(session: Session, leases: Iterable[Lease]) -> None:
-    """Release leases at a clean shutdown, so that the next reconciler need not wait."""
+    """Remove those of ``leases`` that are still this process's, at a clean shutdown, so that the next reconciler need not wait
+    for their expiry."""
     statement = sa.update(Job).where(_own_leases_filter(leases)).values(**NO_LEASE)
     session.execute(statement.execution_options(synchronize_session=False))
 
 
 def _own_leases_filter(leases: Iterable[Lease]) -> sa.ColumnElement[bool]:
-    """Return the condition for rows that have our leases. Ids are included so that the primary key is used; the tokens decide."""
+    """Return the SQL condition for rows that have one of these leases. The tokens decide; the ids are included so that the
+    primary key is used."""
     held = list(leases)
     return Job.id.in_([lease.job_id for lease in held]) & Job.lease_token.in_([lease.token for lease in held])
 
 
 def lock_held(session: Session, leases: Iterable[Lease]) -> set[Lease]:
-    """Return the leases that are still ours, and lock their jobs' rows until the transaction ends."""
+    """Return those of ``leases`` that are still this process's, and lock the rows of their jobs until the transaction ends."""
     requested = list(leases)
     mine = _own_leases_filter(requested) & Job.phase.in_(ACTIVE)
     query = sa.select(Job.id, Job.attempt, Job.lease_token).where(mine).order_by(Job.id).with_for_update()
@@ -155,7 +161,8 @@ def lock_held(session: Session, leases: Iterable[Lease]) -> set[Lease]:
 
 
 def lock_leased_job(session: Session, lease: Lease) -> Job:
-    """Lock the job's row until the transaction ends, check that it has our token, and return it. Raises ``LeaseLost``."""
+    """Lock the job's row until the transaction ends, check that it has this lease, and return it. Raises ``LeaseLost`` if it does
+    not."""
     try:
         job = lock_job(session, lease.job_id)
     except NotFound:

@@ -44,13 +44,13 @@ _BLOCKING_QUERY: Final = sa.text(
 
 
 class MigrationBlocked(Refused):
-    """Another transaction holds a table that a migration must change."""
+    """Another transaction holds a table that a migration must change, and has not ended within the time of all tries."""
 
     code = "migration-blocked"
 
 
 class Blocking:
-    """The processes that block a connection, polled from another connection while it waits."""
+    """The database processes that block a connection. They are read over another connection, while the first one waits."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -59,11 +59,13 @@ class Blocking:
 
     @contextmanager
     def watch(self, connection: Connection) -> Iterator[None]:
-        """Limit ``connection``'s waits for locks to ``LOCK_SECONDS`` until its transaction ends, and poll who blocks it."""
+        """During the block, read every ``_POLL_SECONDS`` which processes block ``connection``, in a thread. Also limits the
+        connection's waits for locks to ``LOCK_SECONDS`` until its transaction ends."""
         connection.execute(sa.text(f"SET LOCAL lock_timeout = {int(LOCK_SECONDS * 1000)}"))
         pid, over = connection.scalar(sa.text("SELECT pg_backend_pid()")), threading.Event()
 
         def poll_until_over() -> None:
+            """Poll until the block has ended; stop after an error of the database."""
             while not over.wait(_POLL_SECONDS):
                 try:
                     self._poll(pid)
@@ -80,6 +82,8 @@ class Blocking:
             thread.join()
 
     def _poll(self, pid: int) -> None:
+        """Read which processes block the connection with this server pid, and keep them in ``pids`` and ``description``. If none
+        does, the earlier ones are kept."""
         with self._database.read() as session:
             rows = session.execute(_BLOCKING_QUERY, {"pid": pid}).all()
         if rows:
@@ -93,8 +97,8 @@ class Blocking:
 
 
 def run_with_retries(database: Database, migrate: Callable[[Blocking], None]) -> None:
-    """Run ``migrate``, and retry it if it does not get a lock; it is then rolled back as a whole. Raises ``MigrationBlocked``,
-    and what ``migrate`` raises."""
+    """Run ``migrate``; if it does not get a lock, it is rolled back as a whole and retried after a pause, up to ``MAX_TRIES``
+    times. Raises ``MigrationBlocked`` after the last try, and every other error of ``migrate``."""
     for n in range(1, MAX_TRIES + 1):
         blocking = Blocking(database)
         try:
@@ -114,7 +118,7 @@ def run_with_retries(database: Database, migrate: Callable[[Blocking], None]) ->
 
 
 def pause() -> None:
-    """Let other transactions proceed."""
+    """Wait ``PAUSE_SECONDS``, so that other transactions can proceed."""
     time.sleep(PAUSE_SECONDS)
 
 
@@ -129,19 +133,19 @@ _DEVELOPMENT: Final = frozenset(f"{number:04d}" for number in range(1, 15))
 
 
 class NewerSchema(Refused):
-    """The database was made, or brought up to date, by a newer version."""
+    """Raised because a newer version of Ratchet created or migrated the database."""
 
     code = "schema-newer"
 
 
 class UnsupportedSchema(Refused):
-    """The database was made by a development version."""
+    """Raised because a development version created the database: it cannot be migrated."""
 
     code = "schema-unsupported"
 
 
 def script_config() -> Config:
-    """Return Alembic's settings, without an ini file; the scripts are in the package ``ratchet_migrations``."""
+    """Return Alembic's settings. The migration scripts are in the package ``ratchet_migrations``; there is no ini file."""
     spec = find_spec("ratchet_migrations")
     assert spec is not None and spec.submodule_search_locations
     settings = Config()
@@ -151,7 +155,7 @@ def script_config() -> Config:
 
 
 def config(connection: Connection) -> Config:
-    """Return the settings of ``script_config``, to run on ``connection``."""
+    """Return the settings of ``script_config``, with ``connection`` as the connection to migrate on."""
     settings = script_config()
     settings.attributes["connection"] = connection
     return settings
@@ -159,18 +163,18 @@ def config(connection: Connection) -> Config:
 
 @cache
 def head_revision() -> str:
-    """Return the revision that this version works with."""
+    """Return the newest revision of the schema that this version knows, which is the one it works with."""
     return str(ScriptDirectory.from_config(script_config()).get_current_head())
 
 
 @cache
 def known_revisions() -> frozenset[str]:
-    """Return all revisions that this version has migrations for."""
+    """Return all revisions for which this version has migrations."""
     return frozenset(script.revision for script in ScriptDirectory.from_config(script_config()).walk_revisions())
 
 
 def refusal(revision: str) -> NewerSchema | UnsupportedSchema | None:
-    """Return why this version cannot use a database of this revision; None if it can use or migrate it."""
+    """Return the error with which this version refuses a database of this revision; None if it can use or migrate it."""
     if revision in known_revisions():
         return None
     if revision in _DEVELOPMENT:
@@ -196,12 +200,14 @@ def revision_of(connection: Connection) -> str | None:
 
 
 def check_revision(database: Database) -> None:
-    """Raises ``NewerSchema``, ``UnsupportedSchema``, and SQLAlchemy's errors."""
+    """Raise ``NewerSchema`` or ``UnsupportedSchema`` if this version cannot use the database, and SQLAlchemy's errors if it does
+    not answer. Changes nothing."""
     with database.engine.connect() as connection:
         _raise_if_unusable(connection)
 
 
 def _raise_if_unusable(connection: Connection) -> None:
+    """Raise ``NewerSchema`` or ``UnsupportedSchema`` if this version cannot use the database. One without a schema is usable."""
     revision = revision_of(connection)
     refused = None if revision is None else refusal(revision)
     if refused is not None:
@@ -209,8 +215,8 @@ def _raise_if_unusable(connection: Connection) -> None:
 
 
 def upgrade(database: Database, revision: str = "head") -> None:
-    """Run all migrations up to ``revision``. Services that start at the same time migrate one after the other. Raises
-    ``NewerSchema``, ``UnsupportedSchema``, and ``MigrationBlocked``."""
+    """Run all migrations up to ``revision``, in one transaction. Services that start at the same time migrate one after the
+    other. Raises ``NewerSchema``, ``UnsupportedSchema``, and ``MigrationBlocked``."""
 
     def migrate(blocking: Blocking) -> None:
         with _migration_lock(database, blocking) as connection:
@@ -221,7 +227,7 @@ def upgrade(database: Database, revision: str = "head") -> None:
 
 
 def downgrade(database: Database, revision: str) -> None:
-    """Migrate back to ``revision``. Raises ``MigrationBlocked``."""
+    """Migrate back to ``revision``, in one transaction. Raises ``MigrationBlocked``."""
 
     def migrate(blocking: Blocking) -> None:
         with _migration_lock(database, blocking) as connection:
@@ -232,7 +238,8 @@ def downgrade(database: Database, revision: str) -> None:
 
 @contextmanager
 def _migration_lock(database: Database, blocking: Blocking) -> Iterator[Connection]:
-    """Yield a connection in the migration's one transaction, during which no other process migrates."""
+    """Yield a connection in the migration's one transaction, during which no other process migrates. Blocks while another process
+    migrates. With SQLite the lock is a file next to the database."""
     if not database.is_sqlite:
         # The lock belongs to the transaction, so it works behind a pooler too and is released if the process dies.
         with database.engine.begin() as connection:

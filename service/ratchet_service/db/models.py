@@ -20,7 +20,8 @@ JOB_ID_LENGTH = 16  # "job-" and 12 base32 characters
 
 
 class Base(DeclarativeBase):
-    """Names every constraint, so that migrations can name them too."""
+    """Base class of all tables. It names every constraint, so that migrations can name them too, and maps Python types to column
+    types."""
 
     metadata = sa.MetaData(
         naming_convention={
@@ -46,11 +47,13 @@ class Base(DeclarativeBase):
 
 
 def _job_id() -> Mapped[str]:
+    """Return the primary key column ``job_id``; the row is deleted with its job."""
     return mapped_column(sa.String(JOB_ID_LENGTH), sa.ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
 
 
 class Job(Base):
-    """One job. ``version`` counts changes of phase, desired state, labels and priority (the ETag), but not progress."""
+    """One job: its spec, its phase and desired state, its progress, and its lease. ``version`` counts changes of phase, desired
+    state, labels and priority (the ETag), but not progress."""
 
     __tablename__ = "jobs"
     __table_args__ = (
@@ -137,6 +140,8 @@ class Job(Base):
 
 
 class JobLabel(Base):
+    """One label of a job."""
+
     __tablename__ = "job_labels"
     __table_args__ = (sa.Index("ix_job_labels_key_value_created_at", "key", "value", "created_at", "job_id"),)
 
@@ -147,7 +152,8 @@ class JobLabel(Base):
 
 
 class Attempt(Base):
-    """One launch of a job's group; ``number`` is the attempt number. ``base_step`` is None until the group reports its base."""
+    """One launch of a job's group of agents; ``number`` is the attempt number. ``base_step`` is None until the ranks report from
+    which checkpoint they continue (0: none)."""
 
     __tablename__ = "attempts"
     __table_args__ = (sa.Index("ix_attempts_phase", "phase"),)
@@ -186,7 +192,7 @@ class Attempt(Base):
 
 
 class AttemptNode(Base):
-    """One node of an attempt. ``acked`` is {rank: highest stored sequence number}, keys as text."""
+    """One node of an attempt. ``acked``: rank, as text -> highest sequence number that is stored of its messages."""
 
     __tablename__ = "attempt_nodes"
     __table_args__ = (
@@ -208,6 +214,8 @@ class AttemptNode(Base):
 
 
 class Checkpoint(Base):
+    """One checkpoint of a job, by step and by the attempt that committed it. The row stays when the files are deleted."""
+
     __tablename__ = "checkpoints"
     __table_args__ = (
         sa.Index(
@@ -248,8 +256,8 @@ class Checkpoint(Base):
 
 
 class Event(Base):
-    """A job's history. Triggers ensure that rows are only added, and deleted only with their job. Every writer holds the job's
-    row, so the ids of one job grow in commit order."""
+    """One entry of a job's history. Triggers ensure that rows are only added, and deleted only with their job. Every writer has
+    locked the job's row, so the ids of one job grow in commit order."""
 
     __tablename__ = "events"
     __table_args__ = (sa.Index("ix_events_job_id_id", "job_id", "id"), {"sqlite_autoincrement": True})
@@ -264,7 +272,8 @@ class Event(Base):
 
 
 class IdempotencyKey(Base):
-    """A claimed key and its answer. ``status`` is None while the first request is running."""
+    """An idempotency key that a request has used, and the answer to that request. ``status`` is None while the request is
+    running."""
 
     __tablename__ = "idempotency_keys"
     __table_args__ = (sa.Index("ix_idempotency_keys_created_at", "created_at"),)
@@ -280,8 +289,8 @@ class IdempotencyKey(Base):
 
 
 class MetricSeries(Base):
-    """How a job's series is stored: the points at steps with ``step % stride == phase``, and the newest point. The stride is a
-    power of two and only grows, so that a redone step falls on the same place."""
+    """Which points of a job's metric are stored: those at steps with ``step % stride == phase``, and the newest one. The stride
+    is a power of two and only grows, so that a redone step falls on the same place."""
 
     __tablename__ = "metric_series"
 
@@ -296,7 +305,8 @@ class MetricSeries(Base):
 
 
 class Metric(Base):
-    """One value per name and step; a later attempt replaces an earlier one. ``MetricSeries`` describes which steps are kept."""
+    """One value of a metric, by name and step; a later attempt's value replaces an earlier one. ``MetricSeries`` describes which
+    steps are kept."""
 
     __tablename__ = "metrics"
 
@@ -309,7 +319,7 @@ class Metric(Base):
 
 
 class SupersededMetric(Base):
-    """The value that an earlier attempt logged at a step that a later attempt redid with another value."""
+    """A value that an earlier attempt logged at a step for which a later attempt logged a different one."""
 
     __tablename__ = "superseded_metrics"
 
@@ -322,7 +332,8 @@ class SupersededMetric(Base):
 
 
 class HookSample(Base):
-    """A rank's hook summary at one step; a later attempt replaces an earlier one; thinned when there are too many."""
+    """A rank's hook summary at one step; a later attempt's replaces an earlier one. If there are too many, every second one is
+    deleted."""
 
     __tablename__ = "hook_samples"
 
@@ -335,7 +346,8 @@ class HookSample(Base):
 
 
 class ApiToken(Base):
-    """A token is shown once, when it is created; the row has its hash. Revoked tokens are kept for the record."""
+    """An API token. Its text is shown once, when it is created; the row has only its hash. Revoked tokens are kept for the
+    record."""
 
     __tablename__ = "api_tokens"
     __table_args__ = (sa.UniqueConstraint("token_hash"), sa.Index("ix_api_tokens_made_with", "made_with"))
@@ -355,7 +367,7 @@ class ApiToken(Base):
 
 
 class Quota(Base):
-    """What an owner may use at the same time; ``*`` is for owners without a row. None: no limit."""
+    """What an owner may use at the same time; the row of the owner ``*`` is for owners without a row. None: no limit."""
 
     __tablename__ = "quotas"
 
@@ -368,7 +380,7 @@ class Quota(Base):
 
 
 class ClockLevel(Base):
-    """What all processes of one machine share about a clock that may be set (``clock_jumps``), by boot of the machine."""
+    """What all processes of one machine know about a clock that can be set (``clock_jumps``), for each boot of the machine."""
 
     __tablename__ = "clock_levels"
 
@@ -380,7 +392,7 @@ class ClockLevel(Base):
 
 
 class SlotHost(Base):
-    """One row at most: the host whose GPUs and cores are the slots of this database, as long as it renews the row."""
+    """The host whose GPUs and cores are the slots of this database, as long as it renews the row. There is at most one row."""
 
     __tablename__ = "slot_host"
 

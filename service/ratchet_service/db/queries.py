@@ -15,6 +15,7 @@ _MAX_INT = 2**63 - 1
 
 
 def find_job(session: Session, job_id: str) -> Job:
+    """Return the job; it is not locked. Raises ``NotFound``, also for a text that is not a job id."""
     job = session.get(Job, job_id) if is_job_id(job_id) else None
     if job is None:
         raise no_such_job(job_id)
@@ -29,7 +30,8 @@ def find_job_for_update(session: Session, job_id: str) -> Job:
 
 
 def find_attempt(session: Session, job_id: str, number: str) -> Attempt:
-    """``number`` is the text in the request's path."""
+    """Return the attempt with this number, which is the text in the request's path. Raises ``NotFound`` for an unknown job or
+    attempt, and for a text that is no number."""
     find_job(session, job_id)
     whole = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
     attempt = session.get(Attempt, (job_id, whole))
@@ -39,6 +41,8 @@ def find_attempt(session: Session, job_id: str, number: str) -> Attempt:
 
 
 def find_checkpoint(session: Session, job_id: str, checkpoint_id: str) -> Checkpoint:
+    """Return the checkpoint with this id (the name of its directory). Raises ``NotFound`` for an unknown job or checkpoint, and
+    for a text that is no id."""
     find_job(session, job_id)
     parsed = parse_checkpoint_dir_name(checkpoint_id)
     row = None
@@ -50,8 +54,9 @@ def find_checkpoint(session: Session, job_id: str, checkpoint_id: str) -> Checkp
 
 
 def waiting_forks(session: Session, job_id: str, checkpoints: set[str] | None = None) -> list[str]:
-    """Return the jobs forked from this job (from one of ``checkpoints``) that may still have to read the source: they have not
-    succeeded and have no committed checkpoint of their own."""
+    """Return the ids of the jobs that were forked from this job and may still have to read the source checkpoint: they have not
+    succeeded and have no committed checkpoint of their own. ``checkpoints``: ids of the source checkpoints to consider; None:
+    all."""
     query = sa.select(Job.id, Job.forked_from).where(
         Job.forked_from.startswith(f"{job_id}/", autoescape=True),
         Job.phase != JobPhase.SUCCEEDED,
@@ -62,12 +67,14 @@ def waiting_forks(session: Session, job_id: str, checkpoints: set[str] | None = 
 
 
 def etag(job: Job) -> str:
-    """Return the job's ETag. It changes with phase, desired state, labels and priority, but not with progress."""
+    """Return the job's ETag, with its quotes. It changes with phase, desired state, labels and priority, but not with
+    progress."""
     return f'"{job.version}"'
 
 
 def require_match(job: Job, if_match: str | None) -> None:
-    """Check If-Match (RFC 9110, 13.1.1): ``*`` or a list of strong tags. Raises ``Refused`` (``precondition-failed``)."""
+    """Check the header If-Match (RFC 9110, 13.1.1), which is ``*`` or a list of strong tags; None: the request has none. Raises
+    ``Refused`` (``precondition-failed``) if the job's ETag is not among them."""
     if if_match is None:
         return
     tags = [tag.strip() for tag in if_match.split(",")]

@@ -1,4 +1,4 @@
-"""Makes whatever ranks report storable in both databases and readable again: no message may get stuck."""
+"""Makes what ranks report storable in both databases and readable again: no message may fail again and again."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _CUT: Final = " ... (cut)"
 
 
 def sanitize_text(text: str) -> str:
-    """Return the text without NUL characters (which PostgreSQL refuses) and lone surrogates (which UTF-8 refuses), cut to
-    ``MAX_TEXT``."""
+    """Return the text with NUL characters (which PostgreSQL refuses) and lone surrogates (which UTF-8 refuses) replaced, and cut
+    to ``MAX_TEXT`` characters."""
     if len(text) > MAX_TEXT:
         text = text[: MAX_TEXT - len(_CUT)] + _CUT
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
 def sanitize_json(value: Any, depth: int = 0) -> Any:
-    """Apply ``sanitize_text`` to every text in JSON data. NaN and infinities become text, and data nested too deeply becomes
-    "..."."""
+    """Return JSON data with ``sanitize_text`` applied to every text and key. NaN and infinities become text, and data nested more
+    than ``_MAX_DEPTH`` levels deep becomes "...". ``depth``: the level of ``value``."""
     if depth > _MAX_DEPTH:
         return "..."
     if isinstance(value, str):
@@ -43,15 +43,16 @@ def sanitize_json(value: Any, depth: int = 0) -> Any:
 
 
 def sanitize_bounded_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Like ``sanitize_json``, for one note's data; data longer than ``MAX_DATA`` is replaced with ``left_out``, its length in
-    characters."""
+    """Like ``sanitize_json``, for the data of one note. Data of more than ``MAX_DATA`` characters as JSON is replaced with
+    ``{"left_out": number of its characters}``."""
     found: dict[str, Any] = sanitize_json(value)
     size = len(json.dumps(found, ensure_ascii=False))
     return found if size <= MAX_DATA else {"left_out": size}
 
 
 def parse_time(text: str, fallback: datetime) -> datetime:
-    """Parse a worker's time. Its clock is not checked; for a text that is not a time with a time zone, return ``fallback``."""
+    """Parse an ISO 8601 time that a worker reports. Return ``fallback`` for a text that is not a time with a time zone. Whether
+    the time is plausible is not checked."""
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
@@ -60,5 +61,6 @@ def parse_time(text: str, fallback: datetime) -> datetime:
 
 
 def printable(text: str) -> str:
-    """Return text that can be encoded as UTF-8: an error message may quote an invalid body."""
+    """Return the text in a form that can be encoded as UTF-8 and stored, with lone surrogates and NUL characters escaped: an
+    error message may quote an invalid body."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")

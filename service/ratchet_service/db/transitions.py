@@ -34,7 +34,8 @@ _CAUSES = {
 
 
 def lock_job(session: Session, job_id: str, options: Sequence[ORMOption] = ()) -> Job:
-    """Return the job, its row locked until the transaction ends. ``options``: columns not to load. Raises ``NotFound``."""
+    """Return the job, freshly read, with its row locked until the transaction ends. Blocks while another transaction holds it.
+    ``options``: columns not to load. Raises ``NotFound``."""
     query = sa.select(Job).where(Job.id == job_id).options(*options).with_for_update()
     query = query.execution_options(populate_existing=True)
     job = session.scalar(query)
@@ -44,11 +45,13 @@ def lock_job(session: Session, job_id: str, options: Sequence[ORMOption] = ()) -
 
 
 def no_such_job(job_id: str) -> NotFound:
+    """Return the error for a job that does not exist."""
     return NotFound(f"there is no job {job_id!r}", code="job-not-found")
 
 
 def check_transition(job: Job, event: Event) -> Step:
-    """Return the transition table's cell for the job's phase and ``event``. Raises ``Conflict`` if the event is refused."""
+    """Return the cell of the transition table for the job's phase and ``event``: the phase and desired state that follow. Raises
+    ``Conflict`` if the event is refused in this phase."""
     step = next_step(job.phase, event, job.desired)
     if step.phase is None:
         text = _DETAILS[step.code].format(phase=job.phase.value, event=event.value)
@@ -70,11 +73,13 @@ def apply(
     data: dict[str, Any] | None = None,
     values: dict[str, Any] | None = None,
 ) -> Job:
-    """Apply ``event``: write phase, desired state and ``values`` (other columns) in one guarded UPDATE, and an event row.
+    """Apply ``event`` to the job and return the job: write its phase, desired state and ``values`` (other columns) in one guarded
+    UPDATE, and add an event row with ``data``. The row is locked until the transaction ends.
 
-    ``cause`` is the cause that a stop will have, if it is not the API's. ``reason`` and ``message`` replace the job's
-    (None clears them). Raises ``NotFound``; ``Conflict`` if the table refuses, if ``expected_attempt`` is not the job's
-    attempt (code ``stale-attempt``), or if another transaction changed the job in between (code ``changed-meanwhile``).
+    ``cause`` is the cause that a stop will have; None: that of a request through the API. ``reason`` and ``message`` replace the
+    job's (None clears them), except for ``CHECKPOINT``. Raises ``NotFound``; ``Conflict`` if the table refuses, if
+    ``expected_attempt`` is not the job's attempt (code ``stale-attempt``), or if another transaction changed the job in between
+    (code ``changed-meanwhile``).
     """
     job = lock_job(session, job_id)
     before = job.phase
@@ -103,8 +108,8 @@ def apply(
 def transition_values(
     job: Job, event: Event, now: datetime, *, expected_attempt: int | None = None, cause: Cause | None = None
 ) -> dict[str, Any]:
-    """Return the columns that ``apply`` writes: phase, desired state and what depends on them. Pure. Raises ``Conflict`` like
-    ``apply``."""
+    """Return the columns that ``apply`` writes for ``event``: phase, desired state and what depends on them. Pure. Raises
+    ``Conflict`` if the table refuses the event or ``expected_attempt`` is not the job's attempt."""
     if expected_attempt is not None and job.attempt != expected_attempt:
         raise Conflict(f"attempt {expected_attempt} is not the newest one ({job.attempt})", code="stale-attempt")
     step = check_transition(job, event)
@@ -113,6 +118,8 @@ def transition_values(
 
 
 def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None, now: datetime) -> dict[str, Any]:
+    """Return the columns that change when the job moves to ``phase`` by ``step``, a cell of the transition table: desired state,
+    times of pause and end, and budgets if they are reset."""
     out: dict[str, Any] = {"phase": phase, "updated_at": now}
     if step.desired is not None and step.desired is not job.desired:
         out["desired"] = step.desired
@@ -144,7 +151,7 @@ def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None, now: da
 
 
 def _is_paused_phase(phase: JobPhase) -> bool:
-    """True in phases in which the job is not meant to run; that time does not count as lost."""
+    """True for phases in which the job is not meant to run: suspended or ended. That time does not count as lost."""
     return phase.terminal or phase is JobPhase.SUSPENDED
 
 
@@ -157,6 +164,7 @@ def add_event(
     attempt: int | None = None,
     data: dict[str, Any] | None = None,
 ) -> None:
-    """Append to the job's history. The caller holds the job's row."""
+    """Add an entry to the job's history, in this transaction. The caller has locked the job's row. ``attempt``: the attempt that
+    it concerns; None: none."""
     row = models.Event(job_id=job_id, at=now_in(session), type=type_, attempt=attempt, message=message, data=data or {})
     session.add(row)

@@ -12,15 +12,19 @@ from sqlalchemy.types import TypeDecorator
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """An instant. Accepts only aware datetimes and returns aware ones in UTC, with microseconds, on both databases."""
+    """Column type of an instant. Accepts only datetimes with a time zone and returns them in UTC, with microseconds, on both
+    databases. Raises ``ValueError`` for one without a time zone."""
 
     impl = sa.DateTime
     cache_ok = True
 
     def load_dialect_impl(self, dialect: Dialect) -> Any:
+        """Return the database's type: with a time zone on PostgreSQL, without on SQLite."""
         return dialect.type_descriptor(sa.DateTime(timezone=dialect.name != "sqlite"))
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Convert a value to what is stored: UTC, on SQLite without a time zone. Raises ``ValueError`` for one without a time
+        zone."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -29,6 +33,7 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.replace(tzinfo=None) if dialect.name == "sqlite" else value
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Convert a stored value to a datetime in UTC."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
@@ -44,5 +49,5 @@ Json = sa.JSON(none_as_null=True)
 
 
 def enum_type(kind: type[StrEnum]) -> sa.Enum:
-    """A ``StrEnum`` stored as its value in a VARCHAR(16)."""
+    """Return a column type that stores a ``StrEnum`` as its value in a VARCHAR(16)."""
     return sa.Enum(kind, native_enum=False, length=16, values_callable=lambda e: [m.value for m in e])

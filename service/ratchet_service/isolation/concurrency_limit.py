@@ -10,7 +10,8 @@ from ratchet_contract.errors import Refused
 
 
 class ConcurrencyLimit:
-    """``number`` slots. ``what``: what the service is doing while all are taken, for the error message. Thread-safe."""
+    """A limit on concurrent operations. ``number``: how many may run at the same time; ``activity``: what the service is doing
+    while all slots are taken, for the error message. Thread-safe."""
 
     def __init__(self, number: int, activity: str) -> None:
         self._slots = threading.BoundedSemaphore(number)

@@ -36,9 +36,10 @@ MAX_NAMES: Final = 200_000
 
 @contextmanager
 def as_owner(path: Path) -> Iterator[None]:
-    """Make this thread's file accesses within the block as the owner of the job whose directory ``path`` is, or lies in.
-    Do not use it around a ``yield``. A thread that is started within the block keeps these rights. Raises ``PermissionError`` if
-    the kernel does not change the user, ``RuntimeError`` where the rights would leak."""
+    """During the block, make this thread's file accesses as the owner of the job whose directory ``path`` is, or is in. Nothing
+    changes if the service is not root or the directory is root's. The block must not contain a ``yield``; a thread that is
+    started within it keeps these rights. Raises ``PermissionError`` if the kernel does not change the user, ``RuntimeError`` in
+    an event loop, whose other tasks would get the rights."""
     owner = owner_of(path) if os.geteuid() == 0 else None
     if owner is None or owner[0] == 0:
         yield
@@ -49,7 +50,7 @@ def as_owner(path: Path) -> Iterator[None]:
 
 @contextmanager
 def as_user(user: User | None) -> Iterator[None]:
-    """Like ``as_owner``, as ``user``; None: as the service."""
+    """Like ``as_owner``, as ``user``; None: nothing changes."""
     if user is None:
         yield
         return
@@ -59,7 +60,8 @@ def as_user(user: User | None) -> Iterator[None]:
 
 @contextmanager
 def as_service() -> Iterator[None]:
-    """Restore the service's own rights within ``as_owner``, or in a thread that was started there and inherited its rights."""
+    """During the block, make file accesses with the service's own rights again: within ``as_owner``, or in a thread that was
+    started there and inherited its rights."""
     if os.geteuid() != 0:
         yield
         return
@@ -69,6 +71,7 @@ def as_service() -> Iterator[None]:
 
 @contextmanager
 def _impersonate(uid: int, gid: int) -> Iterator[None]:
+    """During the block, make this thread's file accesses as this user and group. Raises as ``as_owner``."""
     if _in_event_loop():
         raise RuntimeError(
             "open files as another user in a separate thread: other tasks of this event loop would run as that user"
@@ -87,6 +90,7 @@ def _impersonate(uid: int, gid: int) -> Iterator[None]:
 
 
 def _in_event_loop() -> bool:
+    """True if an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -95,17 +99,18 @@ def _in_event_loop() -> bool:
 
 
 def _set_fs_user(uid: int, gid: int) -> None:
+    """Set user and group of this thread's file accesses. The kernel reports no failure."""
     _libc().setfsgid(gid)
     _libc().setfsuid(uid)
 
 
 def _current_fs_user() -> tuple[int, int]:
-    """User and group of this thread's file accesses."""
+    """Return user and group of this thread's file accesses."""
     return _libc().setfsuid(-1), _libc().setfsgid(-1)
 
 
 def raise_if_impersonating() -> None:
-    """Raises ``RuntimeError`` in a thread whose file accesses are made as another user than the service's."""
+    """Raise ``RuntimeError`` if this thread's file accesses are made as another user than the service's."""
     if os.geteuid() == 0 and (uid := _current_fs_user()[0]) != 0:
         raise RuntimeError(
             f"this thread opens files as user {uid}: run the service's own operations outside ``as_owner``"
@@ -113,15 +118,17 @@ def raise_if_impersonating() -> None:
 
 
 def is_foreign(path: Path) -> bool:
-    """True if the files of the job in whose directory ``path`` lies belong to another user than the service's. That user decides
-    which of them the service can open, and may have removed all access: this must not keep the attempt from being ended."""
+    """True if the files of the job whose directory ``path`` is, or is in, belong to another user than the service's. That user
+    decides which of them the service can open, and may have removed all access: this must not keep the attempt from being
+    ended."""
     owner = owner_of(path)
     return owner is not None and owner[0] != os.geteuid()
 
 
 def owner_of(path: Path) -> tuple[int, int] | None:
-    """User and group of the job's directory that ``path`` is, or lies in. None where there is none, and in a run directory that
-    was never prepared for another user (``run_as.settle``), who could not even reach it."""
+    """Return user and group that own the directory of the job whose directory ``path`` is, or is in. None if ``path`` is not in a
+    job's directory, if that does not exist, or if the run directory was never prepared for another user
+    (``run_as.prepare_run_directory``), who could not even reach it."""
     for folder in (path, *path.parents):
         if is_job_id(folder.name):
             if not HomePaths(folder.parent.parent).run_as_file.exists():
@@ -135,9 +142,9 @@ def owner_of(path: Path) -> tuple[int, int] | None:
 
 
 def open_read(path: Path) -> BinaryIO:
-    """Open a file of a job with its owner's rights. Raises ``OSError``; ``PermissionError`` for anything but a regular file,
-    since reading it might never begin (a FIFO) or never end (``/dev/zero``), and for a link where the job's code has a user of
-    its own: through ``/proc/self`` it leads to files that the service itself has open."""
+    """Open a file of a job for reading, with its owner's rights. Raises ``OSError``; ``PermissionError`` for anything but a
+    regular file, since reading it might never begin (a FIFO) or never end (``/dev/zero``), and for a link if the job's code has a
+    user of its own: a link through ``/proc/self`` leads to files that the service itself has open."""
     link = os.O_NOFOLLOW if is_foreign(path) else 0
     try:
         with as_owner(path):
@@ -153,9 +160,9 @@ def open_read(path: Path) -> BinaryIO:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a job's file by rename, so that a link or a FIFO that user code has put at ``path`` is replaced and not followed.
-    The file is readable by its owner alone. Call it within ``as_owner``; the name is durable after an ``fsync_dir`` of the
-    parent."""
+    """Write a job's file by rename, so that a link or a FIFO that user code has put at ``path`` is replaced and not followed. The
+    file is readable by its owner alone. Called within ``as_owner``. The content is synced; the name is durable only after an
+    ``fsync_dir`` of the directory."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mode 0600
     with os.fdopen(fd, "w") as handle:
         handle.write(text)
@@ -165,8 +172,8 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def names_in(folder: Path, limit: int = MAX_NAMES) -> list[str]:
-    """At most ``limit`` names in the directory, in no order; empty if it does not exist or cannot be listed. Call it within
-    ``as_owner``. User code may have made millions of files where a handful belong: names beyond ``limit`` are ignored."""
+    """Return at most ``limit`` names in the directory, in no order; empty if it does not exist or cannot be listed. Called within
+    ``as_owner``. User code may have made millions of files where a handful is expected: names beyond ``limit`` are ignored."""
     try:
         with os.scandir(folder) as found:
             return [entry.name for entry in islice(found, max(0, limit))]
@@ -176,12 +183,14 @@ def names_in(folder: Path, limit: int = MAX_NAMES) -> list[str]:
 
 @cache
 def _libc() -> ctypes.CDLL:
+    """Return the C library, loaded once."""
     return ctypes.CDLL(None)
 
 
 def give_to_user(root: Path, uid: int, gid: int) -> None:
-    """Create the job's directory ``root`` for this user, or hand it over with everything in it that the service's user, or the
-    previous worker user, has created. Raises ``OSError``, also for a file of any other user, which user code may have linked."""
+    """Create the job's directory ``root`` for this user. If it exists and belongs to another user, hand it over with everything
+    in it that belongs to that user. Raises ``OSError``, also for a file of any third user, to which user code may have made a
+    link."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     former = root.lstat().st_uid
     if former == uid:

@@ -18,12 +18,13 @@ _PF_KTHREAD: Final = 0x00200000  # include/linux/sched.h
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """True if the process (pid, start time) exists and is not a zombie."""
+    """True if the process with this pid exists, has this start time and is not a zombie. Its start time tells it from a later
+    process with the same pid."""
     return start_time(pid) == started
 
 
 def runs_as(pid: int, uid: int) -> bool:
-    """True if all user ids of the process are ``uid``."""
+    """True if all user ids of the process (real, effective, saved, file system) are ``uid``. False if it does not exist."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -33,16 +34,17 @@ def runs_as(pid: int, uid: int) -> bool:
 
 
 def pids_with_variable(name: str, value: str) -> list[int]:
-    """Pids of live processes, other than this one, that were started with ``name=value`` in their environment.
+    """Return the sorted pids of live processes, other than this one, that were started with ``name=value`` in their environment.
 
-    Children inherit it, so grandchildren that left their process group and session are found too. Processes of other users, whose
-    environment cannot be read, are not found.
+    Children inherit the environment, so grandchildren that left their process group and session are found too. Processes of other
+    users, whose environment cannot be read, are not found.
     """
     return sorted(pid for pid, found in processes_with_variable(name) if found == value)
 
 
 def processes_with_variable(name: str) -> list[tuple[int, str]]:
-    """Pid and value of live processes, other than this one, that were started with the variable ``name``."""
+    """Return (pid, value) of each live process, other than this one, that was started with the variable ``name`` in its
+    environment."""
     needle = f"\0{name}=".encode()
     out = []
     for entry in Path("/proc").iterdir():
@@ -55,12 +57,13 @@ def processes_with_variable(name: str) -> list[tuple[int, str]]:
 
 
 def wait_until_visible(pid: int) -> None:
-    """Wait until the environment of a process just spawned can be read, or the process has ended."""
+    """Block until the environment of a process just spawned can be read, or the process has ended; at most
+    ``_EXEC_TIMEOUT_SECONDS``."""
     _read_environ(pid)
 
 
 def _read_environ(pid: int) -> bytes:
-    """The environment that the process was started with; empty if it has ended or belongs to another user.
+    """Return the environment that the process was started with; empty if the process has ended or belongs to another user.
 
     During ``execve``, until the kernel has laid out the new program, ``/proc/<pid>/environ`` is empty, and a search for a
     variable would miss the process. So this waits for the end of ``execve``. (``posix_spawn`` returns before that.)
@@ -80,23 +83,26 @@ def _read_environ(pid: int) -> bytes:
 
 
 def _is_in_exec(pid: int) -> bool:
-    """True if the kernel has not set the environment's end address yet. An empty environment has one, a kernel thread never."""
+    """True if the process is in ``execve``: the kernel has not set the end address of its environment yet. Even an empty
+    environment has such an address; a kernel thread never has one, and gives False."""
     fields = _stat(pid)
     return fields is not None and fields[0] not in "ZX" and not int(fields[6]) & _PF_KTHREAD and fields[48] == "0"
 
 
 def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
+    """Send the signal to the process; nothing if it does not exist. Raises ``PermissionError``."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal_number)
 
 
 def kill_all(find_pids: Callable[[], list[int]]) -> list[int]:
-    """Kill the processes that ``find_pids`` finds, and those that they start meanwhile. Return the pids of all processes found.
+    """Send SIGKILL to the processes that ``find_pids`` finds, and to those that they start meanwhile. Return the pids of all
+    processes found; it does not wait for their end.
 
-    Processes that fork faster than they are listed escape every list, above all where the parent ends and the child continues.
-    So processes that a second pass finds are stopped first, with their whole process group, which the kernel does in one step: a
-    stopped process forks no more, and still counts towards its user's limit. Once a pass finds no other process, or after
-    ``_FREEZE_SECONDS``, all of them are killed.
+    A process that forks faster than processes are listed could escape every list, above all where the parent ends and the child
+    continues. So the processes that the second and later passes find are first stopped, with their whole process group, which the
+    kernel does in one step: a stopped process forks no more, and still counts towards its user's limit. Once a pass finds no
+    other process, or after ``_FREEZE_SECONDS``, they are killed.
     """
     found = find_pids()
     for pid in found:
@@ -117,7 +123,8 @@ def kill_all(find_pids: Callable[[], list[int]]) -> list[int]:
 
 
 def _stop_group(pid: int) -> None:
-    """Stop the process and its group; the process alone if it is in this process's own session, whose groups are no attempt's."""
+    """Send SIGSTOP to the process and its process group. If the process is in this process's own session, only the process itself
+    is stopped, since the groups of that session belong to no attempt."""
     with suppress(ProcessLookupError):
         if os.getsid(pid) == os.getsid(0):
             os.kill(pid, signal.SIGSTOP)
@@ -126,6 +133,8 @@ def _stop_group(pid: int) -> None:
 
 
 def _stat(pid: int) -> list[str] | None:
+    """Return the fields of ``/proc/<pid>/stat`` after the command name, so that index 0 is the state; None if the process does
+    not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -48,8 +48,9 @@ sys.stdin.read()
 
 
 def parse_user(text: str | None) -> User | None:
-    """The user that ``USER[:GROUP]`` names, each by name or number; None if it is the service's own or ``text`` is None. Raises
-    ``StartError`` if the user or group does not exist or is root's, or if the service, not being root, cannot become it."""
+    """Return the user that ``USER[:GROUP]`` names, each by name or number. None if ``text`` is None, or if it names the service's
+    own user and group. Raises ``StartError`` if the user or group does not exist or is root's, or if the service is not root and
+    so cannot start processes as that user."""
     if text is None:
         return None
     user, _, group = text.partition(":")
@@ -80,6 +81,7 @@ def parse_user(text: str | None) -> User | None:
 
 
 def _lookup_user(text: str) -> pwd.struct_passwd | None:
+    """Return the user's entry in the user database, by name or number; None: there is none."""
     try:
         return pwd.getpwuid(int(text)) if _is_number(text) else pwd.getpwnam(text)
     except (KeyError, OverflowError):
@@ -87,6 +89,7 @@ def _lookup_user(text: str) -> pwd.struct_passwd | None:
 
 
 def _lookup_group(text: str, group: str) -> int:
+    """Return the group's number. Raises ``StartError`` for an unknown name. ``text``: the option's value, for the message."""
     if _is_number(group):
         return int(group)
     try:
@@ -100,23 +103,25 @@ def _is_number(text: str) -> bool:
 
 
 def restrict_process() -> None:
-    """Set this process's umask so that nobody else can read its files, and drop its groups, through which it could read what
-    only root may while it accesses files as another user (``file_access``). Call it from a program's entry point only, since it
-    changes the whole process."""
+    """Set this process's umask so that no other user can read the files that it creates, and drop its supplementary groups: with
+    them it could read what only root may, while it accesses files as another user (``file_access``). Called from a program's
+    entry point only, since it changes the whole process."""
     os.umask(_UMASK)
     os.setgroups([])
 
 
 def _is_process_restricted() -> bool:
+    """True if ``restrict_process`` has taken effect in this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (mask,) = (line.split()[1] for line in lines if line.startswith("Umask:"))
     return int(mask, 8) & _UMASK == _UMASK and not os.getgroups()
 
 
 def prepare_run_directory(paths: HomePaths, user: User | None, database: Path | None) -> None:
-    """Prepare the run directory before anything is started: ``user`` can reach the jobs' directories and no other file, and can
-    work there. ``database``: the database's file, if it is one. Raises ``StartError``, also if others may read this process's
-    files or it has groups: the process itself is not changed here."""
+    """Prepare the run directory before anything is started, so that ``user`` can reach the jobs' directories and no other file,
+    and can run the agent. Changes modes of files, and records the user in a file. ``user`` None: only the record is emptied.
+    ``database``: the database's file, if it is one. Raises ``StartError``, also if this process has supplementary groups or an
+    open umask: the process itself is not changed here."""
     if user is None:
         if paths.run_as_file.exists():  # directories of jobs still belong to the previous user
             paths.run_as_file.write_text("", encoding="utf-8")
@@ -134,7 +139,8 @@ def prepare_run_directory(paths: HomePaths, user: User | None, database: Path | 
 
 
 def recorded_user(paths: HomePaths) -> str | None:
-    """The jobs' user of the service that last started in this run directory, as text; None: users' code runs as the service."""
+    """Return the user that jobs run as, as text, as recorded by the service that last started in this run directory. None: users'
+    code runs as the service."""
     try:
         name, uid, gid = paths.run_as_file.read_text(encoding="utf-8").split()
     except (OSError, ValueError):
@@ -143,8 +149,9 @@ def recorded_user(paths: HomePaths) -> str | None:
 
 
 def _restrict_permissions(paths: HomePaths, database: Path | None) -> None:
-    """Let other users pass the run directory, and close the other files in it to them. Other directories in it (copies of the
-    database, perhaps) are closed too if, until now, only the run directory's mode kept other users out of them."""
+    """Let other users pass through the run directory and its directories of jobs and code, and close the other files in it to
+    them. Other directories in it (copies of the database, perhaps) are closed, too, if until now only the run directory's mode
+    kept other users out."""
     opened = (paths.home, paths.jobs, paths.code)
     closed = not paths.home.exists() or not paths.home.stat().st_mode & stat.S_IXOTH
     for folder in opened:
@@ -164,8 +171,8 @@ def _restrict_permissions(paths: HomePaths, database: Path | None) -> None:
 
 
 def first_closed_directory(user: User, path: Path) -> Path | None:
-    """The first directory on the way to ``path``, following all links, whose mode does not let ``user`` pass; None: there is
-    none."""
+    """Return the first directory on the way to ``path``, following all links, whose mode does not let ``user`` pass; None: there
+    is none."""
     ways, seen = [path], set[Path]()
     while ways:
         way = ways.pop(0)
@@ -187,9 +194,9 @@ def first_closed_directory(user: User, path: Path) -> Path | None:
 
 
 def _check_user(paths: HomePaths, user: User) -> None:
-    """Check that the user can run the agent and reach the jobs, that the kernel counts the user's processes, and that they can be
-    seen in /proc, by which an attempt is proved dead. Raises ``StartError``. The user's limits do not apply: an earlier job that
-    has used them up must not keep the service from starting."""
+    """Start a process as the user to check that the user can run the agent and reach the jobs, that the kernel counts the user's
+    processes, and that they can be seen in /proc, by which an attempt is proved dead. Raises ``StartError``. The user's limits do
+    not apply: an earlier job that has used them up must not keep the service from starting."""
     with (
         Sandbox(user).command(
             [sys.executable, "-P", "-c", _CHECK_SCRIPT, str(paths.jobs)], minimal_environ(os.environ)
@@ -254,7 +261,8 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def parse_limits(text: str) -> Limits:
-    """Parse the option's text; limits that it does not name are None. Raises ``ValueError`` with a readable message."""
+    """Parse the value of ``--run-as-limits``; limits that it does not name are None. Raises ``ValueError`` with a message for
+    users."""
     limits = Limits()
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition("=")
@@ -272,8 +280,8 @@ def parse_limits(text: str) -> Limits:
 
 
 def with_defaults(limits: Limits, user: User | None) -> Limits:
-    """``limits`` with a default for ``processes``: half of what the machine allows. Raises ``StartError`` if limits are specified
-    and jobs have no user of their own, and for limits that this machine does not allow."""
+    """Return ``limits``; if there is a user and ``processes`` is None, with half of what the machine allows. Raises
+    ``StartError`` if limits are specified and jobs have no user of their own, and for limits above the service's own."""
     if user is None:
         if limits != Limits():
             raise StartError(
@@ -291,8 +299,9 @@ def with_defaults(limits: Limits, user: User | None) -> Limits:
 
 
 def max_processes(cgroup: Path = _CGROUP, cgroups: Path = _CGROUPS) -> int:
-    """The most processes that this process and all others may have together: the least of the kernel's limits, those of this
-    process's control group and the groups above it, and its own RLIMIT_NPROC. Raises ``StartError`` if there is none of these."""
+    """Return the most processes that this process and all others may have together: the smallest of the kernel's limits, those of
+    this process's control group and the groups above it, and its own RLIMIT_NPROC. Raises ``StartError`` if none of these is
+    known."""
     found = list(_machine_limits())
     found += _cgroup_limits(cgroup, cgroups)
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -303,14 +312,14 @@ def max_processes(cgroup: Path = _CGROUP, cgroups: Path = _CGROUPS) -> int:
 
 
 def _machine_limits() -> Iterator[int]:
-    """The kernel's limits. A container may hide either file; then the other limits count."""
+    """Yield the kernel's limits that can be read; a container may hide them."""
     for path in _MACHINE_LIMIT_FILES:
         with suppress(OSError, ValueError):
             yield int(path.read_text())
 
 
 def _cgroup_limits(cgroup: Path, cgroups: Path) -> Iterator[int]:
-    """``pids.max`` of this process's control group and of those above it, in hierarchies of both versions."""
+    """Yield ``pids.max`` of this process's control group and of those above it, for control groups of versions 1 and 2."""
     with suppress(OSError):
         for line in cgroup.read_text().splitlines():
             number, controllers, place = line.split(":", 2)
@@ -325,6 +334,7 @@ def _cgroup_limits(cgroup: Path, cgroups: Path) -> Iterator[int]:
 
 
 def _parse_size(text: str) -> int | None:
+    """Return the size in bytes, such as of ``100Gi``; None: it is not a size."""
     try:
         return size_in_bytes(_SIZE.validate_python(text))
     except ValidationError:

@@ -1,5 +1,5 @@
-"""Start of every process that runs users' code or their interpreter: as the worker user where there is one, within limits,
-unable to gain rights by setuid programs. Agents, probes of hooks and interpreters, and exports are all started through it.
+"""Starts every process that runs users' code or their interpreter: as the jobs' user if there is one, within limits, and unable
+to gain rights by setuid programs. Agents, probes of hooks and interpreters, and exports are all started through it.
 
 It also defines which variables of the service's own environment no job gets, neither inherited nor as a secret by another name.
 """
@@ -35,7 +35,7 @@ _DEFAULT_OPEN_FILES: Final = 4096
 
 @dataclass(frozen=True)
 class User:
-    """A user: ids, all groups, home directory and name."""
+    """A user of this machine: ids, all groups, home directory and name."""
 
     uid: int
     gid: int
@@ -49,9 +49,10 @@ class User:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of each process: ``memory`` in bytes (RLIMIT_DATA), ``open_files``, ``cpu`` in seconds of processor time, ``core``
-    and ``file_size`` (of each file that it writes, RLIMIT_FSIZE) in bytes; of its user: ``processes``, including threads
-    (RLIMIT_NPROC). None: the service's limit is inherited. They are hard limits, never above the service's own."""
+    """Limits of processes; None: the limit is inherited from the service. Of each process: ``memory`` in bytes (RLIMIT_DATA),
+    ``open_files``, ``cpu`` in seconds of processor time, ``core`` (of a core dump) and ``file_size`` (of each file that it
+    writes, RLIMIT_FSIZE) in bytes. Of its user: ``processes``, including threads (RLIMIT_NPROC). They are hard limits, never
+    above the service's own."""
 
     memory: int | None = None
     open_files: int | None = None
@@ -61,7 +62,7 @@ class Limits:
     file_size: int | None = None
 
     def min_with(self, other: Limits) -> Limits:
-        """The smaller value of each limit in ``self`` and ``other``."""
+        """Return for each limit the smaller value of ``self`` and ``other``; None only where both are None."""
         mine, others = asdict(self), asdict(other)
         given = {name: [value for value in (mine[name], others[name]) if value is not None] for name in mine}
         return Limits(**{name: min(values) for name, values in given.items() if values})
@@ -71,15 +72,15 @@ NO_LIMITS: Final = Limits()
 
 
 def probe_limits(spec: JobSpec | None, seconds: float) -> Limits:
-    """Limits of a probe of ``spec``'s code or interpreter that takes at most ``seconds``: the spec's own limits, else more than
-    any probe needs."""
+    """Return the limits of a probe of ``spec``'s code or interpreter that takes at most ``seconds``: memory and open files as in
+    the spec, or, if it has none (or ``spec`` is None), more than any probe needs."""
     share = None if spec is None else spec.memory_per_rank
     files = None if spec is None else spec.resources.open_files
     return Limits(share or _DEFAULT_MEMORY_BYTES, files or _DEFAULT_OPEN_FILES, int(seconds) + 1, core=0)
 
 
 class Command(NamedTuple):
-    """A command to execute, with its environment; ``fds`` are inherited under the same numbers."""
+    """A command to execute, with its environment. ``fds``: descriptors that it must inherit under the same numbers."""
 
     argv: list[str]
     env: dict[str, str]
@@ -88,7 +89,8 @@ class Command(NamedTuple):
 
 @dataclass(frozen=True)
 class Sandbox:
-    """How users' code runs. ``user`` None: as the service's own user. ``max_limits``: upper bounds of every process's limits."""
+    """How processes with users' code run. ``user``: the user that they run as; None: the service's own user. ``max_limits``:
+    upper bounds of each process's limits."""
 
     user: User | None = None
     max_limits: Limits = NO_LIMITS
@@ -97,9 +99,11 @@ class Sandbox:
     def command(
         self, argv: Sequence[str], environ: Mapping[str, str], limits: Limits | None = None, cwd: str | None = None
     ) -> Iterator[Command]:
-        """Return ``argv`` with ``environ`` as a command to start within the block. The process keeps its pid and its descriptors,
-        and, without ``cwd``, its directory. From its start it can be found by its marker variables (``RATCHET_ATTEMPT_DIR``,
-        ``RATCHET_ASKED``). Raises ``OSError`` for a program that not even the service can run."""
+        """Yield the command by which ``argv`` is started in this sandbox; it must be started within the block. ``environ``: its
+        environment; ``limits``: its own limits, which cannot exceed ``max_limits``. Without a user and limits, the command is
+        ``argv`` itself. The process keeps its pid and its descriptors, and, without ``cwd``, its directory. From its start it can
+        be found by its marker variables (``RATCHET_ATTEMPT_DIR``, ``RATCHET_ASKED``). Raises ``OSError`` for a program that not
+        even the service can run."""
         within = (limits or NO_LIMITS).min_with(self.max_limits)
         if self.user is None and limits is None:
             yield Command(list(argv), dict(environ))
@@ -126,7 +130,8 @@ class Sandbox:
             yield Command([sys.executable, "-I", "-S", _PROGRAM, str(fd), *argv], env, (fd,))
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """``environ`` with HOME, USER and LOGNAME of the user, and without variables of the service user's session."""
+        """Return ``environ`` with HOME, USER and LOGNAME of the sandbox's user, and without variables of the service user's
+        session. Without a user, return a copy."""
         if self.user is None:
             return dict(environ)
         kept = {key: value for key, value in environ.items() if not key.startswith(_SESSION_PREFIXES)}
@@ -143,8 +148,8 @@ _BARE_PREFIXES: Final = ("LC_", "LD_", "PYTHON", "OMP_", "MKL_")
 
 
 def withheld_names(environ: Mapping[str, str]) -> set[str]:
-    """Names of Ratchet's own variables and of those that give access to the database, including a copy of its URL under any
-    name."""
+    """Return the names of variables in ``environ`` that no job gets: Ratchet's own, and those that give access to the database,
+    including a copy of its URL under any name."""
     url = environ.get(names.DATABASE_URL)
     return {
         name
@@ -154,11 +159,12 @@ def withheld_names(environ: Mapping[str, str]) -> set[str]:
 
 
 def inherited_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a process running a user's code or interpreter inherits from ``environ``."""
+    """Return the variables of ``environ`` that a process running a user's code or interpreter inherits: all but
+    ``withheld_names``."""
     kept = withheld_names(environ)
     return {name: value for name, value in environ.items() if name not in kept}
 
 
 def minimal_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Only the variables that an interpreter needs to start, with the service's values: no credential of any kind."""
+    """Return only the variables of ``environ`` that an interpreter needs to start: no credential of any kind."""
     return {k: v for k, v in inherited_environ(environ).items() if k in _BARE or k.startswith(_BARE_PREFIXES)}

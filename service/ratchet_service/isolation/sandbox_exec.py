@@ -20,7 +20,8 @@ _LAST_CAPABILITY = 63
 
 
 def main(argv: list[str]) -> int:
-    """Return 126 if COMMAND cannot be run; otherwise it does not return."""
+    """Apply the options in the descriptor ``argv[1]`` to this process, and replace it with the command ``argv[2:]``. Returns only
+    if that fails: 126."""
     with os.fdopen(int(argv[1])) as file:
         options: dict[str, Any] = json.load(file)
     command = argv[2:]
@@ -36,6 +37,7 @@ def main(argv: list[str]) -> int:
 
 
 def _set_limits(limits: dict[str, int | None]) -> None:
+    """Set the limits of this process as hard limits, none above the limit that it has. None: the limit is not changed."""
     kinds = {
         "memory": resource.RLIMIT_DATA,
         "open_files": resource.RLIMIT_NOFILE,
@@ -54,8 +56,9 @@ def _set_limits(limits: dict[str, int | None]) -> None:
 
 
 def _change_user(user: tuple[int, int, list[int]] | None) -> None:
-    """Raises ``OSError``. The capability bounding set is dropped before the user changes, while that is still allowed. The kernel
-    clears the other capability sets when the last of the user ids stops being 0."""
+    """Disable setuid programs for this process, and change its user and groups to ``user`` (None: keep them). The capability
+    bounding set is dropped before the user changes, while that is still allowed; the kernel clears the other capability sets when
+    the last of the user ids stops being 0. Raises ``OSError`` if the user cannot be changed."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "setuid programs cannot be disabled (PR_SET_NO_NEW_PRIVS)")

@@ -1,4 +1,4 @@
-"""Query a process of the job's interpreter within a time limit; no process is left, even if either side is killed.
+"""Queries a process of the job's interpreter within a time limit. No process is left behind, even if either side is killed.
 
 The process receives the pid of the querying process and ends with it. Everything that it starts is killed once it has answered:
 its process group, and processes that left the group but still have the marker variable. Question and answer are files without a
@@ -29,7 +29,7 @@ _MAX_LINE_BYTES: Final = 4096
 
 
 class Abandoned(Exception):
-    """The caller no longer waits for the answer."""
+    """Raised by ``query_process`` because its caller no longer wants the answer."""
 
 
 def query_process(
@@ -46,13 +46,14 @@ def query_process(
     sandbox: Sandbox = NO_SANDBOX,
     limits: Limits | None = None,
 ) -> dict[str, Any]:
-    """Return the process's answer to ``question``. The process reads the question as JSON from standard input, with the added
-    keys ``asker`` (the pid of this process) and ``answer`` (a descriptor to write the answer's JSON to). It runs as ``sandbox``
-    specifies, within ``limits``.
+    """Start ``command``, return its answer to ``question``, and kill everything that it has started. Blocks until then. The
+    process reads the question as JSON from standard input, with the added keys ``asker`` (the pid of this process) and ``answer``
+    (a descriptor to write the answer's JSON to). It runs as ``sandbox`` specifies, within ``limits``.
 
     ``start_timeout_seconds``: the time limit until the first byte of the answer, if it differs from ``timeout_seconds``; the
-    process writes a blank to start the time of ``timeout_seconds``. Raises ``TimeoutError``, ``Abandoned``, ``OSError`` if the
-    process cannot be started, ``ValueError`` if it ends without a valid answer.
+    process writes a blank to start the time of ``timeout_seconds``. ``is_abandoned`` is called about every 10 ms; if it returns
+    True, the query ends. Raises ``TimeoutError``, ``Abandoned``, ``OSError`` if the process cannot be started, ``ValueError`` if
+    it ends without a valid answer.
     """
     marker = uuid.uuid4().hex
     with (
@@ -89,7 +90,8 @@ def query_process(
 
 
 def last_line(stderr: IO[bytes]) -> str:
-    """The last line that a process has printed, however much it was; empty if it has printed nothing."""
+    """Return the last line in the file ``stderr`` of a process; empty if there is none. Only the last ``_MAX_LINE_BYTES`` bytes
+    are read."""
     stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _MAX_LINE_BYTES))
     return (stderr.read(_MAX_LINE_BYTES).decode(errors="replace").strip().splitlines() or [""])[-1]
 
@@ -101,6 +103,8 @@ def _wait(
     start_timeout_seconds: float | None,
     is_abandoned: Callable[[], bool],
 ) -> None:
+    """Block until the process has ended. Raises ``TimeoutError``, and ``Abandoned`` once ``is_abandoned()`` is true. The time
+    limits are as in ``query_process``."""
     begun = start_timeout_seconds is None
     end = time.monotonic() + (timeout_seconds if start_timeout_seconds is None else start_timeout_seconds)
     while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -114,9 +118,9 @@ def _wait(
 
 
 def _kill_all(child: subprocess.Popen[bytes], marker: str) -> None:
-    """Kill everything that the process has started: its group first (the leader is not reaped yet, so its pid is still the
+    """Kill the process and everything that it has started: its group first (the leader is not reaped yet, so its pid is still the
     group's), then processes that have left the group, until none is found. Processes that multiply faster than they can be
-    killed, or hang in the kernel, are given up after ``_KILL_SECONDS``."""
+    killed, or hang in the kernel, are logged and left after ``_KILL_SECONDS``."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     end = time.monotonic() + _KILL_SECONDS
@@ -131,4 +135,5 @@ def _kill_all(child: subprocess.Popen[bytes], marker: str) -> None:
 
 
 def _describe_exit(code: int) -> str:
+    """Return the text for a process that ended without an answer; ``code``: its return code, negative for a signal."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} in the middle of it"

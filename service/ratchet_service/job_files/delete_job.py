@@ -1,4 +1,5 @@
-"""Delete a job that has ended: its rows at once, its files right after; after a crash between the two, the next start finishes.
+"""Deletes a job that has ended: its rows at once, its files right after. If a crash comes between the two, the next start deletes
+the files.
 
 Files in the job's working directory stay unless their removal is requested (``kept_outputs``).
 """
@@ -38,8 +39,8 @@ _MAX_MARKER_BYTES: Final = 64 << 10  # bytes of a marker file
 
 
 class _Mark(BaseModel):
-    """What remains to be done, for the process that finishes it. ``uri``: copies below it are to be deleted; ``code``: digest
-    of the snapshot."""
+    """Content of the marker file: what remains to be done, for the process that finishes the deletion. ``outputs``: the working
+    directory is deleted, too; ``uri``: copies below it are to be deleted; ``code``: digest of the snapshot."""
 
     keep_checkpoints: bool = False
     outputs: bool = False
@@ -58,13 +59,15 @@ def delete(
     homes: HomePaths,
     caller: Principal | None = None,
 ) -> DeleteResult:
-    """Remove the job, its history, logs and checkpoints; with ``outputs`` (None: as ``ttl_outputs`` in its spec says), also the
-    files in its working directory, even of a job that was deleted without them, if ``caller`` may do that.
+    """Delete the job, its history, logs and checkpoints, and return what stays. ``keep_checkpoints``: the checkpoints stay on the
+    disk. ``outputs``: also delete the files in the job's working directory (None: as ``ttl_outputs`` in its spec says); this
+    works even for a job that was deleted without them before, if ``caller`` may do that. ``if_match``: the request's If-Match.
 
-    Raises ``NotFound``; ``Conflict`` while it has not ended, or while a fork that has not started yet needs its checkpoints
-    (``checkpoint-in-use``); ``Refused`` (``not-allowed``).
+    Raises ``NotFound``; ``Conflict`` while the job has not ended, or while a fork that has not started yet needs its checkpoints
+    (``checkpoint-in-use``); ``Refused`` (``not-allowed``, ``precondition-failed``).
 
-    A deletion frees space on a full disk, but needs some itself: then the reserve for it is released.
+    A deletion frees space on a full disk, but needs some itself: then the space that is reserved for it is released, and reserved
+    again later.
     """
     try:
         result = _delete(database, job_id, keep_checkpoints, outputs, if_match, homes)
@@ -89,6 +92,7 @@ def _delete(
     if_match: str | None,
     homes: HomePaths,
 ) -> DeleteResult:
+    """Like ``delete``, for a job that has a row, and without freeing reserved space."""
     paths = homes.job(job_id)
     with database.write() as session:
         job = find_job_for_update(session, job_id)
@@ -122,8 +126,8 @@ def _delete(
 
 
 def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
-    """Finish deletions that a crash interrupted; returns the jobs' ids. A marker file whose job
-    still has its row has no effect: its deletion has not been committed, or never was."""
+    """Finish deletions that a crash interrupted, and return the ids of the jobs for which that was done. A marker file whose job
+    still has its row has no effect: its deletion was never committed. A job whose files cannot be deleted is logged and left."""
     done = []
     for mark in sorted(homes.jobs.glob(f"*/{MARKER_NAME}")):
         job_id = mark.parent.name
@@ -144,6 +148,7 @@ def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
 
 
 def _write_marker(paths: JobPaths, mark: _Mark) -> None:
+    """Write the marker file durably. Nothing is written if the job has no directory and no copies to delete."""
     if mark.uri is not None and not mark.keep_checkpoints:
         paths.root.mkdir(parents=True, exist_ok=True)
     if not paths.root.is_dir():
@@ -154,8 +159,8 @@ def _write_marker(paths: JobPaths, mark: _Mark) -> None:
 
 
 def _remove_files(homes: HomePaths, job_id: str) -> str | None:
-    """Delete the job's files; returns what is left in the object store, as a sentence. The marker file then stays, so that the
-    next start retries."""
+    """Delete the job's files, as its marker file says. Return None, or, if copies in the object store could not be deleted, a
+    sentence that says so: then the marker file stays, so that the next start retries."""
     paths = homes.job(job_id)
     with as_owner(paths.root):
         left, empty = _remove_unkept_files(paths, homes)
@@ -165,7 +170,8 @@ def _remove_files(homes: HomePaths, job_id: str) -> str | None:
 
 
 def _remove_unkept_files(paths: JobPaths, homes: HomePaths) -> tuple[str | None, bool]:
-    """As ``_remove_files``; also returns whether the job's directory is to be removed."""
+    """Like ``_remove_files``, called within ``as_owner``. Return also True if the job's directory is empty then, so that the
+    caller must remove it."""
     place = paths.root / MARKER_NAME
     try:
         handle = open_read(place)

@@ -21,8 +21,10 @@ _MAX_OWNER_BYTES: Final = 4096  # bytes of the file that names the owner
 
 
 def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
-    """Remove unchanged files of the code from the working directory, and record the job's owner; True if anything is left. Call
-    it before the rest of the job's directory is deleted, within ``as_owner``, and again if a crash cut it short."""
+    """Delete from the working directory the files of the code that are unchanged, and write a marker file with the job's owner.
+    Return True if any other file is left, so that the working directory must stay; otherwise the directory is deleted. ``code``:
+    directory of the code snapshot. Called within ``as_owner`` before the rest of the job's directory is deleted, and again if a
+    crash interrupted that."""
     if not paths.work_dir.is_dir() or paths.work_dir.is_symlink():
         return False
     _remove_code(paths, code)
@@ -35,6 +37,8 @@ def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
 
 
 def _remove_code(paths: JobPaths, code: Path | None) -> None:
+    """Delete the files of the working directory that are the same in the snapshot ``code``, and directories that are empty then.
+    Errors are ignored."""
     copy = CodeCopy(code, 2**63)
     for path in copy.entries:
         *folders, name = path.split("/")
@@ -48,7 +52,8 @@ def _remove_code(paths: JobPaths, code: Path | None) -> None:
 
 
 def read_owner(paths: JobPaths) -> str | None:
-    """Return the owner of a job that was deleted without its outputs; None if there is no such job."""
+    """Return the owner of a job that was deleted without its outputs, from its marker file; None if there is no such file or it
+    cannot be read."""
     try:
         with open_read(paths.kept_marker) as handle:
             content = json.loads(handle.read(_MAX_OWNER_BYTES))
@@ -58,8 +63,8 @@ def read_owner(paths: JobPaths) -> str | None:
 
 
 def remove(homes: HomePaths, job_id: str, caller: Principal) -> DeleteResult | None:
-    """Remove the outputs of a job that was deleted before; None if there are none. Raises ``Refused`` (``not-allowed``) if the
-    job belonged to another owner."""
+    """Delete the outputs of a job that was deleted before. Return what stays; None if there are no outputs. Raises ``Refused``
+    (``not-allowed``) if the job belonged to another owner and the caller is no admin."""
     paths = homes.job(job_id)
     whose = read_owner(paths) if is_job_id(job_id) else None
     if whose is None:

@@ -1,4 +1,4 @@
-"""Find the logs of a job's attempts on disk that a reader requests."""
+"""Finds the log files on the disk that a reader requests."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ATTEMPT: Final = re.compile(r"\d{4,9}", re.ASCII)
 
 @dataclass(frozen=True)
 class LogFilter:
-    """Attempts ``first`` to ``last`` (None: all later ones). ``grep`` is plain text, not a pattern. ``since``: lines written
-    since then, and up to six seconds before (``ratchet_contract.protocol.log_index``); lines without a time count by the time of
-    the last write to their file."""
+    """What a reader requests: attempts ``first`` to ``last`` (None: all later ones), and one ``rank`` (None: all). ``grep`` is
+    plain text, not a pattern. ``since``: lines written since then, and up to six seconds before
+    (``ratchet_contract.protocol.log_index``); lines without a time count by the time of the last write to their file."""
 
     first: int = 1
     last: int | None = None
@@ -38,15 +38,16 @@ class LogFilter:
 
 
 def log_files(job: JobPaths, log_filter: LogFilter) -> list[tuple[int, int, Path]]:
-    """Return ``(attempt, rank, file)`` in order."""
+    """Return ``(attempt, rank, file)`` of the logs that the filter selects, by attempt and rank. Only ``first``, ``last``,
+    ``rank`` and ``since`` are applied."""
     with as_owner(job.root):
         return _log_files(job, log_filter)
 
 
 def _log_files(job: JobPaths, log_filter: LogFilter) -> list[tuple[int, int, Path]]:
-    """Return the logs, limited since user code may have put anything there: of the newest ``_MAX_ATTEMPTS`` requested attempts
-    the ``MAX_RANKS`` lowest ranks (a follower's mark has no more), with at most ``MAX_NAMES`` names read from the disk in
-    all."""
+    """Like ``log_files``, called within ``as_owner``. The result is limited, since user code may have put anything there: of the
+    newest ``_MAX_ATTEMPTS`` requested attempts the ``MAX_RANKS`` lowest ranks (a follower's mark has no more), with at most
+    ``MAX_NAMES`` names read from the disk in all."""
     out = []
     names = names_in(job.root / "attempts")
     left = MAX_NAMES - len(names)
@@ -69,7 +70,7 @@ def _log_files(job: JobPaths, log_filter: LogFilter) -> list[tuple[int, int, Pat
 
 
 def _written_since(path: Path, since: datetime | None) -> bool:
-    """True if the file was written to at or after ``since`` (None: ever). False if it does not exist or is inaccessible."""
+    """True if the file exists and was last written at or after ``since`` (None: at any time). False if it cannot be accessed."""
     try:
         written = path.stat().st_mtime
     except OSError:

@@ -1,4 +1,5 @@
-"""Read one rank's log as lines with ids, times from the log's index, and one line in place of a middle that was left out."""
+"""Reads one rank's log as lines with ids and with times from the log's index. A gap, where the middle of the log was deleted,
+becomes one line."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _SEARCH_BLOCK: Final = 1 << 20  # bytes that are searched for a text at a time
 
 
 class Piece(NamedTuple):
-    """Bytes from ``begin`` to ``end``; ``raw`` None: they were left out."""
+    """A part of a log, from byte ``begin`` to before byte ``end``: one line, or, if ``raw`` is None, bytes that were left out."""
 
     begin: int
     end: int
@@ -28,8 +29,9 @@ class Piece(NamedTuple):
 
 
 def lines_of(path: Path, attempt: int, rank: int, start: int, grep: str | None, *, partial: bool) -> Iterator[LogLine]:
-    """Yield the lines from byte ``start``; ``partial``: also a last line without a line end (a follower waits for the rest). With
-    ``grep`` only lines with that text, and those that report a gap."""
+    """Yield the log's lines from byte ``start``; nothing if the file does not exist or may not be read. ``partial``: also yield a
+    last line without a line end; otherwise a follower gets it once it is complete. With ``grep``, only lines that contain this
+    text, and those that stand for a gap."""
     try:
         with open_read(path) as handle:
             times: LogTimes | None = None
@@ -41,6 +43,7 @@ def lines_of(path: Path, attempt: int, rank: int, start: int, grep: str | None, 
 
 
 def _line(piece: Piece, attempt: int, rank: int, times: LogTimes) -> LogLine:
+    """Return the line of a piece. Its id has the piece's end, from which a follower continues."""
     id_ = f"{attempt}.{rank}.{piece.end}"
     if piece.raw is None:
         size = piece.end - piece.begin
@@ -51,8 +54,9 @@ def _line(piece: Piece, attempt: int, rank: int, times: LogTimes) -> LogLine:
 
 
 def tail_offset(path: Path, lines: int | None) -> int:
-    """Return the offset of the last ``lines`` lines; 0 for None, or if there are not more. If they reach back beyond a gap,
-    return the offset of the gap."""
+    """Return the offset in bytes at which the last ``lines`` lines begin (for 0 lines, the log's end). 0 if ``lines`` is None, if
+    there are not more lines, or if the file cannot be read. If the lines reach back beyond a gap, return the offset at which the
+    gap begins."""
     if lines is None:
         return 0
     try:
@@ -63,7 +67,8 @@ def tail_offset(path: Path, lines: int | None) -> int:
 
 
 def since_offset(path: Path, since: datetime) -> int:
-    """Return the offset of the first line that may have been written at ``since`` or later, by the index; 0 without an index."""
+    """Return the offset in bytes of the first line that may have been written at ``since`` or later, according to the index; 0
+    without an index or if the file cannot be read."""
     try:
         with open_read(path) as handle:
             size = os.fstat(handle.fileno()).st_size
@@ -76,13 +81,15 @@ def since_offset(path: Path, since: datetime) -> int:
 
 
 class _Log:
-    """An open log. The file may grow, and its middle may be left out, while it is read."""
+    """An open log. While it is read, the file may grow, and its middle may be deleted."""
 
     def __init__(self, handle: BinaryIO, path: Path) -> None:
         self._handle = handle
         self._path = path
 
     def pieces(self, at: int, partial: bool, grep: str | None) -> Iterator[Piece]:
+        """Yield the lines from byte ``at``, and a piece without bytes for each gap. ``partial``: also a last line without a line
+        end. ``grep``: only lines with this text."""
         # Searching for holes moves a descriptor's position, so a separate descriptor is used.
         probe = self._reopen()
         try:
@@ -117,17 +124,20 @@ class _Log:
             os.close(probe)
 
     def _reopen(self) -> int:
+        """Return a separate descriptor of the same file; the caller closes it."""
         with open_read(self._path) as file:
             return os.dup(file.fileno())
 
     def _first_line_offset(self, data: int) -> int:
-        """Return the offset of the first whole line after a gap; the rest of the line before it belongs to the gap."""
+        """Return the offset of the first whole line after a gap. ``data``: the offset at which the gap ends; the rest of the line
+        there belongs to the gap."""
         self._handle.seek(data)
         end = self._handle.read(MAX_LINE).find(b"\n")
         return data if end < 0 else data + end + 1
 
     def _pieces_before_hole(self, at: int, hole: int, grep: str | None) -> Iterator[Piece]:
-        """Yield lines; with ``grep`` those of blocks that contain the text, and a piece without bytes for each other block."""
+        """Yield the lines from byte ``at`` up to ``hole``, the beginning of the next gap. With ``grep``, yield a piece without
+        bytes for each block that does not contain the text, and the lines of the other blocks."""
         needle = None if grep is None or "\ufffd" in grep else grep.encode()
         while at < hole:
             stop = hole
@@ -149,6 +159,8 @@ class _Log:
                 at += len(raw)
 
     def tail_offset(self, lines: int) -> int:
+        """Return the offset of the last ``lines`` lines. If they reach back beyond a gap, return the offset at which the last gap
+        begins; 0 if there are not more lines."""
         end = self._handle.seek(0, 2)
         if lines == 0 or end == 0:
             return end
@@ -169,7 +181,7 @@ class _Log:
         return gap
 
     def _last_gap(self) -> tuple[int, int]:
-        """Return begin and end of the last hole; zeros if there is none."""
+        """Return begin and end of the last gap; (0, 0) if there is none."""
         probe, at, found = self._reopen(), 0, (0, 0)
         try:
             while (data := data_after(probe, at)) is not None:
@@ -182,6 +194,8 @@ class _Log:
 
 
 def _read_times(path: Path, size: int) -> LogTimes:
+    """Return the times of the log's index, the file with the suffix ``.times``; without times if it cannot be read. ``size``:
+    that of the log."""
     try:
         with open_read(path.with_suffix(".times")) as file:
             return LogTimes(file.read(_MAX_TIMES_BYTES), size)
@@ -190,4 +204,5 @@ def _read_times(path: Path, size: int) -> LogTimes:
 
 
 def _matches(raw: bytes, grep: str | None) -> bool:
+    """True if ``grep`` is None or the line contains it."""
     return grep is None or grep in raw.removesuffix(b"\n").decode("utf-8", "replace")

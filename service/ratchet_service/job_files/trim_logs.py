@@ -1,4 +1,4 @@
-"""Limit the logs, spools and fingerprints of ended attempts: a job that is stopped often must not fill the disk."""
+"""Limits the logs, spools and fingerprints of ended attempts: a job that is stopped often must not fill the disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ KEPT_BYTES: Final = GRANULE
 
 
 class Shortened(NamedTuple):
-    """``attempts``: those whose logs lost their middle; ``removed``: whole logs, since the file system cannot free a middle."""
+    """Result of ``shorten``. ``attempts``: numbers of the attempts whose logs lost their middle; ``removed``: logs were deleted
+    as a whole, since the file system cannot free the middle of a file; ``nbytes``: bytes freed."""
 
     attempts: list[int]
     removed: bool
@@ -33,14 +34,16 @@ class Shortened(NamedTuple):
 
 
 def shorten(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | None:
-    """Limit the logs up to attempt ``attempt``, which is dead; None if there is nothing to do. The first and the last
-    ``bounds.log_attempts`` attempts keep theirs; of the others the oldest are shortened first. What the system refuses stays, and
-    is retried at the next attempt's end."""
+    """If the job's logs up to attempt ``attempt`` take more than ``bounds.job_log_bytes``, delete the middle of logs. The first
+    and the last ``bounds.log_attempts`` attempts keep theirs; of the others the oldest are shortened first. On a file system that
+    cannot free the middle of a file, whole logs are deleted. Return None if nothing was freed. What the system refuses stays, and
+    is retried at the next attempt's end. All these attempts are dead."""
     with as_owner(paths.root):
         return _shorten_all(paths, attempt, bounds)
 
 
 def _shorten_all(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | None:
+    """Like ``shorten``; called within ``as_owner``."""
     by_attempt: dict[int, list[Path]] = defaultdict(list)
     for number, _, path in log_files(paths, LogFilter(last=attempt)):
         by_attempt[number].append(path)
@@ -63,8 +66,8 @@ def _shorten_all(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | N
 
 
 def drop_spools(paths: JobPaths, attempt: int, bounds: Bounds) -> None:
-    """Delete the spools of attempts before the last ``bounds.log_attempts`` up to ``attempt``, each of which was stored
-    completely when its attempt ended, and the rings of fingerprints that no attempt reads any more."""
+    """Delete files of old attempts: spools of attempts up to ``attempt`` except the last ``bounds.log_attempts`` (each was stored
+    completely when its attempt ended), and fingerprint rings that no later attempt reads any more."""
     with as_owner(paths.root):
         attempts = paths.attempt(0).root.parent
         for name in names_in(attempts):
@@ -77,6 +80,7 @@ def drop_spools(paths: JobPaths, attempt: int, bounds: Bounds) -> None:
 
 
 def _drop(folder: Path, suffix: str) -> None:
+    """Delete the files in ``folder`` whose names end with ``suffix``; errors are ignored."""
     for name in names_in(folder):
         if name.endswith(suffix):
             with suppress(OSError):
@@ -84,7 +88,8 @@ def _drop(folder: Path, suffix: str) -> None:
 
 
 def record_event(session: Session, job: Job, attempt: int, shortened: Shortened | None) -> None:
-    """Record it in the job's history; the job's row is locked."""
+    """Add an event to the job's history that says which logs were shortened; nothing for None. The caller has locked the job's
+    row."""
     if shortened is None:
         return
     attempts = ", ".join(map(str, shortened.attempts))
@@ -94,6 +99,7 @@ def record_event(session: Session, job: Job, attempt: int, shortened: Shortened 
 
 
 def _allocated_bytes(path: Path) -> int:
+    """Return the bytes that the file takes on the disk; 0 if it does not exist."""
     try:
         return path.stat().st_blocks * 512
     except FileNotFoundError:
@@ -101,6 +107,8 @@ def _allocated_bytes(path: Path) -> int:
 
 
 def _shorten(path: Path) -> int:
+    """Delete the middle of the log, except for ``KEPT_BYTES`` at both ends, and return the number of bytes freed. The time of the
+    last write is kept. Raises ``OSError``, also if the file system cannot do this."""
     found = path.stat()
     freed = punch_hole(path, KEPT_BYTES, found.st_size - KEPT_BYTES)
     if freed:  # keep the time of the attempt's last write

@@ -1,7 +1,8 @@
-"""Read a job's working directory name by name, relative to a directory descriptor, so that no symbolic link is ever followed.
+"""Reads a job's working directory name by name, relative to a directory descriptor, so that no symbolic link is ever followed.
 
 User code decides what is there: links, FIFOs, devices, endless trees, names that are not text. Nothing here blocks on one of
-them, and whatever is not read is reported with the code of the refusal. Call it within ``file_access.as_owner``.
+them, and whatever is not read is reported with the code of the refusal. These functions are called within
+``file_access.as_owner``.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _VANISHED_ERRNOS: Final = frozenset(
 
 @dataclass(frozen=True)
 class DirEntry:
-    """One directory entry. ``path``: below the working directory, undecodable bytes as surrogates; ``folder_fd``: descriptor of
-    the directory that contains it, open while the walk is there. ``refused``: why its content is not read (the code of a
-    problem)."""
+    """One directory entry. ``path``: relative to the working directory, undecodable bytes as surrogates; ``folder_fd``:
+    descriptor of the directory that contains it, open while the walk is there; ``stat``: without following a link. ``refused``:
+    why its content is not read (the code of a problem); None: it can be read."""
 
     path: str
     folder_fd: int
@@ -59,8 +60,8 @@ class DirEntry:
 
 
 def split_path(path: str) -> tuple[str, ...]:
-    """Split a path below the working directory into names; none for the directory itself. Raises ``Refused`` (``unsafe-path``,
-    ``too-deep``)."""
+    """Split a path relative to the working directory into names; an empty tuple for the directory itself. Raises ``Refused``
+    (``unsafe-path`` for an absolute path or one with ``.`` or ``..``, ``too-deep``)."""
     parts = tuple(path.rstrip("/").split("/")) if path.rstrip("/") else ()
     if path.startswith("/") or any(part in ("", ".", "..") for part in parts):
         raise Refused(
@@ -74,9 +75,9 @@ def split_path(path: str) -> tuple[str, ...]:
 
 @contextmanager
 def open_folder(job: JobPaths, parts: tuple[str, ...] = ()) -> Iterator[int]:
-    """Yield a descriptor of the working directory, or of the directory ``parts`` below it.
+    """Yield a descriptor of the working directory, or of the directory ``parts`` below it. It is closed at the end of the block.
 
-    Raises ``NotFound`` (``file-not-found``), ``Refused`` (``symbolic-link``, ``file-unreadable``).
+    Raises ``NotFound`` (``file-not-found``), ``Refused`` (``symbolic-link``, ``file-unreadable``), and other ``OSError``.
     """
     here = _open_folder(str(job.root), None, job.root.name)
     try:
@@ -90,6 +91,8 @@ def open_folder(job: JobPaths, parts: tuple[str, ...] = ()) -> Iterator[int]:
 
 
 def _open_folder(name: str, folder_fd: int | None, path: str) -> int:
+    """Open a directory, relative to ``folder_fd`` (None: an absolute path), and return its descriptor. ``path``: for messages.
+    Raises as ``open_folder``."""
     try:
         return os.open(name, _FOLDER_FLAGS, dir_fd=folder_fd)
     except OSError as error:
@@ -97,10 +100,11 @@ def _open_folder(name: str, folder_fd: int | None, path: str) -> int:
 
 
 def open_file(name: str, folder_fd: int, path: str) -> int:
-    """Return a descriptor to read a regular file. Its type is checked before it is opened: opening a device may have effects.
+    """Return a descriptor to read a regular file; the caller closes it. The file's type is checked before it is opened, since
+    opening a device may have effects. ``path``: for messages.
 
     Raises ``NotFound`` (``file-not-found``), ``Refused`` (``symbolic-link``, ``special-file``, ``is-directory``,
-    ``file-unreadable``).
+    ``file-unreadable``), and other ``OSError``.
     """
     try:
         handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
@@ -131,13 +135,15 @@ _REFUSAL_TEXTS: Final = {
 
 
 def refusal(mode: int) -> str | None:
-    """Return why a file of that mode is not read; None for a regular file or a directory."""
+    """Return the code that says why a file with this ``st_mode`` is not read; None for a regular file or a directory."""
     if stat.S_ISLNK(mode):
         return "symbolic-link"
     return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "special-file"
 
 
 def _open_error(name: str, folder_fd: int | None, path: str, error: OSError) -> Exception:
+    """Return the error to raise for a name that cannot be opened: ``Refused`` or ``NotFound`` with a message for users, or
+    ``error`` itself if it is another."""
     if error.errno in (errno.EACCES, errno.EPERM):
         return Refused(_REFUSAL_TEXTS["file-unreadable"].format(path=path), code="file-unreadable")
     if error.errno not in _VANISHED_ERRNOS and error.errno != errno.ENAMETOOLONG:
@@ -152,7 +158,8 @@ def _open_error(name: str, folder_fd: int | None, path: str, error: OSError) -> 
 
 
 def stat_entry(name: str, folder_fd: int, path: str) -> DirEntry:
-    """Return what ``name`` is now. Raises ``NotFound`` (``file-not-found``)."""
+    """Return the entry ``name`` of the directory ``folder_fd`` as it is now; a file that is not readable by others is opened to
+    check that it can be read. Raises ``NotFound`` (``file-not-found``)."""
     try:
         seen = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     except OSError as error:
@@ -169,9 +176,10 @@ def stat_entry(name: str, folder_fd: int, path: str) -> DirEntry:
 def walk(
     folder_fd: int, prefix: tuple[str, ...] = (), after: tuple[str, ...] = (), *, recursive: bool = True
 ) -> Iterator[DirEntry]:
-    """Yield what is below ``folder_fd``, the directory ``prefix``: each directory before its content, names in byte order,
-    beginning after the path ``after`` (below ``folder_fd``). ``recursive``: descend into subdirectories. Entries that vanish
-    meanwhile are skipped. Raises ``Refused`` (``too-many-files``) for a directory with more names than are read."""
+    """Yield the entries below the directory ``folder_fd``: each directory before its content, names in byte order. ``prefix``:
+    that directory's path, for the entries' paths. ``after``: only entries after this path (relative to ``folder_fd``) are
+    yielded. ``recursive``: descend into subdirectories. Entries that vanish meanwhile are skipped. Raises ``Refused``
+    (``too-many-files``) for a directory with more than ``MAX_NAMES`` names."""
     for name in _names(folder_fd, prefix):
         passed = after[:1] == (name,)
         if after and not passed and os.fsencode(name) < os.fsencode(after[0]):
@@ -195,6 +203,8 @@ def walk(
 
 
 def _enter_folder(entry: DirEntry, parts: tuple[str, ...]) -> tuple[int | None, DirEntry]:
+    """Open the subdirectory ``entry``. Return its descriptor and the entry; if it is too deep or cannot be opened, return None
+    and the entry with the code of the refusal."""
     if len(parts) >= MAX_LEVELS:
         return None, DirEntry(entry.path, entry.folder_fd, entry.stat, "too-deep")
     try:
@@ -206,6 +216,7 @@ def _enter_folder(entry: DirEntry, parts: tuple[str, ...]) -> tuple[int | None, 
 
 
 def _names(folder_fd: int, prefix: tuple[str, ...]) -> list[str]:
+    """Return the names in the directory, in byte order. Raises ``Refused`` (``too-many-files``)."""
     names = []
     with os.scandir(folder_fd) as entries:
         for entry in entries:
@@ -221,8 +232,8 @@ def _names(folder_fd: int, prefix: tuple[str, ...]) -> list[str]:
 
 class CodeCopy:
     """The snapshot of code that a working directory began as a copy of (``ratchet_worker.agent.working_directory``), to find
-    files that are unchanged. ``most``: bytes that are compared; files beyond that count as changed. ``folder``: the snapshot;
-    None or missing: all files count as changed."""
+    files that are unchanged. ``folder``: the snapshot's directory; if it is None or missing, all files count as changed.
+    ``max_bytes``: most bytes that are compared over all calls; files beyond that count as changed."""
 
     def __init__(self, folder: Path | None, max_bytes: int) -> None:
         there = folder is not None and folder.is_dir()
@@ -232,7 +243,8 @@ class CodeCopy:
         self._bytes_left = max_bytes
 
     def is_unchanged(self, found: DirEntry) -> bool:
-        """True if the entry is unchanged from the snapshot: kind, bytes, and whether it is executable."""
+        """True if the entry is the same in the snapshot: kind, bytes, and whether it is executable; for a directory, if the
+        snapshot has it. False if it cannot be read."""
         if found.is_folder:
             return found.path in self.folders
         entry = self.entries.get(found.path)

@@ -66,7 +66,7 @@ EXTERNAL_CAUSES: Final = frozenset({Cause.RANK_KILLED, Cause.OOM})
 
 
 def decide(view: JobView, now: datetime) -> Decision:
-    """Return the next action for one job. Raises ``ValueError`` for an impossible view (an active job without an attempt)."""
+    """Return the next action for one job. Raises ``ValueError`` for an impossible view: an active job without an attempt."""
     if view.phase is JobPhase.QUEUED:
         return _decide_queued(view, now)
     if not view.phase.active:
@@ -79,10 +79,10 @@ def decide(view: JobView, now: datetime) -> Decision:
 
 
 def backoff_seconds(job_id: str, attempt: int, nth: int, first_delay: float) -> float:
-    """Return the delay before the ``nth`` retry in a row (from 1): ``first_delay`` doubled each time, up to ``MAX_BACKOFF``, with
-    jitter.
+    """Return the seconds before the ``nth`` retry in a row (counted from 1): ``first_delay``, doubled each time, up to
+    ``MAX_BACKOFF``, with jitter.
 
-    The jitter is a hash of job and attempt, so that every process computes the same delay at any time.
+    The jitter is computed from a hash of job and attempt, so that every process computes the same delay at any time.
     """
     digest = hashlib.sha256(f"{job_id}/{attempt}".encode()).digest()
     unit = int.from_bytes(digest[:8], "big") / 2**64
@@ -91,6 +91,8 @@ def backoff_seconds(job_id: str, attempt: int, nth: int, first_delay: float) -> 
 
 
 def _decide_queued(view: JobView, now: datetime) -> Decision:
+    """Decide for a queued job: end it if its attempts have used up ``policy.timeout``, let it wait for the end of its back-off,
+    or launch it."""
     if view.limits.timeout is not None and view.running_seconds >= view.limits.timeout:
         return Decision(
             Action.END,
@@ -105,6 +107,7 @@ def _decide_queued(view: JobView, now: datetime) -> Decision:
 
 
 def _decide_alive(view: JobView, attempt: Alive) -> Decision:
+    """Decide for a job whose attempt has not ended: stop it, kill it, or do nothing."""
     if attempt.signalled_seconds is not None:
         if attempt.signalled_seconds >= attempt.killable_after:
             return Decision(Action.KILL, cause=attempt.signal_cause, counters=view.counters)
@@ -138,6 +141,8 @@ _CLEAN_STOP_OUTCOMES: Final = (Outcome.SUCCEEDED, Outcome.PREEMPTED, Outcome.SUS
 
 
 def _decide_ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
+    """Decide for a job whose attempt has ended, by the rules in the module's text: the job ends, is suspended or is queued
+    again."""
     if end.finished and (
         end.cause is Cause.COMPLETED or (end.cause.outcome in _CLEAN_STOP_OUTCOMES and not view.limits.is_script)
     ):
@@ -173,8 +178,8 @@ def _decide_ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
 
 
 def update_counters(counters: Counters, treated: Treatment, end: AttemptEnd, *, displaced: bool = False) -> Counters:
-    """Return the counters after such an end. New progress forgives earlier failures, never preemptions. ``displaced``: the
-    attempt was stopped here for another job."""
+    """Return the counters after an attempt that ended with ``end`` and counts as ``treated``. An attempt that committed a new
+    step resets the failures, but not the preemptions. ``displaced``: this service stopped the attempt for another job."""
     displaced = displaced or treated.cause is Cause.UPGRADE
     left_queue = (
         displaced or not end.begun
@@ -198,6 +203,8 @@ def update_counters(counters: Counters, treated: Treatment, end: AttemptEnd, *, 
 
 
 def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: AttemptEnd) -> Decision | None:
+    """Return the decision that ends the job because a budget is used up, an error repeats or no attempt makes progress; None: the
+    job may have another attempt. ``counters``: with this end included."""
     limits, last = view.limits, _last_attempt_text(treated, end)
     if treated.budget is Budget.FAILURES and counters.failures > limits.max_failures:
         kind = "of a script without a Session" if end.unmanaged else "without progress"
@@ -233,14 +240,15 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
 
 
 def _fails_at_start(end: AttemptEnd) -> bool:
-    """True if the attempt failed at its start with the error of the previous one. Steps of a script without a Session are not
-    visible: one that ran for long has not failed at its start."""
+    """True if the attempt failed at its start with the error of the previous one. The steps of a script without a Session are not
+    visible: such an attempt has failed at its start if it ran for less than ``MAX_BACKOFF`` seconds."""
     if end.repeated_error is None:
         return False
     return end.seconds < MAX_BACKOFF if end.unmanaged else end.repeated_error <= (end.base_step or 0)
 
 
 def _resume_advice(view: JobView) -> str:
+    """Return the sentence that says how to resume the job once its error is fixed."""
     resume = f"Fix its cause; then `ratchet resume {view.job_id}`"
     return (
         f"{resume}, which runs the same code again, or with changed code `--code DIR`."
@@ -250,6 +258,7 @@ def _resume_advice(view: JobView) -> str:
 
 
 def _failed_saves_advice(view: JobView) -> str:
+    """Return the sentence that says what to do about failed saves."""
     return (
         "Its saves failed: follow the advice of the last failure (its checkpoint-failed events list all failures); then "
         f"`ratchet resume {view.job_id}`."
@@ -257,6 +266,8 @@ def _failed_saves_advice(view: JobView) -> str:
 
 
 def _no_progress_limit(view: JobView, treated: Treatment) -> int:
+    """Return after how many attempts in a row without progress the job ends. An end from outside has the limit ``max_failures``
+    if that is larger."""
     outside = treated.cause in EXTERNAL_CAUSES or treated.outcome is Outcome.LOST
     return max(NO_PROGRESS_LIMIT, view.limits.max_failures) if outside else NO_PROGRESS_LIMIT
 
@@ -284,6 +295,7 @@ def _no_progress_advice(view: JobView, end: AttemptEnd) -> str:
 
 
 def _requeue(view: JobView, treated: Treatment, counters: Counters, end: AttemptEnd, now: datetime) -> Decision:
+    """Return the decision that queues the job again, at once or after a back-off."""
     delay = _delay(view, treated, counters, end)
     if delay <= 0.0:
         once = " Tried again at once." if treated.budget is Budget.FAILURES else ""
@@ -312,7 +324,7 @@ def _delay(view: JobView, treated: Treatment, counters: Counters, end: AttemptEn
 
 def _needs_spacing(treated: Treatment, end: AttemptEnd) -> bool:
     """True if the end counts against no budget and may recur at once: by a rule ``retry``, or because an interpreter that was not
-    upgraded with the service refused the attempt before it began to train."""
+    upgraded with the service refused the attempt before it began to train. Such attempts are delayed like failures."""
     refused = treated.cause is Cause.UPGRADE and end.base_step is None
     return treated.budget is Budget.NONE and (treated.rule is not None or refused)
 
@@ -320,19 +332,23 @@ def _needs_spacing(treated: Treatment, end: AttemptEnd) -> bool:
 def _end_decision(
     view: JobView, event: Event, treated: Treatment, counters: Counters, reason: str | None, message: str | None
 ) -> Decision:
+    """Return the decision that ends the attempt and applies ``event`` to the job. ``reason`` and ``message`` are the job's."""
     return Decision(Action.END, event, treated.cause, counters, None, reason, message, treated.outcome, treated.rule)
 
 
 def _default_treatment(cause: Cause) -> Treatment:
+    """Return the treatment that the cause has without rules of the spec."""
     return Treatment(cause, cause.outcome, cause.budget)
 
 
 def _reason_unless(treated: Treatment, outcome: Outcome, end: AttemptEnd) -> tuple[str | None, str | None]:
-    """Return reason and message: none if the attempt ended as requested, else the cause, so that the job shows it."""
+    """Return the job's reason and message: (None, None) if the attempt ended with ``outcome``, as requested; otherwise the
+    attempt's cause, so that the job shows it."""
     return (None, None) if treated.outcome is outcome else (treated.cause.value, _last_attempt_text(treated, end))
 
 
 def _last_attempt_text(treated: Treatment, end: AttemptEnd) -> str:
+    """Return a sentence with the cause and message of the attempt's end."""
     by = f" ({treated.rule})" if treated.rule is not None else ""
     return f"The last attempt ended with {treated.cause.value}{by}" + (
         f": {end.message.rstrip('.')}." if end.message else "."
@@ -340,6 +356,7 @@ def _last_attempt_text(treated: Treatment, end: AttemptEnd) -> str:
 
 
 def _timeout_text(job_id: str, timeout: float) -> str:
+    """Return the message of a job that has used up ``policy.timeout`` (seconds)."""
     return (
         f"The attempts ran for {timeout:g} s in all, which is policy.timeout. The last checkpoint is kept: "
         f"`ratchet resume {job_id}` continues from it for the same time "

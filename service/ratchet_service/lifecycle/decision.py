@@ -19,7 +19,7 @@ from ratchet_service.db.models import Job
 
 
 class Action(StrEnum):
-    """The reconciler's next action."""
+    """What the reconciler does next with a job."""
 
     NOTHING = "nothing"
     WAIT = "wait"  # until ``not_before``
@@ -31,8 +31,8 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Counters:
-    """How much of the budgets is used up. ``attempts_without_progress`` and ``retries`` (ended by a rule ``retry``, or refused by
-    an interpreter that was not upgraded) count attempts in a row."""
+    """How much of the budgets is used up. ``attempts_without_progress`` and ``retries`` count attempts in a row; ``retries`` are
+    those that ended by a rule ``retry`` or were refused by an interpreter that was not upgraded."""
 
     preemptions: int = 0
     failures: int = 0
@@ -42,9 +42,9 @@ class Counters:
 
 @dataclass(frozen=True)
 class Limits:
-    """The spec's policy; times in seconds. ``exit_rules``: what exit codes of the job's own code mean; ``can_change_code``: the
-    job can be resumed with other code; ``is_script``: more of the script may follow the last step, and a stop there leaves that
-    to the next attempt."""
+    """What the spec allows; times in seconds. ``exit_rules``: what exit codes of the job's own code mean. ``can_change_code``:
+    the job can be resumed with other code. ``is_script``: the job is a script, so that code may follow its last step; a stop
+    after the last step leaves that code to the next attempt."""
 
     max_preemptions: int | None = None
     max_failures: int = 3
@@ -81,12 +81,12 @@ class AttemptEnd:
 
     @property
     def unsaved_steps(self) -> int:
-        """Number of steps that it did but did not commit."""
+        """Number of steps that the attempt did after its newest commit (or its base), and which are lost."""
         return max(0, self.last_step - max(self.base_step or 0, self.committed_step or 0))
 
     @property
     def made_progress(self) -> bool:
-        """True if a new step was committed."""
+        """True if the attempt committed a step after its base."""
         return self.committed_step is not None and self.committed_step > (self.base_step or 0)
 
 
@@ -96,10 +96,10 @@ class Alive:
 
     ``age``: how long an attempt without any agent has been out of its engine's queue; ``seen``: an agent has begun; ``waiting``:
     the attempt is still in that queue, where no stop request reaches it; ``running_seconds``: time since its first agent began;
-    ``stop_requested_seconds``: time since its end was requested; ``signalled_seconds``: time since the agent was sent the stop
-    signal (None: it was not); ``killable_after``: how long the agent has after the signal; ``launch_deadline``: how long the
-    agent may take to its first sign of life; ``other_protocol``: it cannot report to this service; ``unmanaged``: it is known to
-    be a script without a Session.
+    ``stop_requested_seconds``: time since its end was requested; ``signalled_seconds``: time since SIGTERM was sent to its agents
+    (None: it was not); ``signal_cause``: the cause for which it was sent; ``killable_after``: how long after SIGTERM the agents
+    are killed; ``launch_deadline``: how long the first agent may take to begin; ``other_protocol``: it cannot report to this
+    service; ``unmanaged``: it is known to be a script without a Session.
     """
 
     age: float
@@ -117,7 +117,8 @@ class Alive:
 
 @dataclass(frozen=True)
 class JobView:
-    """Input of ``decide``. ``running_seconds`` is the time of earlier attempts; ``attempt`` None: none is active."""
+    """Input of ``decide``: what it needs of a job. ``running_seconds``: how long the job's earlier attempts ran together;
+    ``attempt`` None: no attempt is active."""
 
     job_id: str
     phase: JobPhase
@@ -133,8 +134,9 @@ class JobView:
 
 @dataclass(frozen=True)
 class Decision:
-    """``cause`` is the attempt's, for STOP, KILL and END. For END, ``outcome`` and ``rule`` (a sentence: which rule of
-    ``policy.exit_codes`` applied) are the attempt's, too. The other fields describe the job after an END."""
+    """What to do with a job. ``cause`` is the attempt's, for STOP, KILL and END. For END, ``outcome`` and ``rule`` (a sentence:
+    which rule of ``policy.exit_codes`` applied; None: none) are the attempt's, too. The other fields describe the job after an
+    END: the event to apply, its counters, and its reason and message."""
 
     action: Action
     event: Event | None = None
@@ -148,6 +150,7 @@ class Decision:
 
 
 def limits_of(spec: JobSpec) -> Limits:
+    """Return what the spec's policy allows."""
     policy = spec.policy
     return Limits(
         policy.max_preemptions,
@@ -162,7 +165,7 @@ def limits_of(spec: JobSpec) -> Limits:
 
 
 def view_of(job: Job, limits: Limits) -> JobView:
-    """Return what ``decide`` needs of the row; the caller adds the attempt."""
+    """Return what ``decide`` needs of the job's row. Its ``attempt`` is None: the caller adds it."""
     return JobView(
         job_id=job.id,
         phase=job.phase,
@@ -184,7 +187,8 @@ _RULE_EFFECTS: Final[dict[str, tuple[Outcome, Budget]]] = {
 
 
 class Treatment(NamedTuple):
-    """``rule``: a sentence about the rule of ``policy.exit_codes`` that applied; None: none did."""
+    """What an attempt's end counts as. ``rule``: a sentence about the rule of ``policy.exit_codes`` that applied; None: none
+    did."""
 
     cause: Cause
     outcome: Outcome
@@ -193,8 +197,9 @@ class Treatment(NamedTuple):
 
 
 def treatment(cause: Cause, end: AttemptEnd, rules: Sequence[ExitRule]) -> Treatment:
-    """Return what the end counts as. ``cause``: the attempt's, as far as it is known. Rules apply to what a rank's own code did
-    to its process (``exception``); what was done to it from outside, and what Ratchet detected itself, has a cause of its own."""
+    """Return what an attempt's end counts as. ``cause``: the attempt's cause. ``rules`` apply only to an exception with an exit
+    code, which is what the job's own code did; the first that matches decides. Ends from outside, and those that Ratchet detected
+    itself, count by their cause."""
     if cause is Cause.EXCEPTION and end.exit_code is not None:
         for i, rule in enumerate(rules):
             if rule.matches(end.exit_code):

@@ -29,8 +29,9 @@ from ratchet_contract.phases import Cause, Outcome
 
 @dataclass(frozen=True)
 class Span:
-    """One attempt. ``until``: its end, or now; ``stop``: when its agent received a stop request; ``end_began``: when what ended
-    its ranks began; ``stall``: in seconds; ``unmanaged``: a script without a Session."""
+    """Times of one attempt. ``begun``: when its first agent began; ``training``: when its first step began; ``until``: its end,
+    or now; ``stop``: when its agent received a stop request; ``end_began``: when what ended its ranks began; None: this has not
+    happened. ``stall``: in seconds; ``unmanaged``: it ran a script without a Session."""
 
     created: datetime
     until: datetime
@@ -45,7 +46,7 @@ class Span:
 
 
 class Parts(NamedTuple):
-    """Seconds."""
+    """Seconds of each part; the module's text defines the parts."""
 
     queued: float = 0.0
     launching: float = 0.0
@@ -57,19 +58,22 @@ class Parts(NamedTuple):
 
     @property
     def wall(self) -> float:
+        """The sum of all parts: the wall-clock time."""
         return sum(self)
 
     @property
     def goodput(self) -> float | None:
-        """The useful share of the wall-clock time; None if some of it cannot be judged, or none has passed."""
+        """The useful share of the wall-clock time, from 0 to 1; None if some of the time cannot be judged (``unseen``), or none
+        has passed."""
         return None if self.unseen > 0 or self.wall <= 0 else self.useful / self.wall
 
 
 def parts_of(span: Span) -> Parts:
-    """Return the parts of one attempt; they add up to ``until - created``."""
+    """Return the parts of one attempt, in seconds; they add up to ``until - created``."""
     end = max(span.created, span.until)
 
     def clamp(at: datetime | None, low: datetime) -> datetime:
+        """Return ``at``, limited to the time from ``low`` to the attempt's end; the end if ``at`` is None."""
         return end if at is None else min(max(at, low), end)
 
     begun = clamp(span.begun, span.created)
@@ -91,8 +95,8 @@ def parts_of(span: Span) -> Parts:
 
 
 def total_parts(spans: Iterable[Span], submitted: datetime, until: datetime, paused_seconds: float) -> Parts:
-    """Return the parts of a whole job; ``until``: its end, or now. Time in no attempt that is no requested pause is
-    ``queued``."""
+    """Return the parts of a whole job. ``spans``: its attempts; ``until``: its end, or now; ``paused_seconds``: the length of all
+    requested pauses, which belong to no part. All other time outside of attempts is ``queued``."""
     parts = [parts_of(span) for span in spans]
     sums = Parts(*(sum(values) for values in zip(*parts, strict=True))) if parts else Parts()
     rest = _seconds(submitted, max(submitted, until)) - paused_seconds - sums.wall
@@ -100,6 +104,7 @@ def total_parts(spans: Iterable[Span], submitted: datetime, until: datetime, pau
 
 
 def _seconds(begin: datetime, end: datetime) -> float:
+    """Return the seconds from ``begin`` to ``end``."""
     return (end - begin).total_seconds()
 
 
@@ -107,9 +112,9 @@ _RATCHET_STOP_CAUSES = (Cause.API_SUSPEND, Cause.API_CANCEL, Cause.API_PREEMPT, 
 
 
 def notice_given(cause: Cause | None, stop_grace: float, preemption_notice: float | None) -> float:
-    """Return the seconds that the ranks had for their last save: ``stop_grace`` for a stop requested through Ratchet
-    (``_RATCHET_STOP_CAUSES``). Any other cause, or none, counts as a stop from outside: ``preemption_notice``, or ``stop_grace``
-    if the spec has none."""
+    """Return the seconds that the ranks had for their last save. For a stop requested through Ratchet (``_RATCHET_STOP_CAUSES``)
+    that is ``stop_grace``. Any other cause, or None, counts as a stop from outside: ``preemption_notice``, or ``stop_grace`` if
+    that is None."""
     outside = cause is None or cause not in _RATCHET_STOP_CAUSES
     return preemption_notice if outside and preemption_notice is not None else stop_grace
 
@@ -117,8 +122,9 @@ def notice_given(cause: Cause | None, stop_grace: float, preemption_notice: floa
 def notice_used(
     outcome: Outcome | None, stop: datetime | None, saved: datetime | None, ended: datetime | None, *, unsaved: bool
 ) -> float | None:
-    """Return the seconds from the stop's request to the commit of its checkpoint (``saved``), or to the end of the ranks where
-    nothing was left to save. None: no stop was requested, or it led to no checkpoint although steps were ``unsaved``."""
+    """Return the seconds from the stop's request to the commit of its checkpoint (``saved``), or to the end of the ranks
+    (``ended``) if nothing was left to save. None: no stop was requested, it led to no checkpoint although steps were ``unsaved``,
+    or the attempt failed, was lost or has not ended."""
     if stop is None:
         return None
     if saved is not None:

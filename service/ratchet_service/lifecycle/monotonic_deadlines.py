@@ -1,4 +1,4 @@
-"""Elapsed time that no step of a wall clock lengthens; the reconciler's deadlines use it.
+"""Elapsed time that does not depend on wall clocks, which can be set; the reconciler's deadlines use it.
 
 Stored times are wall-clock times of whichever machine wrote them, and wall clocks are set: by NTP, by hand, when a virtual
 machine is resumed. So deadlines are counted by monotonic clocks alone. The count is kept in the attempt's row as a ``Count``
@@ -26,7 +26,8 @@ _MAX_READING_GAP: Final = 0.5
 
 
 class Count(NamedTuple):
-    """``seconds`` had been counted when the monotonic clock of the boot ``boot`` showed ``monotonic``."""
+    """A stored count of elapsed time: ``seconds`` had been counted when the monotonic clock of the boot with the id ``boot``
+    showed ``monotonic``."""
 
     seconds: float
     boot: str
@@ -43,10 +44,11 @@ class Count(NamedTuple):
 
 
 def counted_seconds(stored: Any, begun_at: datetime | None, clock: Clock) -> float | None:
-    """Return the seconds that an attempt has run by now; None: no agent of it has begun. ``stored``: its ``Count``.
+    """Return the seconds that an attempt has run by now; None: no agent of it has begun (``begun_at`` is None). ``stored``: its
+    ``Count``.
 
-    If the machine has rebooted, or another one has taken over, the time since the last count is not known and not counted. For
-    an attempt without a count the wall clock is used.
+    If the machine has rebooted, or another one has taken over, the time since the last count is not known and not counted. For an
+    attempt without a readable count, the wall clock's time since ``begun_at`` is used.
     """
     if begun_at is None:
         return None
@@ -55,9 +57,10 @@ def counted_seconds(stored: Any, begun_at: datetime | None, clock: Clock) -> flo
 
 
 def carried_seconds(stored: Any, clock: Clock, max_gap: float) -> float | None:
-    """Return the seconds of a deadline that earlier reconcilers have counted (``stored``: its ``Count``); None: nothing that can
-    be read. Of the time since then at most ``max_gap`` is counted, which is how long a count stays current while a reconciler
-    polls. After that perhaps no reconciler polled, and no service answered the agents either."""
+    """Return the seconds of a deadline that have elapsed: those that earlier reconcilers counted (``stored``: its ``Count``), and
+    the time since then, but at most ``max_gap`` of it. None: nothing is stored that can be read. ``max_gap`` is how old a count
+    can become while a reconciler polls; after a longer time, perhaps no reconciler polled, and no service answered the agents
+    either. If the machine has rebooted since, none of that time is counted."""
     count = Count.parse(stored)
     if count is None:
         return None
@@ -66,8 +69,8 @@ def carried_seconds(stored: Any, clock: Clock, max_gap: float) -> float | None:
 
 
 def wall_offset(clock: Clock, wall: Callable[[], datetime]) -> float:
-    """Return ``wall`` minus the monotonic clock, in seconds. Both are read again if this process was suspended between the two
-    readings."""
+    """Return by how many seconds the clock ``wall`` is ahead of the monotonic one. Both are read again, a few times at most, if
+    this process was suspended between the two readings."""
     for _ in range(_MAX_READINGS):
         before = clock.monotonic()
         wall_seconds = wall().timestamp()
@@ -78,6 +81,6 @@ def wall_offset(clock: Clock, wall: Callable[[], datetime]) -> float:
 
 
 def jump_seconds(level: float, before: float) -> float:
-    """Return by how many seconds a wall clock has jumped, forwards if positive. It was ``before`` seconds ahead of the monotonic
-    clock and is now ``level`` ahead; 0.0: it has drifted by no more than ``TOLERANCE``."""
+    """Return by how many seconds a wall clock has jumped, forwards if positive. ``before``, ``level``: by how many seconds it was
+    ahead of the monotonic clock then, and is now. 0.0: it has drifted by no more than ``TOLERANCE``."""
     return level - before if abs(level - before) > TOLERANCE else 0.0

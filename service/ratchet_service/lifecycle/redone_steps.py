@@ -18,7 +18,8 @@ REPLAY_DIFFERENCE = "replay-difference"
 
 
 def add_redone(attempt: Attempt, rank: int, message: RedoneSteps) -> StepDifference | None:
-    """Store what ``rank`` reports. Return the difference, if it is the first one reported for the attempt."""
+    """Store on ``attempt`` what ``rank`` reports about replayed steps. Return the message's difference if the attempt had none
+    before; otherwise None."""
     before: dict[str, Any] = attempt.redone or {"ranks": {}, "first_difference": None}
     found, known = message.first_difference, before["first_difference"]
     if found is not None:
@@ -39,7 +40,8 @@ def add_redone(attempt: Attempt, rank: int, message: RedoneSteps) -> StepDiffere
 
 
 def redone_of(attempt: Attempt) -> Redone:
-    """Return the result over all ranks. An attempt without a report has replayed no step."""
+    """Return the attempt's result over all ranks. Nothing is compared before all ranks have reported; an attempt without a report
+    has replayed no step."""
     kept = attempt.redone
     if kept is None:
         return Redone()
@@ -55,8 +57,8 @@ def redone_of(attempt: Attempt) -> Redone:
 
 
 def with_replay_verdict(report: ResumeReport, redone: Redone) -> ResumeReport:
-    """Return the report that a rank sent before its first step, with the verdict ``not-exact`` if replayed steps have since
-    differed."""
+    """Return ``report``, which a rank sent before its first step; if replayed steps have differed since, a copy with the verdict
+    ``not-exact`` and a note on the difference."""
     if redone.first_difference is None:
         return report
     notes = [*report.notes, redone.first_difference.sentence()]
@@ -64,7 +66,8 @@ def with_replay_verdict(report: ResumeReport, redone: Redone) -> ResumeReport:
 
 
 def differing_metrics(attempt: Attempt, redone: Redone) -> list[str]:
-    """Names of logged values that differ at steps whose fingerprints are equal: usually times."""
+    """Return the sorted names of metrics whose values differ at replayed steps that are otherwise equal (by their fingerprints):
+    usually measured times. Steps from the first difference on do not count."""
     if redone.equal == 0:
         return []
     end = None if redone.first_difference is None else redone.first_difference.step

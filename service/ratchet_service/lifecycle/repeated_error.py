@@ -1,5 +1,5 @@
-"""Detects that an attempt ended with the error of the previous one, at the same line of the same step: no retry heals that.
-Pure."""
+"""Detects that an attempt ended with the same error as the previous one, at the same line of the same step: a retry would fail in
+the same way. Pure."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ the network."""
 
 
 class Raised(NamedTuple):
-    """An exception's class (for errors of the system, with the errno), the last step that its rank had finished, and file and
-    line of every frame of its traceback. The text is left out: it may contain a temporary path, a time or a rank's number."""
+    """One rank's exception, in the parts that are compared: its class (for errors of the system, with the errno), the last step
+    that the rank had finished, and file and line of every frame of its traceback. The message is left out, since it may contain a
+    temporary path, a time or a rank's number."""
 
     kind: str
     step: int
@@ -35,8 +36,8 @@ class Raised(NamedTuple):
 
 
 def repeated_error_step(end: EndSeen, results: Iterable[AttemptResult], previous: Attempt | None) -> int | None:
-    """Return the last step that the rank with the error had finished, whatever other ranks had. None: it is not the error of
-    ``previous``, the row of the previous attempt, which has ended. ``end``: the attempt's end, derived from ``results``."""
+    """Return the last step that the rank which raised the error had finished, if the attempt ended with the same error as
+    ``previous``, the row of the attempt before. None: it did not. ``end``: the attempt's end, derived from ``results``."""
     if (
         end.cause is not Cause.EXCEPTION
         or previous is None
@@ -49,7 +50,8 @@ def repeated_error_step(end: EndSeen, results: Iterable[AttemptResult], previous
 
 
 def _ran_long_unmanaged(previous: Attempt) -> bool:
-    """True if a script without a Session, whose steps are not visible, ran for longer than the start of one takes."""
+    """True if the attempt was a script without a Session that ran for at least ``MAX_BACKOFF`` seconds, which is longer than such
+    a script's start takes. Its steps are not visible."""
     if (
         previous.begun_at is None
         or previous.ended_at is None
@@ -60,7 +62,8 @@ def _ran_long_unmanaged(previous: Attempt) -> bool:
 
 
 def _raised_error(rank: int | None, results: Iterable[dict[str, Any]]) -> Raised | None:
-    """Return None if the rank's end has no traceback, or if the error may be transient."""
+    """Return the error with which the rank ended, according to ``results`` (as JSON); None: its end has no traceback, or the
+    error may be transient, such as one of the network."""
     ends = [end for result in results for end in result["ranks"] if end["rank"] == rank and end["result"] is not None]
     if not ends or not ends[0]["result"]["traceback"]:
         return None

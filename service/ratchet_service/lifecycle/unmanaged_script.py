@@ -19,7 +19,8 @@ UNMANAGED: Final = "unmanaged"
 
 
 def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldProblem]]:
-    """Return the warnings and problems of a script whose main file does not mention the Session; none for any other."""
+    """Return the warnings and problems of a spec whose script's main file does not mention the Session; two empty lists for any
+    other spec. ``main_file``: the content of that file."""
     if not spec.script or not is_unmanaged(main_file):
         return [], []
     name = spec.script[0]
@@ -46,13 +47,15 @@ def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldPr
 
 
 def hook_problems(spec: JobSpec, main_file: bytes) -> list[FieldProblem]:
-    """Return the problem of a hook that a script without a Session would not apply, if any."""
+    """Return the problem that the spec names a hook which its script, having no Session, would not apply; empty if there is
+    none."""
     refusal = unapplied_hook_message(spec.script[0], spec.hook) if spec.script and is_unmanaged(main_file) else None
     return [] if refusal is None else [FieldProblem(pointer="/hook", code="hook-needs-session", detail=refusal)]
 
 
 def read_main_file(spec: JobSpec) -> bytes | None:
-    """Return the content of the script's own file in ``code.path``; None: there is none that can be read here."""
+    """Return the content of the script's main file in ``code.path`` on this machine; None: the spec has no script or no such
+    path, or the file cannot be read here."""
     if spec.script is None or spec.snapshot_code is None:
         return None
     try:
@@ -62,12 +65,13 @@ def read_main_file(spec: JobSpec) -> bytes | None:
 
 
 def is_reported_unmanaged(report: Mapping[str, Any] | None) -> bool:
-    """True if an attempt's resume report says that its script has made no Session (so far)."""
+    """True if an attempt's resume report says that its script has made no Session (so far). ``report`` None: there is none yet,
+    so False."""
     return (report or {}).get("verdict") == UNMANAGED
 
 
 def checkpoint_request_conflict(script: str) -> Conflict:
-    """Return the error for a request to save a checkpoint now."""
+    """Return (not raise) the error for a request to save a checkpoint of a script without a Session. ``script``: its name."""
     text = (
         f"{script} has made no Session of Ratchet: Ratchet cannot save its state on request. Use a Session "
         "or a Task (docs/adoption.md)"

@@ -18,14 +18,15 @@ from ratchet_service.db.engine import Database
 CODE: Final = "disk-full"
 _FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _MIN_FREE_BYTES: Final = 64 * 1024
-"""Bytes: with less free space than this, SQLite cannot write its log; it may report that as an I/O error."""
+"""With less free bytes than this, SQLite cannot write its log. It may report that as an I/O error."""
 
 _RESERVE_BYTES: Final = 1024 * 1024
-"""Bytes kept for a deletion: the pages that it changes go to SQLite's log before any space is freed."""
+"""Bytes kept for a deletion: the pages that it changes are written to SQLite's log before any space is freed."""
 
 
 def reserve_space(database: Database) -> None:
-    """Reserve space for a deletion next to a SQLite database, unless too little space is left already."""
+    """Create a file of ``_RESERVE_BYTES`` next to a SQLite database, to have space for a deletion when the disk is full. It does
+    nothing for a database server, if the file exists, or if too little space is left already; errors are ignored."""
     path = _reserve_file(database)
     if path is None or path.exists() or (free_bytes(path.parent) or 0) < _RESERVE_BYTES + _MIN_FREE_BYTES:
         return
@@ -38,7 +39,8 @@ def reserve_space(database: Database) -> None:
 
 
 def release_space(database: Database) -> bool:
-    """Free the space that ``reserve_space`` took; False if none was reserved."""
+    """Delete the file that ``reserve_space`` created, to free its space. Return False if there is no such file or it cannot be
+    deleted."""
     path = _reserve_file(database)
     try:
         if path is not None:
@@ -49,8 +51,8 @@ def release_space(database: Database) -> bool:
 
 
 def database_disk_full(database: Database) -> Refused | None:
-    """The error if the database's disk is full now, so that nothing can be recorded, even if nobody has tried yet. None: there is
-    free space, or the disk is a database server's, which this process cannot see."""
+    """Return the error for a full disk if the database's disk is full now, so that nothing can be recorded; nothing is raised.
+    None: there is free space, or the database is a server, whose disk this process cannot see."""
     directory = _directory(database)
     free = None if directory is None else free_bytes(directory)
     if directory is None or free is None or free >= _MIN_FREE_BYTES:
@@ -61,7 +63,8 @@ def database_disk_full(database: Database) -> Refused | None:
 
 
 def is_disk_full_error(error: BaseException, home: Path) -> bool:
-    """True if ``error``, of the system or of the database, was caused by a full disk."""
+    """Return True if ``error``, of the system or of the database, was caused by a full disk. ``home``: the run directory, whose
+    free space decides where SQLite reports only an I/O error."""
     if isinstance(error, OSError):
         return error.errno in _FULL_ERRNOS
     if not isinstance(error, DBAPIError):
@@ -76,8 +79,8 @@ def is_disk_full_error(error: BaseException, home: Path) -> bool:
 
 
 def disk_full_error(directory: Path, consequence: str, needed: int | None = None) -> Refused:
-    """The error for a full disk. ``directory``: where there is no space; ``consequence``: the consequence ("the job was not
-    stored"); ``needed``: bytes."""
+    """Return the error for a full disk; it is not raised. ``directory``: where there is no space; ``consequence``: a part of the
+    text ("the job was not stored"); ``needed``: bytes, None if unknown."""
     free = free_bytes(directory)
     figures = [
         f"{format_mebibytes(size)} {word}" for size, word in ((free, "free"), (needed, "needed")) if size is not None
@@ -92,17 +95,18 @@ def disk_full_error(directory: Path, consequence: str, needed: int | None = None
 
 
 def _directory(database: Database) -> Path | None:
-    """The directory of a SQLite database and its log; None for a database server."""
+    """Return the directory of a SQLite database and its log; None for a database server or a database in memory."""
     return Path(database.url.database).parent if database.is_sqlite and database.url.database else None
 
 
 def _reserve_file(database: Database) -> Path | None:
+    """Return the path of the file that ``reserve_space`` creates; None for a database server."""
     directory = _directory(database)
     return None if directory is None else HomePaths(directory).database_reserve
 
 
 def free_bytes(directory: Path) -> int | None:
-    """Bytes available to an unprivileged process; None if unknown."""
+    """Return the bytes in the file system of ``directory`` that an unprivileged process may use; None if unknown."""
     try:
         return shutil.disk_usage(directory).free
     except OSError:
@@ -110,5 +114,5 @@ def free_bytes(directory: Path) -> int | None:
 
 
 def format_mebibytes(size: int) -> str:
-    """``0.3 MiB``."""
+    """Return the size in bytes as a text like ``0.3 MiB``."""
     return f"{size / 2**20:.1f} MiB"

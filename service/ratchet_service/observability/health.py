@@ -24,7 +24,7 @@ from ratchet_service.db.engine import Database
 from ratchet_service.observability import disk_space as disk
 
 MAX_CONCURRENT_FINISHES: Final = 4
-"""How many attempts are finished at the same time: this reads and deletes files, mostly on few disks."""
+"""Maximum number of attempts that the reconciler finishes at the same time: this reads and deletes files, mostly on few disks."""
 
 
 T = TypeVar("T")
@@ -40,42 +40,46 @@ PROBE_SECONDS: Final = 1.0
 """Seconds for which a result of probing the run directory or the database is reused: anybody may request ``/readyz``, and must
 not be able to cause disk writes or connections at will."""
 _SILENT_SECONDS: Final = 15.0
-"""Seconds without an update of the marker file after which another process's reconciler is reported with a warning."""
+"""Seconds without an update of the marker file, after which the reconciler of another process is reported with a warning."""
 
 
 class Component(BaseModel):
+    """The state of one component of the service. A component that makes the service unready is reported as a problem instead."""
+
     status: Literal["ok", "warning"] = "ok"
     detail: str
 
 
 class Unready(Refused):
-    """503: this process is not ready now; try again, or use another service of the same database."""
+    """This process is not ready now (status 503). The client may try again, or use another service of the same database."""
 
     code = "not-ready"
 
 
 @dataclass
 class ReconcilerHeartbeat:
-    """What a reconciler records after each round: in memory for its own process, as a file's modification time for others."""
+    """Records the rounds of one reconciler: in memory for its own process, and as the modification time of ``file`` for other
+    processes. ``clock`` returns monotonic seconds."""
 
     file: Path
     clock: Callable[[], float] = time.monotonic
     started_at: float = field(init=False)
     succeeded_at: float | None = None
-    """When the last successful round ended."""
+    """Time at which the last successful round ended, by ``clock``; None before the first."""
     failures: int = 0
-    """Failed rounds since then; ``error``: class name of the last one's error."""
+    """Number of failed rounds since the last successful one. ``error``: class name of the latest failure's error."""
     error: str = ""
     jump_note: str = ""
     finishing_seconds: Collection[float] = ()
-    """Seconds taken so far by each attempt that was being finished at the last successful round."""
+    """Seconds taken so far by each attempt that was being finished at the end of the last successful round."""
     _marked_at: float | None = None
 
     def __post_init__(self) -> None:
         self.started_at = self.clock()
 
     def record_round(self, finishing_seconds: Collection[float] = ()) -> None:
-        """Record a successful round. A disk on which the marker file cannot be written is ignored."""
+        """Record a successful round, and touch the marker file, at most once per ``BEAT_SECONDS``. A marker file that cannot be
+        written is ignored. ``finishing_seconds``: for each attempt being finished, the seconds so far."""
         self.succeeded_at, self.failures, self.finishing_seconds = self.clock(), 0, finishing_seconds
         if self._marked_at is None or self.succeeded_at - self._marked_at >= BEAT_SECONDS:
             self._marked_at = self.succeeded_at
@@ -83,21 +87,23 @@ class ReconcilerHeartbeat:
                 self.file.touch()
 
     def record_failure(self, error: Exception) -> None:
-        """Record a failed round: the thread runs, but may have done nothing."""
+        """Record a round that ``error`` ended: the reconciler's thread runs, but the round may have done nothing."""
         self.failures, self.error = self.failures + 1, type(error).__name__
 
     def record_jump(self, seconds: float) -> None:
-        """Record a jump of the wall clock. It is reported from then on, to explain surprising times."""
+        """Record that the wall clock has jumped by ``seconds``. All later readiness reports mention the latest jump, to explain
+        surprising times."""
         self.jump_note = f"; at {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC the wall clock had jumped by {seconds:+.0f} s"
 
     def silence_seconds(self) -> float:
-        """Seconds since the end of the last successful round, or since the start."""
+        """Return the seconds since the last successful round ended, or since the start if there was none."""
         return self.clock() - (self.started_at if self.succeeded_at is None else self.succeeded_at)
 
 
 @dataclass
 class CachedProbe(Generic[T]):
-    """A probe that is made at most once per ``PROBE_SECONDS``; concurrent callers wait for the one that makes it."""
+    """Caches the result of a probe for ``PROBE_SECONDS``. While one caller makes the probe, concurrent callers wait for its
+    result."""
 
     clock: Callable[[], float] = time.monotonic
     _probed_at: float | None = None
@@ -105,7 +111,8 @@ class CachedProbe(Generic[T]):
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def get(self, probe: Callable[[], T]) -> T:
-        """Return or raise what ``probe`` did in the latest probe. ``Refused`` and SQLAlchemy's errors are kept like results."""
+        """Return the result of the latest probe, or raise its error; call ``probe`` if the latest is older than
+        ``PROBE_SECONDS``. ``Refused`` and SQLAlchemy's errors are cached like results; other errors are raised and not cached."""
         with self._lock:
             now = self.clock()
             if self._probed_at is None or now - self._probed_at >= PROBE_SECONDS:
@@ -124,8 +131,8 @@ class CachedProbe(Generic[T]):
 
 @dataclass
 class Health:
-    """``stopping``: SIGTERM was received. ``heartbeat``: this process's reconciler's, None if it runs none. ``last_code``: the
-    last reported code."""
+    """What this process knows about its readiness. ``stopping``: its shutdown has begun. ``heartbeat``: that of the reconciler in
+    this process; None if it runs none. ``last_code``: the code that was last passed to ``is_new_code``."""
 
     stopping: bool = False
     heartbeat: ReconcilerHeartbeat | None = None
@@ -134,15 +141,15 @@ class Health:
     database: CachedProbe[None] = field(default_factory=CachedProbe)
 
     def is_new_code(self, code: str | None) -> bool:
-        """True if ``code`` differs from the last one. Probes come every few seconds, and the log must contain each change
-        once."""
+        """Return True if ``code`` differs from the code of the previous call, and remember it. None: the process is ready. Probes
+        come every few seconds, but the log must contain each change only once."""
         before, self.last_code = self.last_code, code
         return before != code
 
 
 def check(health: Health, database: Database, paths: HomePaths) -> dict[str, Component]:
-    """All components, by name. Raises ``Unready`` or another ``RatchetError`` for the first fault that makes this process
-    unready, and SQLAlchemy's errors if the database does not answer."""
+    """Return the state of all components of this process, by name, if it is ready. Raises ``Unready`` or another ``RatchetError``
+    for the first fault that makes it unready, and SQLAlchemy's errors if the database does not answer."""
     if health.stopping:
         raise Unready("the service is shutting down: it accepts no new requests", code="shutting-down")
     health.database.get(database.ping)
@@ -156,8 +163,8 @@ def check(health: Health, database: Database, paths: HomePaths) -> dict[str, Com
 
 
 def _check_schema(database: Database) -> str:
-    """Raises ``NewerSchema``, ``UnsupportedSchema``, and ``Unready`` for an older schema, restored while this process was
-    running."""
+    """Return a text with the database's schema revision, if it is the one of this version. Raises ``NewerSchema`` or
+    ``UnsupportedSchema``, and ``Unready`` for an older schema: an older database was restored while this process was running."""
     with database.read() as session:
         revision = migrate.revision_of(session.connection())
     if revision == migrate.head_revision():
@@ -173,7 +180,8 @@ def _check_schema(database: Database) -> str:
 
 
 def _check_writable(home: Path) -> str:
-    """Check the run directory by writing a file without a name. Raises ``Unready``, or ``Refused`` for a full disk."""
+    """Write to a file without a name in the run directory ``home``, and return a text with its free space. Raises ``Unready`` if
+    that fails, or ``Refused`` (``disk-full``) for a full disk."""
     try:
         with tempfile.TemporaryFile(dir=home) as file:
             file.write(b"ready")
@@ -189,8 +197,9 @@ def _check_writable(home: Path) -> str:
 
 
 def _check_reconciler(heartbeat: ReconcilerHeartbeat | None, paths: HomePaths) -> Component:
-    """Raises ``Unready`` if this process's own reconciler hangs or fails. A silent reconciler of another process is only a
-    warning: this process can still take requests."""
+    """Return the state of the reconciler of this process (``heartbeat``), or of another process if this one runs none. Raises
+    ``Unready`` if this process's reconciler hangs or fails. If another process's reconciler is silent, that is only a warning:
+    this process can still accept requests."""
     if heartbeat is not None:
         silence, failures = heartbeat.silence_seconds(), heartbeat.failures
         if failures >= FAILED_ROUNDS or (failures and silence > ROUND_SECONDS):

@@ -18,7 +18,8 @@ from typing import Any, Final, Literal, TextIO
 LogFormat = Literal["text", "json"]
 FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
 FIELDS: Final = ("job_id", "attempt", "node", "request_id", "incident")
-"""A record's fields, where they are known; a log call's ``extra`` may set them, too."""
+"""Names of a record's fields. ``log_fields``, ``add_log_fields`` and the ``extra`` of a log call set them; unknown ones are
+absent."""
 _context_fields: ContextVar[dict[str, Any]] = ContextVar("ratchet_log_about", default={})  # noqa: B039  (replaced, never changed)
 _TOKENS: Final = re.compile(r"\b(rt_[a-z0-9]{8}_)[A-Za-z0-9]+|(?i:\b(bearer )[^\s'\",;]+)")
 _URL_PASSWORD: Final = re.compile(r"(://[^\s:/@]*:)[^\s/@]+(@)")
@@ -27,7 +28,7 @@ _HIDDEN: Final = "***"
 
 @contextmanager
 def log_fields(**fields: Any) -> Iterator[None]:
-    """Add ``fields`` to records that this thread or task makes within the block."""
+    """Add ``fields`` to the log records that this thread or task makes within the block, besides those of outer blocks."""
     token = _context_fields.set({**_context_fields.get(), **fields})
     try:
         yield
@@ -36,20 +37,22 @@ def log_fields(**fields: Any) -> Iterator[None]:
 
 
 def add_log_fields(**fields: Any) -> None:
-    """Add ``fields`` to records that the rest of this task, one request, makes. None values are left out."""
+    """Add ``fields`` to the log records that this task makes from now on; a request is one task. None values are left out."""
     _context_fields.set(
         {**_context_fields.get(), **{name: value for name, value in fields.items() if value is not None}}
     )
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """Return the fields of ``record`` by name, in the order of ``FIELDS``: those of the context, and those of its log call, which
+    take precedence."""
     found = dict(_context_fields.get())
     found.update({name: getattr(record, name) for name in FIELDS if hasattr(record, name)})
     return {name: found[name] for name in FIELDS if name in found}
 
 
 class Text(logging.Formatter):
-    """Readable text; ``FIELDS`` are not printed, since the messages contain them."""
+    """Formats records as readable text, with secrets hidden. ``FIELDS`` are not printed, since the messages contain them."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -60,7 +63,8 @@ class Text(logging.Formatter):
 
 
 class Json(logging.Formatter):
-    """One JSON object per line: time (UTC, RFC 3339), level, logger, message; ``FIELDS`` where known; exception."""
+    """Formats each record as one JSON object on a line, with secrets hidden: time (UTC, RFC 3339), level, logger, message, those
+    of ``FIELDS`` that are known, and the traceback of an exception."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         super().__init__()
@@ -83,12 +87,13 @@ class Json(logging.Formatter):
 
 
 class Hide:
-    """Replace secrets in a text with ``***``."""
+    """Replaces secrets in a text with ``***``: ``secrets``, passwords in URLs, and tokens by their form."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
         self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
+        """Return ``text`` with all secrets replaced."""
         for secret in self._secrets:
             text = text.replace(secret, _HIDDEN)
         text = _URL_PASSWORD.sub(rf"\1{_HIDDEN}\2", text)
@@ -96,7 +101,9 @@ class Hide:
 
 
 def configure(level: str, log_format: LogFormat, secrets: Iterable[str] = (), stream: TextIO | None = None) -> None:
-    """Send the records of all loggers, including those of uvicorn, Alembic and ``warnings``, to ``stream``, or standard error."""
+    """Send the log records of all loggers to ``stream`` (None: standard error). This includes those of uvicorn, Alembic and
+    ``warnings``; earlier handlers are replaced. ``level``: the least level that is logged. ``secrets``: texts that are hidden,
+    besides tokens."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(Json(secrets) if log_format == "json" else Text(secrets))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -39,7 +39,8 @@ _ENDED_PHASES: Final = tuple(phase for phase in JobPhase if phase.terminal)
 _OPEN_PHASES: Final = tuple(phase for phase in JobPhase if not phase.terminal)
 _ENDED_SECONDS: Final = 60.0
 _MAX_AGE_SECONDS: Final = 2 * _ENDED_SECONDS
-"""Seconds after which a count of ended jobs is not returned any more."""
+"""Age in seconds from which a count of ended jobs is not returned any more: the scrape then counts again and waits for the
+result."""
 _REASONS: Final = frozenset(
     {
         "none",
@@ -64,6 +65,8 @@ _REASONS: Final = frozenset(
 
 
 class Instruments:
+    """The Prometheus metrics of one process, in their own registry. ``clock`` returns monotonic seconds."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         registry = self._registry = CollectorRegistry()
@@ -117,22 +120,26 @@ class Instruments:
         build.labels(RATCHET_VERSION, str(PROTOCOL_VERSION)).set(1)
 
     def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count a request. ``route`` is the template, never the path: ids must not become label values."""
+        """Count a request and its seconds until the first byte of the answer. ``route`` is the template of the path, never the
+        path itself: ids must not become label values."""
         self._requests.labels(method, route, str(status)).inc()
         self._request_seconds.labels(method, route).observe(seconds)
 
     def observe_round(self, seconds: float, failed: bool) -> None:
+        """Record the duration of a round of the reconciler, and whether an error ended it."""
         self._rounds.observe(seconds)
         if failed:
             self._failed_rounds.inc()
 
     def count_takeover(self) -> None:
+        """Count an active job without a reconciler that this process took over."""
         self._takeovers.inc()
 
     @contextmanager
     def count_report(self) -> Iterator[None]:
-        """Count the report that the block handles; it came with a token. ``stale``: its attempt was over; ``refused``: its
-        content was invalid; ``failed``: the service failed, and the agent retries."""
+        """Count the agent's report that the block handles, by its result. ``stored``: the block succeeded; ``stale``: the attempt
+        was over; ``refused``: another ``RatchetError``, for example invalid content; ``failed``: any other error of the service,
+        and the agent retries. Errors are raised again. The report must already have passed ``Gate.authenticate_agent``."""
         try:
             yield
         except RatchetError as error:
@@ -144,12 +151,13 @@ class Instruments:
         self._reports.labels("stored").inc()
 
     def count_refused_report(self) -> None:
-        """Count a report in another protocol version, which cannot be read."""
+        """Count as ``refused`` a report in another protocol version, which cannot be read."""
         self._reports.labels("refused").inc()
 
     @contextmanager
     def count_commits(self, database: Database) -> Iterator[None]:
-        """Count what is committed through ``database`` within the block."""
+        """Within the block, count what transactions through ``database`` commit: attempts that end, new checkpoints, replay
+        differences."""
         listeners = (
             ("after_flush", self._collect_rows),
             ("after_commit", self._count_committed),
@@ -164,7 +172,7 @@ class Instruments:
                 event.remove(database.session_class, name, listener)
 
     def _collect_rows(self, session: Session, _context: Any) -> None:
-        """Remember this transaction's rows that are counted once it is committed."""
+        """Remember the rows of this transaction that are counted if it is committed. SQLAlchemy calls it after each flush."""
         rows = session.info.setdefault(self, [])
         rows += [row for row in session.new if isinstance(row, Checkpoint)]
         rows += [row for row in session.new if isinstance(row, Event) and row.type == REPLAY_DIFFERENCE]
@@ -173,9 +181,11 @@ class Instruments:
                 rows.append(row)
 
     def _discard_rows(self, session: Session) -> None:
+        """Forget the remembered rows of a transaction that was rolled back."""
         session.info.pop(self, None)
 
     def _count_committed(self, session: Session) -> None:
+        """Count the remembered rows of a transaction that was committed."""
         for row in session.info.pop(self, ()):
             if isinstance(row, Attempt):
                 cause = "none" if row.cause is None else row.cause.value
@@ -191,7 +201,8 @@ class Instruments:
                         instrument.observe(seconds)
 
     def render(self, database: Database) -> bytes:
-        """The metrics in the text format. Raises SQLAlchemy's errors."""
+        """Return all metrics in Prometheus' text format, with the counts of jobs queried from ``database`` now. Raises
+        SQLAlchemy's errors."""
         with database.read() as session:
             self._count_jobs(session, database)
             self._measure_queue(session, database)
@@ -202,6 +213,9 @@ class Instruments:
         return generate_latest(self._registry)
 
     def _count_jobs(self, session: Session, database: Database) -> None:
+        """Set the number of jobs by phase. Jobs that have not ended are counted now. The count of ended jobs may be up to two
+        minutes old: if it is older than a minute, a thread counts again for the next scrape; if it is older than two, this call
+        counts."""
         age = None if self._ended_counted_at is None else self._clock() - self._ended_counted_at
         if age is None or age >= _MAX_AGE_SECONDS:
             self._count_ended(session)
@@ -213,7 +227,8 @@ class Instruments:
             self._jobs.labels(phase.value).set(number)
 
     def _count_in_background(self, database: Database) -> None:
-        """Count ended jobs on a thread: with a million jobs it takes 0.1 s, which no scrape needs to wait for."""
+        """Count ended jobs on a thread, and release the lock that the caller has acquired. With a million jobs a count takes 0.1
+        s, which no scrape needs to wait for. A failure is logged, and a later scrape starts a new count."""
         try:
             with database.read() as session:
                 self._count_ended(session)
@@ -223,10 +238,13 @@ class Instruments:
             self._count_lock.release()
 
     def _count_ended(self, session: Session) -> None:
+        """Count the ended jobs by phase, and store the result with its time."""
         now = self._clock()
         self._ended_jobs, self._ended_counted_at = _count_by_phase(session, _ENDED_PHASES), now
 
     def _measure_queue(self, session: Session, database: Database) -> None:
+        """Set, by reason to wait, the number of queued jobs and the seconds of the longest wait. A reason that is not in
+        ``_REASONS`` is counted as "other", a missing one as "none"."""
         query = sa.select(Job.reason, sa.func.count(), sa.func.min(Job.updated_at)).where(Job.phase == JobPhase.QUEUED)
         found: dict[str, tuple[int, float]] = {}
         now = database.clock.now()
@@ -243,5 +261,6 @@ class Instruments:
 
 
 def _count_by_phase(session: Session, phases: tuple[JobPhase, ...]) -> dict[JobPhase, int]:
+    """Return the number of jobs in each of ``phases``, with 0 for phases without jobs."""
     query = sa.select(Job.phase, sa.func.count()).where(Job.phase.in_(phases)).group_by(Job.phase)
     return dict.fromkeys(phases, 0) | {phase: number for phase, number in session.execute(query)}  # noqa: C416

@@ -27,8 +27,8 @@ _PARSE_LOCK: Final = threading.Lock()
 
 
 def parse(source: bytes, name: str = "<source>") -> ast.Module:
-    """Return the syntax tree. Raises ``SyntaxError`` and ``ValueError``; ``RecursionError`` and ``MemoryError`` for source that
-    is nested too deeply."""
+    """Return the syntax tree of ``source``. One call runs at a time, with the garbage collector disabled. Raises ``SyntaxError``
+    and ``ValueError``, and ``RecursionError`` or ``MemoryError`` for source that is nested too deeply."""
     with _PARSE_LOCK:
         collected = gc.isenabled()
         gc.disable()
@@ -47,8 +47,8 @@ _ADVICE: Final = "see `python -m pydoc ratchet_worker.task` for what a task need
 
 
 def check(source: bytes, task: TaskSpec, *, package: bool = False) -> FieldProblem | None:
-    """Return the first certain fault of ``task`` in its module's ``source``. ``package``: the module is an ``__init__.py``, whose
-    submodules may be attributes too."""
+    """Return the first certain fault of ``task`` that its module's ``source`` shows; None if there is none, or if the source
+    cannot be parsed here. ``package``: the module is an ``__init__.py``, whose submodules may be attributes too."""
     try:
         return _check(parse(source), task, package)
     except (SyntaxError, ValueError):  # perhaps newer syntax than this Python's; the job's interpreter has parsed it
@@ -58,6 +58,7 @@ def check(source: bytes, task: TaskSpec, *, package: bool = False) -> FieldProbl
 
 
 def _check(tree: ast.Module, task: TaskSpec, package: bool) -> FieldProblem | None:
+    """Return the first certain fault of ``task`` that the syntax tree of its module shows; None if there is none."""
     module, _, attribute = task.entrypoint.partition(":")
     first, _, rest = attribute.partition(".")
     bound = _bindings(tree.body)
@@ -76,7 +77,8 @@ def _check(tree: ast.Module, task: TaskSpec, package: bool) -> FieldProblem | No
 
 
 def _bindings(body: Sequence[ast.stmt]) -> dict[str, list[ast.AST]]:
-    """Return every name that the statements bind, with the statements that bind it; function and class bodies are not entered."""
+    """Return every name that the statements bind, each with the nodes that bind it. The bodies of functions and classes are not
+    entered."""
     out: dict[str, list[ast.AST]] = {}
     for node in _statements(body):
         for name in _bound_names(node):
@@ -85,6 +87,7 @@ def _bindings(body: Sequence[ast.stmt]) -> dict[str, list[ast.AST]]:
 
 
 def _statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """Yield the nodes of the statements, nested ones included, without those inside functions, classes and lambdas."""
     for node in body:
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
@@ -92,6 +95,7 @@ def _statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _bound_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that one node itself binds."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name
     elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -105,12 +109,13 @@ def _bound_names(node: ast.AST) -> Iterator[str]:
 
 
 def _assigned_attributes(tree: ast.AST) -> set[str]:
-    """Return every attribute that is assigned anywhere: of ``self``, of a class after its definition, or of anything else."""
+    """Return the names of all attributes that are assigned anywhere in the module: of ``self``, of a class, or of another
+    object."""
     return {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
 
 
 def _may_bind_unseen_names(tree: ast.AST, bound: Mapping[str, object]) -> bool:
-    """True if there may be names that the source does not show."""
+    """Return True if the module may have names that its source does not show. ``bound``: the names that it does show."""
     if "*" in bound or "__getattr__" in bound:
         return True
     return any(
@@ -123,6 +128,7 @@ def _may_bind_unseen_names(tree: ast.AST, bound: Mapping[str, object]) -> bool:
 
 
 def _missing_problem(module: str, name: str, bound: Mapping[str, list[ast.AST]]) -> FieldProblem:
+    """Return the problem for an entrypoint that the module does not have, with its classes and the most similar name."""
     classes = [n for n, nodes in bound.items() if any(isinstance(node, ast.ClassDef) for node in nodes)]
     held = f"its classes are {', '.join(classes[:20])}" if classes else "it defines no class"
     text = f"module {module!r} has no {name!r}{suggestion(name, classes)}; {held}"
@@ -130,8 +136,9 @@ def _missing_problem(module: str, name: str, bound: Mapping[str, list[ast.AST]])
 
 
 def _check_class(node: ast.ClassDef, task: TaskSpec, assigned: Set[str]) -> FieldProblem | None:
-    """Check that a plain class is a task. ``assigned``: names of attributes that are assigned in the module; they count as
-    present: a task's ``loss`` may be one."""
+    """Return the fault of a plain class that is no task or does not take the task's arguments; None if there is none, or if a
+    base class, decorator or ``__getattr__`` may make the difference. ``assigned``: attributes that are assigned in the module;
+    they count as present, since a task's ``loss`` may be one."""
     plain = all(isinstance(base, ast.Name) and base.id == "object" for base in node.bases)
     if node.decorator_list or node.keywords or not plain:
         return None
@@ -156,7 +163,8 @@ def _check_class(node: ast.ClassDef, task: TaskSpec, assigned: Set[str]) -> Fiel
 
 
 def _check_arguments(signature: ast.arguments, skip: int, task: TaskSpec) -> FieldProblem | None:
-    """Check the task's arguments against a signature. ``skip``: leading parameters that Python fills in (``self``)."""
+    """Return the fault of the task's arguments for a function's ``signature``; None if there is none. ``skip``: number of leading
+    parameters that Python fills in (``self``)."""
     places = signature.posonlyargs + signature.args
     if len(places) < skip or signature.posonlyargs[skip:]:
         return None
@@ -178,8 +186,10 @@ def _check_arguments(signature: ast.arguments, skip: int, task: TaskSpec) -> Fie
 
 
 def _describe_argument(name: str, required: bool) -> str:
+    """Return the parameter's name for an error text, with "(required)" if it has no default."""
     return f"{name} (required)" if required else name
 
 
 def _escape_pointer_token(name: Any) -> str:
+    """Return ``name`` as one part of a JSON pointer."""
     return str(name).replace("~", "~0").replace("/", "~1")

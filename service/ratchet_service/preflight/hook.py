@@ -30,8 +30,8 @@ _CLOUD_ADVICE: Final = (
 
 @dataclass(frozen=True)
 class Rule:
-    """``detail`` may contain ``{hook}``, ``{wrapper}``, ``{backend}``, ``{device}``, ``{ranks}``. ``refused``: it would not
-    work."""
+    """A warning, or with ``refused`` a problem, that is reported if ``applies`` returns True. ``detail`` is its text, in which
+    ``{hook}``, ``{wrapper}``, ``{backend}``, ``{device}`` and ``{ranks}`` are replaced."""
 
     code: str
     pointer: str
@@ -123,11 +123,12 @@ RULES: Final = (
 
 
 def _loses_precision(spec: JobSpec) -> bool:
-    """True if the hook returns gradients with fewer bits even where they come from one rank only."""
+    """Return True if the hook returns gradients with fewer bits even if they come from a single rank."""
     return spec.hook.wrapper is not None or spec.hook.name not in ("allreduce", "post_localSGD", "noop", "custom")
 
 
 def _all_in_one_subgroup(spec: JobSpec) -> bool:
+    """Return True if post_localSGD averages gradients within subgroups, but all ranks are in one subgroup."""
     hook, world = spec.hook, spec.world
     if not isinstance(hook, PostLocalSGDSpec) or not hook.post_local_gradient_allreduce:
         return False
@@ -138,7 +139,7 @@ _RULE_WARNINGS: Final = frozenset({("/hook", "hook-caution"), *((rule.pointer, r
 
 
 def check(spec: JobSpec, resolved: Resolved, report: Report) -> None:
-    """Report every rule and every caution of the registry that applies."""
+    """Add to ``report`` every rule of ``RULES`` and every caution of the hook's registry entry that applies to ``spec``."""
     words = {
         "hook": spec.hook.name,
         "wrapper": spec.hook.wrapper,
@@ -156,14 +157,15 @@ def check(spec: JobSpec, resolved: Resolved, report: Report) -> None:
 
 
 def recheck_for_world(spec: JobSpec, resolved: Resolved, report: Report) -> None:
-    """Repeat ``check`` for another number of ranks; the warnings for the previous number are dropped."""
+    """Repeat ``check`` for another number of ranks: the warnings of an earlier ``check`` in ``report`` are dropped, and the
+    present ones are added."""
     report.warnings = [w for w in report.warnings if (w.pointer, w.code) not in _RULE_WARNINGS]
     check(spec, resolved, report)
 
 
 def check_changed_hook(spec: JobSpec, resolved: Resolved, machine: Machine, probe: Probe) -> Report:
-    """Check a job's spec with another hook, against ``resolved``, what was decided for the job, and with the job's interpreter.
-    Other changes of the machine are not considered."""
+    """Return the warnings and problems of a job's spec with another hook. It is checked against ``resolved``, what was decided
+    for the job, and a hook of the user's own also with the job's interpreter. Other changes of the machine are not considered."""
     report = Report()
     check(spec, resolved, report)
     if (main_file := unmanaged_script.read_main_file(spec)) is not None:
@@ -174,8 +176,8 @@ def check_changed_hook(spec: JobSpec, resolved: Resolved, machine: Machine, prob
 
 
 def check_custom_hook(spec: JobSpec, machine: Machine, probe: Probe, report: Report) -> None:
-    """Check a hook of the user's own with the job's interpreter, where jobs run on this machine. Elsewhere, users' code must not
-    run on this machine."""
+    """Import a hook of the user's own with the job's interpreter, and add its faults to ``report``. If the job trains on another
+    machine, only a warning is added, since users' code must not run on this machine then. Other hooks are not checked."""
     if not isinstance(spec.hook, CustomSpec):
         return
     if machine.is_this_machine and machine.runs_jobs:
@@ -186,8 +188,8 @@ def check_custom_hook(spec: JobSpec, machine: Machine, probe: Probe, report: Rep
 
 
 def state_bytes(spec: JobSpec, machine: Machine, probe: Probe) -> int | None:
-    """Return the bytes that the hook's state will hold on each rank. Where they depend on the shapes of its parameters, the task
-    is queried for these; None: it does not return them."""
+    """Return the bytes that the hook's state will hold on each rank. If they depend on the shapes of the model's parameters, the
+    task is queried for the shapes. None: the shapes are not known."""
     if not needs_shapes(spec.hook):
         return hook_memory(spec.hook, ())
     shapes = probe.shapes() if machine.is_this_machine and machine.runs_jobs else None

@@ -32,8 +32,8 @@ _OWN_PATHS: Final = (b"sys.path", b"sys.modules", b"meta_path", b"path_hooks", b
 
 @dataclass
 class Imported:
-    """Top-level modules that are not part of the code, each with the place of an import; ``certain``: the import runs in any
-    case."""
+    """The top-level modules that a job's code imports and that are not part of the code, each with the place of an import.
+    ``certain``: the import runs in any case; ``conditional``: it is in a function or a condition."""
 
     certain: dict[str, str] = field(default_factory=dict)
     conditional: dict[str, str] = field(default_factory=dict)
@@ -42,11 +42,13 @@ class Imported:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of all these modules, sorted."""
         return tuple(sorted(self.certain | self.conditional))
 
 
 def find_job_imports(spec: JobSpec, path: Sequence[str], sandbox: Sandbox) -> Imported:
-    """Return what the code imports. ``path``: directories of the spec's own PYTHONPATH."""
+    """Return what the code imports, found by reading its source with the rights of the sandbox's user. ``path``: the directories
+    of the spec's own PYTHONPATH."""
     if spec.code is None:
         return Imported()
     code = Path(spec.code.path)
@@ -61,6 +63,9 @@ def find_job_imports(spec: JobSpec, path: Sequence[str], sandbox: Sandbox) -> Im
 
 
 def _scan(entry: Sequence[Path], roots: Sequence[Path], code: Path) -> Imported:
+    """Return what the files ``entry`` import, and the modules in the directory ``code`` that they import. ``roots``: directories
+    in which modules are searched. A file that cannot be read or parsed is left out, and at most ``_MAX_FILES`` files are read. If
+    the code changes where modules are searched, all imports count as conditional."""
     out, seen, own_paths = Imported(), dict[Path, bool](), False
     pending = [(file, True) for file in entry]
     while pending and len(seen) < _MAX_FILES:
@@ -91,10 +96,14 @@ def _scan(entry: Sequence[Path], roots: Sequence[Path], code: Path) -> Imported:
 
 
 def _is_local(name: str, roots: Sequence[Path]) -> bool:
+    """Return True if one of the directories ``roots`` has a module or package ``name``."""
     return any(exists(root / name, directory=True) or any(root.glob(f"{name}.*")) for root in roots)
 
 
 def check(spec: JobSpec, python: str, packages: Imported, missing: Sequence[str], report: Report) -> None:
+    """Add to ``report`` the packages that the code imports and the interpreter ``python`` lacks. A package that is imported in
+    any case is a problem, any other a warning. ``missing``: the modules that the interpreter did not find. A module that hides
+    Ratchet's own package is a warning."""
     pointer = "/script/0" if spec.script is not None else "/task/entrypoint"
     if packages.shadow is not None:
         file, place = packages.shadow
@@ -113,11 +122,13 @@ def check(spec: JobSpec, python: str, packages: Imported, missing: Sequence[str]
 
 
 def _missing_text(python: str, places: Mapping[str, str]) -> str:
+    """Return a text with the missing modules and the places of their imports."""
     named = ", ".join(f"{name!r} ({place})" for name, place in sorted(places.items()))
     return f"the code imports {named}, which {python} does not have"
 
 
 def _install_advice(python: str, names: Mapping[str, str]) -> str:
+    """Return a text with the command that installs the packages of the modules ``names``."""
     install = pip_install_command(python, *map(requirement, sorted(names)))
     return (
         f"Install it: {install} (if the package has the same name as its module), or name another interpreter with `python`. "

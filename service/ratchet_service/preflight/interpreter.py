@@ -21,7 +21,7 @@ from ratchet_service.user_code import snapshot
 from ratchet_service.user_code.interpreter_probe import Findings, Interpreters, find_interpreter, python_fault
 
 _MAX_SOURCE_BYTES: Final = 16 << 20
-"""Bytes of a module's source. The file that a submitter's own interpreter names may have no end."""
+"""Maximum bytes of a module's source that are read. The submitter's own interpreter names the file, which may have no end."""
 
 
 def check(
@@ -32,8 +32,9 @@ def check(
     report: Report,
     sandbox: Sandbox = NO_SANDBOX,
 ) -> tuple[str, Findings]:
-    """Return the interpreter for the ranks, and what it reports about itself and the entrypoint. ``sandbox``: the user and
-    limits for both queries."""
+    """Return the path of the interpreter for the ranks, and what it reports about itself and the task's module. Warnings and
+    problems are added to ``report``. ``code_ok``: the code can be inspected; ``sandbox``: the user and limits for inspections. If
+    the interpreter is not found, ``Findings.error`` is set. If the spec's interpreter is on the nodes only, it is not queried."""
     given = spec.python or machine.python
     path = find_interpreter(given) if Path(given).is_absolute() else None
     if path is None:
@@ -74,13 +75,14 @@ def check(
 
 
 def python_path(spec: JobSpec) -> tuple[str, ...]:
-    """Return the directories that the spec's own PYTHONPATH names; relative ones are in the ranks' copy of the code."""
+    """Return the directories in the spec's own PYTHONPATH. A relative one is taken relative to the directory of the code."""
     entries = [entry for entry in spec.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
     root = Path(spec.code.path) if spec.code is not None else None
     return tuple(str(root / entry) if root is not None else entry for entry in entries)
 
 
 def _python_not_found_text(python: str) -> str:
+    """Return the text of the problem for an interpreter that does not exist or is not absolute."""
     path = Path(python)
     if not path.is_absolute():
         found = shutil.which(python)
@@ -91,7 +93,9 @@ def _python_not_found_text(python: str) -> str:
 
 
 def _check_entrypoint(task: TaskSpec, origin: Path, sandbox: Sandbox, report: Report) -> None:
-    """Check the source file ``origin``. The interpreter, which may be the submitter's own, has reported its path."""
+    """Add to ``report`` the fault of the task's entrypoint that its source file ``origin`` shows. The interpreter, which may be
+    the submitter's own, has reported this path: so the file is read with the rights of the sandbox's user, and only if it is a
+    regular file. A file that cannot be read is not reported."""
     try:
         with as_user(sandbox.user):
             fd = os.open(origin, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -107,6 +111,7 @@ def _check_entrypoint(task: TaskSpec, origin: Path, sandbox: Sandbox, report: Re
 
 
 def _module_not_found_text(spec: JobSpec, path: Path, missing: str) -> str:
+    """Return the text of the problem for a missing module, with similar names in the code's directory."""
     if spec.code is None:
         return f"{path} has no module {missing!r}: set code.path to the directory that holds it"
     here = snapshot.names_in(spec.code.path)

@@ -15,21 +15,22 @@ from ratchet_service.preflight.report import Report
 from ratchet_service.scheduling.machine import Machine
 
 NODE_PYTHON = "python"
-"""The interpreter where the nodes' files are not this machine's: found on a node's PATH, which in an image leads to the image's
-interpreter."""
+"""The interpreter if the nodes' files are not this machine's: it is found on a node's PATH, which in an image leads to the
+image's interpreter."""
 
 
 _UNCHECKED_KEYS: Final = frozenset(
     {"name", "task", "script", "hook", "ddp", "nccl", "labels", "priority", "seed", "determinism"}
 )
-"""Keys of the spec that no launcher checks."""
+"""Keys of the spec that no launcher checks: a fault in them does not prevent the launcher's check."""
 
 
 def check(
     spec: JobSpec, launchers: Mapping[str, Launcher], report: Report, faulty_keys: frozenset[str] = frozenset()
 ) -> None:
-    """Add what the launcher refuses and warns about, as far as it depends on nothing ``faulty_keys``. If the service does not
-    have the launcher, that is the only problem."""
+    """Add to ``report`` what the spec's launcher refuses and warns about. A check that depends on one of ``faulty_keys`` is left
+    out; the launcher's own check is left out if any of them is not in ``_UNCHECKED_KEYS``. If the service does not have the
+    launcher, that is the only problem."""
     if "launcher" in faulty_keys:
         return
     launcher = launchers.get(spec.launcher.kind)
@@ -58,7 +59,8 @@ def check(
 
 
 def machine_of(spec: JobSpec, machine: Machine, launcher: Launcher | None) -> Machine:
-    """Return the machine that a job of ``launcher`` trains on. An engine provides what the spec requests."""
+    """Return the machine that a job of ``launcher`` trains on. For a launcher with slots, or None, it is ``machine``; an engine
+    provides the GPUs and cores that the spec requests."""
     if launcher is None or launcher.slots:
         return machine
     ranks = spec.world.ranks_per_node

@@ -22,16 +22,17 @@ from ratchet_store.filesystem.mount_policy import check_directory
 
 @dataclass(frozen=True)
 class Roots:
-    """None: anything; an empty tuple: nothing. ``uris`` are prefixes of ``checkpoint.uri``. ``home``: the run directory; no path
-    within or above it is allowed, except below a root that is within it."""
+    """The directories and object stores that specs may name. ``code``: directories on the service's machine; ``uris``: prefixes
+    of ``checkpoint.uri``. None: any; an empty tuple: none. ``home``: the run directory; no path within or above it is allowed,
+    except below a root that is itself within it."""
 
     home: Path = Path("/")
     code: tuple[Path, ...] | None = None
     uris: tuple[str, ...] | None = None
 
     def check(self, spec: JobSpec, report: Report, *, copied: bool = False) -> None:
-        """Report the problems ``path-not-allowed`` and ``uri-not-allowed``. ``copied``: a snapshot of the code exists already, as
-        for a fork, so ``code.path`` is not read."""
+        """Add a problem to ``report`` for each path and each URI in ``spec`` that is not allowed: ``path-not-allowed``,
+        ``uri-not-allowed``. ``copied``: a snapshot of the code exists already, as for a fork, so ``code.path`` is not checked."""
         code = None if copied else spec.code
         if code is not None and code.digest is None and (code.source == "snapshot" or spec.launcher.kind == "local"):
             self._check_path("/code/path", code.path, report, " or upload it (`ratchet submit FILE --upload`)")
@@ -49,8 +50,8 @@ class Roots:
             )
 
     def allows_path(self, real: Path) -> bool:
-        """True if ``real`` may be read. It must be free of links: from ``realpath``, or from ``/proc/self/fd`` of an open
-        file."""
+        """Return True if the file or directory ``real`` may be read. The path must contain no symbolic links: it comes from
+        ``realpath``, or from ``/proc/self/fd`` of an open file."""
         if self.code is None:
             return True
         roots = [Path(os.path.realpath(root)) for root in self.code]
@@ -61,17 +62,21 @@ class Roots:
         return bool(covering)
 
     def _check_path(self, pointer: str, text: str, report: Report, other: str = "") -> None:
+        """Add the problem ``path-not-allowed`` at ``pointer`` if the path ``text`` is not allowed, after its links are resolved.
+        ``other``: what else the user can do, appended to the text."""
         if self.code is not None and not self.allows_path(Path(os.path.realpath(text))):
             shown = _refusal_text(text, [str(root) for root in self.code], "--code-root", "directories of its machine")
             report.refuse(pointer, "path-not-allowed", shown + other)
 
 
 def _is_below(uri: str, root: str) -> bool:
+    """Return True if ``uri`` is the prefix ``root`` or is below it."""
     base = root.rstrip("/")
     return uri == base or uri.startswith(base + "/")
 
 
 def _refusal_text(value: str, roots: Sequence[str], option: str, kind: str) -> str:
+    """Return the text of a problem for ``value``; ``roots``: what is allowed; ``option``: the service's option that sets it."""
     allowed = f"only what is below {', '.join(roots)}" if roots else "none"
     return f"{value} is not allowed: of {kind} this service accepts {allowed} ({option}). Ask its administrator"
 
@@ -80,8 +85,9 @@ _POINTER = "/checkpoint"
 
 
 def check(run_directory: Path, report: Report) -> None:
-    """Report what is known about the run directory's file system; an unknown one is tested. What cannot be tested (a full disk, a
-    missing right) is left to the processes that will write there, which report it."""
+    """Add to ``report`` what the run directory's file system means for checkpoints: a refused one is a problem, a doubtful one a
+    warning. If the kind of file system is not a known one, it is tested by writing into the directory. If the test is impossible
+    (a full disk, a missing right), nothing is added: the processes that will write there report it."""
     try:
         verdict = check_directory(run_directory, known=False)
     except OSError:

@@ -49,14 +49,14 @@ def resolve(
     faulty_keys: frozenset[str] = frozenset(),
     allowed: Allowed = allow_all,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-    """Return every ``auto`` decided for ``machine``, warnings, and the problems that forbid the job (then ignore the rest). Every
-    problem that can be detected is reported, whatever else is wrong.
+    """Return every ``auto`` of ``spec`` decided for ``machine``, the warnings, and the problems that forbid the job; if there are
+    problems, ignore the other two. Every problem that can be detected is reported, whatever else is wrong.
 
-    ``launchers``: those of the service; None: ``machine`` is used, whatever the spec's launcher is.
-    ``environ`` is what the launcher's environment will be (for secrets); ``code_digest`` is left to the snapshot.
-    ``hook_seconds``: how long the import of a user's own hook may take; ``sandbox``: the user and limits for that import.
-    ``faulty_keys``: keys of the spec that have their defaults because of a fault; what depends on one is not checked.
-    ``allowed``: returns whether the snapshot may read a real path.
+    ``launchers``: those of the service; None: ``machine`` is used, whatever the spec's launcher is. ``environ``: what the
+    launcher's environment will be (for secrets); None: this process's. ``code_digest`` of the result is not set: the snapshot
+    sets it. ``hook_seconds``: time limit in seconds for the import of a user's own hook; ``sandbox``: the user and limits for
+    that import. ``faulty_keys``: keys of the spec that have their defaults because of a fault; what depends on one is not
+    checked. ``allowed``: returns whether the snapshot may read a real path.
     """
     report, environ = Report(), os.environ if environ is None else environ
     if launchers is not None:
@@ -66,6 +66,7 @@ def resolve(
         machine = launcher.machine_of(spec, machine, launchers.get(spec.launcher.kind))
 
     def are_valid(*keys: str) -> bool:
+        """Return True if none of the keys is faulty."""
         return faulty_keys.isdisjoint(keys)
 
     found_code = check_code(spec, limits, report, allowed)
@@ -114,7 +115,9 @@ def resize(
     machine: Machine,
     launchers: Mapping[str, Launcher] | None = None,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-    """Check ``spec``, a job's spec with another number of ranks; ``resolved`` and ``warnings`` are what the job has so far.
+    """Check ``spec``, a job's spec with another number of ranks, and return the new decisions, all warnings, and the problems.
+    ``resolved`` and ``warnings``: the job's decisions and warnings so far; ``machine``: that of its ranks; ``launchers`` None:
+    the launcher is not checked.
 
     Device, back end, interpreter and code stay as they are, whatever has become of the machine, the user's directory or the
     environment: a change of them would be one more difference. Threads per rank are decided again, since they are a share of the
@@ -138,11 +141,13 @@ def resize(
 
 
 def code_path(spec: JobSpec) -> list[str]:
-    """Return the directories that the ranks search first: that of the code, then the spec's own PYTHONPATH."""
+    """Return the directories that the ranks search first for modules: that of the code, then those of the spec's own
+    PYTHONPATH."""
     return [*([spec.code.path] if spec.code is not None else []), *interpreter.python_path(spec)]
 
 
 def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) -> None:
+    """Add to ``report`` the secrets whose environment variable is not set in ``environ``, or is reserved for the service."""
     kept = withheld_names(environ)
     for name, secret in spec.secrets.items():
         if secret.from_env is None:
@@ -158,7 +163,8 @@ def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) ->
 
 
 def check_code(spec: JobSpec, limits: Limits | None, report: Report, allowed: Allowed = allow_all) -> bool:
-    """Check the directory, and report what a snapshot of it leaves out. Return False if the code cannot be inspected."""
+    """Check the directory of the code, and add to ``report`` what a snapshot of it leaves out. Return False if the code cannot be
+    inspected here; unless only the nodes have it, ``report`` then has the problem."""
     if spec.code is None:
         return True
     if spec.code.source == "nodes":
@@ -179,15 +185,17 @@ def check_code(spec: JobSpec, limits: Limits | None, report: Report, allowed: Al
 
 
 def _check_code_of_nodes(path: str, report: Report) -> bool:
-    """Return False: only the nodes can see what they have there."""
+    """Add a problem to ``report`` if the path is not absolute. Return False in any case: only the nodes can inspect their
+    directory."""
     if not Path(path).is_absolute():
         report.refuse("/code/path", "relative-path", f"{path!r} must be absolute: it is a directory on the nodes")
     return False
 
 
 def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> None:
-    """Check that the script exists and can be parsed. ``version``: of the ranks' interpreter, whose syntax may be newer than what
-    this process can parse."""
+    """Add a problem to ``report`` for a script that does not exist, or cannot be read or parsed. Add what follows from a script
+    without a Session too. ``version``: that of the ranks' interpreter; if it is newer than this process's, a syntax error is not
+    reported, since the script's syntax may be newer too."""
     if spec.code is None or spec.script is None:
         return
     script = Path(spec.code.path) / spec.script[0]
@@ -212,6 +220,8 @@ def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> No
 
 
 def _syntax_fault(source: bytes, name: str) -> str | None:
+    """Return the syntax error of the source as a text with its line; None if there is none, or if the source is nested too deeply
+    to be parsed here."""
     try:
         entrypoint.parse(source, name)
     except (SyntaxError, ValueError) as error:
@@ -225,6 +235,8 @@ def _syntax_fault(source: bytes, name: str) -> str | None:
 def _device_and_backend(
     spec: JobSpec, machine: Machine, python: str, findings: Findings, report: Report
 ) -> tuple[str, str]:
+    """Return the device and the back end, with every ``auto`` decided. A combination that cannot work on ``machine`` is added to
+    ``report`` as a problem."""
     ranks, gpus = spec.world.ranks_per_node, len(machine.gpus)
     device = spec.world.device
     if device == "auto":
@@ -255,10 +267,11 @@ def _device_and_backend(
 
 
 def _threads(spec: JobSpec, machine: Machine, device: str) -> int:
-    """Return OMP_NUM_THREADS if it is set, else ``cpus_per_rank``, else an even share of the cores.
+    """Return the number of threads per rank: OMP_NUM_THREADS if the spec sets it, else ``cpus_per_rank``, else an even share of
+    the cores.
 
-    Fixed once per job: another number of threads gives other bits on the CPU. On CUDA the share is per GPU of the machine, so
-    that CPU slots are left for jobs on other GPUs.
+    The number is fixed once per job: another number of threads gives other bits on the CPU. On CUDA the share is per GPU of the
+    machine, so that CPU slots are left for jobs on other GPUs.
     """
     given = spec.env.get("OMP_NUM_THREADS")
     if given is not None:
@@ -270,6 +283,7 @@ def _threads(spec: JobSpec, machine: Machine, device: str) -> int:
 
 
 def _too_few_gpus(ranks: int, gpus: int) -> str:
+    """Return the text of the problem for more ranks than GPUs."""
     return (
         f"{pluralize(ranks, 'rank')} on CUDA, a GPU for each, and this machine has {pluralize(gpus, 'GPU')}: use at most "
         f"{pluralize(gpus, 'rank')}"
@@ -277,7 +291,7 @@ def _too_few_gpus(ranks: int, gpus: int) -> str:
 
 
 def _warn_about_world(spec: JobSpec, resolved: Resolved, machine: Machine, report: Report) -> None:
-    """Warn of what the number of ranks makes ineffective or expensive, with the codes of ``_WORLD_WARNING_CODES``."""
+    """Add warnings about what the number of ranks makes ineffective or expensive, with the codes in ``_WORLD_WARNING_CODES``."""
     need = need_of(spec, resolved)
     if is_oversubscribed(need, machine.capacity):
         text = (
@@ -295,7 +309,7 @@ def _warn_about_world(spec: JobSpec, resolved: Resolved, machine: Machine, repor
 
 
 def _warn_about_settings(spec: JobSpec, resolved: Resolved, report: Report) -> None:
-    """Warn of what else is legal but does nothing, or less than it seems to."""
+    """Add warnings about other settings that are legal but have no effect, or less effect than they seem to have."""
     if spec.nccl and resolved.backend != "nccl":
         report.warn("/nccl", "no-effect", f"NCCL settings have no effect with backend {resolved.backend}")
     if spec.policy.backoff > MAX_BACKOFF:

@@ -19,7 +19,9 @@ _MAGIC: Final = (b"PK\x03\x04", b"\x80")
 
 
 def check(spec: JobSpec, report: Report) -> None:
-    """Report the problems that can be detected without torch."""
+    """Add to ``report`` the problems with ``start_from`` that can be detected without torch. These are a missing or unreadable
+    file, a file of another format than its name indicates, and a script that cannot use it. The script's own check must come
+    before, since its warnings in ``report`` are used."""
     start = spec.start_from
     if start is None:
         return
@@ -48,6 +50,8 @@ def check(spec: JobSpec, report: Report) -> None:
 
 
 def _format_fault(path: Path, *, is_safetensors: bool) -> str | None:
+    """Return what is wrong with the format of the file ``path``, as the end of a sentence; None if nothing is. Only the header of
+    the file is read. Raises ``OSError``."""
     fd = open_regular(path)
     with os.fdopen(fd, "rb") as file:
         if is_safetensors:

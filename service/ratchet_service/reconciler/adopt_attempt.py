@@ -1,8 +1,8 @@
-"""Creates the rows of an attempt that is on the disk and not in the database: what it left is then stored as for any other
-attempt.
+"""Creates the rows of an attempt that is on the disk and not in the database. What the attempt left is then stored as for any
+other attempt.
 
-Its event ``agent-killed`` makes every reconciler, this one or the next, prove it dead before anything else; its end is counted as
-if the service had only been down. It holds no slots: whatever of it ran was ended when this reconciler started.
+Its event ``agent-killed`` makes every reconciler, this one or the next, prove the attempt dead before anything else; its end is
+counted as if the service had only been down. It holds no slots: what still ran of it was ended when this reconciler started.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ratchet_service.reconciler.attempt_watch import KILLED
 def create_adopted_attempt(
     session: Session, home: HomePaths, job: Job, spec: JobSpec, number: int, lease_columns: dict[str, Any]
 ) -> Lease:
-    """Create the rows of attempt ``number`` of a queued job, whose row is locked; the job is active then, under a lease of the
-    caller's."""
+    """Create the rows of attempt ``number`` of a queued job, whose row the caller has locked, and its events. Return the lease:
+    the job becomes active and is managed by the caller's reconciler (``lease_columns``: the lease's columns)."""
     paths, now = home.job(job.id).attempt(number), now_in(session)
     written = read_launch_file(paths)
     plan: dict[str, Any] = {"name": attempt_name(job.id, number), RECOVERED_FROM_DISK: True}

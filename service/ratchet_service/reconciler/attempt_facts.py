@@ -14,13 +14,13 @@ from ratchet_service.db.models import Attempt
 
 
 def stop_received_at(results: Sequence[AttemptResult]) -> datetime | None:
-    """Return when the first agent received a stop request, by its clock."""
+    """Return when the first agent received a stop request, by that agent's clock; None: none received one."""
     return min((at for r in results if (at := _parse_time(r.stop_at)) is not None), default=None)
 
 
 def end_began_at(results: Sequence[AttemptResult]) -> datetime | None:
     """Return the time at which the event that ended the ranks began, by the clock of its node; of several nodes, the earliest.
-    Nodes whose ranks were ended because those of another node had failed do not count."""
+    Nodes whose ranks were ended because those of another node had failed do not count. None: it is not known."""
     began = [r.began_at for r in results if r.began_at is not None and not r.secondary]
     try:
         return datetime.fromtimestamp(min(began), UTC) if began else None
@@ -29,8 +29,8 @@ def end_began_at(results: Sequence[AttemptResult]) -> datetime | None:
 
 
 def pace_until(session: Session, job_id: str, number: int, results: Sequence[AttemptResult] = ()) -> Pace | None:
-    """Return the pace that attempt ``number`` (its agents' ``results``) and earlier ones have shown. A hang of one node counts
-    for the attempt."""
+    """Return the pace that attempt ``number`` and the attempts before it have measured; None: none is known. ``results``: of the
+    attempt's agents. A hang of one node counts as a hang of the attempt."""
     own: Pace | None = None
     for result in results:
         own = merge_paces(own, result.pace)
@@ -40,7 +40,8 @@ def pace_until(session: Session, job_id: str, number: int, results: Sequence[Att
 
 
 def pace_before(session: Session, job_id: str, number: int) -> Pace | None:
-    """Return the pace that attempt ``number`` starts with: what earlier ones have shown."""
+    """Return the pace that attempt ``number`` starts with, as stored when the attempt before it ended; None: there is none, or
+    another version wrote it, and it is measured again."""
     row = session.get(Attempt, (job_id, number - 1)) if number > 1 else None
     try:
         return None if row is None or row.pace is None else Pace.model_validate(row.pace)
@@ -49,6 +50,7 @@ def pace_before(session: Session, job_id: str, number: int) -> Pace | None:
 
 
 def _parse_time(text: str | None) -> datetime | None:
+    """Parse an ISO 8601 time with a time zone; None for any other text."""
     try:
         at = None if text is None else datetime.fromisoformat(text)
     except ValueError:

@@ -1,5 +1,5 @@
-"""What is known of one attempt under a lease: what was read once (spec, times), what this process did (submitted, requested a
-stop), what the rows and the engine's status report about it."""
+"""What one reconciler knows of one attempt under its lease: what it read once (spec, times), what this process did (submitted,
+requested a stop), what the rows and the engine's status report about the attempt."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ LEFT: Final = "agent-left"
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. ``launch_deadline``: from the attempt's start, or the end of its wait in the engine's queue, until an agent holds
-    its lock; ``kill_after``: from SIGTERM to SIGKILL of an agent; ``linger``: from the last agent's result, or the first failed
-    one, until all agents must be gone; ``lost``: from one agent's death without a result until the other nodes' agents are
-    killed."""
+    """Time limits in seconds. ``launch_deadline``: from the attempt's start, or the end of its wait in the engine's queue, until
+    an agent holds its lock; ``kill_after``: from SIGTERM to SIGKILL of an agent; ``linger``: from the last agent's result, or the
+    first failed one, until all agents must be gone; ``lost``: from one agent's death without a result until the other nodes'
+    agents are killed."""
 
     launch_deadline: float = 60.0
     kill_after: float = 10.0
@@ -45,7 +45,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The desired state in the job's row; read for all watched jobs at once in every round."""
+    """The phase and the desired state in the job's row; read for all watched jobs at once in every round. ``desired_cause``,
+    ``desired_at``: why and when it was requested."""
 
     phase: JobPhase
     desired: Desired
@@ -54,14 +55,15 @@ class DesiredState:
 
     @property
     def request_id(self) -> float | None:
-        """Distinguishes this request from one that is made after it was withdrawn."""
+        """Identifies the request, by the time at which it was made (seconds since 1970): a request that is withdrawn and made
+        again gets another id. None: no time is stored."""
         return None if self.desired_at is None else self.desired_at.timestamp()
 
 
 @dataclass
 class Watch:
-    """One attempt under this process's lease. All times are of this process's monotonic clock. What began under an earlier
-    reconciler is dated back by the time that has been counted of it (``persisted_deadlines``)."""
+    """The state of one attempt under this process's lease. All times are of this process's monotonic clock. What began under an
+    earlier reconciler is dated back by the time that has been counted of it (``persisted_deadlines``)."""
 
     lease: Lease
     ref: AttemptRef
@@ -106,17 +108,20 @@ class Watch:
 
     @property
     def other_protocol(self) -> bool:
+        """True if the attempt's agents use another protocol version than this service."""
         return self.protocol != PROTOCOL_VERSION
 
     def killable_after(self, timing: Timing) -> float:
-        """Return the seconds from SIGTERM to SIGKILL. An agent that receives no stop request saves only after the SIGTERM; others
-        have had their time."""
+        """Return the seconds from SIGTERM to SIGKILL of an agent. For an agent of another protocol ``policy.stop_grace`` is
+        added: it receives no stop request, so it starts its save only after the SIGTERM. Other agents have had that time before
+        the SIGTERM."""
         return timing.kill_after + (self.limits.stop_grace if self.other_protocol else 0.0)
 
 
 def is_over(state: AttemptState) -> bool:
-    """True if all agents have written their result, or if one's result makes the others end: it failed, or had started no rank.
-    An agent that ends successfully lets those of other nodes continue, as on one node a rank lets the other ranks continue."""
+    """True if all agents have written their result, or if one agent's result makes the others end: it failed, was lost or had
+    started no rank, and this is not just a consequence of another node's end. An agent that ends successfully does not end those
+    of other nodes."""
     results = state.results
     return len(results) == len(state.nodes) or any(
         not r.secondary and (r.cause.outcome in (Outcome.FAILED, Outcome.LOST) or not r.ranks) for r in results
@@ -124,8 +129,9 @@ def is_over(state: AttemptState) -> bool:
 
 
 def restore_actions(session: Session, watch: Watch, now: float) -> None:
-    """Restore what an earlier reconciler did to this attempt; ``now``: the time assumed for it, unless ``persisted_deadlines``
-    knows more."""
+    """Read from the history which stops and kills an earlier reconciler recorded for this attempt, and set them in ``watch``.
+    ``now``: the monotonic time at which they are assumed to have happened, unless ``persisted_deadlines`` later restores
+    another."""
     query = sa.select(models.Event).where(
         models.Event.job_id == watch.lease.job_id, models.Event.attempt == watch.lease.attempt
     )
@@ -134,7 +140,8 @@ def restore_actions(session: Session, watch: Watch, now: float) -> None:
 
 
 def restore_action(watch: Watch, event: models.Event, now: float) -> None:
-    """Restore one such event. Pure: reads its attributes alone."""
+    """Set in ``watch`` what one event (``LEFT``, ``STOPPED`` or ``KILLED``) records; ``now`` as in ``restore_actions``. A SIGTERM
+    counts as perhaps not sent, so that it is sent again. Makes no query."""
     if event.type == LEFT:
         watch.left_running = True
         return
@@ -146,7 +153,8 @@ def restore_action(watch: Watch, event: models.Event, now: float) -> None:
 
 
 def read_desired_states(session: Session, leases: list[Lease]) -> dict[str, DesiredState]:
-    """Return the desired states in the rows of all watched jobs that this process still holds."""
+    """Return job id -> desired state of the jobs of ``leases``. Jobs that this process no longer holds, or that were deleted, are
+    missing in the result."""
     query = sa.select(Job.id, Job.lease_token, Job.phase, Job.desired, Job.desired_cause, Job.desired_at)
     rows = session.execute(query.where(Job.id.in_([lease.job_id for lease in leases])))
     tokens = {lease.job_id: lease.token for lease in leases}
@@ -154,7 +162,8 @@ def read_desired_states(session: Session, leases: list[Lease]) -> dict[str, Desi
 
 
 def agent_started_at(agent_file: Path, now: datetime) -> datetime:
-    """Return when the agent wrote the file: a reconciler that was down polls later than that."""
+    """Return when the agent wrote ``agent_file``, which it does at its start; at most ``now``, and ``now`` if the file cannot be
+    read. The first poll may come much later, as after a time without a reconciler."""
     try:
         return min(now, datetime.fromtimestamp(agent_file.stat().st_mtime, UTC))
     except OSError:
@@ -162,6 +171,7 @@ def agent_started_at(agent_file: Path, now: datetime) -> datetime:
 
 
 def left_running_text(watch: Watch) -> str:
+    """Return the event text for a script of another protocol that is left to run to its end."""
     return (
         f"its agent uses protocol {watch.protocol}, this service {PROTOCOL_VERSION}, so it cannot report: it is a script "
         f"without a Session, which would start from its first line, so it runs to its end, and its result is then read from "
@@ -170,6 +180,8 @@ def left_running_text(watch: Watch) -> str:
 
 
 def kill_text(cause: Cause | None, state: AttemptState, logs: str) -> str:
+    """Return the message that says why an attempt was killed. ``state``: the last poll; ``logs``: what the agents and the engine
+    printed, used only if no agent started within the launch deadline."""
     if cause is Cause.LAUNCHER_ERROR and not state.seen:
         notes = "; ".join(f"node {i}: {node.note}" for i, node in enumerate(state.nodes) if node.note)
         details = "; ".join(part for part in (notes, logs) if part)

@@ -1,8 +1,9 @@
-"""Work that takes as long as a disk does, concurrently with the reconciler's rounds: each in a thread of its own.
+"""Work that takes as long as a disk does, concurrently with the reconciler's rounds: each piece in a thread of its own.
 
-The finalisation of an attempt (``begin``) has a lease, which is renewed for as long as it takes, even while a round is blocked:
-no other reconciler takes the job over in the middle. Housekeeping (``aside``) belongs to no job: one of each kind runs at a time.
-Threads end with the process, wherever they are; the next process begins their work again.
+The finalisation of an attempt (``start_finishing``) has a lease, which is renewed for as long as the finalisation takes, even
+while a round is blocked: no other reconciler takes the job over in the middle. Housekeeping (``run_housekeeping``) belongs to no
+job: one of each kind runs at a time. The threads end with the process, wherever they are; the next process starts their work
+again.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ Start = Callable[[str, Callable[[], None]], None]
 
 
 def in_thread(name: str, work: Callable[[], None]) -> None:
-    """Start ``work`` in a thread, which has the caller's logging context."""
+    """Start ``work`` in a daemon thread of this name, with the caller's logging context, and return at once. Raises
+    ``RuntimeError`` if no thread can be started."""
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(work,), name=name, daemon=True).start()
 
 
 def in_caller(_name: str, work: Callable[[], None]) -> None:
-    """Run ``work`` in the caller's thread, for simulations: its effect is then a function of the seed."""
+    """Run ``work`` in the caller's thread and return when it is done; for simulations, which must be deterministic."""
     work()
 
 
 class Background:
-    """``wake``: called when an attempt has been finalised."""
+    """Runs finalisations and housekeeping in the background. ``wake``: called, in the background thread, when an attempt has been
+    finalised. ``start``: how a piece of work is started."""
 
     def __init__(
         self, database: Database, lease_seconds: float, wake: Callable[[], None], start: Start = in_thread
@@ -55,13 +58,14 @@ class Background:
 
     @property
     def finishing_jobs(self) -> dict[str, float]:
-        """The jobs whose attempt is being finalised, and since when; seconds, monotonic."""
+        """Id of each job whose attempt is being finalised -> since when; seconds, monotonic. A copy."""
         with self._changed:
             return {job_id: began for job_id, (_, began) in self._finishing.items()}
 
     def start_finishing(self, lease: Lease, work: Callable[[], T]) -> Future[T] | None:
-        """Finalise an attempt in the background. Return None if the maximum number is running already: call again. Raises
-        ``RuntimeError`` if no thread can be started."""
+        """Run ``work``, which finalises the attempt of ``lease``, in the background, and renew the lease meanwhile. Return the
+        future of its result, or None if the maximum number is running already: then nothing is started, and the caller calls
+        again later. Raises ``RuntimeError`` if no thread can be started."""
         with self._changed:
             if len(self._finishing) >= MAX_CONCURRENT_FINISHES:
                 return None
@@ -76,8 +80,8 @@ class Background:
         return future
 
     def ensure_lease_renewal(self) -> None:
-        """Start the renewal of the leases of attempts that are being finalised. Call it periodically: at times no thread can be
-        started."""
+        """Start the thread that renews the leases of attempts being finalised, if it is needed and not running. Called
+        periodically, since at times no thread can be started; that is only logged."""
         with self._changed:
             if not self._finishing or self._renewing:
                 return
@@ -90,6 +94,7 @@ class Background:
             log.error("leases of attempts being finalised are renewed by the rounds only: %s", error)
 
     def _run_finish(self, lease: Lease, work: Callable[[], T], future: Future[T]) -> None:
+        """Run ``work``, put its result or error into ``future`` and call ``wake``."""
         try:
             value = work()
         except Exception as error:
@@ -101,13 +106,15 @@ class Background:
         self._wake()
 
     def _mark_finished(self, lease: Lease) -> None:
+        """Remove the job from those that are being finalised: its lease is not renewed here any more."""
         with self._changed:
             self._finishing.pop(lease.job_id, None)
             self._changed.notify_all()
 
     def _renew(self) -> None:
-        """Renew the leases, the first time well before that of the caller ends, which was certainly held when the work began
-        (``leases.SAFE_FRACTION``)."""
+        """Renew the leases of attempts being finalised until there are none. The first renewal comes well before the caller's
+        lease ends, which was surely held when the work began (``leases.SAFE_FRACTION``). Errors are logged, and the next renewal
+        follows."""
         pause = self._lease_seconds * (1 - leases.SAFE_FRACTION) / 2
         while True:
             with self._changed:
@@ -124,8 +131,8 @@ class Background:
                 log.exception("leases of attempts being finalised were not renewed")
 
     def run_housekeeping(self, kind: str, work: Callable[[], None]) -> None:
-        """Run ``work``, once more after the run in progress if there is one. Errors are logged: every kind of work is run again
-        later."""
+        """Run ``work`` in the background. If work of this kind is running, it is run once more after that, and ``work`` itself is
+        not used. Errors are only logged: the caller requests every kind of work again later."""
         with self._changed:
             runs = kind in self._housekeeping
             self._housekeeping[kind] = True
@@ -140,6 +147,7 @@ class Background:
                 self._changed.notify_all()
 
     def _run_until_done(self, kind: str, work: Callable[[], None]) -> None:
+        """Run ``work``, and again as long as it was requested again meanwhile. Errors are logged."""
         while True:
             with self._changed:
                 if not self._housekeeping[kind]:
@@ -155,7 +163,7 @@ class Background:
                 log.exception("%s failed", kind)
 
     def wait(self, seconds: float) -> None:
-        """Wait until nothing is running, at most ``seconds``; the leases of running work are renewed meanwhile, and
-        afterwards."""
+        """Block until no background work is running, at most ``seconds``. The leases of running finalisations are renewed during
+        and after the wait."""
         with self._changed:
             self._changed.wait_for(lambda: not self._finishing and not self._housekeeping, seconds)

@@ -1,4 +1,5 @@
-"""Jumps of clocks that are set, known to all processes of one machine through one row per clock (``models.ClockLevel``).
+"""Jumps of clocks that can be set; all processes of one machine share what they know through one row per clock
+(``models.ClockLevel``).
 
 A wall clock is some seconds ahead of the monotonic one, and that level changes only when the clock is set. The row keeps the
 level until the machine reboots: so a process that starts right after a jump detects it, even if no process was running when it
@@ -30,8 +31,9 @@ _PLAUSIBLE_SECONDS: Final = 60.0
 
 
 class Seen(NamedTuple):
-    """``jump_seconds``: by how many seconds the clock has jumped since the row was written, forwards if positive; 0.0: there is
-    nothing to handle. ``first_observation``: there was no row of this boot, so no process can know."""
+    """Result of ``Jumps.handle``. ``row``: the clock's row. ``jump_seconds``: by how many seconds the clock has jumped since the
+    row was written, forwards if positive; 0.0: there is nothing to handle. ``first_observation``: there was no row of this boot,
+    so no process can know whether the clock has jumped."""
 
     row: ClockLevel
     jump_seconds: float
@@ -39,7 +41,8 @@ class Seen(NamedTuple):
 
 
 class Jumps:
-    """One clock, which ``wall`` reads."""
+    """Detects jumps of one clock, which ``wall`` reads. ``name``: the clock's key in the table; ``clock``: provides the monotonic
+    clock to compare with."""
 
     def __init__(self, clock: Clock, name: str, wall: Callable[[], datetime]) -> None:
         self._clock, self._name, self._wall = clock, name, wall
@@ -48,14 +51,17 @@ class Jumps:
 
     @property
     def is_paused(self) -> bool:
+        """True while nothing may be done by this clock, because it has jumped or may have jumped a short time ago."""
         return self._clock.monotonic() < self._paused_until
 
     def observed_jump(self) -> float | None:
-        """Return by how many seconds the clock has jumped, as this process has seen it; None: it has not read the row yet."""
+        """Return by how many seconds the clock has jumped since this process read or wrote the row; 0.0: it has not; None: the
+        process has not read the row yet."""
         return None if self._level is None else monotonic_deadlines.jump_seconds(self._wall_offset(), self._level)
 
     def load(self, session: Session) -> bool:
-        """Read the row when a process starts. Return False if there is something to ``handle``."""
+        """Read the clock's row, when a process starts. Return True if it exists and shows no jump; False if the caller must call
+        ``handle``."""
         row = session.get(ClockLevel, (self._clock.boot_id(), self._name))
         if row is None or monotonic_deadlines.jump_seconds(self._wall_offset(), row.level) != 0.0:
             return False
@@ -63,10 +69,10 @@ class Jumps:
         return True
 
     def handle(self, session: Session, pause_seconds: Callable[[bool], float] = lambda _: 0.0) -> Seen:
-        """Handle a jump in a transaction that writes, with the row locked: what has to be done for ``fresh`` belongs into that
-        transaction. ``pause_seconds(unknown)`` returns for how many seconds nothing may go by the clock, after a jump or
-        (``unknown``) where it is not known whether there was one; 0.0: the clock can be trusted. Call ``mark_handled`` once the
-        transaction is committed."""
+        """Detect and store a jump, with the clock's row locked in the caller's write transaction. What must be done about the
+        jump (``Seen.jump_seconds``) belongs into the same transaction; once it is committed, call ``mark_handled``. Rows of boots
+        that were not seen for 30 days are deleted. ``pause_seconds(unknown)`` returns for how many seconds nothing may be done by
+        the clock, after a jump or (``unknown``) where it is not known whether there was one; 0.0: the clock can be trusted."""
         boot, level, now = self._clock.boot_id(), self._wall_offset(), now_in(session)
         key, old = (boot, self._name), ClockLevel.seen_at < now - _FORGOTTEN
         session.execute(sa.delete(ClockLevel).where(ClockLevel.boot != boot, old))
@@ -87,14 +93,17 @@ class Jumps:
         return Seen(row, fresh, unknown)
 
     def mark_handled(self, seen: Seen) -> None:
+        """Use the level and the pause of ``seen`` from now on, after the transaction of ``handle`` was committed."""
         self._level, self._paused_until = seen.row.level, seen.row.rests_until or 0.0
 
     def _wall_offset(self) -> float:
+        """Return by how many seconds the clock is ahead of the monotonic one now."""
         return monotonic_deadlines.wall_offset(self._clock, self._wall)
 
 
 def is_plausible(session: Session, now: datetime) -> bool:
-    """True if a clock that no process knew before can be trusted: it shows about the time of the newest thing recorded, or
-    nothing is recorded. Otherwise it has jumped, or there was a long pause: which of these cannot be known."""
+    """True if a clock that no process has observed before can be trusted: it shows about the time of the newest event in the
+    database, or there is no event. Otherwise the clock has jumped, or nothing was recorded for a long time: which of these cannot
+    be known."""
     newest = session.scalar(sa.select(Event.at).order_by(Event.id.desc()).limit(1))
     return newest is None or abs((now - newest).total_seconds()) <= _PLAUSIBLE_SECONDS

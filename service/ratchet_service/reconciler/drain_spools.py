@@ -1,4 +1,5 @@
-"""Stores what a dead agent left in its ranks' spools: with the same sequence numbers, so exactly once."""
+"""Stores the reports that a dead agent left in its ranks' spools. They keep their sequence numbers, so each is stored exactly
+once."""
 
 from __future__ import annotations
 
@@ -34,9 +35,10 @@ def ingest_leftover(
     ranks_per_node: int,
     bounds: Bounds = DEFAULT_BOUNDS,
 ) -> int:
-    """Store every complete spool line that was not acknowledged; return their number. Raises ``LeaseLost``.
+    """Store every complete line of the attempt's spools that the agents' reports have not delivered, and return how many messages
+    were stored. The spool files stay. Raises ``LeaseLost``.
 
-    The ranks must be dead: a line that is still being written has no end yet and would be lost.
+    Precondition: the ranks are dead. A line that is still being written has no end yet and would be lost.
     """
     paths = job_paths.attempt(lease.attempt)
     with database.read() as session:
@@ -60,7 +62,8 @@ def ingest_leftover(
 
 
 def batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
-    """Yield the complete lines of a spool after the first ``acked``."""
+    """Yield the complete lines of a spool file after the first ``acked`` lines, as batches of at most ``BATCH`` messages. Yields
+    nothing if the file does not exist or may not be read. A line that is not a valid message becomes a note that says so."""
     with as_owner(spool):
         if not spool.is_file() or (is_foreign(spool) and not os.access(spool, os.R_OK, effective_ids=True)):
             return
@@ -74,8 +77,8 @@ def batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
 
 
 def _lines(handle: BinaryIO) -> Iterator[bytes]:
-    """Yield whole lines. Of a line that is longer than any report may be, which user code has written, yield the beginning and
-    stop."""
+    """Yield whole lines. After a line longer than any report may be, which only user code can have written, yield its beginning
+    and stop. A last line without an end is left out."""
     while line := handle.readline(_MAX_LINE_BYTES):
         whole = line.endswith(b"\n")
         if whole or len(line) == _MAX_LINE_BYTES:
@@ -85,6 +88,8 @@ def _lines(handle: BinaryIO) -> Iterator[bytes]:
 
 
 def _parse(line: bytes, rank: int, seq: int, name: str) -> RankMessage:
+    """Parse one line of a spool. For an invalid line return a note that says so, so that the line keeps its sequence number and
+    those after it are not lost. ``name``: the file's name."""
     try:
         return _MESSAGE.validate_json(line)
     except ValidationError as error:  # the line keeps its number, so the ones after it are not lost

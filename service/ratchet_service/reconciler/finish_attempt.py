@@ -1,4 +1,4 @@
-"""Ends an attempt, once no process of it is alive: what it left on the disk is stored, then the job's future is decided.
+"""Ends an attempt, once no process of it is alive: what it left on the disk is stored, then the job's next phase is decided.
 
 All facts are gathered before the one transaction that ends the attempt's row, moves the job and releases the lease. After a crash
 anywhere before it, the next reconciler gathers them again and reaches the same end. ``attempt_result`` decides what follows from
@@ -54,7 +54,9 @@ def finalise_attempt(
     evidence: Evidence,
     bounds: Bounds = DEFAULT_BOUNDS,
 ) -> Decision:
-    """End attempt ``lease.attempt``. Its processes are gone and its spools are ingested. Raises ``LeaseLost``."""
+    """End attempt ``lease.attempt`` and return the decision about its job. Precondition: its processes are gone, and its spools
+    are ingested. Adopts checkpoints whose report was lost, shortens logs and deletes spools on the disk, marks surplus
+    checkpoints for removal, and writes the end in one transaction, which also releases the lease. Raises ``LeaseLost``."""
     paths = job_paths.attempt(lease.attempt)
     base, last = _read_base(paths), _last_step(evidence, paths)
     segments, found = _unreported_checkpoints(database, job_paths, lease, base)
@@ -84,8 +86,9 @@ def finalise_attempt(
 def _unreported_checkpoints(
     database: Database, job_paths: JobPaths, lease: Lease, base: Base | None
 ) -> tuple[list[Segment], list[Manifest]]:
-    """Return the lineage, and its valid checkpoints whose report never arrived: committed on disk in the last moment before a
-    kill."""
+    """Return the attempt's lineage, and the manifests of its valid checkpoints on the disk that have no row: they were committed
+    just before a kill, so their reports never arrived. ``base``: what the attempt started from. If the checkpoints cannot be
+    read, there are no manifests; the next attempt reports the error."""
     with database.read() as session:
         job = session.get_one(Job, lease.job_id)
         segments, root = _lineage(session, job, lease.attempt, base)
@@ -100,7 +103,9 @@ def _unreported_checkpoints(
 
 
 def _lineage(session: Session, job: Job, attempt: int, base: Base | None) -> tuple[list[Segment], Base | None]:
-    """Return the lineage that ends in this attempt (or, without a base, where the job was before it), and what it began from."""
+    """Return the lineage up to this attempt, and the checkpoint from which its last segment began (None: from nothing). ``base``:
+    what this attempt started from; None: it started from nothing that is known, so the lineage is that from before the
+    attempt."""
     bases = bases_of(session, job.id)
     if base is not None:
         bases.setdefault(attempt, base)
@@ -112,6 +117,7 @@ def _lineage(session: Session, job: Job, attempt: int, base: Base | None) -> tup
 
 
 def _adopt_checkpoint(session: Session, job: Job, manifest: Manifest) -> None:
+    """Add the row and the event of a checkpoint that was found valid on the disk; nothing if it has a row."""
     if session.get(Checkpoint, (job.id, manifest.step, manifest.attempt)) is not None:
         return
     now = now_in(session)
@@ -148,6 +154,8 @@ def _end_attempt(
     facts: Facts,
     evidence: Evidence,
 ) -> Decision:
+    """Write the end of the attempt and of its nodes, add its event and apply the decision to the job, in this transaction. Return
+    the decision."""
     number, results = attempt.number, evidence.state.results
     previous = session.get(Attempt, (job.id, number - 1))
     decision, ended_at, seconds = verdict(job, attempt, limits, cause, facts, evidence, now_in(session), previous)
@@ -186,14 +194,14 @@ def _end_attempt(
 
 
 def _newest_checkpoint(session: Session, job: Job, attempt: int, base: Base | None) -> Checkpoint | None:
-    """Return the newest committed checkpoint of the lineage, from which the next attempt starts."""
+    """Return the newest committed checkpoint of the lineage, from which the next attempt starts; None: there is none."""
     segments, _ = _lineage(session, job, attempt, base)
     return next(iter(filter_lineage(segments, committed_of(session, job.id))), None)
 
 
 def _last_step(evidence: Evidence, paths: AttemptPaths) -> int:
-    """Return the last step that any rank finished: from the results, and where one is missing also from the counters, which
-    outlive the ranks."""
+    """Return the last step that any rank finished: from the agents' results, and if one is missing, also from the ranks' counter
+    files, which remain after the ranks have ended. 0: none."""
     results = evidence.state.results
     reported = max((result.last_step for result in results), default=0)
     if len(results) == len(evidence.state.nodes):
@@ -205,6 +213,7 @@ def _last_step(evidence: Evidence, paths: AttemptPaths) -> int:
 
 
 def _read_base(paths: AttemptPaths) -> Base | None:
+    """Read the attempt's base file: the checkpoint that it started from. None if there is no such file or it cannot be parsed."""
     try:
         with open_read(paths.base_file) as file:
             return Base.model_validate_json(file.read(_MAX_BASE_BYTES))

@@ -72,13 +72,16 @@ _DATABASE_ERRORS: Final = (OperationalError, InterfaceError, InternalError, Prog
 
 
 def next_poll_at(began: float, ended: float) -> float:
-    """Return when attempts may next be polled, after a poll that took from ``began`` to ``ended``; seconds, monotonic."""
+    """Return the earliest time of the next poll of all attempts, after one that ran from ``began`` to ``ended``; all in monotonic
+    seconds. After a short poll that is ``ended``; after a longer one a pause of at most ``_MAX_POLL_PAUSE`` seconds follows, so
+    that polls take at most ``_MAX_POLL_SHARE`` of a core."""
     took = ended - began
     return ended + (min(took * (1 / _MAX_POLL_SHARE - 1), _MAX_POLL_PAUSE) if took > _SHORT_POLL_SECONDS else 0.0)
 
 
 class Reconciler:
-    """Call ``run`` in a thread (or the main one) until ``stop``, and ``wake`` when something changed: it never blocks."""
+    """One reconciler of this process. ``run`` runs its rounds in the calling thread until another thread calls ``stop``.
+    ``wake``, which never blocks, starts the next round at once when something has changed."""
 
     def __init__(
         self,
@@ -94,7 +97,8 @@ class Reconciler:
         instruments: Instruments | None = None,
         start: Start = in_thread,
     ) -> None:
-        """``start``: how work that is concurrent with the rounds is started."""
+        """``launchers``: only jobs of these launchers are started and supervised. ``start``: how work that is concurrent with the
+        rounds is started."""
         self._database = database
         self._instruments = instruments or Instruments()
         self._home = home
@@ -129,16 +133,18 @@ class Reconciler:
         self.heartbeat = ReconcilerHeartbeat(home.reconciler_marker)
 
     def wake(self) -> None:
-        """Process the queue now instead of at the end of the pause."""
+        """Make the next round start now instead of at the end of the pause, and process the queue in it. Never blocks; any thread
+        may call it."""
         self._changed.set()
 
     def stop(self) -> None:
-        """Let ``run`` end after the current round."""
+        """Make ``run`` return after the current round. Does not wait for that; any thread may call it."""
         self._stopping.set()
         self._changed.set()
 
     def run(self) -> None:
-        """Run rounds until ``stop``; then release the leases. Agents are not touched. Errors are logged and survived."""
+        """Run rounds until ``stop``, and block meanwhile; then wait a few seconds for attempts that are being finalised, and
+        release the leases. Agents are not stopped. A round that raises is logged, and the next one follows after a pause."""
         while not self._stopping.is_set():
             began = time.monotonic()
             try:
@@ -157,6 +163,8 @@ class Reconciler:
         self._release_leases()
 
     def _log_error(self, error: Exception) -> None:
+        """Log an error of a round: a database error on one line (whether the disk is full, or the first line of its text), any
+        other with its traceback."""
         if not isinstance(error, SQLAlchemyError):
             log.error("a round of the reconciler failed, trying again", exc_info=error)
             return
@@ -169,7 +177,8 @@ class Reconciler:
         log.error("trying again: %s", why)
 
     def run_round(self) -> float:
-        """Run one round; return the seconds until the next one is due."""
+        """Run one round: renew leases, take over and launch jobs if that is due, poll attempts. Return the seconds until the next
+        one is due. Raises what the database raises."""
         now = self._database.clock.monotonic()
         woken = self._changed.is_set()
         self._changed.clear()
@@ -196,6 +205,8 @@ class Reconciler:
         return max(0.0, min(pause, self._next_queue_pass_at - now))
 
     def _poll_interval(self) -> float:
+        """Return the seconds until attempts should be polled next: longest without attempts, shortest while one is about to
+        end."""
         if not self._watches:
             return IDLE_INTERVAL
         now = self._database.clock.monotonic()
@@ -209,6 +220,8 @@ class Reconciler:
         return ENDING_INTERVAL if ending else ACTIVE_INTERVAL
 
     def _renew_leases(self, now: float) -> None:
+        """Renew the leases of the slots and of the watched jobs, each after a quarter of its duration, and store the attempts'
+        deadlines in the same transaction. ``now``: monotonic. A job whose lease was lost is found by the next poll."""
         if now - self._slots_renewed_at >= self._lease_seconds / 4:
             self._attempt_launcher.renew_slots()
             self._slots_renewed_at = now
@@ -226,8 +239,10 @@ class Reconciler:
             self._counts_stored_at = now
 
     def _handle_jump(self, seconds: float | None) -> None:
-        """Handle a jump of the wall clock, or a suspension of this machine. No deadline depends on it, but retry times do, and
-        the histories of running attempts record it. If the database does not answer, the next round does this."""
+        """Handle a jump of the wall clock, or a suspension of this machine. Move the ends of back-offs, record the jump in the
+        histories of running attempts, and drop the watches whose lease was lost. ``seconds``: how far the clock jumped; 0: not at
+        all; None: unknown, so that the stored state must be compared first. If the database does not answer, the next round does
+        this."""
         if seconds == 0.0:
             return
         if seconds is None:
@@ -249,6 +264,7 @@ class Reconciler:
             self.heartbeat.record_jump(jump)
 
     def _take_over(self) -> None:
+        """Take the leases of active jobs that no reconciler holds, and start to watch them."""
         with self._database.read() as session:
             # an attempt that is being finalised, but whose lease was lost, must be done first
             known = self._watches.keys() | self._background.finishing_jobs.keys()
@@ -262,6 +278,9 @@ class Reconciler:
                     self._watch_taken_over(lease, held_at)
 
     def _watch_taken_over(self, lease: Lease, held_at: float) -> None:
+        """Start to watch a job that was taken over. If its rows cannot be read, the error is recorded, and the job is taken over
+        again when its lease has expired. ``held_at``: monotonic time just before the lease was taken. Raises errors of the
+        database."""
         log.info("%s, attempt %d: taken over", lease.job_id, lease.attempt)
         self._instruments.count_takeover()
         try:
@@ -275,12 +294,16 @@ class Reconciler:
                 self._watcher.record_error(lease, error)
 
     def _launch(self) -> None:
+        """Create attempts for the queued jobs that can start, and submit them."""
         held_at = self._database.clock.monotonic()
         for launched in self._attempt_launcher.launch_ready():
             with log_fields(job_id=launched.lease.job_id, attempt=launched.lease.attempt):
                 self._watch_launched(launched, held_at)
 
     def _watch_launched(self, launched: Launched, held_at: float) -> None:
+        """Start to watch a new attempt, and submit it unless it was found on the disk. An error that concerns only this attempt
+        is recorded, so that the others are watched, too. ``held_at``: monotonic time before its lease was taken. Raises errors of
+        the database."""
         job_id, attempt, _ = launched.lease
         try:
             watch = self._watches[job_id] = self._watcher.start_watch(launched.lease, held_at)
@@ -299,6 +322,8 @@ class Reconciler:
                 self._watcher.record_error(launched.lease, error)
 
     def _poll_attempts(self) -> None:
+        """Poll every watched attempt that is not paused after an error. Attempts that are being finalised are only checked for
+        their result. Drop the watches of jobs that another reconciler has."""
         now = self._database.clock.monotonic()
         watches = {job_id: watch for job_id, watch in self._watches.items() if watch.paused_until <= now}
         for job_id, watch in list(watches.items()):
@@ -319,8 +344,9 @@ class Reconciler:
                 self._poll_attempt(job_id, watch, partial(self._watcher.poll, watch, desired_state))
 
     def _desired_states(self, watches: Mapping[str, Watch]) -> dict[str, DesiredState]:
-        """Read all desired states at once; if one of the rows is of another version, one by one, so that the others are still
-        supervised."""
+        """Read the desired states of all jobs in one query; jobs that this process no longer holds are missing in the result. If
+        a row cannot be read, since another version wrote it, the rows are read one by one, and the error is recorded for that job
+        alone."""
         try:
             with self._database.read() as session:
                 return read_desired_states(session, [w.lease for w in watches.values()])
@@ -335,6 +361,9 @@ class Reconciler:
         return found
 
     def _poll_attempt(self, job_id: str, watch: Watch, poll: Callable[[], Decision | None]) -> None:
+        """Call ``poll``, which returns the attempt's final decision or None, and handle its errors. After a decision the watch is
+        dropped, and the next round processes the queue. Errors that concern the attempt are recorded; those of the database are
+        raised."""
         try:
             decision = poll()
             if decision is None and watch.ending_since is None:  # otherwise its end may fail as before
@@ -352,19 +381,21 @@ class Reconciler:
             self._changed.set()  # its slots are free
 
     def _record_failure(self, job_id: str, watch: Watch, error: Exception) -> None:
-        """Record the error. The other attempts are polled, and this one again after a pause."""
+        """Record the error of one attempt: it is polled again after a pause, and the other attempts as usual. If the lease is
+        lost, its watch is dropped."""
         try:
             self._watcher.record_failure(watch, error)
         except _LEASE_LOST_ERRORS as lost:
             self._drop_watch(job_id, watch, lost)
 
     def _drop_watch(self, job_id: str, watch: Watch, error: Exception) -> None:
+        """Stop watching the job, since this process no longer holds it."""
         log.info("%s: no longer supervised: %s", watch.ref.name, error)
         del self._watches[job_id]
 
     def _sweep(self) -> None:
-        """End what engines run under this service's name and no active attempt knows: left by a crash between two services, or
-        started by hand."""
+        """Make every launcher end what runs under this service's name and belongs to no active attempt: left by a crash between
+        two services, or started by hand. An engine that is unreachable is skipped."""
         for kind, launcher in self._launchers.items():
             try:
                 ended = launcher.sweep(self._known_attempts)
@@ -382,8 +413,8 @@ class Reconciler:
             return {attempt_name(job_id, number) for job_id, number in rows}
 
     def _seconds_to_next_backoff_end(self) -> float:
-        """Return the seconds until a queued job's back-off ends, at most ``IDLE_INTERVAL``: other processes do not wake this
-        one."""
+        """Return the seconds until the next back-off of a queued job ends, at most ``IDLE_INTERVAL``, since other processes that
+        add jobs do not wake this one."""
         now = self._database.clock.now()
         query = sa.select(sa.func.min(Job.not_before)).where(Job.phase == JobPhase.QUEUED, Job.not_before > now)
         with self._database.read() as session:
@@ -393,6 +424,8 @@ class Reconciler:
         return min(IDLE_INTERVAL, max(0.0, (due - now).total_seconds()))
 
     def _release_leases(self) -> None:
+        """Release the leases of the watched jobs, so that another reconciler can take them over at once, and shorten that of the
+        slots. Jobs that are still being finalised keep theirs. Errors of the database are logged only: the leases will expire."""
         at_work = self._background.finishing_jobs
         held: list[Lease] = [w.lease for w in self._watches.values() if w.lease.job_id not in at_work]
         try:

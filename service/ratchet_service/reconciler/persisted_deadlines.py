@@ -1,4 +1,4 @@
-"""An attempt's deadlines, in its row: what has been counted of them, for the reconciler that takes the attempt over.
+"""Stores an attempt's deadlines in its row: how much time of each has passed, for the reconciler that takes the attempt over.
 
 They are written when the attempt is created, once the engine has accepted a SIGTERM, once a deadline that no other write stores
 is ``_WRITE_AFTER_SECONDS`` old, and with each renewal of the lease for as long as one runs. The next reconciler continues the
@@ -33,13 +33,13 @@ _WRITE_AFTER_SECONDS: Final = 1.0
 
 
 def initial_deadlines(clock: Clock) -> dict[str, Any]:
-    """Return the deadlines of an attempt that is created now."""
+    """Return the deadlines to store for an attempt that is created now: the launch deadline, of which no time has passed."""
     return {LAUNCH: Count(0.0, clock.boot_id(), clock.monotonic())._asdict()}
 
 
 def running_since(watch: Watch) -> dict[str, float]:
-    """Return the deadlines that run, each with the monotonic time since which it does. In an engine's queue the launch deadline
-    does not run."""
+    """Return name -> monotonic start of the deadlines that run now. The launch deadline runs until the first agent begins, but
+    not in an engine's queue. None runs while the attempt is being killed."""
     if watch.killing:
         return {}
     starts = watch.running_since is None and (watch.stored_reason is None or watch.stored_reason[0] != WAITING)
@@ -54,7 +54,8 @@ def running_since(watch: Watch) -> dict[str, float]:
 
 
 def to_row(watch: Watch, now: float, boot: str) -> dict[str, Any]:
-    """Return what to store in the attempt's row. ``now``: monotonic."""
+    """Return the value of the row's column ``deadlines``: the counts of all running deadlines, of the run time, and the id of a
+    stop request. ``now``: monotonic; ``boot``: id of this machine's boot."""
     since = running_since(watch)
     if watch.running_since is not None:
         since[RUN] = watch.running_since
@@ -65,7 +66,7 @@ def to_row(watch: Watch, now: float, boot: str) -> dict[str, Any]:
 
 
 def write(session: Session, watch: Watch, now: float, boot: str) -> None:
-    """Store the deadlines. The caller has locked the job's row, which has this process's lease."""
+    """Store the attempt's deadlines in its row. The caller has locked the job's row, which has this process's lease."""
     row = (Attempt.job_id == watch.lease.job_id) & (Attempt.number == watch.lease.attempt)
     values = sa.update(Attempt).where(row).values(deadlines=to_row(watch, now, boot))
     session.execute(values.execution_options(synchronize_session=False))
@@ -73,7 +74,7 @@ def write(session: Session, watch: Watch, now: float, boot: str) -> None:
 
 
 def write_many(session: Session, watches: list[Watch], now: float, boot: str) -> None:
-    """Like ``write``, for many attempts."""
+    """Like ``write``, for many attempts in one statement."""
     if not watches:
         return
     rows = [
@@ -87,7 +88,8 @@ def write_many(session: Session, watches: list[Watch], now: float, boot: str) ->
 
 
 def is_write_due(watch: Watch, now: float) -> bool:
-    """True if a deadline that the row does not have has run for a while."""
+    """True if a stop request, a result or a loss has been running as a deadline for at least ``_WRITE_AFTER_SECONDS`` and is not
+    stored in the row."""
     since = running_since(watch)
     return any(
         name in since and now - since[name] >= _WRITE_AFTER_SECONDS and watch.stored_deadlines.get(name) != since[name]
@@ -96,11 +98,13 @@ def is_write_due(watch: Watch, now: float) -> bool:
 
 
 def restore(watch: Watch, stored_deadlines: Any, clock: Clock, max_gap: float, launch_deadline: float) -> None:
-    """Continue the deadlines of a watch that was made just now. ``stored_deadlines``: from the attempt's row; ``max_gap``: as in
-    ``monotonic_deadlines.carried_seconds``."""
+    """Set in a new watch the start times of the deadlines that an earlier reconciler counted. ``stored_deadlines``: the column of
+    the attempt's row; a value that is no mapping counts as empty. ``max_gap``: as in ``monotonic_deadlines.carried_seconds``;
+    ``launch_deadline``: in seconds."""
     counts, now = stored_deadlines if isinstance(stored_deadlines, dict) else {}, watch.created_at
 
     def start_of(name: str) -> float | None:
+        """Return the monotonic start of this deadline; None: it is not stored."""
         seconds = monotonic_deadlines.carried_seconds(counts.get(name), clock, max_gap)
         return None if seconds is None else now - seconds
 
@@ -121,8 +125,8 @@ def restore(watch: Watch, stored_deadlines: Any, clock: Clock, max_gap: float, l
 
 
 def _recently_polled(count: Any, clock: Clock, launch_deadline: float) -> bool:
-    """True if a reconciler polled the attempt recently. Otherwise an engine with a queue of its own may have put it back there,
-    and taken it out again, meanwhile."""
+    """True if a reconciler of this boot stored the count within the last half of a launch deadline. Otherwise an engine with a
+    queue of its own may have put the attempt back into the queue and taken it out again meanwhile."""
     found = Count.parse(count)
     assert found is not None
     return found.boot == clock.boot_id() and clock.monotonic() - found.monotonic <= launch_deadline / 2

@@ -80,7 +80,8 @@ RECONCILE_ERROR: Final = "reconcile-error"
 
 
 def supervision_error_text(lease: Lease, error: Exception) -> str:
-    """Return why the attempt cannot be supervised, as a message for users."""
+    """Return the message for users that says why the attempt of ``lease`` cannot be supervised; the error's text is cut and
+    control characters are removed."""
     error_text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
     return sanitize_text(
         f"attempt {lease.attempt} cannot be supervised: {error_text}. It is tried again, at least every "
@@ -89,7 +90,8 @@ def supervision_error_text(lease: Lease, error: Exception) -> str:
 
 
 class Watcher:
-    """Carries out what ``decide`` returns for watched jobs. Raises ``LeaseLost`` when this process no longer holds a job."""
+    """Supervises the attempts of one process: polls them, and carries out what ``supervision_rules`` decides. Its methods raise
+    ``LeaseLost`` when this process no longer holds the job."""
 
     def __init__(
         self,
@@ -112,7 +114,9 @@ class Watcher:
         self._bounds = bounds
 
     def start_watch(self, lease: Lease, lease_held_at: float) -> Watch:
-        """Start to supervise a job: load it, and what was done to its attempt before. ``lease_held_at``: as in ``Watch``."""
+        """Return a watch for an attempt whose lease this process has just taken. It is loaded from the rows: spec, stored
+        deadlines, and the stops and kills that an earlier reconciler recorded. Nothing is sent to the engine. ``lease_held_at``:
+        as in ``Watch``. Raises ``NoResultFound`` if the job was deleted, ``ValidationError`` if its spec cannot be read."""
         clock = self._database.clock
         now = clock.monotonic()
         with self._database.read() as session:
@@ -146,18 +150,23 @@ class Watcher:
         return watch
 
     def submit(self, watch: Watch, plan: LaunchPlan) -> None:
-        """Hand the attempt to the launcher."""
+        """Submit the new attempt to its launcher. An engine that is unreachable or full raises nothing: a later poll submits the
+        attempt again. Other errors of the launcher end the attempt later (``_submit``)."""
         with suppress(EngineUnreachable):  # a later poll retries, and reports it
             self._submit(watch, plan)
 
     def _submit_again(self, watch: Watch, now: float) -> None:
-        """Submit the attempt again, from what is stored. Nothing of it exists, so its launch deadline runs from now on."""
+        """Submit an attempt of which nothing exists, with the plan that is stored for it. Its launch deadline starts again
+        now."""
         plan = self._attempt_launcher.recover_plan(watch.lease)
         watch.last_queued_at = now
         self._write_deadlines(watch, now)
         self._submit(watch, plan)
 
     def _submit(self, watch: Watch, plan: LaunchPlan) -> None:
+        """Submit ``plan`` to the engine, and record the result in the watch. If the engine is full or unreachable, the attempt is
+        submitted again after ``_RESUBMIT_SECONDS``; ``EngineUnreachable`` is raised, ``EngineFull`` is not. After a
+        ``LaunchError`` the attempt will end with that cause and message. Raises ``LeaseLost``."""
         self._ensure_lease(watch)
         watch.submitted, watch.engine_full_message = True, None
         try:
@@ -171,8 +180,9 @@ class Watcher:
             watch.forced_cause, watch.message = Cause.LAUNCHER_ERROR, error.detail
 
     def poll(self, watch: Watch, desired_state: DesiredState) -> Decision | None:
-        """Poll the attempt once. Return the decision that ended it, or None while it continues. If the engine does not answer,
-        nothing is concluded from that: a later poll gets the status."""
+        """Poll the attempt once, and carry out what follows. Return the decision that ended the attempt; None while it has not
+        ended or is being finalised. If the engine does not answer, nothing is concluded from that, and the job's row records it:
+        a later poll gets the status."""
         if watch.stored_reason_desired is not desired_state.desired:
             watch.stored_reason, watch.stored_reason_desired = None, desired_state.desired
         try:
@@ -187,6 +197,8 @@ class Watcher:
         return decision
 
     def _poll(self, watch: Watch, desired_state: DesiredState) -> Decision | None:
+        """Poll the engine, record new agents, carry out the next action and store why the attempt waits. Return as ``poll``. An
+        attempt that is proved dead and waits to be finalised is not polled. Raises ``EngineUnreachable``."""
         if watch.evidence is not None:
             self._ensure_lease(watch)
             return self._start_finishing(watch, watch.evidence)
@@ -229,7 +241,8 @@ class Watcher:
         return None
 
     def record_failure(self, watch: Watch, error: Exception) -> None:
-        """Record that ``poll`` raised ``error``: the attempt is neither polled again at once nor given up for good."""
+        """Record that ``poll`` raised ``error``: the next poll comes after a pause, which grows with each failure. If the error's
+        text differs from the one recorded last, it is stored (``record_error``). Raises ``LeaseLost``."""
         supervision_rules.record_failure(watch, self._database.clock.monotonic())
         text = supervision_error_text(watch.lease, error)
         if text != watch.supervision_error:
@@ -237,8 +250,8 @@ class Watcher:
             watch.supervision_error, watch.stored_reason = text, None
 
     def record_error(self, lease: Lease, error: Exception) -> None:
-        """Record that the attempt cannot be supervised: in the job's row, and once for each kind of error in its history. The row
-        may be what cannot be read, so nothing of it is read. Raises ``LeaseLost``."""
+        """Store in the job's row that the attempt cannot be supervised, and add an event for the first error of this type. The
+        row itself may be what cannot be read, so none of its values is read. Raises ``LeaseLost``."""
         text, kind = supervision_error_text(lease, error), type(error).__name__
         own_job = sa.update(Job).where(
             Job.id == lease.job_id, Job.attempt == lease.attempt, Job.lease_token == lease.token
@@ -256,7 +269,8 @@ class Watcher:
             add_event(session, lease.job_id, RECONCILE_ERROR, text, attempt=lease.attempt, data={"error": kind})
 
     def record_recovery(self, watch: Watch) -> None:
-        """Record that a poll of the attempt succeeded again."""
+        """Record that a poll of the attempt succeeded: reset the count of failures, and clear the supervision error in the job's
+        row if there is one."""
         watch.failures = 0
         if watch.supervision_error is None:
             return
@@ -268,8 +282,9 @@ class Watcher:
         watch.supervision_error = None
 
     def _send_sigterm(self, watch: Watch) -> None:
-        """Send the SIGTERM. Raises ``EngineUnreachable``: then it is sent again. A launcher that fails in another way would fail
-        again: the agent is killed when its time is over."""
+        """Send SIGTERM to the agents through the launcher, and store the deadline for their end. Raises ``EngineUnreachable``:
+        then a later poll sends it again. Another error of the launcher is only logged, since it would occur again: the agents are
+        killed when their time is over."""
         self._ensure_lease(watch)
         try:
             watch.launcher.stop(watch.ref, watch.killable_after(self._timing))
@@ -282,15 +297,17 @@ class Watcher:
         self._write_deadlines(watch, now)  # otherwise the next reconciler sends it again, and counts from there
 
     def _kill(self, watch: Watch, state: AttemptState, action: NextAction) -> None:
-        """Record the kill first: ``_finish`` kills, in the next round."""
+        """Record in the history that the attempt is to be killed, and with which cause. Nothing is killed here: ``_finish`` does
+        that in the next round."""
         text = action.text or kill_text(action.cause, state, watch.launcher.logs(watch.ref, LOG_TAIL))
         others = ": the other nodes' agents were killed" if action.kind is ActionKind.KILL_LOST else ""
         self._add_event(watch, KILLED, action.cause, text + others)
         supervision_rules.record_kill(watch, action, text)
 
     def _finish(self, watch: Watch, state: AttemptState, now: float) -> Decision | None:
-        """Prove the attempt dead; then store what it left, and finalise it, concurrently with the rounds. Nothing is decided
-        while any process of it is alive."""
+        """Kill what is left of the attempt and, once the launcher reports nothing alive, start to finalise it concurrently with
+        the rounds. Return None while anything is alive or the finalisation runs, otherwise the decision. Creates the marker that
+        keeps agents of this attempt from starting."""
         if watch.ending_since is None or not watch.killing:  # reports about the kill itself do not count
             watch.engine_ends = watch.engine_ends or state.ends  # later ones may be about the kill that proves it dead
         watch.ending_since = now if watch.ending_since is None else watch.ending_since
@@ -309,8 +326,9 @@ class Watcher:
         )
 
     def _start_finishing(self, watch: Watch, evidence: Evidence) -> Decision | None:
-        """Start to finalise the attempt, or keep the evidence until one more can be finalised: the engine need not be queried
-        again."""
+        """Start to finalise the attempt in the background. If too many others are being finalised, keep ``evidence`` in the
+        watch, so that a later poll starts it without querying the engine, and store that as the job's reason. Return the decision
+        if it is there already."""
         work = partial(self._finish_in_background, watch.lease, watch.ref, watch.ranks_per_node, watch.limits, evidence)
         watch.finish_future = self._background.start_finishing(watch.lease, work)
         watch.evidence = evidence if watch.finish_future is None else None
@@ -323,8 +341,9 @@ class Watcher:
     def _finish_in_background(
         self, lease: Lease, ref: AttemptRef, ranks_per_node: int, limits: Limits, evidence: Evidence
     ) -> Decision:
-        """Finalise the attempt, which takes as long as reading the bytes of a checkpoint. Raises ``LeaseLost``. Everything that
-        follows from the end is done here: the job may be launched again, under another watch, before the next poll."""
+        """Ingest the reports that the attempt left, end it in the database, and return the decision. Runs in a background thread,
+        and takes as long as reading a checkpoint. Everything that follows from the end is done here, since the job may be
+        launched again, under another watch, before the next poll. Raises ``LeaseLost``."""
         paths = self._home.job(lease.job_id)
         ingest_leftover(self._database, paths, lease, ref.nodes, ranks_per_node, self._bounds)
         decision = finalise_attempt(self._database, paths, lease, limits, evidence, self._bounds)
@@ -334,8 +353,8 @@ class Watcher:
         return decision
 
     def finish_result(self, watch: Watch) -> Decision | None:
-        """Return the decision of an attempt that is being finalised, and that is not polled meanwhile; None: not done yet. Raises
-        the error of the finalisation: the next poll starts it again."""
+        """Return the decision of an attempt that is being finalised; None if none is, or if it is not done yet. Does not wait.
+        Raises the error of a failed finalisation; the next poll starts it again."""
         if watch.finish_future is None:
             return None
         if not watch.finish_future.done():
@@ -345,7 +364,8 @@ class Watcher:
         return end.result()
 
     def _report_slow_finish(self, watch: Watch) -> None:
-        """Store that finalising the attempt takes long."""
+        """If the finalisation of the attempt has run for more than ``ROUND_SECONDS``, store that as the job's reason; otherwise
+        clear the reason that is stored."""
         now = self._database.clock.monotonic()
         slow = now - self._background.finishing_jobs.get(watch.lease.job_id, now) > ROUND_SECONDS
         text = (
@@ -356,9 +376,9 @@ class Watcher:
             self._store_wait_reason(watch, now, reason=ENDING if slow else None, message=text)
 
     def _ensure_lease(self, watch: Watch) -> None:
-        """Check the lease before an action that no transaction guards: this process may have been suspended since it saw its
-        lease. If that was too long ago, the lease is renewed first. Raises ``LeaseLost`` if another reconciler has the job by
-        now."""
+        """Check that this process still holds the job, before an action that no transaction guards: the process may have been
+        suspended. A lease that was last renewed too long ago is renewed. Raises ``LeaseLost`` if another reconciler has taken the
+        job over."""
         began = self._database.clock.monotonic()
         if leases.is_surely_held(watch.lease_held_at, began, self._lease_seconds):
             return
@@ -370,7 +390,8 @@ class Watcher:
     def _record_agents(
         self, watch: Watch, state: AttemptState, new_nodes: set[int], now: float, wall: datetime
     ) -> None:
-        """Store the agents' hosts and pids, for users and the API, and when the first agent began."""
+        """Store hosts and pids of the agents of ``new_nodes``, for users and the API. If these are the attempt's first agents,
+        store when the first of them began. ``now``: monotonic; ``wall``: wall clock."""
         started_at = min(agent_started_at(watch.ref.paths.node(node).agent_file, wall) for node in new_nodes)
         with self._database.write() as session:
             job = lock_leased_job(session, watch.lease)
@@ -388,8 +409,9 @@ class Watcher:
         watch.recorded_nodes |= new_nodes
 
     def _store_wait_reason(self, watch: Watch, now: float, *, reason: str | None = None, message: str = "") -> None:
-        """Store in the job's row why the engine does not start the attempt, or that it does not answer; written when it changes,
-        cleared when it is over."""
+        """Store reason and message in the job's row: why the engine does not start the attempt, or that it does not answer.
+        ``reason`` None clears them. Nothing is written if they have not changed, and a reason that this module does not set is
+        kept."""
         why = None if reason is None else (reason, message)
         if why == watch.stored_reason:
             return
@@ -409,8 +431,8 @@ class Watcher:
             watch.supervision_error = None  # which the row no longer has
 
     def record_jump(self, session: Session, watches: Collection[Watch], seconds: float) -> list[Watch]:
-        """Record in the histories of running attempts that the wall clock has jumped, since their times do not show that. Return
-        those that this process no longer holds."""
+        """Add an event to each attempt's history that the wall clock jumped by ``seconds``, since its times do not show that.
+        Return the watches whose lease this process no longer holds; they get no event."""
         held_leases = leases.lock_held(session, [watch.lease for watch in watches])
         text = f"the wall clock of the reconciler's machine jumped by {seconds:+.0f} s: deadlines ignore that"
         for watch in watches:
@@ -420,8 +442,9 @@ class Watcher:
         return [watch for watch in watches if watch.lease not in held_leases]
 
     def store_deadlines(self, session: Session, watches: Iterable[Watch], *, with_run_time: bool) -> None:
-        """Store what has been counted of the attempts' deadlines, for a reconciler that takes them over; with ``with_run_time``
-        also what attempts with a time limit have run. Their leases were renewed in this transaction."""
+        """Store, in ``session``, how long the deadlines of these attempts have run, for a reconciler that takes them over. With
+        ``with_run_time``, also do so for attempts with a time limit and no running deadline. The caller has renewed their leases
+        in the same transaction."""
         now = self._database.clock.monotonic()
         kept = [
             watch
@@ -432,11 +455,13 @@ class Watcher:
         persisted_deadlines.write_many(session, kept, now, self._database.clock.boot_id())
 
     def _write_deadlines(self, watch: Watch, now: float) -> None:
+        """Store the attempt's deadlines in a transaction of its own. Raises ``LeaseLost``."""
         with self._database.write() as session:
             lock_leased_job(session, watch.lease)
             persisted_deadlines.write(session, watch, now, self._database.clock.boot_id())
 
     def _add_event(self, watch: Watch, type_: str, cause: Cause | None, message: str) -> None:
+        """Log the message and add it as an event to the job's history. Raises ``LeaseLost``."""
         log.info("%s: %s: %s", watch.ref.name, type_, message)
         with self._database.write() as session:
             job = lock_leased_job(session, watch.lease)

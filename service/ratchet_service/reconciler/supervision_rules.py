@@ -1,5 +1,5 @@
-"""Decides what follows from a poll of one attempt: pure but for the ``Watch``, which is the reconciler's own memory.
-``supervise`` carries it out.
+"""Decides what follows from a poll of one attempt. These functions change nothing but the ``Watch``, the reconciler's record of
+the attempt in memory; ``supervise`` carries out what they return.
 
 No engine is queried and no row is written here, so that a simulation can use the very same rules. ``now`` is from this process's
 monotonic clock, as are the times of the ``Watch``; ``wall`` is for ``decide``.
@@ -27,6 +27,8 @@ LONGEST_PAUSE: Final = 30.0
 
 
 class ActionKind(StrEnum):
+    """What the reconciler does with an attempt after a poll."""
+
     WAIT = "wait"
     SUBMIT = "submit"  # no agent exists, and this process has submitted none
     STOP = "stop"  # SIGTERM, with ``cause``
@@ -39,7 +41,8 @@ class ActionKind(StrEnum):
 
 
 class NextAction(NamedTuple):
-    """``text``: the reason, for stops and for those kinds of kill whose reason is known without the agents' logs."""
+    """What to do with the attempt. ``cause``: the cause that the attempt's end gets. ``text``: the reason, for stops, and for
+    kills whose reason is known without the agents' logs; otherwise empty."""
 
     kind: ActionKind
     cause: Cause | None = None
@@ -51,7 +54,8 @@ _FINISH: Final = NextAction(ActionKind.FINISH)
 
 
 def record_poll(watch: Watch, now: float, timing: Timing) -> None:
-    """Record that the engine has just answered."""
+    """Record in ``watch`` that the engine has just answered a poll. After more than half a launch deadline without a poll, the
+    launch deadline starts again: the attempt may have left the engine's queue only now."""
     if now - watch.polled_at > timing.launch_deadline / 2:
         watch.last_queued_at = now  # service or engine was down: the attempt may have left the queue just now
     watch.polled_at = now
@@ -60,7 +64,8 @@ def record_poll(watch: Watch, now: float, timing: Timing) -> None:
 def next_action(
     watch: Watch, state: AttemptState, desired_state: DesiredState, now: float, wall: datetime, timing: Timing
 ) -> NextAction:
-    """Return the next action, from what the engine reports (``state``) and the desired state (``desired_state``)."""
+    """Return the next action, from what the engine reports (``state``) and the desired state. Records in ``watch`` since when a
+    stop is requested, and the cause if the attempt ends before it was submitted."""
     if desired_state.desired is Desired.RUN:
         watch.stop_requested_since = None
     elif watch.stop_requested_since is None or watch.stop_request_id != desired_state.request_id:
@@ -86,6 +91,8 @@ def next_action(
 def _next_while_alive(
     watch: Watch, state: AttemptState, desired_state: DesiredState, now: float, wall: datetime, timing: Timing
 ) -> NextAction:
+    """Return the next action for an attempt of which a part is alive or may still start. Records in ``watch`` since when it has
+    been over, or since when an agent has been lost."""
     if is_over(state):
         watch.result_seen_at = now if watch.result_seen_at is None else watch.result_seen_at
         if now - watch.result_seen_at < timing.linger:
@@ -133,6 +140,8 @@ def _next_while_alive(
 
 
 def _kill_lost(state: AttemptState) -> NextAction:
+    """Return the kill of the remaining agents after one died without a result. Its cause is the end that the engine reports for
+    the lost node, or ``UNKNOWN`` without such a report."""
     end = next((end for end in state.ends if end.node is None or end.node in state.lost), None)
     text = f"the agent of node {', '.join(map(str, state.lost))} died without a result"
     if end is None:
@@ -141,24 +150,27 @@ def _kill_lost(state: AttemptState) -> NextAction:
 
 
 def record_stop(watch: Watch, action: NextAction, now: float) -> None:
-    """Record that the SIGTERM is in the job's history: now it must be sent, however often the engine has to be called."""
+    """Record in ``watch`` that the history has the SIGTERM, with its cause: now it must be sent, and is sent again until the
+    engine accepts it."""
     watch.stopped_at, watch.forced_cause, watch.signal_unsent = now, action.cause, True
 
 
 def record_signal(watch: Watch, now: float) -> None:
-    """Record that the engine has accepted the SIGTERM: the agent's time runs from now on."""
+    """Record in ``watch`` that the engine has accepted the SIGTERM: the agent's time until it is killed runs from ``now``."""
     watch.stopped_at, watch.signal_unsent = now, False
 
 
 def record_kill(watch: Watch, action: NextAction, text: str) -> None:
-    """Record that the kill is in the job's history. ``text``: the message of the attempt's end."""
+    """Record in ``watch`` that the history has the kill. Except for ``KILL_LINGERING``, the attempt's end gets the action's cause
+    and the message ``text``."""
     watch.killing = True
     if action.kind is not ActionKind.KILL_LINGERING:
         watch.forced_cause, watch.message = action.cause, text
 
 
 def should_report_unproven(watch: Watch, now: float) -> bool:
-    """True once: when what was killed has not ended after a while."""
+    """Return True in one call only: the first one that comes more than ``_UNPROVEN_SECONDS`` after the first attempt to kill, if
+    parts of the attempt are still alive then."""
     if watch.unproven_reported or watch.ending_since is None:
         return False
     watch.unproven_reported = now - watch.ending_since > _UNPROVEN_SECONDS
@@ -166,19 +178,20 @@ def should_report_unproven(watch: Watch, now: float) -> bool:
 
 
 def record_failure(watch: Watch, now: float) -> None:
-    """Record that a poll of the attempt raised: the next one comes after a pause, and other attempts are polled meanwhile."""
+    """Record in ``watch`` that a poll of the attempt raised. The next poll of this attempt comes after a pause, which doubles
+    with each failure in a row, from ``_FIRST_PAUSE`` to ``LONGEST_PAUSE`` seconds; other attempts are polled meanwhile."""
     watch.paused_until = now + min(_FIRST_PAUSE * 2.0 ** min(watch.failures, 16), LONGEST_PAUSE)
     watch.failures += 1
 
 
 def running_seconds(watch: Watch, now: float) -> float | None:
-    """Return the seconds that the attempt has run; None: no agent of it has begun."""
+    """Return the seconds that the attempt has run since its first agent began; None: no agent of it has begun."""
     return None if watch.running_since is None else now - watch.running_since
 
 
 def collect_evidence(watch: Watch, last: AttemptState, logs: str, now: float) -> Evidence:
-    """Return the evidence of the attempt's end. ``last``: the poll after the proof of death. The first report of the engine
-    counts: one that comes after a kill, which the proof of death also is, may be about the kill itself."""
+    """Return the evidence of the attempt's end. ``last``: the poll after the attempt was proved dead. The engine's first reports
+    count: a report that comes after a kill may be about the kill itself, and proving the attempt dead is a kill, too."""
     ends = watch.engine_ends if watch.killing else watch.engine_ends or last.ends
     return Evidence(
         replace(last, ends=ends), watch.forced_cause, watch.message, watch.killing, logs, running_seconds(watch, now)

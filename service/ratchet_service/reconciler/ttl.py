@@ -1,5 +1,5 @@
-"""Housekeeping by time: jobs past their ``ttl``, deletions that a crash interrupted (of jobs, of checkpoints), code snapshots
-that no job names and no attempt of one ran.
+"""Housekeeping by time. It deletes jobs past their ``ttl``, finishes deletions (of jobs, of checkpoints) that a crash
+interrupted, and deletes code snapshots that no job names and no attempt of a job ran.
 
 A ttl goes by the database's clock, which all services share. After a jump of that clock, no process deletes anything for a while
 (``clock_jumps``). That includes a process that starts then, and also applies after a reboot of the machine if its clock shows a
@@ -40,7 +40,8 @@ round."""
 
 
 class Expiry:
-    """``run`` is called every ``interval`` seconds; several may run concurrently."""
+    """Deletes what has expired. The reconciler calls ``run`` about every ``interval`` seconds; several processes may do so
+    concurrently. ``grace``: seconds for which an unused code snapshot is kept."""
 
     interval = INTERVAL
 
@@ -54,7 +55,8 @@ class Expiry:
         self._jumps = clock_jumps.Jumps(database.clock, clock_jumps.DATABASE, self._database_now)
 
     def run(self) -> None:
-        """Run one round. A job that cannot be deleted now is retried in the next."""
+        """Run one round of all kinds of housekeeping that are due; it deletes rows and files. A job that cannot be deleted now is
+        logged, and tried again in the next round."""
         if not self._swept:
             for job_id in sweep_deleted(self._database, self._home):
                 log.info("%s: its deletion was finished", job_id)
@@ -86,11 +88,12 @@ class Expiry:
                 log.info("code snapshot %s removed: no job and no attempt uses it", digest)
 
     def _database_now(self) -> datetime:
+        """Return the time of the database's clock."""
         with self._database.read() as session:
             return leases.database_now(session)
 
     def _is_clock_trusted(self) -> bool:
-        """True if jobs may be deleted by the database's clock now."""
+        """True if jobs may be deleted by the database's clock now. Detects jumps of that clock, and stores and logs them."""
         seconds = self._jumps.observed_jump()
         if seconds is None:
             with self._database.read() as session:
@@ -100,6 +103,8 @@ class Expiry:
             with self._database.write() as session:
 
                 def pause_seconds(unknown: bool) -> float:
+                    """Return the seconds without deletions: none if it is unknown whether the clock jumped and its time is
+                    plausible."""
                     return (
                         0.0
                         if unknown and clock_jumps.is_plausible(session, leases.database_now(session))
@@ -119,6 +124,7 @@ class Expiry:
         return not self._jumps.is_paused
 
     def _expired_jobs(self, now: datetime) -> list[str]:
+        """Return the ids of jobs that ended at least their ``ttl`` before ``now``."""
         # Only by the index of jobs with a ttl: a condition on the phase would read every job that ever ended.
         query = sa.select(Job.id, Job.ended_at, Job.ttl).where(Job.ttl.is_not(None))
         with self._database.read() as session:
@@ -126,8 +132,8 @@ class Expiry:
         return [i for i, ended, ttl in rows if ended and ttl is not None and (now - ended).total_seconds() >= ttl]
 
     def _referenced_snapshots(self) -> set[str]:
-        """Return the snapshots that a job names, or that an attempt of it ran: the job's first checkpoints may come from the code
-        before a resume."""
+        """Return the digests of the code snapshots that a job names, or that an attempt of it ran: the first checkpoints of a job
+        may come from the code that it had before a resume."""
         ran = Attempt.launch["launch_file", "resolved", "code_digest"].as_string()
         with self._database.read() as session:
             keys = [Job.resolved[key].as_string() for key in ("code_digest", "start_digest")]

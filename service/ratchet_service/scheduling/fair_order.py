@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 
 class Share(NamedTuple):
-    """What an owner holds, or what one job takes."""
+    """What an owner holds, or what one job takes: numbers of GPUs, ranks and jobs."""
 
     gpus: int = 0
     ranks: int = 0
@@ -32,7 +32,8 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Limit:
-    """An owner's quota; None: no limit. ``queued`` counts jobs that have not ended, the others what attempts hold."""
+    """An owner's quota; None: no limit. ``queued`` limits the jobs that have not ended; ``jobs``, ``ranks`` and ``gpus`` limit
+    what its attempts that have not ended hold together."""
 
     queued: int | None = None
     jobs: int | None = None
@@ -40,8 +41,8 @@ class Limit:
     gpus: int | None = None
 
     def exceeded_resource(self, share: Share) -> tuple[str, int, int] | None:
-        """Return the first resource of which one job takes more than the quota has: its name, how much the job takes, the
-        limit."""
+        """Return the first resource of which one job, which takes ``share``, takes more than the whole quota: its name, how much
+        the job takes, the limit. None: the job fits into the quota if nothing else is held."""
         for name in HELD if self is not UNLIMITED else ():
             limit, wants = getattr(self, name), getattr(share, name)
             if limit is not None and wants > limit:
@@ -49,7 +50,7 @@ class Limit:
         return None
 
     def never_fits_reason(self, share: Share) -> str | None:
-        """Return why a job can never start under this quota; None: it can."""
+        """Return why a job that takes ``share`` can never start under this quota, as a message; None: it can."""
         never = self.exceeded_resource(share)
         if never is None:
             return None
@@ -63,7 +64,8 @@ _NAMES: Final = {"gpus": "GPUs", "ranks": "ranks", "jobs": "jobs"}
 
 
 class Queued(NamedTuple):
-    """A job that waits for an attempt. ``claimed_since``: since when another job is being stopped for it."""
+    """A job that waits for an attempt. ``share``: what it takes. ``claimed_since``: since when another job is being stopped for
+    it; None: none is."""
 
     job: str
     owner: str
@@ -74,20 +76,21 @@ class Queued(NamedTuple):
 
     @property
     def claim_key(self) -> float:
-        """The sort key of claims; jobs without one come last."""
+        """Sort key by ``claimed_since``: the earliest first, jobs without one last (infinity)."""
         return math.inf if self.claimed_since is None else self.claimed_since.timestamp()
 
 
 class Place(NamedTuple):
-    """``held_back_reason``: why the owner's quota holds the job back; None: it may start."""
+    """A job at its place in the order. ``held_back_reason``: why the owner's quota holds the job back; None: the quota lets it
+    start."""
 
     queued: Queued
     held_back_reason: str | None = None
 
 
 def order_queue(queue: Iterable[Queued], held: Mapping[str, Share], limit: Callable[[str], Limit]) -> list[Place]:
-    """Return every job of ``queue`` once, in order. ``held``: what attempts that have not ended hold, by owner; ``limit`` returns
-    an owner's quota."""
+    """Return every job of ``queue`` once, in the launch order. ``held``: what attempts that have not ended hold, by owner.
+    ``limit``: returns the quota of an owner."""
     lines: dict[str, list[Queued]] = defaultdict(list)
     for one in queue:
         lines[one.owner].append(one)
@@ -95,14 +98,15 @@ def order_queue(queue: Iterable[Queued], held: Mapping[str, Share], limit: Calla
 
 
 def line_key(one: Queued) -> tuple[int, float, datetime, str]:
-    """The sort key of one owner's jobs."""
+    """Sort key of the jobs of one owner: priority (high ones first), claim, age, id."""
     return (-one.priority, one.claim_key, one.created_at, one.job)
 
 
 def iter_turns(
     lines: Mapping[str, Iterator[Queued]], held: Mapping[str, Share], limit: Callable[[str], Limit]
 ) -> Iterator[Place]:
-    """Like ``order_queue``, for lines that are read only as far as the caller iterates: one per owner, sorted by ``line_key``."""
+    """Like ``order_queue``, for jobs that are read only as far as the caller iterates. ``lines``: for each owner an iterator over
+    its jobs, sorted by ``line_key``."""
     counted = defaultdict(Share, held)  # and placed jobs: decides whose turn it is
     used = defaultdict(Share, held)  # and jobs that wait for the quota: what is left of it
     heads = ((owner, next(line, None)) for owner, line in lines.items())
@@ -126,13 +130,14 @@ def iter_turns(
 
 
 def _heap_entry(head: Queued, held: Share) -> tuple[int, float, int, int, datetime, str, Queued]:
-    """Return a heap entry. No two are equal, and none sorts before its predecessor in its own line, so comparing the heads is
-    enough."""
+    """Return the heap entry of an owner's first waiting job ``head``; ``held``: what counts for the owner now. No two entries are
+    equal, and no entry sorts before its predecessor of the same owner, so that comparing the owners' first jobs is enough."""
     return (-head.priority, head.claim_key, held.gpus, held.ranks, head.created_at, head.job, head)
 
 
 def _quota_reason(share: Share, used: Share, held: Share, quota: Limit) -> str | None:
-    """Return why the quota holds the job back: the first of several limits."""
+    """Return why the quota holds a job back that takes ``share``: the first limit that it would exceed; None: it fits. ``used``:
+    what the owner's attempts hold and what earlier jobs of the pass take or reserve; ``held``: what the attempts alone hold."""
     never = quota.never_fits_reason(share)
     if never is not None:
         return never

@@ -26,7 +26,7 @@ MACHINE_FILE: Final = "machine.json"
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs by CUDA index, and cores that jobs may use.
+    """GPUs by CUDA index, and cores that jobs may use. ``cpu_slots``: the CPU slots to lend; None: as many as ``cpus``.
 
     ``is_this_machine`` False: it is the machine of another process, perhaps another container; its interpreters, secrets and
     files cannot be inspected from here, and ``torch_cuda`` is what its reconciler found. ``runs_jobs`` False: jobs run elsewhere,
@@ -43,10 +43,13 @@ class Machine:
 
     @property
     def capacity(self) -> Capacity:
+        """What the machine lends to jobs: its GPUs, and ``cpu_slots`` or else ``cpus`` CPU slots."""
         return Capacity(self.gpus, self.cpu_slots or self.cpus)
 
 
 class _MachineFile(BaseModel):
+    """The content of ``machine.json``."""
+
     gpus: tuple[int, ...]
     cpus: int
     cpu_slots: int | None
@@ -55,7 +58,8 @@ class _MachineFile(BaseModel):
 
 
 def write_machine(home: Path, machine: Machine, torch_cuda: bool) -> None:
-    """Write what this machine has, for an API in another process; by rename."""
+    """Write what this machine has to ``machine.json`` in the run directory ``home``, for an API in another process. It replaces
+    the file by rename. ``torch_cuda``: torch of this machine's interpreter can use CUDA."""
     content = _MachineFile(
         gpus=machine.gpus,
         cpus=machine.cpus,
@@ -70,7 +74,8 @@ def write_machine(home: Path, machine: Machine, torch_cuda: bool) -> None:
 
 
 def read_machine(home: Path) -> Machine | None:
-    """Return the machine of the reconciler that wrote last; None before one has run."""
+    """Read ``machine.json`` in the run directory ``home``: the machine of the reconciler that wrote it last. None if the file
+    does not exist or cannot be read."""
     try:
         found = _MachineFile.model_validate_json((home / MACHINE_FILE).read_bytes())
     except (OSError, ValidationError):
@@ -81,13 +86,15 @@ def read_machine(home: Path) -> Machine | None:
 
 
 def detect_machine(cpu_slots: int | None = None, gpus: tuple[int, ...] | None = None) -> Machine:
-    """Detect what this machine has; ``cpu_slots`` and ``gpus`` replace what is detected."""
+    """Return what this machine has. A value of ``cpu_slots`` or ``gpus`` other than None replaces what would be detected. Raises
+    ``ValueError`` as ``find_gpus`` does."""
     return Machine(find_gpus() if gpus is None else gpus, len(os.sched_getaffinity(0)), cpu_slots)
 
 
 def find_gpus() -> tuple[int, ...]:
-    """Return the indices from ``nvidia-smi``, else from ``/dev/nvidia<N>``, without those that CUDA_VISIBLE_DEVICES hides. Raises
-    ``ValueError`` if that variable names GPUs that cannot be identified."""
+    """Return the sorted GPU indices that ``nvidia-smi`` lists, or without it those of ``/dev/nvidia<N>``. If CUDA_VISIBLE_DEVICES
+    is set, only the GPUs that it names, in its order. Raises ``ValueError`` if that variable names GPUs that cannot be
+    identified."""
     listed = _query_smi("index")
     if listed is None:
         names = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
@@ -98,9 +105,10 @@ def find_gpus() -> tuple[int, ...]:
 
 
 def visible_gpus(text: str, available: Collection[int], uuids: Callable[[], Mapping[str, int]]) -> tuple[int, ...]:
-    """Return what CUDA_VISIBLE_DEVICES=``text`` leaves of ``available``, in its order. As CUDA reads it: indices, or prefixes of
-    UUIDs (``uuids``: of all GPUs), up to the first that does not exist. Raises ``ValueError`` for a value with which CUDA would
-    show no GPU at all, or a part of one, which has no index."""
+    """Return the GPUs of ``available`` that CUDA_VISIBLE_DEVICES=``text`` leaves, in the order of ``text``. The text is read as
+    CUDA reads it: indices or prefixes of UUIDs, up to the first one that does not exist. ``uuids`` returns UUID -> index of all
+    GPUs; it is called only for a text with UUIDs. Raises ``ValueError`` for a GPU that is named twice, for a UUID prefix that
+    matches not exactly one GPU, and for a part of a GPU (MIG), which has no index."""
     out: list[int] = []
     for word in (part.strip() for part in text.split(",")):
         if re.fullmatch(r"-?\d+", word):
@@ -125,11 +133,14 @@ def visible_gpus(text: str, available: Collection[int], uuids: Callable[[], Mapp
 
 
 def _uuids() -> dict[str, int]:
+    """Return UUID -> index of all GPUs, from ``nvidia-smi``; empty if it cannot be run."""
     pairs = (line.partition(",") for line in _query_smi("uuid,index") or ())
     return {uuid.strip(): int(index) for uuid, _, index in pairs if index.strip().isdigit()}
 
 
 def _query_smi(fields: str) -> list[str] | None:
+    """Return the lines that ``nvidia-smi`` prints for these comma-separated fields; None if it is missing, fails or takes longer
+    than 20 s."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

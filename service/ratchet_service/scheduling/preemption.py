@@ -23,9 +23,10 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 @dataclass(frozen=True)
 class Running:
-    """An attempt with slots. ``stopping``: it is about to return them. ``is_protected``: it must not be stopped, or not yet.
+    """An attempt that holds slots. ``holds``: how many. ``stopping``: it is about to return them. ``is_protected``: it must not
+    be stopped, or not yet.
 
-    ``unsaved_seconds``: seconds of training since the last checkpoint, lost if the stop goes wrong.
+    ``unsaved_seconds``: seconds of training since the last checkpoint, which are lost if the save during the stop fails.
     """
 
     job: str
@@ -40,7 +41,8 @@ class Running:
 
 
 class PreemptionPlanner:
-    """Slots that could become free, during the planning of one round of launches in the order of the queue."""
+    """Tracks which slots can become free, during one scheduling pass. The jobs must be passed in the order of the queue, since
+    each reserves slots."""
 
     def __init__(self, running: Iterable[Running], scope: Scope) -> None:
         self._scope = scope
@@ -53,8 +55,9 @@ class PreemptionPlanner:
         self._candidates = sorted((a for a in attempts if not a.stopping and not a.is_protected), key=_stop_order)
 
     def can_help(self, priority: int) -> bool:
-        """True if an attempt may still be stopped for a job of this priority that needs CPU slots. The owner is not compared: a
-        job that cannot be helped must be examined too, so that what it lacks is reserved for it."""
+        """True if an attempt may still be stopped for a job of this priority that needs CPU slots. The owner is not compared, so
+        the result may be True although no attempt of the job's owner can be stopped: such a job must be examined too, so that
+        what it lacks is reserved for it."""
         return (
             self._scope != "off"
             and not self._owed.cpus
@@ -63,12 +66,14 @@ class PreemptionPlanner:
         )
 
     def covers_shortfall(self, shortfall: Need) -> bool:
-        """True if attempts that are being stopped, and whose slots no job ahead gets, return as many slots as ``shortfall``."""
+        """True if the attempts that are being stopped return at least ``shortfall``; slots that a job ahead gets are not
+        counted."""
         return self._freeing.gpus >= shortfall.gpus and self._freeing.cpus >= shortfall.cpus
 
     def choose_victims(self, owner: str, priority: int, need: Need, shortfall: Need) -> Sequence[Running]:
-        """Return the attempts to stop for a job that needs ``need`` and lacks ``shortfall`` of it; none if that would be in
-        vain."""
+        """Return the attempts to stop for a job that needs ``need`` and lacks ``shortfall`` of it. Empty if the slots that are
+        becoming free are enough, or if stopping attempts would not free enough or would free slots for jobs ahead. Slots that are
+        becoming free are reserved for the job; what cannot be freed for it counts as owed, ahead of later jobs."""
         remaining = self._reserve_freeing(shortfall)
         if remaining == NOTHING:
             return ()
@@ -84,13 +89,13 @@ class PreemptionPlanner:
         return victims
 
     def _reserve_freeing(self, shortfall: Need) -> Need:
-        """Reserve slots that are becoming free for the job, and return what it still lacks."""
+        """Reserve for the job what is becoming free of its ``shortfall``, and return what it still lacks."""
         gpus, cpus = min(self._freeing.gpus, shortfall.gpus), min(self._freeing.cpus, shortfall.cpus)
         self._freeing = Need(self._freeing.gpus - gpus, self._freeing.cpus - cpus)
         return Need(shortfall.gpus - gpus, shortfall.cpus - cpus)
 
     def _stoppable(self, owner: str, priority: int) -> Iterator[Running]:
-        """Yield the attempts that may be stopped for a job of this owner and priority, the cheapest first."""
+        """Yield the attempts that may be stopped for a job of this owner and priority, in the order of ``_stop_order``."""
         for one in self._candidates:
             if one.priority >= priority:
                 return
@@ -98,8 +103,8 @@ class PreemptionPlanner:
                 yield one
 
     def _fewest_victims(self, owner: str, priority: int, shortfall: Need) -> Sequence[Running]:
-        """Choose attempts, the cheapest first, until they free enough slots; then drop those that are not needed after all, the
-        most expensive first."""
+        """Choose attempts in the order of ``_stop_order`` until they free ``shortfall``; then drop those that are not needed
+        after all, the last chosen first. Return none if all together do not free enough."""
         chosen: list[Running] = []
         for one in self._stoppable(owner, priority):
             if _covers(chosen, shortfall):
@@ -116,11 +121,12 @@ class PreemptionPlanner:
 
 
 def _stop_order(one: Running) -> tuple[int, float, float, str]:
-    """The sort key: lowest priority, least at risk, newest."""
+    """Sort key of attempts to stop: lowest priority first, then fewest unsaved seconds, then the newest."""
     return (one.priority, one.unsaved_seconds, -one.started_at.timestamp() if one.started_at else 0.0, one.job)
 
 
 def _covers(chosen: Iterable[Running], shortfall: Need) -> bool:
+    """True if the attempts ``chosen`` together hold at least ``shortfall``."""
     free = NOTHING
     for one in chosen:
         free = free.plus(one.holds)

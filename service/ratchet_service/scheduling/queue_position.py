@@ -27,21 +27,22 @@ _MIN_FIRST_ROWS: Final = 16
 
 @dataclass(frozen=True)
 class Standing:
-    """``position``: from 1; None if a back-off holds the job (``ahead`` None), or if it is too far back to be placed. ``ahead``:
-    how many jobs are ahead of it; without a position, at least that many."""
+    """Position of a job in the queue. ``position``: counted from 1; None if a back-off holds the job (then ``ahead`` is None,
+    too), or if it is too far back to be placed. ``ahead``: how many jobs are ahead of it; without a position, at least that
+    many."""
 
     position: int | None = None
     ahead: int | None = None
 
     @property
     def min_ahead(self) -> int | None:
-        """How many jobs are ahead of one without a position, as far as that is known."""
+        """How many jobs at least are ahead of a job without a position; None if it has a position or a back-off holds it."""
         return self.ahead if self.position is None else None
 
 
 def find_position(session: Session, now: datetime, job: Job, max_depth: int) -> Standing:
-    """Return the position of a queued job. It has one if no other owner has jobs of its priority, or if it is among the first
-    ``max_depth``."""
+    """Return the position of a queued job. It is exact if no other owner has jobs of the same priority, or if the job is among
+    the first ``max_depth``; otherwise only a lower bound is returned (``ahead``). A job that a back-off holds has no position."""
     if session.scalar(sa.select(Job.id).where(Job.id == job.id, queue_queries.is_due(now))) is None:
         return Standing()
     if job.reason == CREATION_FAILED:
@@ -55,11 +56,13 @@ def find_position(session: Session, now: datetime, job: Job, max_depth: int) -> 
 
 
 def queue_length(session: Session, now: datetime) -> int:
-    """Return the number of jobs in the queue."""
+    """Return the number of jobs that are queued and in no back-off."""
     return _count(session, queue_queries.is_due(now))
 
 
 def _walk_queue(session: Session, now: datetime, job_id: str, max_depth: int, ahead: int) -> Standing:
+    """Return the job's position, by reading the queue in order up to ``max_depth`` jobs. If the job is not among them, return a
+    standing without a position. ``ahead``: how many jobs are known to be ahead of it."""
     for n, row in enumerate(iter_queue(session, now, max_depth, ahead + 1), 1):
         if row.queued.job == job_id:
             return Standing(n, n - 1)
@@ -69,8 +72,9 @@ def _walk_queue(session: Session, now: datetime, job_id: str, max_depth: int, ah
 
 
 def iter_queue(session: Session, now: datetime, expected_rows: int, rows_per_owner: int | None = None) -> Iterator[Row]:
-    """Yield the whole queue, in order. How much is read at once depends on how many rows the caller will take: about
-    ``expected_rows``, and of each owner hardly more than ``rows_per_owner``."""
+    """Yield the whole queue of all launchers, in the launch order; jobs whose attempt could not be created come last.
+    ``expected_rows``: about how many rows the caller will take; ``rows_per_owner``: hardly more than that many of one owner. Both
+    determine only how many rows are read at once, not how many are yielded."""
     claims: dict[str, list[Row]] = {}
     for row in queue_queries.claiming_jobs(session, now):
         claims.setdefault(row.queued.owner, []).append(row)
@@ -78,6 +82,7 @@ def iter_queue(session: Session, now: datetime, expected_rows: int, rows_per_own
     rows = queue_queries.Lines(session, now, None)
 
     def line(owner: str, priorities: list[tuple[int, int]]) -> Iterator[Queued]:
+        """Yield the owner's jobs in order, and keep the row of each in ``read``."""
         claiming = sorted(claims.get(owner, ()), key=lambda row: line_key(row.queued))
         ids = {row.queued.job for row in claiming}
         others = (row for row in rows.for_owner(owner, priorities, first) if row.queued.job not in ids)
@@ -100,8 +105,9 @@ def iter_queue(session: Session, now: datetime, expected_rows: int, rows_per_own
 
 
 def _count_ahead(session: Session, now: datetime, job: Job) -> tuple[int, bool]:
-    """Return how many jobs are certainly ahead: those of a higher priority, and those of the same owner and priority before it;
-    and whether these are all."""
+    """Return two values. The first: how many jobs are certainly ahead, which are those of a higher priority and those of the same
+    owner and priority before it. The second: True if no other job can be ahead, since no other owner has jobs of this
+    priority."""
     higher, others = 0, False
     for owner, priorities in queue_queries.priorities_by_owner(session).items():
         higher += sum(count for priority, count in priorities if priority > job.priority)
@@ -112,7 +118,7 @@ def _count_ahead(session: Session, now: datetime, job: Job) -> tuple[int, bool]:
 
 
 def _count_ahead_in_line(session: Session, now: datetime, job: Job) -> int:
-    """Return how many jobs of the same owner and priority are ahead."""
+    """Return how many jobs of the same owner and priority are ahead of ``job``."""
     rows = (row for row in queue_queries.claiming_jobs(session, now) if row.reason != CREATION_FAILED)
     claims = [row.queued for row in rows if (row.queued.owner, row.queued.priority) == (job.owner, job.priority)]
     own = next((one for one in claims if one.job == job.id), None)
@@ -125,8 +131,9 @@ def _count_ahead_in_line(session: Session, now: datetime, job: Job) -> int:
 
 
 def _count_not_in_line(session: Session, now: datetime, condition: sa.ColumnElement[bool]) -> int:
-    """Return the number of queued jobs that a back-off holds or that come last: usually few, and each group has its own index. So
-    ``condition`` is not a search condition."""
+    """Return how many queued jobs that match ``condition`` are held by a back-off, or come last because their attempt could not
+    be created. Both groups are usually small and have their own indexes, so they are found first, and ``condition`` only selects
+    what is counted of them."""
     held = sa.and_(Job.phase == JobPhase.QUEUED, Job.not_before > now, ~queue_queries.is_due(now))
     last = sa.and_(QUEUED, Job.reason == CREATION_FAILED, queue_queries.is_due(now))
     counted = sa.select(sa.func.count(sa.case((condition, 1))))
@@ -134,4 +141,5 @@ def _count_not_in_line(session: Session, now: datetime, condition: sa.ColumnElem
 
 
 def _count(session: Session, condition: sa.ColumnElement[bool]) -> int:
+    """Return the number of jobs that match ``condition``."""
     return session.scalar(sa.select(sa.func.count()).select_from(Job).where(condition)) or 0

@@ -45,7 +45,8 @@ ALIVE_PHASES: Final = tuple(phase for phase in AttemptPhase if phase is not Atte
 
 
 class Row(NamedTuple):
-    """A queued job, and what its row says about why it waits."""
+    """A queued job, and reason and message of its row, which say why it waits (None: not stored yet). ``kind``: its launcher's
+    name; empty in a result of a query for any launcher."""
 
     queued: Queued
     kind: str
@@ -54,18 +55,19 @@ class Row(NamedTuple):
 
 
 def launcher_kind() -> sa.ColumnElement[str]:
-    """Return the expression for the launcher of a job's spec. A spec that cannot be read counts as ``local``, so that one
-    reconciler reports it."""
+    """Return the SQL expression for the launcher's name in a job's spec. A spec that cannot be read counts as ``local``, so that
+    one reconciler reports it."""
     return sa.func.coalesce(Job.spec["launcher"]["kind"].as_string(), "local")
 
 
 def launched_by(kinds: Collection[str]) -> sa.ColumnElement[bool]:
-    """Return the condition that a job has one of these launchers; other reconcilers run the other jobs."""
+    """Return the SQL condition that a job's launcher is one of ``kinds``."""
     return launcher_kind().in_(list(kinds))
 
 
 def is_due(now: datetime) -> sa.ColumnElement[bool]:
-    """Return the condition that a job is queued and not held by a back-off (``decide.MAX_BACKOFF_AHEAD``)."""
+    """Return the SQL condition that a job is queued and no back-off holds it at ``now``. A back-off that ends later than
+    ``decide.MAX_BACKOFF_AHEAD`` from ``now`` does not count: it was stored before the clock was set back."""
     over = sa.or_(Job.not_before.is_(None), Job.not_before <= now, Job.not_before > now + MAX_BACKOFF_AHEAD)
     return (Job.phase == JobPhase.QUEUED) & over
 
@@ -79,9 +81,10 @@ def startable_jobs(
     """Return the jobs that may start now, of launchers ``kinds`` (None: any): the first ``EXAMINED_PER_OWNER`` of each owner,
     unordered.
 
-    ``never_reason`` returns why a job cannot start, however many others end. The result also has the first ``EXAMINED_PER_OWNER``
-    such jobs of each owner whose rows do not say so yet, and as many jobs whose attempt could not be created: neither hides a job
-    that can start. A job for which another was stopped is always included, wherever it stands in the queue.
+    ``never_reason`` returns why a job can never start, whatever other jobs end; None: it can. In addition to the jobs above, and
+    not counted with them, the result has for each owner: up to ``EXAMINED_PER_OWNER`` jobs that can never start and whose message
+    is not that text yet, and up to ``EXAMINED_PER_OWNER`` jobs whose attempt could not be created. A job for which another is
+    being stopped is always included, wherever it is in the queue.
     """
     out = {row.queued.job: row for row in claiming_jobs(session, now, kinds)}
     lines = Lines(session, now, kinds)
@@ -104,20 +107,21 @@ def startable_jobs(
 
 
 def jobs_by_id(session: Session, now: datetime, kinds: Collection[str] | None, ids: Sequence[str]) -> list[Row]:
-    """Return those of the jobs ``ids`` that may start now, of launchers ``kinds``, unordered."""
+    """Return those of the jobs ``ids`` that are queued and in no back-off, of launchers ``kinds`` (None: any), unordered."""
     query = _select_rows(now, kinds)
     portions = (ids[at : at + _MAX_IDS_PER_STATEMENT] for at in range(0, len(ids), _MAX_IDS_PER_STATEMENT))
     return [_parse_row(row) for portion in portions for row in session.execute(query.where(Job.id.in_(portion)))]
 
 
 def claiming_jobs(session: Session, now: datetime, kinds: Collection[str] | None = None) -> list[Row]:
-    """Return the jobs for which another job was stopped, unordered."""
+    """Return the queued jobs, in no back-off, for which another job was stopped (``preempting_since`` is set), of launchers
+    ``kinds`` (None: any), unordered."""
     ids = session.scalars(sa.select(Job.id).where(Job.preempting_since.is_not(None))).all()
     return jobs_by_id(session, now, kinds, ids)
 
 
 def creation_failed_jobs(session: Session, now: datetime) -> list[Row]:
-    """Return the jobs whose attempt could not be created, unordered."""
+    """Return the queued jobs, in no back-off, whose attempt could not be created when it was last tried, unordered."""
     return jobs_by_id(
         session, now, None, session.scalars(sa.select(Job.id).where(QUEUED, Job.reason == CREATION_FAILED)).all()
     )
@@ -126,8 +130,8 @@ def creation_failed_jobs(session: Session, now: datetime) -> list[Row]:
 def ids_without_reason(
     session: Session, now: datetime, kinds: Collection[str], known_reasons: Collection[str]
 ) -> list[str]:
-    """Return the ids of jobs of launchers ``kinds`` that may start now and have none of the reasons ``known_reasons``: at most
-    ``MAX_REASONS_PER_PASS``."""
+    """Return the ids of jobs of launchers ``kinds`` that are queued, in no back-off, and whose reason is none of
+    ``known_reasons``; at most ``MAX_REASONS_PER_PASS``, unordered. Jobs without a reason are included."""
     reasons = session.scalars(sa.select(Job.reason).where(QUEUED).group_by(Job.reason)).all()
     out: list[str] = []
     for reason in (reason for reason in reasons if reason not in known_reasons):
@@ -140,8 +144,9 @@ def ids_without_reason(
 def store_waiting_reason(
     session: Session, ids: Sequence[str], kinds: Collection[str], *, reason: str, message: str
 ) -> None:
-    """Store why jobs wait, in the rows of those ``ids`` that still wait and have one of the launchers ``kinds``. Like progress,
-    this does not change the rows' versions."""
+    """Store reason and message in the rows of those jobs of ``ids`` that are still queued, in no back-off, and have one of the
+    launchers ``kinds``. A row that says that the attempt could not be created keeps that reason. Like progress, this does not
+    change the rows' versions."""
     still = is_due(now_in(session)) & launched_by(kinds) & (sa.func.coalesce(Job.reason, "") != CREATION_FAILED)
     for at in range(0, len(ids), _MAX_IDS_PER_STATEMENT):
         told = (
@@ -153,8 +158,8 @@ def store_waiting_reason(
 
 
 def priorities_by_owner(session: Session) -> dict[str, list[tuple[int, int]]]:
-    """Return the priorities of each owner's queued jobs, high ones first, with the number of jobs, including those in a
-    back-off."""
+    """Return for each owner a list of (priority, number of its queued jobs of that priority), high priorities first. Jobs in a
+    back-off are counted, too."""
     counts = sa.select(Job.owner, Job.priority, sa.func.count()).where(Job.phase == JobPhase.QUEUED)
     out: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for owner, priority, count in session.execute(counts.group_by(Job.owner, Job.priority)):
@@ -163,7 +168,8 @@ def priorities_by_owner(session: Session) -> dict[str, list[tuple[int, int]]]:
 
 
 class Lines:
-    """Jobs that may start now, of launchers ``kinds`` (None: any), owner by owner. The statements are built once."""
+    """Reads the jobs that may start now, of launchers ``kinds`` (None: any), one owner after another. The statements are built
+    once."""
 
     def __init__(self, session: Session, now: datetime, kinds: Collection[str] | None) -> None:
         self._session = session
@@ -177,8 +183,8 @@ class Lines:
         self._priority_range_query = query.where(Job.priority.between(low, high))
 
     def for_owner(self, owner: str, priorities: list[tuple[int, int]], first: int) -> Iterator[Row]:
-        """Yield the owner's jobs by priority, then age, read only as far as the caller iterates: ``first`` rows, then more and
-        more. ``priorities``: as ``priorities_by_owner`` returns them."""
+        """Yield the owner's jobs by priority (high ones first), then age (oldest first). They are read only as far as the caller
+        iterates: about ``first`` rows, then more and more. ``priorities``: the owner's value in ``priorities_by_owner``."""
         for low, high in _priority_blocks(priorities, first):
             if low != high:  # about as many jobs as requested
                 yield from map(
@@ -197,8 +203,8 @@ class Lines:
 
 
 def _priority_blocks(priorities: list[tuple[int, int]], block_size: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of priorities, high ones first, with about ``block_size`` jobs in each: one query for many priorities with few
-    jobs."""
+    """Yield ranges of priorities (lowest, highest), high ones first, each with at most ``block_size`` jobs or a single priority:
+    many priorities with few jobs are read by one query. ``priorities``: (priority, number of jobs), high ones first."""
     high, jobs = None, 0
     for i, (priority, count) in enumerate(priorities):
         high, jobs = priority if high is None else high, jobs + count
@@ -209,8 +215,8 @@ def _priority_blocks(priorities: list[tuple[int, int]], block_size: int) -> Iter
 
 
 def _select_rows(now: datetime, kinds: Collection[str] | None) -> sa.Select[Any]:
-    """Select the columns that ``_parse_row`` needs, of queued jobs that no back-off holds; ``kind`` only if ``kinds`` is
-    specified."""
+    """Return the query for the columns that ``_parse_row`` reads, of jobs that are queued and in no back-off, of launchers
+    ``kinds``. If ``kinds`` is None, jobs of all launchers are selected and the column ``kind`` is empty."""
     kind = sa.literal("") if kinds is None else launcher_kind()
     columns: list[Any] = [
         Job.id, Job.owner, Job.priority, Job.created_at, Job.preempting_since, Job.reason, Job.message,
@@ -221,19 +227,20 @@ def _select_rows(now: datetime, kinds: Collection[str] | None) -> sa.Select[Any]
 
 
 def _parse_row(row: Any) -> Row:
+    """Convert a row of the query ``_select_rows``."""
     takes = _share_of(row.world, row.device)
     queued = Queued(row.id, row.owner, row.priority, row.created_at, takes, row.preempting_since)
     return Row(queued, row.kind, row.reason, row.message)
 
 
 def _share_columns() -> tuple[sa.ColumnElement[str], sa.ColumnElement[str]]:
-    """The world as JSON text: equal texts are parsed once."""
+    """Return two columns: the spec's ``world`` as JSON text (equal texts are parsed once), and the resolved device."""
     return Job.spec["world"].as_string().label("world"), Job.resolved["device"].as_string().label("device")
 
 
 def job_share(world: Any, device: str | None) -> Share:
-    """Return what a job takes, by its spec's ``world``. One that cannot be read takes nothing: its launch reports what is wrong
-    with it."""
+    """Return the GPUs, ranks and jobs (1) that a job takes, from its spec's ``world`` and its resolved device. A ``world`` that
+    cannot be read takes nothing: the job's launch reports what is wrong with it."""
     try:
         ranks = int(world["nodes"]) * int(world["ranks_per_node"])
     except (TypeError, KeyError, ValueError):
@@ -243,6 +250,7 @@ def job_share(world: Any, device: str | None) -> Share:
 
 @lru_cache(maxsize=4096)
 def _share_of(world: str | None, device: str | None) -> Share:
+    """Like ``job_share``, for ``world`` as JSON text; cached. A text that is not JSON takes nothing."""
     try:
         return job_share(json.loads(world or "null"), device)
     except ValueError:
@@ -250,7 +258,7 @@ def _share_of(world: str | None, device: str | None) -> Share:
 
 
 def held_by_owner(session: Session) -> dict[str, Share]:
-    """Return what attempts that have not ended hold, on any launcher, by owner."""
+    """Return for each owner what its attempts that have not ended hold, on any launcher."""
     query = (
         sa.select(Job.owner, *_share_columns())
         .join(Attempt, Attempt.job_id == Job.id)
@@ -263,8 +271,8 @@ def held_by_owner(session: Session) -> dict[str, Share]:
 
 
 def active_grants(session: Session) -> list[Grant]:
-    """Return the slots of attempts that have not ended, including those whose agent has reported its end: it may still be
-    alive."""
+    """Return the slots of all attempts that have not ended. This includes attempts whose agent has reported its end: the agent
+    may still be alive."""
     query = sa.select(AttemptNode.gpus, AttemptNode.cpu_slots, AttemptNode.job_id).join(
         Attempt, (Attempt.job_id == AttemptNode.job_id) & (Attempt.number == AttemptNode.attempt)
     )
@@ -273,9 +281,9 @@ def active_grants(session: Session) -> list[Grant]:
 
 
 def running_attempts(session: Session, min_run_seconds: float) -> list[Running]:
-    """Return the attempts with slots. An attempt is spared if its spec says so, if nothing saves its state (a script without a
-    Session), if the next preemption would end the job, or if it was stopped for another job before and has not trained for
-    ``min_run_seconds`` seconds since."""
+    """Return the attempts that hold slots. An attempt is protected from preemption if its spec says so, if nothing saves its
+    state (a script without a Session), if the job's number of preemptions has reached ``policy.max_preemptions``, or if the
+    attempt before it was stopped for another job and this one has not trained for ``min_run_seconds`` seconds yet."""
     before = aliased(Attempt)
     query = (
         sa.select(

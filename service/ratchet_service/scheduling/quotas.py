@@ -33,7 +33,8 @@ NOT_ENDED: Final = tuple(phase for phase in JobPhase if not phase.terminal)
 
 
 def limits(session: Session) -> Callable[[str], Limit]:
-    """Return the current limits of every owner, as a function."""
+    """Read all quotas, and return a function from an owner to its limits. An owner without a quota of its own has that of
+    ``EVERYBODY``, or no limit."""
     rows = {q.owner: Limit(q.queued, q.jobs, q.ranks, q.gpus) for q in session.scalars(sa.select(Quota))}
     rest = rows.get(EVERYBODY, UNLIMITED)
     return lambda owner: rows.get(owner, rest)
@@ -48,8 +49,9 @@ def count_queued(session: Session, owner: str) -> int:
 def admit(
     session: Session, owner: str, spec: JobSpec, resolved: Resolved, *, pointer: str = "", is_new: bool = True
 ) -> None:
-    """Check the quota for one more job of ``owner``, or for another spec of a job that is counted already (``is_new`` False).
-    ``pointer``: where the spec is in the request body.
+    """Check the owner's quota for one more job, or, with ``is_new`` False, for another spec of a job that is counted already.
+    Writes nothing. If ``is_new`` and the owner has a limit ``queued``, its lock is held until the transaction ends. ``pointer``:
+    JSON pointer of the spec in the request body.
 
     Raises ``Conflict`` (``quota-exceeded``) if the owner has as many jobs as it may, ``SpecError`` if the job could never start
     because it alone takes more than the quota.
@@ -71,6 +73,8 @@ def admit(
 
 
 def _check_queued(session: Session, owner: str, limit: Limit) -> None:
+    """Raise ``Conflict`` if the owner has as many jobs that have not ended as ``limit.queued`` allows. Holds the owner's lock
+    until the transaction ends, unless there is no such limit."""
     if limit.queued is None:
         return
     lock_until_commit(session, owner)
@@ -84,7 +88,8 @@ def _check_queued(session: Session, owner: str, limit: Limit) -> None:
 
 
 def lock_until_commit(session: Session, name: str) -> None:
-    """Hold a lock for ``name`` until the transaction ends."""
+    """Hold a lock on ``name`` until the transaction ends; blocks while another transaction holds it. On SQLite there is nothing
+    to lock, since write transactions run one after another."""
     if session.get_bind().dialect.name != "sqlite":  # SQLite runs write transactions one after another
         key = int.from_bytes(zlib.crc32(name.encode()).to_bytes(4), signed=True)
         session.execute(

@@ -40,8 +40,8 @@ QUOTA: Final = "quota"
 
 @dataclass(frozen=True)
 class Preemption:
-    """Whose jobs are stopped for those of higher priority; ``min_run_seconds``: seconds that a job stopped for that reason trains
-    before it may be stopped for it again."""
+    """Settings of preemption. ``scope``: whose jobs may be stopped for a job of higher priority. ``min_run_seconds``: after a job
+    was stopped for that reason, the seconds that it must train before it may be stopped for it again."""
 
     scope: Scope = "owner"
     min_run_seconds: float = 60.0
@@ -49,7 +49,7 @@ class Preemption:
 
 @dataclass(frozen=True)
 class Turn:
-    """A job that starts now. In a ``LaunchPass`` its row is locked."""
+    """A job that starts now, with its validated spec and the slots that it gets. In a ``LaunchPass`` the job's row is locked."""
 
     job: Job
     spec: JobSpec
@@ -59,13 +59,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of a dry run. ``starts``: the jobs to start, with their newest attempt, as far as the dry run can determine them,
-    and the slots of each.
+    """Result of a dry run; false if there is nothing to do.
 
-    ``examined``: all jobs up to the last one for which there is something to do, and those that count for their owners as if
-    they came before it. Jobs that a quota holds back are left out if all such jobs of their owner already have that reason: they
-    do not affect the order of the others. ``no_slot_jobs``: jobs that get the reason that no slot is left; if there are any, the
-    jobs that reserve slots are in ``examined``, too.
+    ``starts``: the jobs to start, as far as the dry run can determine them: (job id, number of its newest attempt) -> the slots
+    that it gets. ``examined``: ids of all jobs up to the last one for which there is something to do, in order, and of the jobs
+    that count for their owners as if they came before it. Jobs that a quota holds back are left out if all such jobs of their
+    owner already have that reason: they do not affect the order of the others. ``no_slot_jobs``: ids of the jobs that get the
+    reason that no slot is left; if there are any, the jobs that reserve slots are in ``examined``, too.
     """
 
     starts: Mapping[tuple[str, int], Grant]
@@ -77,9 +77,12 @@ class Plan:
 
 
 class SchedulingPass:
-    """Base class of scheduling passes. ``slots``: the launchers, and whether Ratchet manages their slots."""
+    """Base class of scheduling passes: goes through the queue in order and determines which jobs start. Subclasses define where
+    the jobs are read from, and whether a result is stored or only noted."""
 
     def __init__(self, session: Session, slots: Mapping[str, bool], capacity: Capacity, preemption: Preemption) -> None:
+        """Read the slots and the running attempts from the database. ``slots``: the launchers of this reconciler, by name; True:
+        Ratchet manages their slots."""
         self._session = session
         self._slots = slots
         self._capacity = capacity
@@ -92,11 +95,15 @@ class SchedulingPass:
         self._reasons_stored = 0
 
     def reserve(self, turn: Turn) -> None:
-        """Reserve what the job was granted: it is not started now, but will be in a moment."""
+        """Keep the slots of ``turn`` reserved for the rest of this pass, although its job is not started in it. Called between
+        two items of ``turns``; without it, the slots of a job that is still queued then go to later jobs."""
         self._reserved.add(turn.job.id)
 
     def turns(self) -> Iterator[Turn]:
-        """Yield the jobs to start, in order. By the end of the iteration, the reasons of the waiting jobs are stored."""
+        """Yield the jobs to start, in order. The caller starts each job before it takes the next one: if the job is still queued
+        then, and ``reserve`` was not called for it, its slots are free for later jobs. At most ``BATCH`` jobs of launchers with
+        slots start, and as many of launchers without. Jobs that wait get their reason, and jobs that cannot be read are ended,
+        during the iteration (by the methods of the subclass)."""
         rows = {row.queued.job: row for row in self._rows_to_examine()}
         started: Counter[bool] = Counter()
         unstarted: list[Row] = []
@@ -126,15 +133,16 @@ class SchedulingPass:
             self._store_no_slot([row for row in unstarted if self._slots[row.kind]])
 
     def _rows_to_examine(self) -> Iterator[Row]:
-        """Yield the jobs to examine."""
+        """Yield the queued jobs to examine, in any order."""
         raise NotImplementedError
 
     def _load_queued(self, job_id: str) -> Job | None:
-        """Return the job's row; None if it is no longer queued."""
+        """Read the job's whole row; return None if the job is no longer queued."""
         raise NotImplementedError
 
     def _set_wait_reason(self, row: Row, *, reason: str, message: str) -> None:
-        """Store why a job waits whose need was not evaluated; only if the reason has changed."""
+        """Handle why a job waits that is not evaluated (``_evaluate``). If its row has this reason and message already,
+        ``_reason_unchanged`` is called; otherwise ``_store_reason``, for at most ``MAX_REASONS_STORED`` jobs in a pass."""
         if (row.reason, row.message) == (reason, message):
             self._reason_unchanged(row)
             return
@@ -143,37 +151,42 @@ class SchedulingPass:
             self._store_reason(row, reason, message)
 
     def _reason_unchanged(self, row: Row) -> None:
-        """The row has this reason already."""
+        """Called for a waiting job whose row already has the reason. Does nothing, unless a subclass overrides it."""
 
     def _store_reason(self, row: Row, reason: str, message: str) -> None:
+        """Store the reason and its message in the row of a job that is not evaluated."""
         raise NotImplementedError
 
     def _store_slot_wait(self, job: Job, message: str) -> None:
-        """Store which slots a job waits for."""
+        """Store that the job waits for slots; ``message`` says which."""
         raise NotImplementedError
 
     def _handle_unreadable(self, job: Job, error: ValidationError) -> None:
-        """Handle a spec that another version stored: it must not keep the rest of the queue from running."""
+        """Handle a job whose stored spec cannot be validated, as when another version stored it: the rest of the queue must still
+        run."""
         raise NotImplementedError
 
     def _end_job(self, job: Job, decision: Decision) -> None:
-        """End the job."""
+        """End a job that ``decide`` ends before it has started, as ``decision`` says."""
         raise NotImplementedError
 
     def _preempt(self, job: Job, victims: Sequence[Running]) -> bool:
-        """Stop ``victims`` for the job; return whether that was done."""
+        """Stop the attempts ``victims``, whose slots ``job`` needs. Return False if that was not possible: then none is
+        stopped."""
         raise NotImplementedError
 
     def _store_no_slot(self, unstarted: Sequence[Row]) -> None:
-        """Store that no other job that needs a slot can start. ``unstarted``: those of them that were examined."""
+        """Store, for the jobs that wait for slots and were not evaluated, that no slot is left. ``unstarted``: those of them that
+        this pass has examined."""
         raise NotImplementedError
 
     def _no_slot_message(self) -> str:
+        """Return the message for a job that waits because no CPU slot is left."""
         return f"waits for CPU slots: all {self._capacity.cpus} are in use or reserved for jobs ahead of it"
 
     def _ordered_places(self, rows: Sequence[Row]) -> list[Place]:
-        """Return the jobs in order. A job for which this machine has too few GPUs comes last: nothing of its owner's quota is
-        reserved for it."""
+        """Return all jobs of ``rows`` in the order of the pass: fair order, then jobs whose attempt could not be created, then
+        jobs that need more GPUs than this machine has. Nothing of their owner's quota is reserved for the latter."""
         gpus = len(self._capacity.gpus)
         hopeless = [row.queued for row in rows if self._slots[row.kind] and row.queued.share.gpus > gpus]
         ids = {queued.job for queued in hopeless}
@@ -184,12 +197,14 @@ class SchedulingPass:
         return places + [Place(queued) for queued in hopeless]
 
     def _is_full(self, queued: Queued) -> bool:
-        """True if no job of this priority that needs a CPU slot can start or have slots freed for it. A job for which slots were
-        freed before is evaluated anyway, to store whether they still are."""
+        """True if the job need not be evaluated: no job of its priority that needs a CPU slot can start or have slots freed for
+        it. False for a job for which slots were freed before: it is evaluated anyway, to store whether they still are."""
         return queued.claimed_since is None and self._board.exhausted and not self._planner.can_help(queued.priority)
 
     def _evaluate(self, row: Row, slots: bool) -> Turn | None:
-        """Return the job to start, with its slots; None: it does not start now."""
+        """Return the job with the slots that it gets, if it starts now; otherwise None, after its end, its reason to wait or its
+        unreadable spec was handled. ``slots``: Ratchet manages the slots of its launcher; if False, the job gets an empty
+        grant."""
         job = self._load_queued(row.queued.job)
         if job is None:
             return None
@@ -213,8 +228,8 @@ class SchedulingPass:
         return None
 
     def _free_slots(self, job: Job, need: Need, waiting: Waiting) -> bool:
-        """True if slots are being freed for the job, since now or before. Another job may have taken those that were freed
-        before."""
+        """Stop attempts of lower priority for the job, if that helps. Return True if slots are being freed for it, since now or
+        since before. A slot that was freed before may have gone to another job."""
         if waiting.shortfall is None:
             return False
         before = job.preempting_since is not None and self._planner.covers_shortfall(waiting.shortfall)
@@ -223,8 +238,8 @@ class SchedulingPass:
 
 
 class LaunchPass(SchedulingPass):
-    """The pass within the transaction that launches: carries out what ``plan`` found, as far as that still holds. Rows of jobs
-    that start are locked; the reasons of waiting jobs are stored in their rows."""
+    """The pass within the transaction that launches: it carries out ``plan``, as far as that still holds. It locks the rows of
+    jobs that start, and stores the reasons of waiting jobs in their rows."""
 
     def __init__(
         self, session: Session, slots: Mapping[str, bool], capacity: Capacity, preemption: Preemption, plan: Plan
@@ -233,16 +248,20 @@ class LaunchPass(SchedulingPass):
         self._plan = plan
 
     def _rows_to_examine(self) -> Iterator[Row]:
+        """Yield the jobs that the plan examined and that may still start."""
         yield from queue_queries.jobs_by_id(
             self._session, now_in(self._session), list(self._slots), self._plan.examined
         )
 
     def _load_queued(self, job_id: str) -> Job | None:
-        """Return the row, locked; None also if another transaction holds it: then a later pass starts the job."""
+        """Lock the job's row and return it. None if the job is no longer queued, or if another transaction holds the row: then a
+        later pass starts the job."""
         query = sa.select(Job).where(Job.id == job_id, Job.phase == JobPhase.QUEUED).with_for_update(skip_locked=True)
         return self._session.scalar(query.execution_options(populate_existing=True))
 
     def _preempt(self, job: Job, victims: Sequence[Running]) -> bool:
+        """Request the stop of all ``victims`` and record on ``job`` since when slots are freed for it. Return False, without a
+        change, if a victim's row is locked or has changed since it was read."""
         if not self._still_stoppable(job, victims):
             return False
         for one in victims:
@@ -264,9 +283,9 @@ class LaunchPass(SchedulingPass):
         return True
 
     def _still_stoppable(self, job: Job, victims: Sequence[Running]) -> bool:
-        """Lock the victims' rows and check them: an agent's report or a stop request may have arrived since they were read. Then
-        the next round decides. Rows that another transaction holds are not waited for: it may be waiting for a row that is locked
-        here."""
+        """Lock the victims' rows and return True if all may still be stopped for ``job``. An agent's report or a stop request may
+        have arrived since they were read; then the next round decides. A row that another transaction holds is not waited for,
+        since that transaction may wait for a row that is locked here: the result is False."""
         attempts = {one.job: one.attempt for one in victims}
         query = sa.select(Job).where(Job.id.in_(attempts)).with_for_update(skip_locked=True)
         rows = list(self._session.scalars(query.execution_options(populate_existing=True)))
@@ -279,25 +298,29 @@ class LaunchPass(SchedulingPass):
         )
 
     def _store_reason(self, row: Row, reason: str, message: str) -> None:
-        """Store the reason. Like progress, this does not change the version."""
+        """Store the reason in the row if the job is still queued. Like progress, this does not change the row's version."""
         self._session.flush()
         told = sa.update(Job).where(Job.id == row.queued.job, Job.phase == JobPhase.QUEUED)
         values = told.values(reason=reason, message=message)
         self._session.execute(values.execution_options(synchronize_session=False))
 
     def _store_slot_wait(self, job: Job, message: str) -> None:
+        """Set the reason in the job's row, which is locked."""
         store_wait_reason(job, NO_SLOT, message)
 
     def _handle_unreadable(self, job: Job, error: ValidationError) -> None:
+        """End the job as failed, with the first validation error as its message."""
         first = error.errors(include_url=False, include_input=False)[0]
         text = f"this version of Ratchet cannot read the stored spec: {first['msg']} at {first['loc']}; submit the job again"
         apply(self._session, job.id, Event.END_FAILED, reason="spec-unreadable", message=text)
 
     def _end_job(self, job: Job, decision: Decision) -> None:
+        """Apply the event of ``decision`` to the job, in this transaction."""
         assert decision.event is not None
         apply(self._session, job.id, decision.event, reason=decision.reason, message=decision.message)
 
     def _store_no_slot(self, unstarted: Sequence[Row]) -> None:
+        """Store the reason for the jobs of the plan's ``no_slot_jobs`` that still wait; ``unstarted`` is not used."""
         self._session.flush()
         kinds = [kind for kind, slots in self._slots.items() if slots]
         queue_queries.store_waiting_reason(
@@ -306,8 +329,8 @@ class LaunchPass(SchedulingPass):
 
 
 def store_wait_reason(job: Job, reason: str, message: str) -> bool:
-    """Store why the job waits. Return True, and write, only if that has changed. Like progress, this does not change the
-    version."""
+    """Set reason and message of the job, if they differ from those that it has. Return True if they were changed. Like progress,
+    this does not change the row's version."""
     if (job.reason, job.message) == (reason, message):
         return False
     job.reason, job.message = reason, message

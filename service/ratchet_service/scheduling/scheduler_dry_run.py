@@ -21,7 +21,8 @@ from ratchet_service.scheduling.slots import Capacity, Grant, too_few_gpus
 
 
 class DryRunPass(SchedulingPass):
-    """Dry run over the first jobs of each owner, in order."""
+    """Dry run of a scheduling pass: it determines the plan and changes nothing in the database. It examines the first jobs of
+    each owner."""
 
     _action_upto = 0
 
@@ -33,12 +34,14 @@ class DryRunPass(SchedulingPass):
         preemption: Preemption,
         tried: Collection[tuple[str, int]],
     ) -> None:
-        """``tried``: jobs, each with its newest attempt, that this pass has just tried to start in vain."""
+        """``tried``: (job id, newest attempt) of the jobs that the caller has just tried to start without success; they are not
+        planned again."""
         super().__init__(session, slots, capacity, preemption)
         self._tried = tried
 
     def plan(self) -> Plan:
-        """Return what is to be done now; falsy if that is nothing. The rows may have changed by the time it is done."""
+        """Run the pass and return what is to be done now; the result is false if that is nothing. The rows may have changed by
+        the time the plan is carried out. Called once per object."""
         self._no_slot_jobs: list[str] = []
         self._creation_failed: list[str] = []
         self._loaded: list[str] = []
@@ -63,10 +66,12 @@ class DryRunPass(SchedulingPass):
         return Plan(starts, list(looked_at), self._no_slot_jobs)
 
     def _mark_action(self) -> None:
+        """Record that there is something to do for the job examined last: the plan includes all jobs examined up to it."""
         self._action_upto = len(self._examined)
 
     def _rows_to_examine(self) -> Iterator[Row]:
-        """Yield the jobs that need slots, then those that do not, each up to its own limit: neither hides the other."""
+        """Yield the jobs of launchers with slots, then those of launchers without, each up to its own limit: neither group hides
+        the other."""
         for slots in (True, False):
             kinds = [kind for kind, needs in self._slots.items() if needs is slots]
             if kinds:
@@ -78,8 +83,8 @@ class DryRunPass(SchedulingPass):
                     yield row
 
     def _never_reason(self, slots: bool) -> Callable[[Queued], str | None]:
-        """Return a function that returns why a job of launchers with or without ``slots`` cannot start, given the machine and its
-        owner's quota."""
+        """Return a function that returns why a job can never start, by this machine's GPUs and its owner's quota; None: it can.
+        ``slots``: the jobs' launchers use slots of this machine; if False, the GPUs are not checked."""
         limit = quotas.limits(self._session)
 
         def why(queued: Queued) -> str | None:
@@ -89,32 +94,41 @@ class DryRunPass(SchedulingPass):
         return why
 
     def _load_queued(self, job_id: str) -> Job | None:
+        """Return the job's row, not locked; None if the job is no longer queued. Record that the job was loaded."""
         self._loaded.append(job_id)
         return self._session.scalar(sa.select(Job).where(Job.id == job_id, Job.phase == JobPhase.QUEUED))
 
     def _reason_unchanged(self, row: Row) -> None:
+        """Record that the owner's quota holds the job back, if that is the reason that its row has."""
         if row.reason == QUOTA:
             self._held_back[row.queued.job] = row.queued.owner
 
     def _store_reason(self, row: Row, reason: str, message: str) -> None:
+        """Record that the reason must be stored; write nothing."""
         self._owners_with_changes.add(row.queued.owner)
         self._mark_action()
 
     def _store_slot_wait(self, job: Job, message: str) -> None:
+        """Record that there is something to do if the job's row does not have this reason and message yet; write nothing."""
         if (job.reason, job.message) != (NO_SLOT, message):
             self._mark_action()
 
     def _handle_unreadable(self, job: Job, error: ValidationError) -> None:
+        """Record that the job must be ended; write nothing."""
         self._mark_action()
 
     def _end_job(self, job: Job, decision: Decision) -> None:
+        """Record that the job must be ended; write nothing."""
         self._mark_action()
 
     def _preempt(self, job: Job, victims: Sequence[Running]) -> bool:
+        """Record that attempts must be stopped, and return True; nothing is stopped."""
         self._mark_action()
         return True
 
     def _store_no_slot(self, unstarted: Sequence[Row]) -> None:
+        """Collect the ids of jobs that must get the reason that no slot is left, for ``Plan.no_slot_jobs``: those of
+        ``unstarted`` whose row names a quota, and all waiting jobs that have no known reason and were not examined otherwise."""
         kinds = [kind for kind, slots in self._slots.items() if slots]
         examined = set(self._examined).difference(row.queued.job for row in unstarted)
         untold = queue_queries.ids_without_reason(

@@ -25,11 +25,13 @@ _PAUSE: Final = 0.5
 
 
 def own_host() -> str:
+    """Return this machine's host name, at most 255 characters."""
     return socket.gethostname()[:255]
 
 
 def acquire(session: Session, seconds: float) -> str | None:
-    """Take or renew the slots for this host for ``seconds``. Return the other host's name if that one holds them."""
+    """Take or renew the lease of the slots for this host, for ``seconds`` from now. Return None if this host has it then,
+    otherwise the name of the host that holds it. On SQLite always None, and nothing is written."""
     if session.get_bind().dialect.name == "sqlite":
         return None
     now, host = database_now(session), own_host()
@@ -43,7 +45,8 @@ def acquire(session: Session, seconds: float) -> str | None:
 
 
 def find_other_host(session: Session) -> str | None:
-    """Return the host that holds the slots, as ``acquire`` would, without taking them."""
+    """Return the name of another host that holds an unexpired lease of the slots; None: there is none, so that ``acquire`` would
+    succeed. Writes nothing."""
     row = None if session.get_bind().dialect.name == "sqlite" else session.get(SlotHost, _ROW_ID)
     if row is None or row.host == own_host():
         return None
@@ -51,15 +54,17 @@ def find_other_host(session: Session) -> str | None:
 
 
 def shorten(session: Session, seconds: float) -> None:
-    """Let this host's lease end in ``seconds``, unless another of its reconcilers renews it before that."""
+    """Shorten this host's lease so that it ends in ``seconds``; a lease that ends earlier, or that another host has, stays as it
+    is. Another reconciler of this host may renew it before that."""
     until = database_now(session) + timedelta(seconds=seconds)
     own_row = (SlotHost.id == _ROW_ID) & (SlotHost.host == own_host()) & (SlotHost.expires_at > until)
     session.execute(sa.update(SlotHost).where(own_row).values(expires_at=until))
 
 
 def acquire_or_other_host(database: Database, seconds: float) -> str | None:
-    """Take the slots for this host. Return the name of another host that lends them if it is alive: it then renews its lease
-    while this function waits, at most until the lease ends. None: this host holds them for ``seconds``."""
+    """Take the lease of the slots for this host for ``seconds``, and return None. If another host has the lease, block: either
+    the lease ends, and this host takes it, or the other host renews it, which proves that it is alive, and its name is
+    returned."""
     seen = None
     while True:
         with database.write() as session:

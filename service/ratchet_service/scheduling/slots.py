@@ -30,7 +30,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Need:
-    """What one node of a job requests."""
+    """What one node of a job requests: numbers of GPUs and of CPU slots."""
 
     gpus: int
     cpus: int
@@ -41,7 +41,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Grant:
-    """Indices that a job holds until its attempt has ended. ``job``: the holder, for messages to jobs that wait."""
+    """GPU and CPU slot indices that a job holds until its attempt has ended. ``job``: the holder's id, for messages to jobs that
+    wait; it is not compared."""
 
     gpus: tuple[int, ...] = ()
     cpus: tuple[int, ...] = ()
@@ -50,7 +51,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Why a job gets nothing now. ``shortfall``: what it requests beyond what is free; None: this machine can never provide
+    """Why a job gets no slots now. ``shortfall``: what it requests beyond what is free; None: this machine can never provide
     it."""
 
     message: str
@@ -64,7 +65,8 @@ def need_of(spec: JobSpec, resolved: Resolved) -> Need:
 
 
 def is_oversubscribed(need: Need, capacity: Capacity) -> bool:
-    """True if more CPU slots are requested than exist: the job runs alone, and slower than requested."""
+    """True if the job requests more CPU slots than the machine has: it gets all of them, runs alone, and slower than
+    requested."""
     return need.cpus > capacity.cpus
 
 
@@ -79,7 +81,7 @@ def too_few_gpus(gpus: int, capacity: Capacity) -> str | None:
 
 
 class Board:
-    """The free slots during the planning of one round of launches."""
+    """The free slots during one scheduling pass, in memory. ``held``: the grants of attempts that have not ended."""
 
     def __init__(self, capacity: Capacity, held: Iterable[Grant]) -> None:
         grants = self._held = list(held)
@@ -92,11 +94,13 @@ class Board:
 
     @property
     def exhausted(self) -> bool:
-        """True if no job that needs a CPU slot can start any more."""
+        """True if every CPU slot is taken or reserved: no job that needs one can start any more in this pass."""
         return not self._cpus
 
     def allocate(self, job_id: str, need: Need) -> Grant | Waiting:
-        """Grant ``need`` to the next job of the queue, or reserve what is free for it and return why it waits."""
+        """Take the slots for the next job of the queue and return them. If too few are free, reserve the free ones for it (later
+        jobs cannot get them) and return why it waits. Nothing is reserved for a job that needs more GPUs than the machine has. A
+        job that needs more CPU slots than the machine has gets all of them."""
         never = too_few_gpus(need.gpus, self._capacity)
         if never is not None:  # so nothing is reserved for it
             return Waiting(never)
@@ -113,12 +117,14 @@ class Board:
         return Waiting(message, lacks)
 
     def release(self, grant: Grant) -> None:
-        """Free the slots of a grant with which nothing was started."""
+        """Free the slots of a grant again, because its job was not started."""
         self._gpus = sorted([*self._gpus, *grant.gpus])
         self._cpus = sorted([*self._cpus, *grant.cpus])
         self._held = [held for held in self._held if held is not grant]
 
     def _wait_message(self, need: Need, cpus: int) -> str:
+        """Return why a job with this need waits: what is missing, who holds it, and the first job that has reserved slots.
+        ``cpus``: the CPU slots that it needs, at most all of the machine."""
         wants = []
         if need.gpus > len(self._gpus):
             wants.append(
@@ -132,7 +138,9 @@ class Board:
         return f"waits for {' and '.join(wants)}{behind}"
 
     def _describe_free(self, free: list[int], kind: str, name: str) -> str:
-        """Return ``0 free; job-a has GPU 0, 1, job-b has GPU 2``: how many slots are free, and who holds the others."""
+        """Return for example ``0 free; job-a has GPU 0, 1, job-b has GPU 2``: how many of the slots are free, and who holds the
+        others. ``kind``: the field of ``Grant``; ``name``: the slots' name, empty to give only the number of each holder's
+        slots."""
         holders = [(getattr(grant, kind), grant.job) for grant in self._held if getattr(grant, kind) and grant.job]
         holder_texts = [
             f"{job} has {name} {', '.join(map(str, taken))}" if name else f"{job} has {len(taken)}"
@@ -145,6 +153,7 @@ class Board:
 
     @staticmethod
     def _take(free: list[int], n: int) -> Sequence[int]:
+        """Remove the first ``n`` of ``free`` (fewer if there are fewer) and return them."""
         taken = free[:n]
         del free[:n]
         return taken

@@ -34,12 +34,13 @@ from ratchet_service.user_code.interpreter_probe import Interpreters
 
 _NO_JOB: Final = "job-id"
 MAX_INSPECTIONS: Final = 8
-"""Most inspections of users' code at one time. Each holds one of the server's 40 threads, which also serve agents' reports and
-stop requests, for up to a minute."""
+"""Maximum number of concurrent inspections of users' code. Each holds one of the server's 40 threads, for up to a minute; the
+same threads serve agents' reports and stop requests."""
 
 
 class LocalSubmission:
-    """Ports of a service whose launcher works on the service's own machine. ``wake`` wakes the reconciler, if it runs here."""
+    """Implements ``SubmissionPorts`` with this machine's files, processes and launchers. It checks specs, takes snapshots and
+    plans launches. The machine that jobs run on is that of the reconciler, which may be another machine."""
 
     def __init__(
         self,
@@ -52,9 +53,10 @@ class LocalSubmission:
         roots: Roots | None = None,
         sandbox: Sandbox = NO_SANDBOX,
     ) -> None:
-        """``reconciler_here`` False: jobs run on the machine of a reconciler elsewhere, which describes that machine in the run
-        directory. ``roots``: what specs may name; None: anything. ``sandbox``: the user and limits for inspections of users'
-        code."""
+        """``home``: the run directory; ``machine``: this machine. ``wake`` wakes the reconciler of this process; None: it runs
+        none. ``reconciler_here`` False: jobs run on the machine of a reconciler elsewhere, which describes that machine in the
+        run directory. ``roots``: the directories and object stores that specs may name; None: any. ``sandbox``: the user and
+        limits for inspections of users' code."""
         self._home = home
         self._own_machine = machine
         self._reconciler_here = reconciler_here
@@ -68,6 +70,9 @@ class LocalSubmission:
     def resolve(
         self, spec: JobSpec, code_digest: str | None = None, faulty_keys: frozenset[str] = frozenset()
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+        """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems that forbid the job. See
+        ``SubmissionPorts.resolve``. What the spec names outside the allowed roots is reported and not inspected. Raises
+        ``Refused`` (``busy``) if users' code would have to run and too many inspections run now."""
         allowed = Report()
         copied = code_digest is not None and spec.code is not None and spec.code.source == "snapshot"
         self._roots.check(spec, allowed, copied=copied)
@@ -91,24 +96,32 @@ class LocalSubmission:
     def resize(
         self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
+        """Return the decisions, the warnings and the problems for a stored job with another number of ranks; see
+        ``SubmissionPorts.resize``."""
         return preflight.resize(spec, resolved, warnings, self._machine_of(spec), self._launchers)
 
     def check_hook_change(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
+        """Return the warnings and the problems of another hook in a stored job's ``spec``; see
+        ``SubmissionPorts.check_hook_change``. Raises ``Refused`` (``busy``) if users' code would have to run and too many
+        inspections run now."""
         spec, probe = self._probe(spec, resolved)
         with self._inspection_slot(isinstance(spec.hook, CustomSpec)):
             report = hook.check_changed_hook(spec, resolved, self._machine_of(spec), probe)
         return report.warnings, report.problems
 
     def _with_snapshot(self, spec: JobSpec, code_digest: str | None) -> JobSpec:
-        """Return ``spec`` with the snapshot, if there is one, in place of the user's directory."""
+        """Return ``spec`` with the snapshot ``code_digest`` in place of the user's directory; ``spec`` itself if there is no
+        snapshot."""
         if spec.code is None or code_digest is None or spec.code.source == "nodes":
             return spec
         code = spec.code.model_copy(update={"path": str(self._home.code / code_digest), "digest": code_digest})
         return spec.model_copy(update={"code": code})
 
     def _with_readable_code(self, spec: JobSpec, report: Report) -> JobSpec:
-        """Where the worker's user inspects code, let it inspect the snapshot: the directory itself may be readable by the service
-        alone. What cannot be copied is left as it is, and refused for that."""
+        """Return ``spec`` with a new snapshot of its code, if another user than the service's inspects the code. That user may
+        have no right to read the code's directory itself. Warnings about the code are added to ``report``. Without such a user,
+        for code that is a snapshot already, or if the code cannot be copied, ``spec`` is returned unchanged; code that cannot be
+        copied is refused later for that reason."""
         code, user = spec.code, self._sandbox.user
         if user is None or code is None or code.source == "nodes" or Path(code.path).is_relative_to(self._home.code):
             return spec
@@ -119,58 +132,72 @@ class LocalSubmission:
         return spec
 
     def trains_here(self, kind: str) -> bool:
+        """Return True if jobs of the launcher ``kind`` run on this machine: those of ``local``, if the reconciler runs here."""
         return self._reconciler_here and kind == "local"
 
     def snapshot(self, path: Path, include: Sequence[str] = ()) -> str:
+        """Copy the directory ``path`` into the run directory and return the copy's digest; see ``SubmissionPorts.snapshot``."""
         return snapshot.snapshot(path, self._home.code, include=include, allowed=self._roots.allows_path)
 
     def git_facts(self, path: Path, digest: str) -> GitFacts | None:
+        """Return the Git commit of the directory ``path`` and how its snapshot ``digest`` differs from it; None if there is no
+        repository."""
         return git_facts(path, list_entries(self._home.code / digest, UNLIMITED), self._roots.allows_path)
 
     def keep_uploaded(self, digest: str) -> str:
+        """Keep the uploaded code ``digest`` for another ten minutes, and return the digest. A job that names it can be stored
+        meanwhile. Raises ``SpecError`` (``code-not-uploaded``) if the service does not have the code."""
         if not snapshot.keep_alive(digest, self._home.code):
             problem = snapshot.not_uploaded_problem(digest)
             raise SpecError(f"{problem.pointer}: {problem.detail}", errors=[problem])
         return digest
 
     def snapshot_file(self, path: Path) -> str:
+        """Copy the file ``path`` into the run directory and return the copy's digest; see ``SubmissionPorts.snapshot_file``."""
         return snapshot.snapshot_file(path, self._home.code, allowed=self._roots.allows_path)
 
     def allows_path(self, real: Path) -> bool:
+        """Return True if a submission may name the directory or file ``real``. The path must contain no symbolic links."""
         return self._roots.allows_path(real)
 
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
-        """Return the launch of a first attempt; the job's id and the GPU indices are only known once there is one."""
+        """Return the printable plan of a job's first attempt, with commands and variables. The job's id and the GPU indices are
+        placeholders, since they are only known once there is an attempt. Starts nothing."""
         gpus = tuple(self._machine_of(spec).gpus[: spec.world.ranks_per_node]) if resolved.device == "cuda" else ()
         launch = build_launch_file(self._home, _NO_JOB, 1, spec, resolved, gpus, token="", desired=Desired.RUN)
         return self._launchers[spec.launcher.kind].plan(launch).printable()
 
     def hook_memory(self, spec: JobSpec, resolved: Resolved) -> int | None:
+        """Return the bytes that the hook's state will hold on each rank; None if they are not known. It may query the task in a
+        process. Raises ``Refused`` (``busy``) if users' code would have to run and too many inspections run now."""
         spec, probe = self._probe(spec, resolved)
         with self._inspection_slot(needs_shapes(spec.hook)):
             return hook.state_bytes(spec, self._machine_of(spec), probe)
 
     def _probe(self, spec: JobSpec, resolved: Resolved) -> tuple[JobSpec, Probe]:
-        """Return the spec with its snapshot, and the probe of its hook, in the interpreter that its next attempt will have."""
+        """Return ``spec`` with its snapshot in place of the directory, and the probe of its hook. The probe uses the interpreter
+        of the job's next attempt."""
         spec = self._with_snapshot(spec, resolved.code_digest)
         python = self._machine_of(spec).python if spec.python is None else resolved.python
         return spec, Probe(python, spec, preflight.code_path(spec), os.environ, sandbox=self._sandbox)
 
     def _inspection_slot(self, runs_code: bool) -> AbstractContextManager[None]:
-        """Return a slot for an inspection, if users' code will run. Raises ``Refused`` (``busy``)."""
+        """Return a context that holds one inspection slot, or no slot if ``runs_code`` is False: no users' code will run. Raises
+        ``Refused`` (``busy``) if no slot is free."""
         return self._inspections.acquire() if runs_code else nullcontext()
 
     def _machine_of(self, spec: JobSpec) -> Machine:
-        """Return the machine that the job trains on."""
+        """Return the machine that the job trains on: the reconciler's, or what the engine of the spec's launcher provides."""
         return launcher.machine_of(spec, self._machine(), self._launchers.get(spec.launcher.kind))
 
     def _machine(self) -> Machine:
-        """Return the reconciler's machine. As long as the reconciler has not run, nothing is known of it, and this machine is
-        used instead."""
+        """Return the reconciler's machine. If a reconciler elsewhere has not described its machine yet, this machine is returned
+        in its place, with ``is_this_machine`` False."""
         if self._reconciler_here:
             return self._own_machine
         return read_machine(self._home.home) or replace(self._own_machine, is_this_machine=False)
 
     def wake(self) -> None:
+        """Wake the reconciler, if this process runs one."""
         if self._wake is not None:
             self._wake()

@@ -13,48 +13,57 @@ from ratchet_contract.spec.job import JobSpec, Resolved
 
 
 class SubmissionPorts(Protocol):
+    """What submission needs from the machine and the launchers. ``LocalSubmission`` implements it; tests have their own
+    implementation."""
+
     def resolve(
         self, spec: JobSpec, code_digest: str | None = None, faulty_keys: frozenset[str] = frozenset()
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-        """Decide every ``auto`` for this machine; problems are why the spec cannot run here. ``code_digest``: the snapshot that
-        the ranks will run, if there is one already; it is inspected instead of the user's directory. ``faulty_keys``: keys that
-        have a fault, so that they have their defaults; what depends on them is not checked."""
+        """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems: the reasons why the spec cannot
+        run. All are for the machine of its ranks. ``code_digest``: the snapshot that the ranks will run, if it exists already; it
+        is inspected in place of the user's directory. ``faulty_keys``: keys of the spec that have a fault and therefore their
+        default values; what depends on them is not checked."""
 
     def resize(
         self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-        """Return all decisions and warnings for a stored job whose ``spec`` now has another number of ranks, and why it cannot
-        run with that number. ``resolved``, ``warnings``: what the job has so far. Reads no user files."""
+        """Return all decisions and warnings for a stored job whose ``spec`` now has another number of ranks, and the problems:
+        the reasons why it cannot run with that number. ``resolved``, ``warnings``: the job's decisions and warnings so far. Reads
+        no user files."""
 
     def check_hook_change(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
-        """Return warnings and problems of another hook in a stored job's spec, under ``resolved``, what was decided for the job.
-        A hook of the user's own is inspected in the job's snapshot of the code."""
+        """Return the warnings and the problems of a stored job's ``spec`` with another hook. ``resolved``: what was decided for
+        the job. A hook of the user's own is imported from the job's snapshot of the code."""
 
     def trains_here(self, kind: str) -> bool:
-        """True if jobs of the launcher ``kind`` run on the service's own machine. Only then may an interpreter that their
-        submitters chose run next to the service."""
+        """Return True if jobs of the launcher ``kind`` run on the service's own machine. Only then may an interpreter that a
+        job's submitter chose run next to the service."""
 
     def snapshot(self, path: Path, include: Sequence[str] = ()) -> str:
-        """Copy the user's code into the run directory and return its digest. ``include``: from the spec. Raises ``SpecError``."""
+        """Copy the user's code in the directory ``path`` into the run directory and return the copy's digest. ``include``:
+        ``code.include`` of the spec. Raises ``SpecError``."""
 
     def git_facts(self, path: Path, digest: str) -> GitFacts | None:
-        """Return the git commit of the directory ``path``, and what of its snapshot ``digest`` differs; None: it is in no
-        repository."""
+        """Return the Git commit of the directory ``path``, and how its snapshot ``digest`` differs from this commit. None: the
+        directory is in no repository."""
 
     def keep_uploaded(self, digest: str) -> str:
-        """Keep uploaded code until a job names it, and return its digest. Raises ``SpecError`` if there is none."""
+        """Keep the uploaded code ``digest`` for another ten minutes, and return the digest. A job that names it can be stored
+        meanwhile. Raises ``SpecError`` if the service does not have the code."""
 
     def snapshot_file(self, path: Path) -> str:
-        """Copy the file that a job starts from into the run directory and return the copy's digest. Raises ``SpecError``."""
+        """Copy the file ``path``, from which a job starts, into the run directory and return the copy's digest. Raises
+        ``SpecError``."""
 
     def allows_path(self, real: Path) -> bool:
-        """True if a submission may name the directory or file ``real``, which must be free of links."""
+        """Return True if a submission may name the directory or file ``real``. The path must contain no symbolic links."""
 
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
-        """Return what a launch would run: commands and variables, without secret values. Starts nothing."""
+        """Return what a launch of the job would run: commands and variables, without the values of secrets. Starts nothing."""
 
     def hook_memory(self, spec: JobSpec, resolved: Resolved) -> int | None:
-        """Return the bytes that the hook's state will hold on each rank; None: not known. May query the task, in a process."""
+        """Return the bytes that the hook's state will hold on each rank; None if they are not known. It may query the job's task
+        in a process."""
 
     def wake(self) -> None:
-        """Let the reconciler start its next round now, because something changed. Never blocks."""
+        """Request that the reconciler starts its next round now, because something changed. Never blocks."""

@@ -43,22 +43,26 @@ _SETTINGS_SUFFIXES = frozenset({".yaml", ".yml", ".json", ".toml", ".ini", ".cfg
 
 @dataclass(frozen=True)
 class PreparedAdoption:
+    """A checked submission with the copied checkpoint. ``job_id``: the new job's id, whose directory exists already; ``source``:
+    the copy, which the job starts from."""
+
     prepared: submit.Prepared
     job_id: str
     source: ForkSource
 
 
 def check(data: Any, directory: str, ports: SubmissionPorts) -> list[Warning_]:
-    """Return the warnings of a submission that adopts the run in ``directory``, besides those of its spec. Raises as ``prepare``
-    does."""
+    """Return the warnings that adopting the run in ``directory`` adds to those of the submitted spec. Nothing is copied. Raises
+    as ``prepare`` does."""
     run = _open_run(directory, ports)
     with _locked_run(run, directory):
         return _compare(run, _newest_manifest(run, directory), submit.check(data, ports), directory)
 
 
 def prepare(data: Any, directory: str, ports: SubmissionPorts, homes: HomePaths) -> PreparedAdoption:
-    """Check the spec as at submission, and copy the run's newest checkpoint into the directory of the new job.
-    Raises ``SpecError``, ``Conflict`` (``directory-in-use``), ``Refused`` (``disk-full``)."""
+    """Check the spec as at submission, and copy the run's newest checkpoint into the directory of a new job. ``directory``: that
+    of the run, which is locked meanwhile. If the copy fails, the new job's directory is removed. Raises ``SpecError``,
+    ``Conflict`` (``directory-in-use``, ``nothing-left``), ``Refused`` (``disk-full``)."""
     run, job_id = _open_run(directory, ports), new_job_id()
     with _locked_run(run, directory):
         manifest = _newest_manifest(run, directory)
@@ -77,7 +81,8 @@ def prepare(data: Any, directory: str, ports: SubmissionPorts, homes: HomePaths)
 
 
 def store(session: Session, adoption: PreparedAdoption, owner: str, homes: HomePaths) -> Job:
-    """Return the new job's row. Raises as ``submit.store`` does, after removing the copied checkpoint."""
+    """Store the new job and return its row. If that fails, the job's directory with the copied checkpoint is removed. Raises as
+    ``submit.store`` does."""
     source = adoption.source
     columns: dict[str, Any] = {
         "fork_source": source.model_dump(mode="json"),
@@ -96,6 +101,8 @@ def store(session: Session, adoption: PreparedAdoption, owner: str, homes: HomeP
 
 
 def _open_run(directory: str, ports: SubmissionPorts) -> RunDirectory:
+    """Return the run in ``directory``. Raises ``SpecError`` if the path is not absolute, not allowed, or not the directory of a
+    run."""
     path = Path(directory)
     if not path.is_absolute():
         raise _directory_error("relative-path", f"{directory!r} must be an absolute path on the service's machine")
@@ -124,6 +131,8 @@ def _open_run(directory: str, ports: SubmissionPorts) -> RunDirectory:
 
 @contextmanager
 def _locked_run(run: RunDirectory, directory: str) -> Iterator[None]:
+    """Hold the run's lock within the block, so that no process trains with its checkpoints. Does not wait: raises ``Conflict``
+    (``directory-in-use``) if a process holds it, ``SpecError`` if the directory cannot be read."""
     with ExitStack() as stack:
         try:
             stack.enter_context(run.locked())
@@ -138,6 +147,8 @@ def _locked_run(run: RunDirectory, directory: str) -> Iterator[None]:
 
 
 def _newest_manifest(run: RunDirectory, directory: str) -> Manifest:
+    """Return the manifest of the run's newest checkpoint. Raises ``SpecError`` if there is none, or it is damaged or unreadable,
+    and ``CheckpointError`` for its other errors."""
     try:
         return run.newest_manifest()
     except CheckpointError as error:
@@ -150,10 +161,12 @@ def _newest_manifest(run: RunDirectory, directory: str) -> Manifest:
 
 
 def _unreadable_error(error: OSError, directory: str) -> SpecError:
+    """Return the error for a directory that the service cannot read; it is not raised."""
     return _directory_error("unreadable", f"{directory} cannot be read by the service: {error.strerror or error}")
 
 
 def _damaged_error(error: CheckpointError, directory: str) -> SpecError | CheckpointError:
+    """Return the error for a damaged newest checkpoint; ``error`` itself if it is about something else."""
     if error.code != DAMAGED:
         return error
     return _directory_error(
@@ -164,8 +177,9 @@ def _damaged_error(error: CheckpointError, directory: str) -> SpecError | Checkp
 
 
 def _compare(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, directory: str) -> list[Warning_]:
-    """Return a warning for each difference between job and run that does not prevent the resume. Raises ``SpecError``, and
-    ``Conflict`` (``nothing-left``)."""
+    """Return a warning for each difference between the job and the run that makes the resume inexact. A run that has finished
+    gives one more warning. Raises ``SpecError`` for a difference that forbids the resume (under strict determinism: for any), and
+    ``Conflict`` (``nothing-left``) if the job would certainly train no further steps."""
     spec, resolved = prepared.spec, prepared.resolved
     if spec.script is None:
         raise _spec_error(
@@ -218,8 +232,8 @@ def _compare(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, d
 
 
 def _is_same_work(spec: JobSpec, manifest: Manifest) -> bool:
-    """True if the same code would do the same number of steps. False where that is not certain: the service does not know which
-    modules the run imported and which settings it read, and uploaded code is not at the spec's path."""
+    """Return True if the job would certainly do the same number of steps as the run. False if that is not certain: the service
+    does not know which modules the run imported and which settings it read, and uploaded code is not at the spec's path."""
     if (
         spec.snapshot_code is None
         or spec.snapshot_code.digest is not None
@@ -238,6 +252,8 @@ def _is_same_work(spec: JobSpec, manifest: Manifest) -> bool:
 
 
 def _copy_checkpoint(run: RunDirectory, manifest: Manifest, target: JobPaths, directory: str) -> None:
+    """Copy the checkpoint of ``manifest`` into ``target``. Raises ``SpecError`` for damaged or unreadable files, ``Refused``
+    (``disk-full``), and other ``CheckpointError``."""
     try:
         run.copy_checkpoint(manifest, target)
     except CheckpointError as error:
@@ -253,8 +269,10 @@ def _copy_checkpoint(run: RunDirectory, manifest: Manifest, target: JobPaths, di
 
 
 def _directory_error(code: str, detail: str) -> SpecError:
+    """Return the error for a faulty directory, at ``/query/adopt``; it is not raised."""
     return _spec_error(_POINTER, code, detail)
 
 
 def _spec_error(pointer: str, code: str, detail: str) -> SpecError:
+    """Return a ``SpecError`` with one problem; it is not raised."""
     return SpecError(f"{pointer}: {detail}", errors=[FieldProblem(pointer=pointer, code=code, detail=detail)])

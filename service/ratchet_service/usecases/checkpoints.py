@@ -38,7 +38,8 @@ STORED: tuple[State, ...] = ("committed", "quarantined")
 def list_checkpoints(
     session: Session, job_id: str, states: tuple[State, ...], limit: int, cursor: str | None
 ) -> Page[CheckpointView]:
-    """List checkpoints, newest step first."""
+    """Return a page of the job's checkpoints, newest step first. ``states``: only those in these states; empty: in ``STORED``.
+    Raises ``NotFound`` for an unknown job."""
     job = find_job(session, job_id)
     wanted = sorted(states or STORED)
     digest = pagination.query_digest(of="checkpoints", job=job_id, states=wanted)
@@ -53,12 +54,13 @@ def list_checkpoints(
 
 
 def _views(session: Session, job: Job, rows: Sequence[Checkpoint]) -> list[CheckpointView]:
+    """Return the API's views of the rows, with each one's place in the lineage and its metric."""
     segments, values = lineage_of(session, job), metric_values_of(session, job, rows, bases_of(session, job.id))
     return [checkpoint_view(row, segments, values.get((row.step, row.attempt))) for row in rows]
 
 
 def checkpoint_detail(session: Session, job_id: str, checkpoint_id: str, homes: HomePaths) -> CheckpointDetail:
-    """Return a checkpoint with its manifest, if the disk still has a valid one."""
+    """Return a checkpoint with its manifest; the manifest is None if the disk has no valid one. Raises ``NotFound``."""
     row = find_checkpoint(session, job_id, checkpoint_id)
     try:
         with as_owner(homes.job(job_id).root):
@@ -70,11 +72,11 @@ def checkpoint_detail(session: Session, job_id: str, checkpoint_id: str, homes: 
 
 
 def verify_bytes(database: Database, job_id: str, checkpoint_id: str, homes: HomePaths) -> tuple[VerifyOutcome, float]:
-    """Verify every byte of a checkpoint, fetched first if only the object store has it; no transaction is open meanwhile. Returns
-    the outcome, and the seconds it took without fetching.
+    """Verify every byte of a checkpoint, which is fetched first if only the object store has it. Return the outcome, and the
+    seconds it took without fetching. A marker file next to the checkpoint records the outcome. No transaction is open meanwhile.
 
-    Raises ``Conflict`` (``checkpoint-gone``) where there is nothing to verify, ``CheckpointError`` where the files cannot be
-    fetched or read.
+    Raises ``Conflict`` (``checkpoint-gone``) if there is nothing to verify, ``CheckpointError`` if the files cannot be fetched or
+    read, ``NotFound``.
     """
     with database.read() as session:
         row, job = find_checkpoint(session, job_id, checkpoint_id), find_job(session, job_id)
@@ -89,7 +91,8 @@ def verify_bytes(database: Database, job_id: str, checkpoint_id: str, homes: Hom
 
 
 def _verify_and_mark(directory: Path, row: Checkpoint) -> VerifyOutcome:
-    """Raises as ``verify_bytes`` does."""
+    """Return the outcome of verifying the checkpoint in ``directory``, and create or remove its marker file. Raises as
+    ``verify_bytes`` does, and ``Conflict`` (``checkpoint-gone``) if it was deleted meanwhile."""
     try:
         outcome = verify(directory)
     except CheckpointError as error:
@@ -105,9 +108,9 @@ def _verify_and_mark(directory: Path, row: Checkpoint) -> VerifyOutcome:
 
 
 def _mark_verified(directory: Path, ok: bool) -> None:
-    """Create or remove the marker file that the worker's retention reads. Failures are ignored: nothing is deleted from a
-    directory that cannot be written to. Durable: if the marker file of a damaged checkpoint came back after a crash, that
-    checkpoint would be kept in place of a good one."""
+    """Create (``ok``) or remove the marker file of a verified checkpoint, which the worker's retention reads. Failures are
+    ignored: nothing is deleted from a directory that cannot be written to. The change is synced: if the marker file of a damaged
+    checkpoint came back after a crash, that checkpoint would be kept in place of a good one."""
     with suppress(OSError):
         if ok:
             (directory / VERIFIED_NAME).touch()
@@ -119,8 +122,9 @@ def _mark_verified(directory: Path, ok: bool) -> None:
 def record_verification(
     session: Session, job_id: str, checkpoint_id: str, result: tuple[VerifyOutcome, float], homes: HomePaths
 ) -> VerifyResult:
-    """Record the result of ``verify_bytes``. A damaged checkpoint is quarantined, unless an attempt may be reading it: then
-    that happens once the attempt has ended, or when a resume reads it."""
+    """Record the result of ``verify_bytes`` in the checkpoint's row and as an event, and return it. A damaged checkpoint is
+    quarantined, unless an attempt may be reading it: then it is quarantined once the attempt has ended, or when a resume reads
+    it."""
     job = find_job_for_update(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     outcome, seconds = result
@@ -148,8 +152,8 @@ def record_verification(
 
 
 def _fall_back_to_older(session: Session, job: Job, quarantined: Checkpoint) -> None:
-    """If ``quarantined`` was the job's newest checkpoint, record the one before it as newest: the steps since then are at
-    risk."""
+    """If ``quarantined`` was the job's newest checkpoint, record the one before it as the newest: the steps since then are at
+    risk. If there is none, record the fork's source step, or 0."""
     if (job.committed_step, job.committed_attempt) != (quarantined.step, quarantined.attempt):
         return
     newest = next(iter(committed_in_lineage(session, job)), None)
@@ -162,8 +166,9 @@ def _fall_back_to_older(session: Session, job: Job, quarantined: Checkpoint) -> 
 
 
 def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: HomePaths) -> CheckpointView:
-    """Keep a checkpoint regardless of retention, or no longer keep it. Raises ``Conflict`` (``checkpoint-gone``,
-    ``checkpoint-in-use``)."""
+    """Pin or unpin a checkpoint, and return it. Retention never deletes a pinned checkpoint. Raises ``NotFound`` and
+    ``Conflict``: ``checkpoint-gone`` if it is not committed or not on the disk, ``checkpoint-in-use`` if a fork has not started
+    from it yet."""
     job = find_job_for_update(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     if row.state != "committed":
@@ -182,7 +187,8 @@ def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: 
 
 
 def set_pin(session: Session, row: Checkpoint, pinned: bool, homes: HomePaths) -> None:
-    """Set the marker file, which is next to the checkpoint's files and is read by the worker's retention, and then the row.
+    """Create or remove the marker file of the pin, which is next to the checkpoint's files and is read by the worker's retention;
+    then set the row.
 
     The marker file is created durably before the manifest is checked: a deletion removes the manifest before it checks for the
     marker file, so one of the two notices the other (``ratchet_store.retention.delete``). Raises ``Conflict``
@@ -196,6 +202,8 @@ def set_pin(session: Session, row: Checkpoint, pinned: bool, homes: HomePaths) -
 
 
 def _set_pin_marker(directory: Path, name: str, pinned: bool) -> None:
+    """Create or remove the marker file of a pin. Raises ``Conflict`` (``checkpoint-gone``) if the checkpoint cannot be read any
+    more; a marker file that this call created is then removed."""
     mark, made = directory / PINNED_NAME, False
     if not pinned:
         mark.unlink(missing_ok=True)
@@ -211,7 +219,7 @@ def _set_pin_marker(directory: Path, name: str, pinned: bool) -> None:
 
 
 def _create_marker(mark: Path) -> bool:
-    """Create the marker file. False if it already exists."""
+    """Create the marker file and return True; return False if it already exists. Raises ``OSError``."""
     try:
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:

@@ -35,7 +35,7 @@ _MAX_ATTEMPTS: Final = 100
 
 
 class _Reader(CheckpointReader):
-    """Read with the rights of the directory's owner."""
+    """Reads a checkpoint with the rights of the directory's owner."""
 
     def __init__(self, directory: Path) -> None:
         with as_owner(directory):
@@ -52,6 +52,8 @@ class _Reader(CheckpointReader):
 
 @dataclass(frozen=True)
 class _Stored:
+    """A checkpoint's row, its job and its directory on the disk."""
+
     job: Job
     row: Checkpoint
     directory: Path
@@ -59,7 +61,8 @@ class _Stored:
 
 @dataclass(frozen=True)
 class Comparer:
-    """``permits``: permits for concurrent comparisons; few, since each reads whole checkpoints."""
+    """Compares checkpoints of jobs. ``permits``: limit on concurrent comparisons; it is low, since each reads whole
+    checkpoints."""
 
     database: Database
     homes: HomePaths
@@ -68,10 +71,13 @@ class Comparer:
     def compare(
         self, job_id: str, other_id: str, checkpoint_id: str | None = None, other_checkpoint_id: str | None = None
     ) -> ComparisonView:
-        """Compare the checkpoints of the first common step at which the jobs differ, or of the newest common step if none
-        differs; or the two named checkpoints (if one is named: with the other job's of the same step). Data whose recorded
-        digests are equal are not read. Raises ``NotFound``, ``Conflict`` (``no-common-step``, ``checkpoint-gone``),
-        ``CheckpointError``, ``Refused`` (``busy``)."""
+        """Return the comparison of two jobs: of their checkpoints at the first common step at which they differ, or at the newest
+        common step if none differs. If both checkpoint ids are given, these two are compared; if one is given, it is compared
+        with the other job's checkpoint of the same step.
+
+        Data with equal recorded digests are not read. A checkpoint that only the object store has is fetched first. Raises
+        ``NotFound``, ``Conflict`` (``no-common-step``, ``checkpoint-gone``), ``CheckpointError``, ``Refused`` (``busy``).
+        """
         pairs = self._pairs(job_id, other_id, checkpoint_id, other_checkpoint_id)
         equal: int | None = None
         with self.permits.acquire():
@@ -87,7 +93,8 @@ class Comparer:
     def _pairs(
         self, job_id: str, other_id: str, checkpoint_id: str | None, other_checkpoint_id: str | None
     ) -> list[tuple[_Stored, _Stored]]:
-        """Return the pairs of checkpoints to compare, by step, oldest first."""
+        """Return the pairs of checkpoints to compare, oldest step first, at least one. Raises ``NotFound``, and ``Conflict``
+        (``no-common-step``, or ``checkpoint-gone`` if one is not committed)."""
         with self.database.read() as session:
             jobs = find_job(session, job_id), find_job(session, other_id)
             rows = []
@@ -113,7 +120,8 @@ class Comparer:
         return [(self._stored_checkpoint(jobs[0], a), self._stored_checkpoint(jobs[1], b)) for a, b in pairs]
 
     def _first_difference(self, *job_ids: str) -> tuple[int, Part] | None:
-        """Return the first step at which fingerprints of the two jobs' ranks differ, and the part that differs."""
+        """Return the first step at which the recorded fingerprints of the two jobs differ on any rank, and the part that differs;
+        None if no common step differs, or none is recorded."""
         with self.database.read() as session:
             jobs = [find_job(session, job_id) for job_id in job_ids]
             attempts = [
@@ -131,7 +139,8 @@ class Comparer:
         return min(found, key=lambda one: (one[0], PARTS.index(one[1])), default=None)
 
     def _fingerprints(self, job_id: str, attempts: list[int], rank: int) -> dict[int, StepFingerprint]:
-        """Return a rank's fingerprints by step; for a replayed step, the last one."""
+        """Return the fingerprints of a rank by step, from the given attempts' files; for a step done several times, that of the
+        last time."""
         out: dict[int, StepFingerprint] = {}
         for number in attempts[-_MAX_ATTEMPTS:]:
             ring = self.homes.job(job_id).attempt(number).ring(rank)
@@ -141,9 +150,11 @@ class Comparer:
         return out
 
     def _stored_checkpoint(self, job: Job, row: Checkpoint) -> _Stored:
+        """Return the checkpoint of ``row`` with its directory, which may not exist."""
         return _Stored(job, row, self.homes.job(job.id).checkpoint(row.step, row.attempt))
 
     def _compare_pair(self, a: _Stored, b: _Stored) -> ComparisonView:
+        """Compare two checkpoints; the tensors are read only if their manifests differ. Raises as ``_fetch_manifest`` does."""
         manifests = self._fetch_manifest(a), self._fetch_manifest(b)
         tensors = len({entry.name for manifest in manifests for entry in manifest.tensors})
         compared = None if same_files(*manifests) else compare_opened(_Reader(a.directory), _Reader(b.directory))
@@ -166,6 +177,8 @@ class Comparer:
         )
 
     def _fetch_manifest(self, stored: _Stored) -> Manifest:
+        """Return the manifest of a checkpoint, which is fetched first if only the object store has it. Raises ``Conflict``
+        (``checkpoint-gone``) if it is no longer there, else ``CheckpointError``."""
         object_store.ensure_local(self.homes, stored.job, stored.row)
         try:
             with as_owner(stored.directory):
@@ -177,5 +190,6 @@ class Comparer:
 
 
 def _steps_text(rows: list[Checkpoint]) -> str:
+    """Return a text with the ten newest steps of the checkpoints, like "steps 10, 20"; "none" if there are none."""
     steps = sorted({row.step for row in rows})
     return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[-10:]))}" if steps else "none"

@@ -38,7 +38,8 @@ MEDIA_TYPES: Final[dict[Format, str]] = {
 
 @dataclass(frozen=True)
 class Exported:
-    """The complete, verified result; ``file`` is unnamed, and is gone when it is closed. ``digest``: SHA-256."""
+    """The complete, verified export. ``file`` has no name and is positioned at its start; closing it frees its space. ``size``:
+    bytes; ``digest``: SHA-256 of the content; ``notes``: sentences for the reader of the file."""
 
     file: BufferedRandom
     size: int
@@ -48,9 +49,10 @@ class Exported:
 
 @dataclass(frozen=True)
 class Exporter:
-    """``permits``: permits for making a file, not for sending it. ``seconds``: time limit for making one, digest included.
-    ``trains_here``: returns whether jobs of a launcher kind run on the service's machine; for all others the service's own
-    interpreter makes the files. ``sandbox``: the user that the process runs as."""
+    """Exports checkpoints, each in a separate process. ``permits``: limit on concurrent exports, held while a file is made, not
+    while it is sent. ``seconds``: time limit for making one file. ``trains_here``: returns whether jobs of a launcher kind run on
+    the service's machine; for jobs of other kinds the service's own interpreter makes the files. ``sandbox``: the user of the
+    process."""
 
     database: Database
     homes: HomePaths
@@ -62,7 +64,9 @@ class Exporter:
     def export(
         self, job_id: str, checkpoint_id: str, file_format: Format, abandoned: Callable[[], bool] = lambda: False
     ) -> Exported:
-        """Make the files; no transaction is open meanwhile. ``abandoned`` is polled: True once nobody waits for them.
+        """Make the files of a checkpoint and return them as one open file, which the caller must close. It blocks until the file
+        is complete; no transaction is open meanwhile. ``abandoned`` is polled, and returns True if the caller no longer needs the
+        file: the export then ends with an error.
 
         Raises ``NotFound``, ``Conflict`` (``checkpoint-gone``, ``export-failed``), ``CheckpointError`` for damage, ``Refused``
         (``busy``, ``disk-full``, ``export-timeout``).
@@ -90,8 +94,9 @@ class Exporter:
                 raise
 
     def _interpreter(self, job: Job, name: str) -> str:
-        """Return the interpreter to use. Raises ``Conflict`` (``export-failed``) if that is the service's own and has no
-        torch."""
+        """Return the path of the interpreter that exports: the job's, if its jobs run on this machine, else the service's own.
+        Raises ``Conflict`` (``export-failed``) if the service's own is needed and has no torch. ``name``: the checkpoint's, for
+        the error."""
         kind = job.spec.get("launcher", {}).get("kind", "local")
         if self.trains_here(kind):
             own = job.spec.get("python") is None  # as for the job's next attempt
@@ -107,7 +112,8 @@ class Exporter:
 
 
 def _unnamed_file(directory: Path) -> BufferedRandom:
-    """Return an unnamed file on the disk of the checkpoints: it is never left over, whichever process is killed."""
+    """Return a file without a name on the disk of ``directory``: nothing is left over, whichever process is killed. Raises
+    ``Conflict`` (``checkpoint-gone``) if the directory is missing, and ``Refused`` (``disk-full``)."""
     try:
         with as_owner(directory):
             return tempfile.TemporaryFile(dir=directory)
@@ -123,7 +129,7 @@ def _unnamed_file(directory: Path) -> BufferedRandom:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The export process: it runs no user code, has no variables of a job and no credentials, and touches no GPU."""
+    """The export process. It runs no user code, has no variables of a job and no credentials, and uses no GPU."""
 
     python: str
     seconds: float
@@ -131,6 +137,8 @@ class _Asked:
     sandbox: Sandbox
 
     def run(self, request: Mapping[str, Any], file: BufferedRandom) -> dict[str, Any]:
+        """Write the export into ``file`` and return the process's answer. A failure is returned, not raised: as a dict with
+        ``error`` (a text) and ``code``."""
         directory = str(Path(request["checkpoint"]).parent)
         with tempfile.TemporaryFile() as stderr:
             try:
@@ -158,6 +166,7 @@ class _Asked:
 
 
 def _export_error(answer: Mapping[str, Any], name: str, directory: Path) -> RatchetError:
+    """Return the error for a failed export's ``answer``; it is not raised. ``name``: the checkpoint's."""
     code, detail = str(answer["code"]), str(answer["error"])
     if code == "disk-full":
         return disk_space.disk_full_error(directory, "nothing was exported")

@@ -31,6 +31,9 @@ from ratchet_service.usecases.views import labels_of
 
 @dataclass(frozen=True)
 class PreparedFork:
+    """A checked fork. ``prepared``: the new job's spec; ``parent_id``: the job that owns the source checkpoint, which may be an
+    ancestor of the requested job; ``checkpoint_id``: the source checkpoint."""
+
     prepared: submit.Prepared
     parent_id: str
     checkpoint_id: str
@@ -39,10 +42,10 @@ class PreparedFork:
 def prepare(
     database: Database, job_id: str, request: ForkRequest, ports: SubmissionPorts, homes: HomePaths
 ) -> PreparedFork:
-    """Return the new job's spec, checked as at submission; no transaction is open meanwhile. Raises ``SpecError``, ``NotFound``,
-    ``Conflict``.
+    """Return the new job's spec, checked as at submission, and its source checkpoint; no transaction is open meanwhile. A source
+    that only the object store has is fetched. Raises ``SpecError``, ``NotFound``, ``Conflict``, ``CheckpointError``.
 
-    The parent's snapshot of the code is reused, unless the request names ``code``: then a new one is taken.
+    The parent's snapshot of the code is reused, unless the request names ``code``: then a new snapshot is taken.
     """
     with database.read() as session:
         parent = find_job(session, job_id)
@@ -72,11 +75,12 @@ def prepare(
 
 
 _STEP_COUNT_KEYS = ("task", "script", "env", "secrets", "python", "image", "volumes", "world", "trial")
-"""Keys of the spec, besides the code, that may change the number of steps."""
+"""Keys of the spec, besides the code, whose change may change the number of steps."""
 
 
 def _has_no_steps_left(prepared: submit.Prepared, origin: Job, source: Checkpoint) -> bool:
-    """True if the checkpoint's job has done all the steps that this fork would have; False where that is not certain."""
+    """Return True if the checkpoint's job, ``origin``, has done all the steps that this fork would do; False if that is not
+    certain."""
     if not source.finished or origin.total_steps is None or source.step < origin.total_steps:
         return False
     spec, before = prepared.spec.model_dump(mode="json"), JobSpec.model_validate(origin.spec)
@@ -88,6 +92,8 @@ def _has_no_steps_left(prepared: submit.Prepared, origin: Job, source: Checkpoin
 
 
 def _no_steps_left_error(origin: Job, source: Checkpoint, earlier: list[str]) -> Conflict:
+    """Return the error for a fork that would train no steps; it is not raised. ``earlier``: checkpoints before it, newest
+    first."""
     more = (
         "increase its steps with --set of the option that its code reads (task.args, script; if its data have grown: any "
         "change of env)"
@@ -103,8 +109,8 @@ def _no_steps_left_error(origin: Job, source: Checkpoint, earlier: list[str]) ->
 
 
 def _pop_start_from(data: dict[str, Any], request: ForkRequest) -> StartSpec | None:
-    """Remove ``start_from`` from ``data`` and return the parent's, which stays in the spec as history: its file is neither
-    checked nor copied. Raises ``SpecError`` if the request has another one."""
+    """Remove ``start_from`` from the spec ``data`` and return the parent's value of it, which the new job keeps as a record.
+    Raises ``SpecError`` if the request itself sets it."""
     start = data.pop("start_from", None)
     if request.spec.get("start_from") is None:
         return None if start is None else StartSpec.model_validate(start)
@@ -114,7 +120,8 @@ def _pop_start_from(data: dict[str, Any], request: ForkRequest) -> StartSpec | N
 
 
 def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) -> Job:
-    """Return the new job's row. The source is pinned, so that no retention deletes it before the fork has started."""
+    """Store the new job and return its row. The source checkpoint is pinned, so that no retention deletes it before the fork has
+    started. Raises ``Conflict`` (``checkpoint-gone``) if it no longer exists, and as ``submit.store`` does."""
     parent = find_job_for_update(session, fork.parent_id)
     check_transition(parent, Event.FORK)
     row = find_checkpoint(session, parent.id, fork.checkpoint_id)
@@ -140,7 +147,8 @@ def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) ->
 
 
 def _with_request_pointers(error: SpecError, *, named: bool) -> SpecError:
-    """Return the same error with pointers into the request's body, where the spec is below ``/spec``."""
+    """Return the error with pointers into the request's body, where the spec is below ``/spec``. ``named``: the request has its
+    own ``name``, so ``/name`` stays."""
     errors = [
         e if named and e.pointer == "/name" else e.model_copy(update={"pointer": f"/spec{e.pointer}"})
         for e in error.errors
@@ -150,8 +158,9 @@ def _with_request_pointers(error: SpecError, *, named: bool) -> SpecError:
 
 
 def _source_checkpoint(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpoint:
-    """Return the checkpoint that the new job starts from. If ``parent`` is a fork without a checkpoint of its own yet, that is
-    the checkpoint of another job that the parent itself starts from."""
+    """Return the checkpoint that the new job starts from; ``checkpoint_id`` None: the newest of the parent's lineage. If
+    ``parent`` is a fork without a checkpoint of its own yet, it is the checkpoint of another job that the parent itself starts
+    from. Raises ``NotFound`` if there is none, ``Conflict`` (``checkpoint-gone``) if it is not committed."""
     if checkpoint_id is not None:
         row = find_checkpoint(session, parent.id, checkpoint_id)
         _require_committed(row)
@@ -172,16 +181,18 @@ def _source_checkpoint(session: Session, parent: Job, checkpoint_id: str | None)
 
 
 def _require_committed(row: Checkpoint) -> None:
+    """Raise ``Conflict`` (``checkpoint-gone``) unless the checkpoint is committed."""
     if row.state != "committed":
         raise Conflict(f"checkpoint {row.name} is {row.state}: it cannot be started from", code="checkpoint-gone")
 
 
 def _fork_name(name: str) -> str:
+    """Return the name of a fork: that of its parent, shortened to 58 characters, with "-fork" appended."""
     return name[:58].rstrip("-") + "-fork"
 
 
 def _require_loadable(prepared: submit.Prepared, checkpoint: Path) -> None:
-    """Raise ``SpecError`` now, rather than in the first attempt, if the checkpoint cannot be loaded with the new spec."""
+    """Raise ``SpecError`` if the checkpoint cannot be loaded with the new spec, so that this is not first found in an attempt."""
     found = resize.mismatches(prepared.spec, checkpoint, prepared.resolved.code_digest)
     problems = [p.model_copy(update={"pointer": f"/spec{p.pointer}"}) for p in found]
     if problems:

@@ -18,28 +18,33 @@ from ratchet_service.lifecycle.unmanaged_script import UNMANAGED
 
 
 class Saves(NamedTuple):
-    """Saves of one attempt. ``stall``: seconds that training paused for saves; ``stop``: when the save of its stop was
-    committed."""
+    """Saves of one attempt. ``stall``: seconds that training paused for its saves, without the save of its stop; ``stop``: time
+    at which the save of its stop was committed, None if there is none."""
 
     stall: float = 0.0
     stop: datetime | None = None
 
 
 class Spent(NamedTuple):
+    """The time of one attempt. ``notice_seconds``: seconds of notice that it was given before its stop; ``notice_used``: seconds
+    of it that it used. Both are None if it was not stopped; each is None if its value is not known."""
+
     goodput: GoodputView
     notice_seconds: float | None
     notice_used: float | None
 
 
 def attempt_goodput(session: Session, job: Job, attempts: Collection[Attempt]) -> dict[int, Spent]:
-    """Return goodput and use of the stop notice, by attempt number."""
+    """Return the goodput and the use of the stop notice of each of ``attempts``, by attempt number; until now for a running
+    one."""
     now = now_in(session)
     saves = _save_times(session, job.id, [attempt.number for attempt in attempts])
     return {a.number: _attempt_spent(job.spec["policy"], a, saves.get(a.number, Saves()), now) for a in attempts}
 
 
 def job_goodput(session: Session, job: Job) -> GoodputView:
-    """Return the goodput of all the job's attempts together."""
+    """Return the goodput of all the job's attempts together, the time between attempts included: until the job ended or was
+    suspended, else until now."""
     now = now_in(session)
     saves = _save_times(session, job.id)
     verdict = Attempt.resume_report["verdict"].as_string()
@@ -52,6 +57,7 @@ def job_goodput(session: Session, job: Job) -> GoodputView:
 
 
 def _save_times(session: Session, job_id: str, attempts: Collection[int] | None = None) -> dict[int, Saves]:
+    """Return the saves of the job by attempt number; ``attempts``: only of these. Attempts without a checkpoint are absent."""
     stopped = Checkpoint.reason == "stop"
     query = sa.select(
         Checkpoint.attempt,
@@ -67,6 +73,7 @@ def _save_times(session: Session, job_id: str, attempts: Collection[int] | None 
 
 
 def _attempt_spent(policy: dict[str, Any], a: Attempt, saves: Saves, now: datetime) -> Spent:
+    """Return the goodput and the use of the stop notice of one attempt. ``policy``: the spec's."""
     verdict = None if a.resume_report is None else a.resume_report.get("verdict")
     row = (
         a.number, a.created_at, a.ended_at, a.begun_at, a.training_at, a.stop_at, a.end_began_at, a.base_step, a.last_step,
@@ -81,6 +88,8 @@ def _attempt_spent(policy: dict[str, Any], a: Attempt, saves: Saves, now: dateti
 
 
 def _span(row: Any, saves: Saves, now: datetime) -> Span:
+    """Return the times and steps of an attempt's ``row`` for the goodput computation; ``now`` is the end of an attempt that
+    runs."""
     _, created, ended, begun, training, stop, over, base, last, lost, verdict = row
     return Span(
         created=created, until=ended or now, begun=begun, training=training, stop=stop, end_began=over,
@@ -90,6 +99,7 @@ def _span(row: Any, saves: Saves, now: datetime) -> Span:
 
 
 def _view(parts: Parts) -> GoodputView:
+    """Return the API's view of ``parts``: the share rounded to four digits, seconds to three."""
     share = parts.goodput
     return GoodputView(
         goodput=None if share is None else round(share, 4),

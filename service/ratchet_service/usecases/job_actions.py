@@ -25,7 +25,8 @@ from ratchet_service.usecases import resize
 
 
 def apply_action(session: Session, job_id: str, event: Event) -> Job:
-    """Suspend, cancel or preempt a job. A request for what is in progress, or already done, changes nothing and is no error."""
+    """Suspend, cancel or preempt a job, according to ``event``, and return its row. A request for an action that is in progress
+    or done changes nothing and is no error. Raises ``NotFound``, and ``Conflict`` if the job's phase does not allow it."""
     job = find_job_for_update(session, job_id)
     if _is_already_applied(job, event):
         return job
@@ -33,8 +34,8 @@ def apply_action(session: Session, job_id: str, event: Event) -> Job:
 
 
 def request_checkpoint(session: Session, job_id: str) -> Job:
-    """Request that the running group saves at its next agreed step. Raises ``Conflict`` if no group runs, and for a script
-    without a Session (``checkpoint-needs-session``)."""
+    """Request that the running group saves at its next agreed step, and return the job's row. Raises ``Conflict`` if no group
+    runs, and for a script without a Session (``checkpoint-needs-session``)."""
     job = find_job_for_update(session, job_id)
     check_transition(job, Event.CHECKPOINT)
     attempt, script = session.get(Attempt, (job.id, job.attempt)), job.spec.get("script")
@@ -46,8 +47,8 @@ def request_checkpoint(session: Session, job_id: str) -> Job:
 
 
 def _makes_no_session(job: Job, attempt: Attempt) -> bool:
-    """True if the script is known to create no Session. If it may create one in a module that it imports, the attempt reports
-    nothing until then."""
+    """Return True if the job's script is known to create no Session. If it may create one in a module that it imports, the
+    attempt reports nothing until then, and the result is False."""
     if attempt.resume_report is None:
         return unmanaged_script.WARNING in {warning["code"] for warning in job.warnings}
     return unmanaged_script.is_reported_unmanaged(attempt.resume_report)
@@ -55,7 +56,8 @@ def _makes_no_session(job: Job, attempt: Attempt) -> bool:
 
 @dataclass(frozen=True)
 class PreparedResume:
-    """``spec``: the checked spec, None if none was checked; ``warnings``: of its hook; ``code``: the requested code."""
+    """A checked resume request. ``spec``: the changed and checked spec, None if nothing changes or an attempt may be alive;
+    ``warnings``: those of its hook; ``code``: the requested code, None if none is requested or it was not checked."""
 
     request: ResumeRequest
     spec: JobSpec | None
@@ -64,8 +66,9 @@ class PreparedResume:
 
 
 def prepare_resume(database: Database, job_id: str, request: ResumeRequest, ports: SubmissionPorts) -> PreparedResume:
-    """Check a changed hook and changed code as at submission; no transaction is open meanwhile. Raises ``SpecError``,
-    ``NotFound``, ``Conflict`` for a job that cannot be resumed."""
+    """Check a changed hook and changed code as at submission, and take a snapshot of changed code; no transaction is open
+    meanwhile. While an attempt may be alive, nothing is checked, since ``resume`` will refuse the changes. Raises ``SpecError``,
+    ``NotFound``, and ``Conflict`` for a job that cannot be resumed."""
     with database.read() as session:
         job = find_job(session, job_id)
     spec = resize.requested_spec(job, request)
@@ -79,8 +82,9 @@ def prepare_resume(database: Database, job_id: str, request: ResumeRequest, port
 
 
 def resume(session: Session, job_id: str, prepared: PreparedResume, ports: SubmissionPorts, homes: HomePaths) -> Job:
-    """Continue a job, optionally from an older checkpoint of its lineage, or with another number of ranks, another hook, other
-    code or another ``policy.on_hook_mismatch``; these changes are permanent.
+    """Queue a job again and return its row. It may continue from an older checkpoint of its lineage, or with another number of
+    ranks, another hook, other code or another ``policy.on_hook_mismatch``; these changes are permanent. Without changes, a
+    request for a job that is already queued or running changes nothing.
 
     Raises ``Conflict``:
 
@@ -131,7 +135,8 @@ def _job_spec(job: Job) -> JobSpec:
 
 
 def _check_quota(session: Session, job: Job, change: resize.Change | None) -> None:
-    """Check the quota: a job that had ended counts as one more, and a changed number of ranks must fit."""
+    """Check the quota of the job's owner: a job that had ended counts as one more, and a changed number of ranks must fit. Raises
+    ``Conflict`` or ``SpecError`` (``quota-exceeded``)."""
     if change is None and not job.phase.terminal:
         return
     spec = _job_spec(job) if change is None else change.spec
@@ -140,6 +145,8 @@ def _check_quota(session: Session, job: Job, change: resize.Change | None) -> No
 
 
 def _needs_stop_error(job: Job, request: ResumeRequest) -> Conflict:
+    """Return the error for a change that needs a job without an attempt; it is not raised. Its code names the first such
+    change."""
     if request.from_step is not None:
         code, what = "from-step-needs-stop", f"from step {request.from_step}"
     elif request.code is not None:
@@ -154,11 +161,15 @@ def _needs_stop_error(job: Job, request: ResumeRequest) -> Conflict:
 
 
 def _is_already_applied(job: Job, event: Event) -> bool:
+    """Return True if ``event`` would change neither phase, desired state nor budgets. Raises ``Conflict`` if the job's phase does
+    not allow it."""
     step = check_transition(job, event)
     return step.phase is job.phase and step.desired in (None, job.desired) and not step.reset_budgets
 
 
 def _checkpoint_at(session: Session, job: Job, step: int) -> dict[str, int]:
+    """Return step and attempt of the committed checkpoint of ``step`` in the job's lineage. Raises ``NotFound`` if there is
+    none."""
     committed = committed_in_lineage(session, job)
     found = next((row for row in committed if row.step == step), None)
     if found is None:

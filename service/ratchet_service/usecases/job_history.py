@@ -19,6 +19,7 @@ from ratchet_service.usecases.views import attempt_view, event_view
 
 
 def list_attempts(session: Session, job_id: str, limit: int, cursor: str | None) -> Page[AttemptView]:
+    """Return a page of the job's attempts, newest first. Raises ``NotFound`` for an unknown job."""
     job = find_job(session, job_id)
     digest = pagination.query_digest(of="attempts", job=job_id)
     query = sa.select(Attempt).where(Attempt.job_id == job_id)
@@ -35,6 +36,7 @@ def list_attempts(session: Session, job_id: str, limit: int, cursor: str | None)
 
 
 def get_attempt(session: Session, job_id: str, number: str) -> AttemptView:
+    """Return one attempt with its nodes and goodput. Raises ``NotFound`` for an unknown job or attempt."""
     attempt = find_attempt(session, job_id, number)
     spent = attempt_goodput(session, find_job(session, job_id), [attempt])
     nodes = _nodes(session, job_id, [attempt.number])
@@ -42,17 +44,21 @@ def get_attempt(session: Session, job_id: str, number: str) -> AttemptView:
 
 
 def attempt_environment(homes: HomePaths, job_id: str, number: int) -> EnvironmentView | None:
-    """Return the environment that the attempt trained with, as its rank 0 recorded it."""
+    """Return the environment that the attempt trained with, from the file that its rank 0 wrote; None if there is no such
+    file."""
     return read_message(homes.job(job_id).attempt(number).environment_file, EnvironmentView)
 
 
 def newest_environment(homes: HomePaths, job_id: str, newest: int) -> EnvironmentView | None:
-    """Return the environment of attempt ``newest``, or of the attempt before it while ``newest`` has not begun to train."""
+    """Return the environment of attempt ``newest``, or of the attempt before it while ``newest`` has not begun to train; None if
+    neither has one."""
     looks = (attempt_environment(homes, job_id, number) for number in (newest, newest - 1) if number > 0)
     return next((found for found in looks if found is not None), None)
 
 
 def _nodes(session: Session, job_id: str, numbers: list[int]) -> dict[int, list[AttemptNode]]:
+    """Return the nodes of the attempts ``numbers``, by attempt number, in order of node numbers. Attempts without nodes are
+    absent."""
     query = sa.select(AttemptNode).where(AttemptNode.job_id == job_id, AttemptNode.attempt.in_(numbers))
     out: dict[int, list[AttemptNode]] = {}
     for node in session.scalars(query.order_by(AttemptNode.node)):
@@ -63,7 +69,8 @@ def _nodes(session: Session, job_id: str, numbers: list[int]) -> dict[int, list[
 def list_events(
     session: Session, job_id: str, limit: int, cursor: str | None, attempt: int | None = None, kind: str | None = None
 ) -> Page[EventView]:
-    """List the events, optionally of one ``attempt`` or one ``kind`` (``EventView.type``)."""
+    """Return a page of the job's events, oldest first; ``attempt`` or ``kind`` (``EventView.type``) select those of one attempt
+    or type. Raises ``NotFound`` for an unknown job."""
     find_job(session, job_id)
     filters = {column: value for column, value in (("attempt", attempt), ("type", kind)) if value is not None}
     digest = pagination.query_digest(of="events", job=job_id, **filters)
@@ -75,14 +82,15 @@ def list_events(
 
 
 def events_after(session: Session, job_id: str, last_id: int, limit: int, **filters: Any) -> list[EventView]:
-    """Return events after ``last_id``. ``filters``: column values to filter by."""
+    """Return at most ``limit`` events with an id greater than ``last_id``, oldest first. ``filters``: column values that they
+    must have."""
     query = sa.select(Event).where(Event.job_id == job_id, Event.id > last_id).filter_by(**filters)
     query = query.order_by(Event.id).limit(limit)
     return [event_view(row) for row in session.scalars(query)]
 
 
 def parse_last_id(text: str | None) -> int:
-    """Parse ``Last-Event-ID`` of an event stream; 0 without one. Raises ``Refused``."""
+    """Return the event id in a ``Last-Event-ID`` header; 0 if there is none. Raises ``Refused`` (``invalid-parameter``)."""
     if text is None or text == "":
         return 0
     if not (text.isascii() and text.isdigit() and len(text) < 19):

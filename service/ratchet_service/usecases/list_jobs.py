@@ -23,7 +23,8 @@ from ratchet_service.usecases import pagination
 from ratchet_service.usecases.views import job_views
 
 MAX_SELECTIVE_JOBS: Final = 500
-"""Maximum number of jobs that are read and sorted for one page rather than read along an index."""
+"""If at most this number of jobs meet one filter, they are read and sorted for a page; otherwise the list is read along an
+index."""
 
 Sort = Literal["created", "-created", "name", "-name", "priority", "-priority"]
 _COLUMNS: Final = {"created": "created_at", "name": "name", "priority": "priority"}
@@ -31,7 +32,8 @@ _COLUMNS: Final = {"created": "created_at", "name": "name", "priority": "priorit
 
 @dataclass(frozen=True)
 class JobFilter:
-    """A job must meet all conditions; of several phases, any one."""
+    """Filters and order of a list of jobs. A job must meet all conditions; of several ``phases``, it must be in one. A condition
+    that is None or empty is met by every job."""
 
     phases: tuple[JobPhase, ...] = ()
     labels: tuple[tuple[str, str], ...] = ()
@@ -40,6 +42,7 @@ class JobFilter:
     owner: str | None = None
 
     def digest(self) -> str:
+        """Return a digest that identifies this filter and order in cursors."""
         phases = sorted(p.value for p in self.phases)
         return pagination.query_digest(
             of="jobs",
@@ -52,7 +55,7 @@ class JobFilter:
 
 
 def parse_label(text: str) -> tuple[str, str]:
-    """Parse ``key=value``. Raises ``Refused``."""
+    """Return key and value of a label filter ``key=value``. Raises ``Refused`` (``invalid-parameter``)."""
     key, sign, value = text.partition("=")
     if not sign or not key:
         raise Refused(f"a label filter is key=value, not {text!r}", code="invalid-parameter")
@@ -60,7 +63,8 @@ def parse_label(text: str) -> tuple[str, str]:
 
 
 def list_jobs(session: Session, job_filter: JobFilter, limit: int, cursor: str | None) -> Page[JobView]:
-    """Return one page, by keyset paging: a job inserted meanwhile never makes an existing job appear twice or not at all."""
+    """Return one page of the jobs that ``job_filter`` selects. The cursor holds the last job's place in the order (keyset
+    paging): a job that is inserted between pages never makes another job appear twice or not at all."""
     descending = job_filter.sort.startswith("-")
     key = job_filter.sort.removeprefix("-")
     selective_ids = _selective_ids(session, job_filter)
@@ -82,7 +86,8 @@ def list_jobs(session: Session, job_filter: JobFilter, limit: int, cursor: str |
 
 
 def _selective_ids(session: Session, job_filter: JobFilter) -> list[str] | None:
-    """Return the ids of all jobs that meet the first filter that few jobs meet; None if there is no such filter."""
+    """Return the ids of all jobs that meet the first filter which at most ``MAX_SELECTIVE_JOBS`` jobs meet; None if no filter
+    does."""
     for query in _single_filter_queries(job_filter):
         ids = list(session.scalars(query.limit(MAX_SELECTIVE_JOBS + 1)))
         if len(ids) <= MAX_SELECTIVE_JOBS:
@@ -91,7 +96,7 @@ def _selective_ids(session: Session, job_filter: JobFilter) -> list[str] | None:
 
 
 def _single_filter_queries(job_filter: JobFilter) -> Iterator[sa.Select[str]]:
-    """Yield each filter as a query for ids that needs only an index."""
+    """Yield for each filter a query for the ids of the jobs that meet it; each query needs only an index."""
     if job_filter.name is not None:
         yield sa.select(Job.id).where(Job.name == job_filter.name)
     for key, value in job_filter.labels:
@@ -105,8 +110,9 @@ def _single_filter_queries(job_filter: JobFilter) -> Iterator[sa.Select[str]]:
 def _matching_query(
     job_filter: JobFilter, selective_ids: list[str] | None, key: str
 ) -> tuple[sa.Select[Job], Any, Any]:
-    """Return the query for jobs that meet all filters, and its sort columns. Many jobs with a label are read from the label's
-    own index, which has them in order of creation."""
+    """Return the query for the jobs that meet all filters, its sort column and its id column. ``selective_ids``: the only jobs
+    that can meet them, None if unknown; ``key``: the name of the sort key. Many jobs with a label are read from the label's own
+    index, which has them in order of creation."""
     source, query, labels = Job, sa.select(Job), list(job_filter.labels)
     column, ident = getattr(Job, _COLUMNS[key]), Job.id
     if selective_ids is not None:
@@ -131,11 +137,13 @@ def _matching_query(
 
 
 def _encode_sort_value(key: str, value: Any) -> str | int:
+    """Return a value of the sort key as a cursor holds it: a time as ISO text."""
     found: str | int = value.isoformat() if key == "created" else value
     return found
 
 
 def _decode_sort_value(key: str, raw: Any) -> Any:
+    """Return the value of the sort key that a cursor holds. Raises ``Refused`` (``bad-cursor``)."""
     if key != "created":
         return raw
     try:

@@ -37,6 +37,8 @@ _FIGURES: Final = (
 
 
 def _not_abandoned(table: Any) -> sa.ColumnElement[bool]:
+    """Return the condition that a row of ``table`` belongs to no abandoned branch: no later attempt started from a step before
+    the row's."""
     later = sa.exists().where(
         Attempt.job_id == table.job_id, Attempt.number > table.attempt, Attempt.base_step < table.step
     )
@@ -44,8 +46,9 @@ def _not_abandoned(table: Any) -> sa.ColumnElement[bool]:
 
 
 def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int) -> MetricsView:
-    """Return series by name. A series with more than ``max_points`` points is reduced to evenly spaced points of its own, first
-    and last included (``max_points`` >= 2); values are never averaged or interpolated."""
+    """Return the metric series ``names`` in this order; if ``names`` is empty, all series with points, sorted by name. A series
+    with more than ``max_points`` points (at least 2) is reduced to that number of its own points, evenly spaced, first and last
+    included; values are never averaged or interpolated. Raises ``NotFound`` for an unknown job."""
     job = find_job(session, job_id)
     wanted = sa.select(MetricSeries).where(MetricSeries.job_id == job_id).order_by(MetricSeries.name)
     if names:
@@ -71,7 +74,8 @@ def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int
 
 
 def evenly_spaced(items: Sequence[T], max_count: int) -> list[T]:
-    """Return ``max_count`` items, evenly spaced by position, the first and the last included; all items if there are no more."""
+    """Return ``max_count`` of the items, evenly spaced by position, the first and the last included; all items if there are no
+    more."""
     if len(items) <= max_count:
         return list(items)
     last, parts = len(items) - 1, max_count - 1
@@ -79,8 +83,9 @@ def evenly_spaced(items: Sequence[T], max_count: int) -> list[T]:
 
 
 def _shown_steps(session: Session, job_id: str, names: Sequence[str], max_points: int) -> dict[str, list[int]]:
-    """Return the steps of the points that are shown; if ``max_points`` is 2, as when a client watches a job, the first and the
-    last. Reading only the steps, from the key, costs a quarter of reading the rows."""
+    """Return, by series name, the steps of the points that are shown, ascending. If ``max_points`` is 2, as when a client watches
+    a job, these are only the first and the last step. Steps are read from the key alone, which costs a quarter of reading the
+    rows."""
     if not names:
         return {}
     shown = Metric.job_id == job_id, Metric.name.in_(names), _not_abandoned(Metric)
@@ -99,7 +104,8 @@ def _shown_steps(session: Session, job_id: str, names: Sequence[str], max_points
 def _points(
     session: Session, job_id: str, names: Sequence[str], steps: Sequence[int] | None
 ) -> dict[str, list[MetricPoint]]:
-    """Return points by name. ``steps``: the steps to read, in order; None: all points that are shown."""
+    """Return the points by series name, in order of steps. ``steps``: the steps to read; None: all points of no abandoned
+    branch."""
     out: dict[str, list[MetricPoint]] = {name: [] for name in names}
     columns = (Metric.name, Metric.step, Metric.attempt, Metric.value, Metric.at)
     query = sa.select(*columns).where(Metric.job_id == job_id, Metric.name.in_(names))
@@ -111,6 +117,7 @@ def _points(
 
 
 def _superseded(session: Session, job_id: str, names: Collection[str]) -> dict[str, list[MetricPoint]]:
+    """Return, by series name, the stored earlier points of steps that were done again, in order of steps and attempts."""
     table = SupersededMetric
     query = sa.select(table.name, table.step, table.attempt, table.value, table.at).where(table.job_id == job_id)
     out: dict[str, list[MetricPoint]] = {}
@@ -122,9 +129,9 @@ def _superseded(session: Session, job_id: str, names: Collection[str]) -> dict[s
 
 
 def hook_view(session: Session, job_id: str, homes: HomePaths) -> HookView:
-    """Return the newest summary of every rank of the running attempt; while none runs, those of the checkpoint that the next
-    attempt starts from: what a lost attempt reported for later steps is not the job's state. The plain figures are those of
-    the lowest rank."""
+    """Return the state of the job's hook: the newest summary of every rank of the running attempt. While none runs, or none has
+    reported, return those of the checkpoint that the next attempt starts from: what a lost attempt reported for later steps is
+    not the job's state. Without such a checkpoint the figures are empty. The single figures are those of the lowest rank."""
     job = find_job(session, job_id)
     spec = JobSpec.model_validate(job.spec).hook
     view = HookView(
@@ -144,8 +151,8 @@ def hook_view(session: Session, job_id: str, homes: HomePaths) -> HookView:
 
 
 def _live_summaries(session: Session, job: Job) -> list[tuple[HookSummary, datetime]]:
-    """Return the newest summaries by rank. Those of earlier attempts do not apply: this attempt may have other ranks and another
-    base."""
+    """Return the newest summary of each rank of the current attempt, with its time, in order of ranks. Summaries of earlier
+    attempts do not apply: this attempt may have other ranks and another base."""
     newest = sa.func.row_number().over(partition_by=HookSample.rank, order_by=HookSample.step.desc())
     samples = sa.select(HookSample, newest.label("age"))
     ranked = samples.where(HookSample.job_id == job.id, HookSample.attempt == job.attempt).subquery()
@@ -156,8 +163,8 @@ def _live_summaries(session: Session, job: Job) -> list[tuple[HookSummary, datet
 def _checkpoint_summaries(
     session: Session, job: Job, homes: HomePaths, hook: HookSpec
 ) -> tuple[list[HookSummary], datetime] | None:
-    """Return the manifest's summaries of this hook; None without a checkpoint, for one that cannot be read now, or for another
-    hook."""
+    """Return the summaries, by rank, and the time of the checkpoint that the next attempt starts from. None if there is no
+    checkpoint, for one that cannot be read now, or for one that another hook than ``hook`` wrote."""
     start = next_start(session, job, job.resume_from, homes)
     if start is None:
         return None
@@ -174,6 +181,7 @@ def _checkpoint_summaries(
 def _with_figures(
     view: HookView, source: Literal["live", "checkpoint"], ranks: list[HookSummary], at: datetime
 ) -> HookView:
+    """Return ``view`` with the summaries of the ranks and the time ``at``; the single figures are those of the first summary."""
     update: dict[str, Any] = {key: getattr(ranks[0], key) for key in _FIGURES}
     update |= {
         "source": source,
@@ -185,6 +193,7 @@ def _with_figures(
 
 
 def _saved_iteration(session: Session, job: Job) -> int | None:
+    """Return the hook's iteration in the newest committed checkpoint; None if there is none."""
     if job.committed_attempt is None:
         return None
     row = session.get(Checkpoint, (job.id, job.committed_step, job.committed_attempt))
@@ -194,7 +203,8 @@ def _saved_iteration(session: Session, job: Job) -> int | None:
 def hook_history(
     session: Session, job_id: str, rank: int | None, limit: int, cursor: str | None
 ) -> Page[HookSampleView]:
-    """List the stored summaries by step and rank, oldest first; long histories are thinned as they are stored."""
+    """Return a page of the stored summaries by step and rank, oldest first; ``rank``: only this rank's. Long histories are
+    thinned when they are stored. Raises ``NotFound`` for an unknown job."""
     find_job(session, job_id)
     digest = pagination.query_digest(of="hook-history", job=job_id, rank=rank)
     query = sa.select(HookSample).where(HookSample.job_id == job_id, _not_abandoned(HookSample))

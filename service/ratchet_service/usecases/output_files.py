@@ -40,7 +40,8 @@ _NOT_TEXT: Final = "name-not-utf8"
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one response. ``compared_bytes``: bytes that are read to distinguish the code's files from the job's."""
+    """Limits of one response. ``entries``: files and directories in an archive; ``total_bytes``: bytes of its files;
+    ``compared_bytes``: bytes read per listing or archive to find out which files are unchanged files of the code."""
 
     entries: int = 100_000
     total_bytes: int = 256 << 30
@@ -49,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Content:
-    """One open file. ``resources``: resources that are released after it is sent."""
+    """One open file. ``file`` stays open, and a permit stays held, until ``resources`` is closed, after the response."""
 
     file: BinaryIO
     name: str
@@ -58,16 +59,16 @@ class Content:
     resources: ExitStack
 
     def read_range(self, begin: int, end: int) -> Iterator[bytes]:
-        """Yield the bytes from ``begin`` to ``end``. Raises ``OSError`` if the file has become shorter: the response is then cut
-        short."""
+        """Yield the bytes from position ``begin`` up to and without ``end``, in blocks. Raises ``OSError`` if the file has become
+        shorter: the response is then cut off."""
         self.file.seek(begin)
         yield from _read_exactly(self.file, end - begin, self.name)
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A tar of files and directories. ``entries``, ``size``: number and bytes of the planned members; ``notes``: what is
-    left out."""
+    """A tar of files and directories. ``parts`` yields its bytes; ``entries`` and ``size`` are the number and the bytes of the
+    planned members; ``notes`` are sentences about what is left out. ``resources`` is closed after the response."""
 
     parts: Iterator[bytes]
     name: str
@@ -79,7 +80,7 @@ class Archive:
 
 @dataclass(frozen=True)
 class Files:
-    """``permits``: permits for sending files and archives."""
+    """Reads the files in jobs' working directories. ``permits``: limit on concurrent responses with files and archives."""
 
     database: Database
     homes: HomePaths
@@ -89,7 +90,9 @@ class Files:
     def page(
         self, job_id: str, path: str, *, recursive: bool, include_unchanged: bool, limit: int, cursor: str | None
     ) -> Page[FileView]:
-        """List the directory ``path``, or the single file ``path``. ``include_unchanged``: include unchanged files of the code.
+        """Return a page of the directory ``path``, or the single file ``path``. Paths are relative to the working directory, and
+        ``""`` is the working directory itself. If no attempt has created it yet, the page for ``""`` is empty. ``recursive``:
+        include the content of directories. ``include_unchanged``: include files of the job's code that are unchanged.
 
         Raises ``NotFound`` (``job-not-found``, ``file-not-found``), ``Refused`` (``unsafe-path``, ``symbolic-link``,
         ``file-unreadable``, ``too-deep``, ``too-many-files``, ``bad-cursor``).
@@ -126,7 +129,8 @@ class Files:
         return Page[FileView](items=items, next_cursor=None)
 
     def content(self, job_id: str, path: str) -> Content:
-        """Open one file. Raises as ``page`` does, and ``Refused`` (``special-file``, ``is-directory``, ``busy``)."""
+        """Return the file ``path``, opened to be read. The caller must close its ``resources``, which hold the file and a permit.
+        Raises as ``page`` does, and ``Refused`` (``special-file``, ``is-directory``, ``busy``)."""
         job, _ = self._job(job_id)
         parts = split_path(path)
         if not parts:
@@ -140,10 +144,12 @@ class Files:
             return Content(file, parts[-1], seen.st_size, etag, held.pop_all())
 
     def archive(self, job_id: str, path: str, *, include_unchanged: bool) -> Archive:
-        """Return a tar of the directory or file ``path``; member names are relative to the directory that contains it.
+        """Return a tar of the directory or file ``path``. Member names are relative to the directory that contains ``path``; for
+        ``""``, the working directory itself, they are relative to the working directory. The caller must close the result's
+        ``resources``, which hold a permit. ``include_unchanged``: include files of the job's code that are unchanged.
 
-        Raises as ``page`` does, and ``Refused`` (``busy``, ``archive-too-large``; ``symbolic-link`` and similar codes if
-        ``path`` itself cannot be read).
+        Raises as ``page`` does, and ``Refused`` (``busy``, ``archive-too-large``; ``symbolic-link`` and similar codes if ``path``
+        itself cannot be read).
         """
         job, code = self._job(job_id)
         parts = split_path(path)
@@ -160,6 +166,9 @@ class Files:
             return Archive(stream, f"{name}.tar", len(members), size, notes, held.pop_all())
 
     def _members(self, job: JobPaths, parts: tuple[str, ...], copy: CodeCopy) -> tuple[list[DirEntry], Counter[str]]:
+        """Return the members of an archive, and the number of entries that are left out, by the reason's code. Unchanged files of
+        the code (``copy``) are in neither. Raises ``Refused`` (``too-many-files``, ``archive-too-large``, and for ``parts``
+        itself as ``page``)."""
         members: list[DirEntry] = []
         left_out: Counter[str] = Counter()
         size = 0
@@ -191,8 +200,8 @@ class Files:
         return members, left_out
 
     def _job(self, job_id: str) -> tuple[JobPaths, Path | None]:
-        """Return the job's directory and the snapshot of its code. Also for a deleted job whose outputs were kept. Raises
-        ``NotFound``."""
+        """Return the job's directory, and the directory of its code's snapshot (None if it has none). This works also for a
+        deleted job whose outputs were kept. Raises ``NotFound`` (``job-not-found``)."""
         if not is_job_id(job_id):
             raise no_such_job(job_id)
         with self.database.read() as session:
@@ -214,6 +223,7 @@ _LEFT_OUT: Final = {
 
 
 def _hex_parts(text: str) -> list[str]:
+    """Return the hexadecimal names of a cursor's position. Raises ``Refused`` (``bad-cursor``)."""
     parts = text.split(".")
     if not all(part and len(part) % 2 == 0 and set(part) <= set("0123456789abcdef") for part in parts):
         raise Refused("this cursor was not issued by this server; start again without it", code="bad-cursor")
@@ -221,6 +231,7 @@ def _hex_parts(text: str) -> list[str]:
 
 
 def _file_view(entry: DirEntry, unchanged: bool) -> FileView:
+    """Return the API's view of ``entry``. ``unchanged``: it is an unchanged file of the job's code."""
     kinds: Sequence[tuple[bool, FileKind]] = (
         (entry.is_file, "file"), (entry.is_folder, "directory"), (entry.is_link, "symlink"),
     )  # fmt: skip
@@ -238,7 +249,7 @@ def _file_view(entry: DirEntry, unchanged: bool) -> FileView:
 
 
 def _timestamp(seconds: float) -> datetime | None:
-    """Return None for a time that user code has set and that is outside the calendar's range."""
+    """Return the time as a UTC datetime; None if it is outside the calendar's range, since user code may set any time."""
     try:
         return datetime.fromtimestamp(seconds, UTC)
     except (ValueError, OverflowError, OSError):
@@ -246,9 +257,9 @@ def _timestamp(seconds: float) -> datetime | None:
 
 
 def _tar_stream(job: JobPaths, members: Sequence[DirEntry], prefix_length: int) -> Generator[bytes]:
-    """Yield the archive; each file has the content it has when it is sent. A file that has gone by then, or is no longer a
-    regular file, is left out: the receiver counts the members. ``prefix_length``: length of the prefix removed from member
-    names."""
+    """Yield the bytes of the archive. Each file has the content that it has when it is sent. A file that has been deleted by
+    then, or is no longer a regular file, is left out: the client counts the members. ``prefix_length``: number of leading
+    characters removed from member names."""
     for found in members:
         info = tarfile.TarInfo(found.path[prefix_length:])
         info.mtime = int(found.stat.st_mtime)
@@ -272,10 +283,12 @@ def _tar_stream(job: JobPaths, members: Sequence[DirEntry], prefix_length: int) 
 
 
 def _header(info: tarfile.TarInfo) -> bytes:
+    """Return the header of one member, in GNU tar format."""
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
 def _read_exactly(file: BinaryIO, size: int, path: str) -> Iterator[bytes]:
+    """Yield ``size`` bytes of the file in blocks. Raises ``OSError`` if the file ends before."""
     left = size
     while left:
         block = file.read(min(left, _BLOCK))

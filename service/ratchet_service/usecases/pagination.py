@@ -15,17 +15,19 @@ _MAX_INT = 2**63 - 1
 
 
 def query_digest(**query: Any) -> str:
-    """Return a digest that identifies a cursor's query: of everything that determines the rows and their order."""
+    """Return a digest that identifies a query in its cursors. ``query``: everything that determines the rows and their order."""
     return hashlib.sha256(canonical_json(query)).hexdigest()[:16]
 
 
 def encode(query: str, position: list[str | int]) -> str:
+    """Return the cursor for ``position`` in the query with the digest ``query``."""
     raw = json.dumps([query, *position], separators=(",", ":")).encode()
     return base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
 
 def decode(cursor: str | None, query: str, kinds: tuple[type, ...]) -> list[Any] | None:
-    """Return the position, or None without a cursor. Raises ``Refused`` (``bad-cursor``)."""
+    """Return the position in ``cursor``, with values of the types ``kinds``; None if there is no cursor. Raises ``Refused``
+    (``bad-cursor``) for a malformed cursor and for one of another query."""
     if cursor is None:
         return None
     wrong = Refused("this cursor was not issued by this server; start again without it", code="bad-cursor")
@@ -47,6 +49,7 @@ def decode(cursor: str | None, query: str, kinds: tuple[type, ...]) -> list[Any]
 
 
 def _storable(value: Any) -> bool:
+    """Return True if the database can hold ``value``, which comes from a cursor."""
     if isinstance(value, int):
         return abs(value) <= _MAX_INT
     return not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)

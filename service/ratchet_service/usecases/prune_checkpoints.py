@@ -26,7 +26,8 @@ from ratchet_store.retention.rules import Id
 
 
 class _Found(NamedTuple):
-    """A checkpoint's directory, or its remains; ``size`` in bytes."""
+    """The directory of a checkpoint, or what remains of it. ``id``: its step and attempt, None if the name has none; ``size``:
+    bytes. ``pinned``, ``committed``: whether it has the marker file of a pin, and a manifest."""
 
     directory: Path
     id: Id | None
@@ -36,13 +37,14 @@ class _Found(NamedTuple):
 
 
 def prune(database: Database, job_id: str, request: PruneRequest, homes: HomePaths) -> PruneResult:
-    """Delete checkpoints outside the job's lineage, and those that were never committed or only partly deleted. Do not call it
-    within a transaction: the rows are marked in one, the files are deleted after it (``removal``), and the deletions are
-    recorded in another.
+    """Delete checkpoints outside the job's lineage, and those that were never committed or only partly deleted; return what was
+    deleted, or for ``dry_run`` what would be. With ``quarantined``, delete damaged checkpoints too. Do not call it within a
+    transaction: the rows are marked in one, the files are deleted after it (``removal``), and the deletions are recorded in
+    another.
 
     Kept: pinned checkpoints (a fork pins its source), and everything of the current attempt while it may be alive. The files
     decide, not the rows: a zombie's checkpoints have no rows. If the system refuses a deletion, an event is recorded, and the
-    checkpoint is not in the result.
+    checkpoint is not in the result. Raises ``NotFound``.
     """
     paths = homes.job(job_id)
     with database.read() as session:
@@ -72,12 +74,12 @@ def prune(database: Database, job_id: str, request: PruneRequest, homes: HomePat
 
 
 def _newest_dead_attempt(job: Job) -> int:
-    """Return the number of the newest attempt that is over, as are all before it."""
+    """Return the number of the newest attempt that is certainly over, as are all attempts before it."""
     return job.attempt - 1 if job.phase.active else job.attempt
 
 
 def _scan_checkpoints(paths: JobPaths, newest_dead: int) -> list[_Found]:
-    """Return the checkpoint directories of attempts up to ``newest_dead``, oldest first."""
+    """Return the checkpoint directories of attempts up to ``newest_dead``, incomplete ones included, oldest first."""
     found = []
     with as_owner(paths.root):
         for step, attempt, directory in checkpoint_dirs(paths.checkpoints):
@@ -88,6 +90,7 @@ def _scan_checkpoints(paths: JobPaths, newest_dead: int) -> list[_Found]:
 
 
 def _scan_quarantine(paths: JobPaths) -> list[_Found]:
+    """Return the quarantined checkpoints of the job, sorted by name."""
     with as_owner(paths.root):
         found = sorted(paths.quarantine.iterdir()) if paths.quarantine.is_dir() else []
         # the name of a second quarantined copy ends in .1
@@ -95,7 +98,7 @@ def _scan_quarantine(paths: JobPaths) -> list[_Found]:
 
 
 def _select_deletable(session: Session, job: Job, candidates: list[_Found]) -> list[_Found]:
-    """Return those of ``candidates`` that are to be deleted."""
+    """Return those of ``candidates`` that are to be deleted: not pinned, and not a committed checkpoint of the job's lineage."""
     segments, out = lineage_of(session, job), []
     for one in candidates:
         assert one.id is not None
@@ -107,7 +110,8 @@ def _select_deletable(session: Session, job: Job, candidates: list[_Found]) -> l
 
 
 def _delete(one: _Found, refused: list[str], *, pinned: bool) -> bool:
-    """Delete a checkpoint that has no row or, with ``pinned``, a quarantined one even if it is pinned. True if deleted."""
+    """Delete the directory of a checkpoint that has no row; with ``pinned``, that of a quarantined one, even if it is pinned.
+    Return True if it was deleted. If the system refuses that, its reason is added to ``refused``."""
     with as_owner(one.directory):
         try:
             if not pinned:
@@ -122,6 +126,8 @@ def _delete(one: _Found, refused: list[str], *, pinned: bool) -> bool:
 def _record_deletions(
     session: Session, job: Job, removed: list[_Found], emptied: list[_Found], refused: list[str]
 ) -> None:
+    """Record all deletions as one event, and each refused deletion as an event. Mark the rows of ``emptied``, the deleted
+    quarantined checkpoints, as deleted."""
     for one in emptied:
         row = session.get(Checkpoint, (job.id, *one.id)) if one.id is not None else None
         if row is not None and row.state == "quarantined":
@@ -138,6 +144,7 @@ def _record_deletions(
 
 
 def _result(dry_run: bool, to_delete: list[_Found], quarantined: list[_Found]) -> PruneResult:
+    """Return the API's result. ``to_delete``: checkpoints, ``quarantined``: quarantined ones, that were or would be deleted."""
     names, others = [one.directory.name for one in to_delete], [one.directory.name for one in quarantined]
     return PruneResult(
         dry_run=dry_run, checkpoints=names, quarantined=others, size=sum(one.size for one in (*to_delete, *quarantined))
@@ -145,7 +152,7 @@ def _result(dry_run: bool, to_delete: list[_Found], quarantined: list[_Found]) -
 
 
 def _size(directory: Path) -> int:
-    """Return the bytes of its files; files that vanish meanwhile count 0. Call it within ``as_owner``."""
+    """Return the bytes of the files below ``directory``; files that vanish meanwhile count 0. Call it within ``as_owner``."""
     total = 0
     for path in directory.rglob("*"):
         try:

@@ -21,14 +21,15 @@ from ratchet_service.scheduling.queue_queries import Row
 from ratchet_service.usecases import pagination
 
 MAX_POSITION: Final = 5_000
-"""Greatest position that is computed for jobs of several owners: computing one requires reading all jobs ahead."""
+"""Greatest position that is computed for jobs of several owners: to compute one, all jobs ahead must be read."""
 MAX_SINGLE_JOB_POSITION: Final = 1_000
-"""The same limit for reading a single job, which is frequent."""
+"""Greatest position that is computed when a single job is read, which is frequent."""
 
 
 def page(session: Session, limit: int, cursor: str | None) -> QueueView:
-    """Return ``limit`` jobs that no back-off holds, from the end of the previous page. Positions shift as jobs start and
-    arrive."""
+    """Return the next ``limit`` queued jobs in the order in which they start, without those in a back-off. The list ends at
+    ``MAX_POSITION``. ``cursor`` is a position, and positions shift as jobs start and arrive; so a job may be missed or appear
+    twice."""
     digest, now = pagination.query_digest(of="queue"), now_in(session)
     (after,) = pagination.decode(cursor, digest, (int,)) or [0]
     after = min(max(0, after), MAX_POSITION)
@@ -55,7 +56,7 @@ def job_entry(session: Session, job_id: str) -> QueueView:
 
 
 def job_position(session: Session, job: Job) -> Standing:
-    """Return the position of a job that is read; an empty one if it is not queued."""
+    """Return the job's position in the queue; ``Standing()`` without values if the job is not queued."""
     return (
         queue_position.find_position(session, now_in(session), job, MAX_SINGLE_JOB_POSITION)
         if job.phase is JobPhase.QUEUED
@@ -64,7 +65,8 @@ def job_position(session: Session, job: Job) -> Standing:
 
 
 def _views(session: Session, rows: Iterable[tuple[Standing, Row]]) -> list[QueuedView]:
-    """Return views, without jobs that were deleted since their rows were read, which PostgreSQL makes visible."""
+    """Return the API's views of ``rows``, without jobs that were deleted after their rows were read. PostgreSQL makes such
+    deletions visible within a transaction."""
     places = list(rows)
     shown = sa.select(Job.id, Job.name).where(Job.id.in_([row.queued.job for _, row in places]))
     names = {job_id: name for job_id, name in session.execute(shown)}  # noqa: C416

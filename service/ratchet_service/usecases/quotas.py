@@ -17,21 +17,22 @@ from ratchet_service.scheduling.fair_order import Share
 
 
 def list_quotas(session: Session) -> Page[QuotaView]:
-    """List all quotas that are set, ``*`` first."""
+    """Return all quotas that are set, that of ``*`` first, each with its owner's current use."""
     rows = session.scalars(sa.select(Quota).order_by(Quota.owner != EVERYBODY, Quota.owner))
     held = queue_queries.held_by_owner(session)
     return Page[QuotaView](items=[_view(session, row.owner, row, held) for row in rows])
 
 
 def get_quota(session: Session, owner: str) -> QuotaView:
-    """Return the quota that applies to the owner: the owner's, or else that of ``*``."""
+    """Return the quota that applies to ``owner``: the owner's own, else that of ``*``, else one without limits; and the current
+    use."""
     row = session.get(Quota, owner) or session.get(Quota, EVERYBODY)
     return _view(session, owner, row, queue_queries.held_by_owner(session))
 
 
 def set_quota(session: Session, owner: str, request: QuotaRequest) -> QuotaView:
-    """Replace the whole quota. Running jobs continue and queued jobs stay queued: the limits apply to later submissions
-    and starts."""
+    """Replace the owner's whole quota, and return it; a limit that ``request`` omits is removed. Running jobs continue and queued
+    jobs stay queued: the limits apply to later submissions and starts."""
     row = session.get(Quota, owner, with_for_update=True)
     if row is None:
         row = Quota(owner=owner)
@@ -43,7 +44,8 @@ def set_quota(session: Session, owner: str, request: QuotaRequest) -> QuotaView:
 
 
 def delete_quota(session: Session, owner: str) -> None:
-    """Delete the owner's quota; from then on that of ``*`` applies, if there is one. Raises ``NotFound``."""
+    """Delete the owner's own quota; from then on that of ``*`` applies, if it is set. Raises ``NotFound`` if the owner has
+    none."""
     row = session.get(Quota, owner, with_for_update=True)
     if row is None:
         raise NotFound(f"{owner} has no quota of its own", code="quota-not-found")
@@ -51,6 +53,8 @@ def delete_quota(session: Session, owner: str) -> None:
 
 
 def _view(session: Session, owner: str, row: Quota | None, held: Mapping[str, Share]) -> QuotaView:
+    """Return the API's view of the quota ``row`` (None: no limits) for ``owner``, with what the owner's jobs use now; ``*`` has
+    no use."""
     use = None
     if owner != EVERYBODY:
         has = held.get(owner, Share())

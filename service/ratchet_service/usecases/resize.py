@@ -37,7 +37,8 @@ from ratchet_store.format.manifest_file import read_manifest
 
 @dataclass(frozen=True)
 class Change:
-    """``spec``: the job's from now on; ``columns``: values for its row; ``events`` (type, message, data): for its history."""
+    """A change of a job by ``resume``. ``spec``: the job's spec from now on; ``columns``: new values for its row; ``events``:
+    type, message and data of each event to add to its history."""
 
     spec: JobSpec
     columns: dict[str, Any] = field(default_factory=dict)
@@ -46,8 +47,8 @@ class Change:
 
 @dataclass(frozen=True)
 class NewCode:
-    """Requested code, checked as at submission: digest and Git commit of its snapshot, and the warnings of the job's spec with
-    this code."""
+    """The code that a resume requests, checked as at submission. ``digest`` and ``git``: digest and Git commit of its snapshot;
+    ``warnings``: all warnings of the job's spec with this code."""
 
     digest: str
     git: GitFacts | None
@@ -55,16 +56,18 @@ class NewCode:
 
     @property
     def hook_warnings(self) -> list[Warning_]:
+        """Those of ``warnings`` that are about the hook."""
         return [w for w in self.warnings if _is_hook_warning(w.pointer, w.code)]
 
     def is_new(self, job: Job) -> bool:
+        """Return True if this code differs from the job's present code."""
         return self.digest != job.resolved.get("code_digest")
 
 
 def requested_spec(job: Job, request: ResumeRequest, code: NewCode | None = None) -> JobSpec | None:
-    """Return the job's spec with the requested changes, checked as at submission; None if nothing changes. Raises ``SpecError``
-    for what the hook does not accept, or does not support with that number of ranks. ``code``: the requested code, once it is
-    known; unchanged code changes nothing in the spec but its Git commit."""
+    """Return the job's spec with the requested changes; None if they change nothing. Changed ranks and hooks are checked as at
+    submission: raises ``SpecError`` for parameters that the hook does not accept or does not support with that number of ranks.
+    ``code``: the requested code, once its snapshot exists; if it is unchanged, only its Git commit in the spec can change."""
     spec = JobSpec.model_validate(job.spec)
     patch: dict[str, Any] = {}
     if request.code is not None and (code is None or code.is_new(job)):
@@ -83,8 +86,9 @@ def requested_spec(job: Job, request: ResumeRequest, code: NewCode | None = None
 
 
 def prepare_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewCode:
-    """Take a snapshot of the code that ``spec`` names (None: the job's own spec), after checking that the spec can run with it.
-    May run user code, so never call it within a transaction. Raises ``SpecError``."""
+    """Check ``spec`` with the code that it names, take a snapshot of this code, and return it. ``spec`` None: the job's own spec.
+    It may run user code, so never call it within a transaction. Raises ``SpecError``, also for a job that has no snapshot of
+    code."""
     before = JobSpec.model_validate(job.spec)
     if before.snapshot_code is None:
         text = (
@@ -101,8 +105,8 @@ def prepare_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewC
 
 
 def check_hook(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> list[Warning_]:
-    """Return the warnings of a changed hook; none if ``spec`` has the job's hook. May run user code, so never call it within a
-    transaction. Raises ``SpecError`` for a hook that cannot run with what was resolved for the job."""
+    """Return the warnings about a changed hook; empty if ``spec`` is None or has the job's hook. It may run user code, so never
+    call it within a transaction. Raises ``SpecError`` for a hook that cannot run with what was resolved for the job."""
     if spec is None or spec.hook == JobSpec.model_validate(job.spec).hook:
         return []
     warnings, problems = ports.check_hook_change(spec, Resolved.model_validate(job.resolved))
@@ -112,14 +116,15 @@ def check_hook(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> list[W
 
 
 def _is_hook_warning(pointer: str, code: str) -> bool:
+    """Return True if a warning with this pointer and code is about the hook."""
     return pointer == "/hook" or pointer.startswith("/hook/") or code.startswith("hook-")
 
 
 def make_change(
     job: Job, spec: JobSpec, ports: SubmissionPorts, hook_warnings: Sequence[Warning_] = (), code: NewCode | None = None
 ) -> Change:
-    """Return the change of the job to ``spec``. ``hook_warnings``: result of ``check_hook``; ``code``: the code that ``spec``
-    names. Raises ``SpecError`` if this machine cannot run that number of ranks."""
+    """Return what changes if the job gets ``spec``; nothing is stored. ``hook_warnings``: result of ``check_hook``; ``code``: the
+    new code, None if the code stays. Raises ``SpecError`` if the machine cannot run the new number of ranks."""
     old, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
     out = Change(spec, {"spec": spec.model_dump(mode="json"), "spec_digest": spec.digest()})
     warnings = [Warning_.model_validate(w) for w in job.warnings]
@@ -153,6 +158,7 @@ def make_change(
 def _world_event(
     old: JobSpec, spec: JobSpec, old_resolved: Resolved, resolved: Resolved
 ) -> tuple[str, str, dict[str, Any]]:
+    """Return type, message and data of the event for another number of nodes or ranks."""
     nodes = (old.world.nodes, spec.world.nodes)
     ranks = (old.world.ranks_per_node, spec.world.ranks_per_node)
     threads = (old_resolved.threads_per_rank, resolved.threads_per_rank)
@@ -173,8 +179,9 @@ def _pair(old: Any, new: Any) -> dict[str, Any]:
 
 
 def next_start(session: Session, job: Job, source: dict[str, int] | None, homes: HomePaths) -> Path | None:
-    """Return the directory of the checkpoint that the job's next attempt is expected to start from; None: from scratch.
-    ``source``: the requested checkpoint, as in the column ``resume_from``."""
+    """Return the directory of the checkpoint that the job's next attempt is expected to start from; None: it starts from
+    scratch. ``source``: the requested checkpoint, as in the column ``resume_from``; None: the newest of the lineage, or the
+    fork's source."""
     if source is not None:
         return homes.job(job.id).checkpoint(source["step"], source["attempt"])
     committed = committed_in_lineage(session, job)
@@ -185,9 +192,10 @@ def next_start(session: Session, job: Job, source: dict[str, int] | None, homes:
 
 
 def mismatches(spec: JobSpec, checkpoint: Path, code_digest: str | None) -> list[FieldProblem]:
-    """Return the reasons why a group with ``spec`` may not start from the checkpoint, as other ranks, another hook or other code
-    wrote it, and what to do. A checkpoint that cannot be read now is left to the attempt, which may find another.
-    ``code_digest``: of the group's code; None if only its nodes know it."""
+    """Return the reasons why a group with ``spec`` may not start from ``checkpoint``, and what to do about each; empty if it may.
+    The reasons are that other ranks, another hook or other code wrote the checkpoint. ``code_digest``: digest of the group's
+    code; None if only its nodes know the code. For a checkpoint that cannot be read now the result is empty too: the attempt
+    reports that, and may find another checkpoint."""
     try:
         with as_owner(checkpoint):
             manifest = read_manifest(checkpoint)
@@ -199,7 +207,8 @@ def mismatches(spec: JobSpec, checkpoint: Path, code_digest: str | None) -> list
 def manifest_mismatches(
     spec: JobSpec, manifest: Manifest, code_digest: str | None, advice: str = "fork the job with determinism: warn"
 ) -> list[FieldProblem]:
-    """As ``mismatches``, for a checkpoint's manifest. ``advice``: what to do where the resume would not be exact."""
+    """Return the reasons why a group with ``spec`` may not start from the checkpoint of ``manifest``; see ``mismatches``.
+    ``advice``: the text of what to do if the resume would not be exact and determinism is strict."""
     out = []
     if reason := _rank_mismatch(spec, manifest, advice):
         out.append(FieldProblem(pointer="/world/ranks_per_node", code="world-size-mismatch", detail=reason))
@@ -222,6 +231,7 @@ def manifest_mismatches(
 
 
 def _rank_mismatch(spec: JobSpec, manifest: Manifest, advice: str) -> str | None:
+    """Return why a group with ``spec`` may not start from a checkpoint that another number of ranks wrote; None if it may."""
     ranks = manifest.world_size
     if ranks == spec.world.size:
         return None

@@ -30,14 +30,15 @@ _EPOCH_MS: Final = 1_704_067_200_000  # 2024-01-01T00:00:00Z
 
 
 def new_job_id() -> str:
-    """Return an id of 45 bits of milliseconds since 2024 and 15 random bits."""
+    """Return a new job id, which encodes 45 bits of milliseconds since 2024 and 15 random bits."""
     number = ((time.time_ns() // 1_000_000 - _EPOCH_MS) << 15) | secrets.randbits(15)
     return "job-" + "".join(_ALPHABET[(number >> shift) & 31] for shift in range(55, -1, -5))
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A spec that this machine can run, with everything that is resolved once per job."""
+    """A checked spec that the machine can run. ``resolved``: what is decided once per job, such as device, back end and code
+    digest."""
 
     spec: JobSpec
     resolved: Resolved
@@ -45,7 +46,8 @@ class Prepared:
 
 
 def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> Prepared:
-    """Validate and resolve a spec. Raises ``SpecError`` with every problem found."""
+    """Validate a spec and decide every ``auto``; nothing is stored. ``code_digest``: a snapshot that is checked in place of the
+    directory. Raises ``SpecError`` with every problem found, and ``Refused`` (``busy``)."""
     found = examine_spec(data)
     spec = found.spec
     if spec is None:
@@ -57,9 +59,10 @@ def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> 
 
 
 def prepare(data: Any, ports: SubmissionPorts, *, code_digest: str | None = None) -> Prepared:
-    """Run ``check``, then take the snapshots of the code and of the file to start from.
+    """Run ``check``, then take the snapshots of the code and of the file to start from, and return the spec with their digests.
+    Raises as ``check`` and the snapshots do.
 
-    ``code_digest``: an existing snapshot of the code, from a parent job whose spec records the Git commit.
+    ``code_digest``: an existing snapshot of the code, from a parent job whose spec records the Git commit; none is taken then.
     """
     checked = check(data, ports, code_digest)
     spec, copies = checked.spec, {}
@@ -74,16 +77,19 @@ def prepare(data: Any, ports: SubmissionPorts, *, code_digest: str | None = None
 
 
 def _uploaded_digest(spec: JobSpec) -> str | None:
-    """Return the digest of the code if a client uploaded it before the spec."""
+    """Return the digest of the code that a client uploaded before the spec; None if the spec names a directory or no code."""
     return spec.code.digest if spec.code is not None else None
 
 
 def _snapshot_digest(code: CodeSpec, ports: SubmissionPorts) -> str:
+    """Return the digest of a new snapshot of the code's directory, or of the uploaded code. Uploaded code is kept for another ten
+    minutes, so that a job can be stored that names it. Raises ``SpecError``."""
     return ports.snapshot(Path(code.path), code.include) if code.digest is None else ports.keep_uploaded(code.digest)
 
 
 def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
-    """Return what would be run; nothing is stored, and the code is not copied."""
+    """Return what would be run: the spec with secret values masked, decisions, warnings, launch and hook memory. Nothing is
+    stored, and the code is not copied. Raises ``SpecError``."""
     checked = check(data, ports)
     resolved = checked.resolved.model_copy(update={"code_digest": _uploaded_digest(checked.spec)})
     return PlanView(
@@ -98,9 +104,9 @@ def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
 def store(
     session: Session, prepared: Prepared, owner: str, *, pointer: str = "", job_id: str | None = None, **columns: Any
 ) -> Job:
-    """Store the job's row, labels and first event. ``columns``: further columns of the row (a fork's origin); ``pointer``: where
-    the spec is in the body; ``job_id``: from ``new_job_id``, if its directory already exists. Raises ``Conflict`` or
-    ``SpecError`` (``quota-exceeded``)."""
+    """Store the job's row, labels and first event, and return the row. ``columns``: further columns of the row (a fork's origin);
+    ``pointer``: where the spec is in the request's body, for errors; ``job_id``: an id from ``new_job_id`` whose directory
+    already exists, else a new one is used. Raises ``Conflict`` or ``SpecError`` (``quota-exceeded``)."""
     spec, now = prepared.spec, now_in(session)
     quotas.admit(session, owner, spec, prepared.resolved, pointer=pointer)
     while job_id is None or session.get(Job, job_id) is not None:
@@ -130,5 +136,6 @@ def store(
 
 
 def label_rows(job: Job, labels: Mapping[str, str]) -> list[JobLabel]:
-    """Return a job's labels as rows; they have the job's time of creation, by which lists are sorted."""
+    """Return a job's labels as rows, not yet added to a session. They have the job's time of creation, by which lists are
+    sorted."""
     return [JobLabel(job_id=job.id, key=key, value=value, created_at=job.created_at) for key, value in labels.items()]

@@ -25,9 +25,9 @@ MAX_VALID_TOKENS: Final = 200
 
 
 def create(session: Session, caller: Principal, request: TokenRequest) -> TokenMade:
-    """Create a token. Raises ``SpecError`` (``not-allowed``) for rights that ``caller`` lacks, and for scopes that the role does
-    not include; ``Refused`` (``token-revoked``) if the caller's own token has been revoked meanwhile; ``Conflict``
-    (``too-many-tokens``)."""
+    """Create a token and return it with its text, which cannot be read again. Raises ``SpecError`` (``not-allowed``) for rights
+    or an expiry beyond those of ``caller``, and for scopes that the role does not include; ``Refused`` (``token-revoked``) if the
+    caller's own token has been revoked meanwhile; ``Conflict`` (``too-many-tokens``)."""
     owner, role = request.owner or caller.owner, request.role or caller.role
     scopes = frozenset(request.scopes) or SCOPES[role]
     expires = None if request.expires_days is None else now_in(session) + timedelta(days=request.expires_days)
@@ -64,6 +64,8 @@ def create(session: Session, caller: Principal, request: TokenRequest) -> TokenM
 
 
 def _check_token_count(session: Session, owner: str) -> None:
+    """Raise ``Conflict`` (``too-many-tokens``) if the owner already has ``MAX_VALID_TOKENS`` valid tokens. Other creations for
+    this owner wait until the end of the transaction."""
     quotas.lock_until_commit(session, f"tokens of {owner}")
     there = session.scalar(_valid_only(session, sa.select(sa.func.count()).where(ApiToken.owner == owner))) or 0
     if there >= MAX_VALID_TOKENS:
@@ -75,18 +77,21 @@ def _check_token_count(session: Session, owner: str) -> None:
 
 
 def _valid_only(session: Session, query: sa.Select[Any]) -> sa.Select[Any]:
+    """Return ``query`` limited to tokens that are neither revoked nor expired."""
     ends_later = sa.or_(ApiToken.expires_at.is_(None), ApiToken.expires_at > now_in(session))
     return query.where(ApiToken.revoked_at.is_(None), ends_later)
 
 
 def _problem(pointer: str, text: str) -> FieldProblem:
+    """Return a problem with the code ``not-allowed``."""
     return FieldProblem(pointer=pointer, code="not-allowed", detail=text)
 
 
 def list_tokens(
     session: Session, caller: Principal, owner: str | None, include_invalid: bool, limit: int, cursor: str | None
 ) -> Page[TokenView]:
-    """List tokens, newest first; an admin sees those of all owners. ``include_invalid``: include revoked and expired tokens."""
+    """Return a page of the caller's tokens, newest first; for an admin, those of all owners. ``owner``: only the tokens of this
+    owner; ``include_invalid``: include revoked and expired tokens."""
     query = sa.select(ApiToken)
     if caller.role is not Role.ADMIN:
         query = query.where(ApiToken.owner == caller.owner)
@@ -109,8 +114,8 @@ def list_tokens(
 
 
 def find(session: Session, caller: Principal, token_id: str) -> ApiToken:
-    """Return a token of the caller, or any token for an admin. Raises ``NotFound``, which does not reveal whether another owner
-    has the token."""
+    """Return the token with this id if ``caller`` owns it or is an admin. Raises ``NotFound`` otherwise, without revealing
+    whether another owner has the token."""
     row = session.get(ApiToken, token_id) if len(token_id) <= 16 else None
     if row is None or (row.owner != caller.owner and caller.role is not Role.ADMIN):
         raise NotFound(f"no token {token_id[:64]!r} is visible to you; `ratchet token list` shows the visible ones",
@@ -119,7 +124,8 @@ def find(session: Session, caller: Principal, token_id: str) -> ApiToken:
 
 
 def revoke(session: Session, caller: Principal, token_id: str) -> TokenRevoked:
-    """Revoke a token and all tokens that were created with it. Revoking it again changes nothing.
+    """Revoke a token and all tokens that were created with it, directly or indirectly. Return the token with the number of these
+    other tokens. Revoking it again changes nothing.
 
     Raises ``NotFound``; ``Refused`` (``not-allowed``) for a token that has more rights than ``caller``.
     """

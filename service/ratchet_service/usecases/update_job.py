@@ -22,7 +22,8 @@ from ratchet_service.usecases.views import labels_of
 
 
 def patch(session: Session, job_id: str, request: PatchRequest, if_match: str | None) -> Job:
-    """Set labels (null removes one) and priority. Raises ``SpecError``, ``Refused``, ``NotFound``."""
+    """Change the job's labels and priority, and return its row. A label with the value null is removed; labels that are not named
+    stay. ``if_match``: the ETag that the job must have, None for any. Raises ``SpecError``, ``Refused``, ``NotFound``."""
     job = find_job_for_update(session, job_id)
     check_transition(job, Event.PATCH)
     require_match(job, if_match)
@@ -47,7 +48,7 @@ def patch(session: Session, job_id: str, request: PatchRequest, if_match: str | 
 
 
 def _check_labels(labels: dict[str, str]) -> None:
-    """Check labels by the spec's rules. Raises ``SpecError``."""
+    """Raise ``SpecError`` (``invalid-body``) for labels that the spec's rules do not allow."""
     try:
         JobSpec.model_validate({"name": "x", "script": ["x.py"], "labels": labels})
     except ValidationError as error:

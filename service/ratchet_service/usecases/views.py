@@ -29,7 +29,7 @@ from ratchet_service.usecases.goodput import Spent
 
 
 def labels_of(session: Session, job_ids: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return labels by job, sorted by key."""
+    """Return the labels of each job, by job id and key; the keys are sorted. A job without labels has an empty dict."""
     ids = list(job_ids)
     out: dict[str, dict[str, str]] = {job_id: {} for job_id in ids}
     for row in session.scalars(sa.select(JobLabel).where(JobLabel.job_id.in_(ids)).order_by(JobLabel.key)):
@@ -38,15 +38,18 @@ def labels_of(session: Session, job_ids: Iterable[str]) -> dict[str, dict[str, s
 
 
 def job_view(session: Session, job: Job) -> JobView:
+    """Return the API's view of the job, with its labels and with secret values masked."""
     return job_views(session, [job])[0]
 
 
 def job_views(session: Session, jobs: Sequence[Job]) -> list[JobView]:
+    """Return the API's views of the jobs, in their order; the labels of all are read with one query."""
     labels = labels_of(session, [job.id for job in jobs])
     return [_job_view(job, labels[job.id]) for job in jobs]
 
 
 def _job_view(job: Job, labels: dict[str, str]) -> JobView:
+    """Return the API's view of the job with ``labels``; secret values in its spec are masked."""
     policy = job.spec["policy"]
     return JobView(
         id=job.id,
@@ -89,11 +92,12 @@ def _job_view(job: Job, labels: dict[str, str]) -> JobView:
 
 
 def last_checkpoint(job: Job) -> str | None:
-    """Id of the newest committed checkpoint of the job's own lineage."""
+    """Return the id of the newest committed checkpoint in the job's own lineage; None if there is none."""
     return None if job.committed_attempt is None else checkpoint_dir_name(job.committed_step, job.committed_attempt)
 
 
 def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -> AttemptView:
+    """Return the API's view of the attempt. ``spent``: its goodput and the use of its stop notice."""
     base = None
     if attempt.base_step is not None:
         base = Base(step=attempt.base_step, attempt=attempt.base_attempt, digest=attempt.base_digest)
@@ -132,7 +136,8 @@ def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -
 
 
 def checkpoint_view(row: Checkpoint, segments: Sequence[Segment], metric: float | None = None) -> CheckpointView:
-    """``segments``: the job's lineage. ``metric``: the value that ``keep_best`` ranks it by."""
+    """Return the API's view of the checkpoint. ``segments``: the job's lineage, which decides whether it is current or abandoned;
+    ``metric``: the value by which ``keep_best`` ranks it, None if there is none."""
     return CheckpointView.model_validate(
         {
             "id": row.name,
@@ -164,6 +169,7 @@ def checkpoint_view(row: Checkpoint, segments: Sequence[Segment], metric: float 
 
 
 def event_view(row: Event) -> EventView:
+    """Return the API's view of the event."""
     return EventView(
         id=row.id, job_id=row.job_id, at=row.at, type=row.type, attempt=row.attempt, message=row.message, data=row.data
     )

@@ -18,7 +18,9 @@ _START_SECONDS: Final = 60.0  # for the interpreter and torch, which may come fr
 
 @dataclass(frozen=True)
 class Probe:
-    """One interpreter, and the directories of a job's code. ``seconds``: how long the user's code may take."""
+    """Queries one interpreter about the code of one job, in a separate process without a GPU. ``path``: the directories of the
+    code, which come first on ``sys.path``; ``environ``: the launcher's environment; ``seconds``: time limit for the user's code;
+    ``sandbox``: the user and limits of the process."""
 
     python: str
     spec: JobSpec
@@ -28,7 +30,8 @@ class Probe:
     sandbox: Sandbox = NO_SANDBOX
 
     def check_hook(self, hook: CustomSpec) -> list[FieldProblem]:
-        """Return what is wrong with a hook of the user's own; the pointers are those of the spec."""
+        """Import the user's own ``hook`` and return its faults; empty if there are none. Pointers are those of the spec. A
+        timeout and the end of the process are returned as faults too."""
         request = {"hook": hook.hook, "state": hook.state, "state_args": hook.state_args}
         try:
             answer = self._query(request)
@@ -47,7 +50,8 @@ class Probe:
             return [FieldProblem(pointer="/hook/hook", code="hook-import-failed", detail=text)]
 
     def shapes(self) -> list[list[int]] | None:
-        """Return the shapes of the parameters of the job's task; None if it does not return them, for whatever reason."""
+        """Return the shapes of the parameters of the job's task; None if there is no task, or if it does not return them for any
+        reason."""
         task = self.spec.task
         if task is None:
             return None
@@ -58,8 +62,8 @@ class Probe:
         return None if shapes is None else [[int(n) for n in shape] for shape in shapes]
 
     def _query(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Query the interpreter. Raises ``TimeoutError``, ``OSError`` if there is no process, ``ValueError`` if it ended without
-        an answer."""
+        """Return the interpreter's answer to ``request``. Raises ``TimeoutError``, ``OSError`` if the process cannot be started,
+        ``ValueError`` if it ended without an answer."""
         return subprocess_query.query_process(
             [self.python, "-P", "-m", "ratchet_hooks.probe"],
             {**request, "path": list(self.path)},
@@ -72,7 +76,8 @@ class Probe:
         )
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment that the ranks will have, without a GPU; nothing is written into the user's directory."""
+        """Return the environment that the ranks will have, secrets included, with changes for a probe. No GPU is visible, there
+        is one thread, and no bytecode files are written into the user's directory."""
         env = inherited_environ(self.environ) | self.spec.env
         secrets = {name: self.environ.get(secret.from_env or "") for name, secret in self.spec.secrets.items()}
         env |= {name: value for name, value in secrets.items() if value is not None}

@@ -92,11 +92,14 @@ os.pwrite(asked["answer"], json.dumps(out).encode(), 0)
 
 @dataclass(frozen=True)
 class Findings:
-    """What an interpreter reported about itself. ``error`` set: it could not be queried, and no other field means anything.
+    """The report of an interpreter about itself. If ``error`` is set, the interpreter could not be queried, and the other fields
+    have no meaning.
 
-    ``missing``: the first part of the module's name that was not found; ``missing_packages``: those of ``names`` that were not
-    found. ``syntax``: the module's syntax error. ``origin``: the module's source file. ``torch_version``: as in torch's files,
-    with its local part (``2.13.0+cpu``).
+    ``version``: Python's; ``protocol``: that of its Ratchet, None if ``ratchet_worker`` cannot be imported, with the reason in
+    ``worker_error``. ``missing``: the first part of the module's name that was not found; ``missing_packages``: those of
+    ``names`` that were not found. ``syntax``: the module's syntax error; ``origin``: the module's source file. ``torch``: it is
+    installed; ``torch_cuda``: it is built with CUDA; ``torch_version``: as in torch's files, with its local part
+    (``2.13.0+cpu``).
     """
 
     error: str | None = None
@@ -116,8 +119,8 @@ _FINDINGS: Final = TypeAdapter(Findings)
 
 
 class Interpreters:
-    """Queries interpreters and caches the results for ``CACHE_SECONDS``; results about a user's directory are never cached.
-    Thread-safe."""
+    """Queries interpreters, each in a separate process, and caches the results for ``CACHE_SECONDS``. Results about a user's
+    directory are never cached. Thread-safe."""
 
     def __init__(self, sandbox: Sandbox = NO_SANDBOX) -> None:
         self._sandbox = sandbox
@@ -133,8 +136,9 @@ class Interpreters:
         path: Sequence[str] = (),
         names: tuple[str, ...] = (),
     ) -> Findings:
-        """Look for ``ratchet_worker``, torch, ``module`` and the top-level modules ``names`` with ``code``, then ``path``, first
-        on ``sys.path``."""
+        """Return what the interpreter ``python`` reports about itself, ``module`` and the top-level modules ``names``. This
+        includes its Ratchet and its torch. ``code`` and ``path``: directories that it searches first for modules, in this order.
+        It blocks for up to ``PROBE_SECONDS``, unless the result is cached; a failure is returned in ``Findings.error``."""
         if code is not None or path:
             return _query(self._sandbox, python, code, module, path, names)
         key = (python, module, names)
@@ -153,6 +157,7 @@ class Interpreters:
 def _query(
     sandbox: Sandbox, python: str, code: str | None, module: str | None, path: Sequence[str], names: Sequence[str]
 ) -> Findings:
+    """Query the interpreter in a process, without the cache; the arguments are those of ``Interpreters.query``."""
     with tempfile.TemporaryFile() as stderr:
         try:
             data = subprocess_query.query_process(
@@ -175,10 +180,10 @@ def _query(
 
 
 def find_interpreter(python: str) -> Path | None:
-    """Return the interpreter that ``spec.python`` names: itself, or ``bin/python`` of a virtual environment; None if there is
-    none.
+    """Return the interpreter that ``spec.python`` names: the file itself, or ``bin/python`` of a virtual environment's directory;
+    None if there is no such file.
 
-    Links are kept: the python of a virtual environment is a link, and belongs to the environment only under that name.
+    Links are not resolved: the python of a virtual environment is a link, and belongs to the environment only under that name.
     """
     path = Path(python)
     if exists(path, directory=True):
@@ -187,8 +192,8 @@ def find_interpreter(python: str) -> Path | None:
 
 
 def python_fault(path: Path, findings: Findings) -> tuple[str, str] | None:
-    """Return why no rank can run under this interpreter, as a problem's code and a text, with the command that fixes it if one
-    does; None if ranks can run."""
+    """Return why no rank can run under the interpreter ``path``, as the code and the text of a problem; None if ranks can run.
+    The text has the command that fixes it if there is one. ``findings``: what the interpreter reported."""
     install = pip_install_command(str(path), "ratchet-train[worker]")
     if findings.error is not None:
         return "python-unusable", f"{path}: {findings.error}"
@@ -216,5 +221,5 @@ def python_fault(path: Path, findings: Findings) -> tuple[str, str] | None:
 
 
 def pip_install_command(python: str, *packages: str) -> str:
-    """Return the command, ready to be typed."""
+    """Return the shell command that installs ``packages`` with the interpreter ``python``, with all arguments quoted."""
     return shlex.join([python, "-m", "pip", "install", *packages])

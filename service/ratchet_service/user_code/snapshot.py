@@ -34,13 +34,15 @@ from ratchet_service.observability import disk_space
 from ratchet_store.filesystem.durable_io import fsync_dir, remove_tree
 
 GRACE: Final = 600.0
+"""Seconds that code which no job names is kept after it was stored or used."""
 _CHUNK: Final = 1 << 20
 
 
 def inspect(
     path: str | Path, include: Sequence[str] = (), limits: Limits | None = None, allowed: Allowed = allow_all
 ) -> Choice:
-    """Return what a snapshot of ``path`` would contain, without copying. Raises ``SpecError`` at ``/code/path`` or
+    """Return what a snapshot of the directory ``path`` would contain and leave out; nothing is copied. ``include``:
+    ``code.include`` of the spec; ``allowed``: returns whether a real path may be read. Raises ``SpecError`` at ``/code/path`` or
     ``/code/include``."""
     root = Path(path)
     if not root.is_absolute():
@@ -61,12 +63,12 @@ def snapshot(
     include: Sequence[str] = (),
     allowed: Allowed = allow_all,
 ) -> str:
-    """Copy the directory into ``code_root``, without what its ignore files name, and return the copy's digest. Raises what
-    ``inspect`` raises.
+    """Copy the directory ``path`` to ``code_root/<digest>``, without what its ignore files name, and return the digest. Raises
+    ``SpecError`` as ``inspect`` does.
 
-    Safe against crashes (temporary directory, fsync, rename) and concurrent calls (the loser of a race uses the winner's copy).
-    The digest is computed from the copy, so files that change while they are copied give one consistent snapshot. Raises
-    ``Refused`` (``disk-full``) when there is not enough free space; no partial copy stays.
+    The copy is safe against crashes (temporary directory, fsync, rename) and concurrent calls (calls wait for a lock, and use an
+    existing copy). The digest is computed from the copy, so files that change while they are copied give one consistent snapshot.
+    Raises ``Refused`` (``disk-full``) if there is not enough free space; no partial copy remains.
     """
     found = inspect(path, include, limits, allowed).entries
     try:
@@ -79,8 +81,8 @@ def snapshot(
 
 
 def snapshot_file(path: str | Path, code_root: Path, *, allowed: Allowed = allow_all) -> str:
-    """Copy one file, of any size, in the same way: into ``code_root/<digest>`` under its own name. Raises ``SpecError`` at
-    ``/start_from/path``, ``Refused`` (``disk-full``)."""
+    """Copy one file of any size to ``code_root/<digest>/``, under its own name, and return the digest. The copy is made as in
+    ``snapshot``. Raises ``SpecError`` at ``/start_from/path``, and ``Refused`` (``disk-full``)."""
     source = Path(path)
     try:
         return _store_snapshot([file_entry(source)], code_root, allowed)
@@ -97,6 +99,8 @@ def snapshot_file(path: str | Path, code_root: Path, *, allowed: Allowed = allow
 
 
 def _store_snapshot(entries: list[Entry], code_root: Path, allowed: Allowed) -> str:
+    """Copy ``entries`` to ``code_root/<digest>`` under the lock, and return the digest. If that directory exists, the new copy is
+    deleted, and the directory's time is renewed, so that ``remove_unreferenced`` keeps it."""
     code_root.mkdir(parents=True, exist_ok=True)
     with _exclusive_lock(code_root):
         temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=code_root))
@@ -116,8 +120,8 @@ def _store_snapshot(entries: list[Entry], code_root: Path, allowed: Allowed) -> 
 
 
 def store_upload(archive: IO[bytes], code_digest: str, code_root: Path, limits: Limits | None = None) -> bool:
-    """Store an uploaded directory, an archive under the digest ``code_digest``: completely or not at all. Return False if it
-    existed already. Raises ``BadArchive``, ``OSError``."""
+    """Store an uploaded directory under the digest ``code_digest``, completely or not at all. ``archive``: the directory as an
+    archive. Return False if that code existed already; its time is then renewed. Raises ``BadArchive`` and ``OSError``."""
     with _exclusive_lock(code_root):
         new = not (code_root / code_digest).is_dir()
         if new:
@@ -127,8 +131,8 @@ def store_upload(archive: IO[bytes], code_digest: str, code_root: Path, limits: 
 
 
 def keep_alive(code_digest: str, code_root: Path) -> bool:
-    """True if there is a tree under the digest ``code_digest``. It then stays for another ``GRACE`` seconds, even if no job names
-    it."""
+    """Return True if there is code under the digest ``code_digest``. It is then kept for another ``GRACE`` seconds, even if no
+    job names it."""
     if not (code_root / code_digest).is_dir():
         return False
     with _exclusive_lock(code_root):
@@ -139,7 +143,7 @@ def keep_alive(code_digest: str, code_root: Path) -> bool:
 
 
 def not_uploaded_problem(code_digest: str) -> FieldProblem:
-    """Return the problem of a spec that names code by a digest that is not here."""
+    """Return the problem for a spec that names uploaded code by a digest which the service does not have."""
     text = (
         f"the service has no code with the digest {code_digest[:16]}...: upload the directory first, as `ratchet submit FILE "
         f"--upload` does; code that no job uses is kept for {GRACE / 60:g} minutes"
@@ -148,10 +152,11 @@ def not_uploaded_problem(code_digest: str) -> FieldProblem:
 
 
 def remove_unreferenced(code_root: Path, referenced: Callable[[], set[str]], grace: float = GRACE) -> list[str]:
-    """Delete snapshots that no job names, and partial copies that a crash left. Return what was removed.
+    """Delete the snapshots that no job names, and the partial copies that a crash left. Return the names of the deleted
+    directories.
 
-    What was made or used again in the last ``grace`` seconds stays: a submission takes its snapshot before its job's row exists.
-    ``referenced`` is called only if there are candidates.
+    A directory that was stored or used in the last ``grace`` seconds is kept: a submission takes its snapshot before its job's
+    row exists. ``referenced`` returns the digests that jobs name; it is called under the lock, and only if there are candidates.
     """
     if not _expired_entries(code_root, grace):
         return []
@@ -166,25 +171,29 @@ def remove_unreferenced(code_root: Path, referenced: Callable[[], set[str]], gra
 
 
 def _expired_entries(code_root: Path, grace: float) -> list[Path]:
+    """Return the directories below ``code_root`` that were not stored or used in the last ``grace`` seconds, sorted by name."""
     entries = sorted(code_root.iterdir()) if code_root.is_dir() else []
     return [e for e in entries if e.is_dir() and time.time() - e.stat().st_mtime >= grace]
 
 
 @contextmanager
 def _exclusive_lock(code_root: Path) -> Iterator[None]:
+    """Hold the lock of ``code_root`` within the block, against other threads and processes; waits for it. The directory must
+    exist."""
     with (code_root / ".lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
 def _code_error(code: str, detail: str) -> SpecError:
+    """Return a ``SpecError`` at ``/code/include`` for the code ``include-not-found``, at ``/code/path`` for others."""
     pointer = "/code/include" if code == "include-not-found" else "/code/path"
     return SpecError(f"{pointer}: {detail}", errors=[FieldProblem(pointer=pointer, code=code, detail=detail)])
 
 
 def exists(path: Path, *, directory: bool) -> bool:
-    """True if there is such a file or directory. A path that the system cannot even look up (too long, no permission) does not
-    exist."""
+    """Return True if ``path`` is a directory (``directory`` False: a regular file); links are followed. A path that the system
+    cannot look up (too long, no permission) counts as missing."""
     try:
         return path.is_dir() if directory else path.is_file()
     except OSError:
@@ -192,7 +201,8 @@ def exists(path: Path, *, directory: bool) -> bool:
 
 
 def names_in(directory: str) -> list[str]:
-    """Return the names in a directory that a snapshot would take, for messages; none if it cannot be read."""
+    """Return the sorted names in a directory, for messages, without those that a snapshot always ignores; empty if it cannot be
+    read."""
     try:
         found = sorted(entry.name for entry in Path(directory).iterdir())
     except OSError:
@@ -201,10 +211,12 @@ def names_in(directory: str) -> list[str]:
 
 
 def _copy(entries: list[Entry], target: Path, allowed: Allowed) -> str:
-    """Copy and hash in one pass; files and directories end up read-only and synced."""
+    """Copy ``entries`` below ``target`` and return the digest of the copy. Files and directories are synced and made read-only.
+    Raises ``SpecError`` for a file that cannot be read or is no longer allowed."""
     folders = {target}
 
     def target_path(entry: Entry) -> Path:
+        """Return the path of the copy of ``entry``, after creating its directory."""
         place = target / entry.path
         place.parent.mkdir(parents=True, exist_ok=True)
         folders.update(p for p in place.parents if p.is_relative_to(target))
@@ -222,6 +234,8 @@ def _copy(entries: list[Entry], target: Path, allowed: Allowed) -> str:
 
 
 def _copy_file(entry: Entry, place: Path, allowed: Allowed) -> bytes:
+    """Copy one file to ``place`` and return the SHA-256 digest of its content. Raises ``SpecError`` (``unreadable``,
+    ``path-not-allowed``)."""
     inner = hashlib.sha256()
     try:
         fd = os.open(entry.source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -241,7 +255,8 @@ def _copy_file(entry: Entry, place: Path, allowed: Allowed) -> bytes:
 
 
 def _recheck_link(entry: Entry, allowed: Allowed) -> None:
-    """Check that the link is still where it was found. Only its text is copied."""
+    """Check that the directory of the link ``entry`` is still allowed, since it may have changed after the link was found. Raises
+    ``SpecError``. Of a link, only its text is copied."""
     try:
         folder = os.open(entry.source.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -253,7 +268,8 @@ def _recheck_link(entry: Entry, allowed: Allowed) -> None:
 
 
 def _check_opened(allowed: Allowed, fd: int, entry: Entry) -> None:
-    """Check the file that was opened, not where the path leads by now: links may be put into it between a check and the copy."""
+    """Raise ``SpecError`` (``path-not-allowed``) if the file or directory that is open as ``fd`` is not allowed. It checks the
+    opened file, not the path of ``entry``: a link may have been put into the path between an earlier check and the copy."""
     real = Path(f"/proc/self/fd/{fd}").readlink()
     if not allowed(real):
         text = (

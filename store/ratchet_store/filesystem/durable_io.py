@@ -40,7 +40,8 @@ _MISSING_ERRNOS: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, e
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[int]:
-    """Yield a descriptor to replace ``path``: ``.tmp``, fsync, rename; on any failure ``path`` is unchanged and ``.tmp`` removed.
+    """Context manager: yield a descriptor of ``<path>.tmp``; at the end that file is synced and renamed to ``path``, which it
+    replaces. On any failure ``path`` is unchanged and the ``.tmp`` file is removed.
 
     The rename itself is durable only after an ``fsync_dir`` of the parent, which the caller must make. Raises ``OSError``.
     """
@@ -60,7 +61,8 @@ def atomic_write(path: Path) -> Iterator[int]:
 
 
 def write_error(path: Path, error: OSError, needed_bytes: int | None = None) -> CheckpointError:
-    """Return the error for a failed save: what failed, and what to do. ``needed_bytes``: the file's size in bytes."""
+    """Return the error to raise for a failed save (``checkpoint-not-written``): what failed, and what the user can do.
+    ``needed_bytes``: the file's size, for the message."""
     advice = {
         errno.ENOSPC: "the disk is full: free space, lower checkpoint.keep_last, or move the run directory",
         errno.EDQUOT: "the disk quota is used up: free space, lower checkpoint.keep_last, or raise the quota",
@@ -79,8 +81,9 @@ def write_error(path: Path, error: OSError, needed_bytes: int | None = None) -> 
 
 
 def _space_text(path: Path, error: OSError, needed_bytes: int | None) -> str:
-    """Return free space on the disk and the space that this file needs, if lack of space is the error. What a quota leaves is not
-    known: not every file system reports it as the free space."""
+    """Return a text in parentheses with the free space on the disk and the space that the file needs, or an empty text if lack
+    of space is not the error. With a quota, only the latter: not every file system reports as free space what the quota
+    leaves."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     notes = [f"{needed_bytes / 2**20:.1f} MiB needed for this file alone"] if needed_bytes is not None else []
@@ -92,7 +95,8 @@ def _space_text(path: Path, error: OSError, needed_bytes: int | None) -> str:
 
 
 def read_error(path: Path, error: OSError) -> CheckpointError:
-    """Return the error for a failed read: a missing file is damage; anything else proves nothing about the checkpoint."""
+    """Return the error to raise for a failed read: ``checkpoint-damaged`` if there is no regular file at ``path``, otherwise
+    ``checkpoint-unreadable``, which proves nothing about the checkpoint."""
     if error.errno in _MISSING_ERRNOS:
         return CheckpointError(f"{path} is missing or not a plain file", code=DAMAGED)
     return CheckpointError(
@@ -103,7 +107,7 @@ def read_error(path: Path, error: OSError) -> CheckpointError:
 
 
 def fsync_dir(path: Path) -> None:
-    """Make the names in ``path`` durable."""
+    """Make the names in the directory ``path`` durable. Raises ``OSError``."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -112,7 +116,8 @@ def fsync_dir(path: Path) -> None:
 
 
 def ensure_dir(path: Path) -> None:
-    """Create ``path`` and its missing parents, each name durable in its parent."""
+    """Create the directory ``path`` and its missing parents, each name durable in its parent. Does nothing if it exists.
+    Raises ``OSError``."""
     if path.is_dir():
         return
     ensure_dir(path.parent)
@@ -121,16 +126,17 @@ def ensure_dir(path: Path) -> None:
 
 
 def write_all(fd: int, data: memoryview) -> None:
-    """Call ``os.write`` until everything is written."""
+    """Call ``os.write`` until all of ``data`` is written. Raises ``OSError``."""
     while data:
         data = data[os.write(fd, data) :]
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Let the disk start writing these bytes while the next ones are produced; without it all writing waits for ``fsync``.
+    """Ask the system to start writing bytes ``offset`` to ``offset + nbytes`` of a file to the disk, while the caller produces
+    the next ones; otherwise all writing waits for ``fsync``. Does not block.
 
-    Linux's ``sync_file_range(SYNC_FILE_RANGE_WRITE)``: a hint, which guarantees nothing and hides no error from the ``fsync``
-    that must follow. Does nothing where the system has no such call.
+    This is Linux's ``sync_file_range(SYNC_FILE_RANGE_WRITE)``: a hint, which guarantees nothing and hides no error from the
+    ``fsync`` that must follow. Does nothing where the system has no such call.
     """
     call = _sync_file_range()
     if call is not None:
@@ -139,6 +145,7 @@ def start_writeback(fd: int, offset: int, nbytes: int) -> None:
 
 @cache
 def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Return the C library's ``sync_file_range``; None where there is none."""
     try:
         call = ctypes.CDLL(None).sync_file_range
     except (AttributeError, OSError):
@@ -148,8 +155,8 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 
 def unwritten_pages(path: Path) -> int:
-    """Return the number of pages of a file that are not on the disk yet, as far as this machine's kernel knows (not other
-    nodes'). Linux's ``cachestat`` (6.5); 0 where there is no such call, and on errors."""
+    """Return the number of pages of a file that are not on the disk yet, as far as this machine's kernel knows; writes of
+    other nodes are not known. Uses Linux's ``cachestat`` (6.5). Returns 0 where there is no such call, and on errors."""
     call = _cachestat()
     if call is None:
         return 0
@@ -167,6 +174,7 @@ def unwritten_pages(path: Path) -> int:
 
 @cache
 def _cachestat() -> Callable[..., int] | None:
+    """Return the C library's ``syscall``, to call ``cachestat`` with; None where there is none."""
     if sys.platform != "linux":  # elsewhere the number is a different call
         return None
     try:
@@ -178,10 +186,10 @@ def _cachestat() -> Callable[..., int] | None:
 
 
 def refresh(path: Path) -> None:
-    """Make a network file system's client query its server about ``path``: the client caches the names in a directory together
-    with the directory's attributes, and may believe for a minute that a name does not exist (nfs(5): ``acdirmax``).
+    """Make a network file system's client ask its server about ``path``. The client caches the names in a directory together
+    with the directory's attributes, and may for a minute take a name as missing that exists (nfs(5): ``acdirmax``).
 
-    Linux's ``statx(AT_STATX_FORCE_SYNC)``. Does nothing where the system has no such call; errors are ignored.
+    This is Linux's ``statx(AT_STATX_FORCE_SYNC)``. Does nothing where the system has no such call; errors are ignored.
     """
     call = _statx()
     if call is not None:
@@ -192,6 +200,7 @@ def refresh(path: Path) -> None:
 
 @cache
 def _statx() -> Callable[[int, bytes, int, int, ctypes.Array[ctypes.c_char]], int] | None:
+    """Return the C library's ``statx``; None where there is none."""
     try:
         call = ctypes.CDLL(None).statx
     except (AttributeError, OSError):
@@ -201,7 +210,8 @@ def _statx() -> Callable[[int, bytes, int, int, ctypes.Array[ctypes.c_char]], in
 
 
 def open_regular(path: Path) -> int:
-    """Return a read descriptor of a regular file; a link, pipe or device is refused (and cannot block the open)."""
+    """Return a read descriptor of a regular file, which the caller must close. A link, pipe, device or directory raises
+    ``OSError``, and a pipe does not block the call."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -213,9 +223,9 @@ def open_regular(path: Path) -> int:
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a directory, whatever modes its directories have and however deeply they are nested: user code may have created more
-    levels than a path can name. Links are not followed; what another process removes meanwhile is no error, what it moves is
-    left. Raises ``OSError``."""
+    """Delete a directory with its content, whatever modes its directories have and however deeply they are nested: user code
+    may have created more levels than a path can name. Links are not followed. A missing directory, and what another process
+    removes meanwhile, is no error. Raises ``OSError``, also if another process moves one of the directories meanwhile."""
     try:
         folder.chmod(0o700)
         here = os.open(folder, _DIRECTORY_FLAGS)
@@ -253,12 +263,13 @@ def remove_tree(folder: Path) -> None:
 
 
 def _identity(fd: int) -> tuple[int, int]:
+    """Return device and inode of an open file."""
     found = os.fstat(fd)
     return found.st_dev, found.st_ino
 
 
 def _remove_files(fd: int) -> list[str]:
-    """Delete all but the directories in the directory ``fd``; returns the names of these."""
+    """Delete all entries of the directory ``fd`` except directories. Returns the names of the directories."""
     with os.scandir(fd) as found:
         entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]
     for name, is_dir in entries:

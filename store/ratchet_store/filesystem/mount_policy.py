@@ -48,12 +48,13 @@ _EXISTS: Final = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 
 
 class Unfit(Exception):
-    """What the file system failed to do; the message is a sentence without a full stop."""
+    """Raised when a file system fails the trial. The message names what it failed to do, as a sentence without a full stop."""
 
 
 def probe(directory: Path) -> None:
-    """Do in ``directory`` what a save, a resume and a quarantine do, and leave nothing. Raises ``Unfit``, and ``OSError`` if the
-    trial itself failed for other reasons (no space, no permission, input/output error)."""
+    """Try in ``directory`` the calls that a save, a resume and a quarantine make; all files of the trial are removed. Returns
+    if they work. Raises ``Unfit`` if the file system does not do one of them as required, and ``OSError`` if the trial failed
+    for other reasons (no space, no permission, input/output error)."""
     _remove_stale(directory)
     scratch = directory / f"{_PREFIX}{secrets.token_hex(8)}"
     scratch.mkdir()
@@ -66,7 +67,7 @@ def probe(directory: Path) -> None:
 
 
 def _check_exclusive_create(scratch: Path) -> None:
-    """Check that a name is created once."""
+    """Check that a name that exists is not created again, with ``O_EXCL`` or ``mkdir``. Raises ``Unfit``."""
     path, flags = scratch / "once", os.O_WRONLY | os.O_CREAT | os.O_EXCL
     os.close(os.open(path, flags, 0o644))
     _check_refused("O_EXCL created a file that already existed", lambda: os.close(os.open(path, flags, 0o644)))
@@ -74,7 +75,8 @@ def _check_exclusive_create(scratch: Path) -> None:
 
 
 def _check_file_rename(scratch: Path) -> None:
-    """Check a file that is written, synced, and renamed onto nothing or a file: whole under its new name, gone under the old."""
+    """Check that a file that is written, synced and renamed is whole under its new name and gone under the old one; once onto
+    no file, once onto an existing one. Raises ``Unfit``."""
     path = scratch / "file"
     for content in (b"first", b"second, and longer"):
         with _supported("write, fsync and rename of a file"), atomic_write(path) as fd:
@@ -87,7 +89,7 @@ def _check_file_rename(scratch: Path) -> None:
 
 
 def _check_directory_rename(scratch: Path) -> None:
-    """Check that a directory moves whole, and never onto a non-empty one."""
+    """Check that a rename moves a whole directory, and never onto a directory that is not empty. Raises ``Unfit``."""
     one, two = scratch / "one", scratch / "two"
     one.mkdir()
     (one / "inside").write_bytes(b"one")
@@ -104,7 +106,8 @@ def _check_directory_rename(scratch: Path) -> None:
 
 
 class _supported:
-    """Converts errors that mean "not supported" to ``Unfit``."""
+    """Context manager: raises ``Unfit`` for an ``OSError`` that means "not supported"; other errors pass. ``what``: the
+    operation, for the message."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -118,6 +121,8 @@ class _supported:
 
 
 def _check_refused(message: str, action: Callable[[], object]) -> None:
+    """Check that ``action`` fails because the name exists. Raises ``Unfit`` with ``message`` if it succeeds, and its
+    ``OSError`` if it fails for another reason."""
     try:
         action()
     except OSError as error:
@@ -128,7 +133,7 @@ def _check_refused(message: str, action: Callable[[], object]) -> None:
 
 
 def _remove_stale(directory: Path) -> None:
-    """Remove what a killed process left."""
+    """Remove scratch directories that killed processes left in ``directory`` more than an hour ago. Errors are ignored."""
     for path in directory.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _STALE_SECONDS:
@@ -179,8 +184,8 @@ _NO_BARRIER: Final = frozenset({"nobarrier", "barrier=0"})
 
 @dataclass(frozen=True)
 class Mount:
-    """The mount that contains a path: mount point, type (``fuse.sshfs``), source and options, those of mount and superblock
-    together."""
+    """The mount that contains a path. ``type``: such as ``ext4`` or ``fuse.sshfs``; ``options``: those of the mount and of the
+    superblock together."""
 
     point: str
     type: str
@@ -189,7 +194,7 @@ class Mount:
 
     @property
     def kind(self) -> str:
-        """The type without ``fuse.``, normalised to its family."""
+        """The type without ``fuse.``, and one name for each family of types: ``nfs`` for ``nfs4``, ``cifs`` for ``smb3``."""
         name = self.type.removeprefix("fuse.")
         if name == "fuse" and self.source in _REFUSED:
             return self.source
@@ -198,7 +203,8 @@ class Mount:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``trusted``; ``noted``: trusted, with a remark in ``reason``; or ``refused``, with a ``reason``."""
+    """What is decided about a directory: ``trusted``; ``noted``, which is trusted with a remark in ``reason``; or ``refused``,
+    with the cause in ``reason``."""
 
     status: Literal["trusted", "noted", "refused"]
     directory: Path
@@ -213,9 +219,13 @@ class Verdict:
 
 
 def check_directory(directory: Path, *, known: bool = True) -> Verdict:
-    """Judge ``directory`` by the mount table and, unless that is a refusal, by a trial in it (``known`` False: only if its kind
-    is unknown). The directory must exist. Raises ``OSError`` if the trial is not possible: a full disk, a missing permission or
-    a read-only mount proves nothing about its kind."""
+    """Decide whether checkpoints can be trusted to ``directory``, which must exist: by the mount table and, unless that
+    refuses it, by a trial in the directory. ``known`` False: the trial is made only if the kind of file system is not a known
+    one.
+
+    Raises ``OSError`` if the trial is not possible: a full disk, a missing permission or a read-only mount proves nothing
+    about the kind of file system.
+    """
     mount = mount_of(directory)
     verdict = classify(directory, mount)
     if verdict.status != "refused" and (known or mount.kind not in _PROVEN | set(_NOTES)):
@@ -229,7 +239,7 @@ def check_directory(directory: Path, *, known: bool = True) -> Verdict:
 
 
 def classify(directory: Path, mount: Mount) -> Verdict:
-    """Return what is known about that kind of file system with those options."""
+    """Return the verdict on a kind of file system with those mount options, without a trial."""
     kind = mount.kind
     if kind in _REFUSED:
         return Verdict("refused", directory, mount, _REFUSED[kind])
@@ -247,8 +257,8 @@ def classify(directory: Path, mount: Mount) -> Verdict:
 
 
 def mount_of(path: Path, table: str | None = None) -> Mount:
-    """Return the mount that contains ``path``, whether it exists or not. ``table``: the text of ``/proc/self/mountinfo``, read if
-    None; if there is no such file, the type is ``unknown``."""
+    """Return the mount that contains ``path``, which need not exist. ``table``: text in the format of
+    ``/proc/self/mountinfo``; None: that file is read. If it does not exist, the mount's type is ``unknown``."""
     if table is None:
         try:
             table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
@@ -267,7 +277,7 @@ def mount_of(path: Path, table: str | None = None) -> Mount:
 
 def _parse(line: str) -> Mount | None:
     """Parse a line of mountinfo (proc(5)): ``id parent major:minor root point options [optional ...] - type source
-    super-options``."""
+    super-options``. Returns None for a line of another form."""
     before, separator, after = line.partition(" - ")
     left, right = before.split(" "), after.split(" ")
     if not separator or len(left) < 6 or len(right) < 3:

@@ -17,9 +17,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def punch_hole(path: Path, begin: int, end: int) -> int:
-    """Free the whole granules within bytes ``begin`` to ``end``; they read as zeros from then on. A process that has the file
-    open may continue to write elsewhere in it. Returns the bytes of disk space that this freed. Raises ``OSError``,
-    ``EOPNOTSUPP`` where the file system cannot."""
+    """Free the disk space of the whole granules (``GRANULE`` bytes) within the bytes ``begin <= i < end``; they read as zeros
+    from then on. A process that has the file open may continue to write elsewhere in it.
+
+    Returns the bytes of disk space that were freed. Raises ``OSError``; ``EOPNOTSUPP`` where the file system cannot do it.
+    """
     first, last = -(-begin // GRANULE) * GRANULE, end // GRANULE * GRANULE
     if last <= first:
         return 0
@@ -38,8 +40,8 @@ def punch_hole(path: Path, begin: int, end: int) -> int:
 
 
 def unsupported_reason(directory: Path) -> str | None:
-    """Return None if files in ``directory`` can have holes that free space and that readers can detect; else the problem. Tries
-    it with a small file there."""
+    """Return None if holes in files in ``directory`` free space and are visible to readers; otherwise a text on what does not
+    work. Tries it with a small file there, which is removed."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".holes-") as scratch:
             scratch.write(b"x" * (3 * GRANULE))
@@ -55,8 +57,8 @@ def unsupported_reason(directory: Path) -> str | None:
 
 
 def data_after(fd: int, offset: int) -> int | None:
-    """Return where data begins at or after ``offset``; None at the end of the file. A hole that reaches to the end counts as the
-    end: appended data may not be visible yet. Moves the descriptor's position."""
+    """Return the offset where data begins, at or after ``offset``; None if there is none up to the end of the file. A hole
+    that reaches to the end counts as the end: appended data may not be visible yet. Moves the descriptor's position."""
     try:
         return os.lseek(fd, offset, os.SEEK_DATA)
     except OSError as error:
@@ -68,8 +70,8 @@ def data_after(fd: int, offset: int) -> int | None:
 
 
 def hole_after(fd: int, offset: int) -> int:
-    """Return where the next hole begins, at the latest the end of the file; ``offset`` is in data. Moves the descriptor's
-    position."""
+    """Return the offset where the next hole begins after ``offset``, which must lie in data; without a hole, the file's size.
+    Moves the descriptor's position."""
     try:
         return os.lseek(fd, offset, os.SEEK_HOLE)
     except OSError as error:

@@ -17,15 +17,16 @@ _ATOMS: Final = frozenset({str, int, bool, type(None)})
 
 
 def encode_state(state: JsonValue) -> str:
-    """Return JSON text that decodes to exactly ``state``. Raises ``StateError`` with the key for anything that would change:
-    keys that are not strings, tuples, NaN and infinities, other types."""
+    """Return JSON text that decodes to exactly ``state``. Raises ``StateError``, which names the place, for anything that JSON
+    would change: keys that are not strings, tuples, NaN and infinities, other types, more than 64 levels."""
     if not _is_json([state], 0):
         _refuse_json(state, "", 0)
     return json.dumps(state, separators=(",", ":"), allow_nan=False)
 
 
 def _is_json(values: Iterable[JsonValue], depth: int) -> bool:
-    """True if JSON preserves all of ``values``, which are nested at this depth."""
+    """True if JSON preserves all of ``values``, which are nested ``depth`` levels deep; False also if they are nested too
+    deep."""
     if depth > _MAX_DEPTH:
         return False
     for value in values:
@@ -45,7 +46,8 @@ def _is_json(values: Iterable[JsonValue], depth: int) -> bool:
 
 
 def _refuse_json(value: JsonValue, pointer: str, depth: int) -> None:
-    """Raise ``StateError`` with what is wrong with a state, and where."""
+    """Raise ``StateError`` that names the first place in ``value`` that JSON would change. ``pointer``: where ``value`` is in
+    the state."""
     if depth > _MAX_DEPTH:
         raise StateError(f"state at {pointer or '/'} is nested deeper than {_MAX_DEPTH} levels")
     if type(value) is dict:

@@ -38,20 +38,22 @@ MAX_MARKER_BYTES: Final = 4096  # bytes of the text in a marker file
 
 
 class ManifestWriter:
-    """Commits checkpoints one after another; a list of tensors that equals the last one is not checked and rendered again."""
+    """Commits checkpoints one after another. If the list of tensors equals that of the last commit, it is not checked and
+    converted to JSON again."""
 
     def __init__(self) -> None:
         self._structure, self._sealer = StructureCheck(), Sealer()
         self._durable: set[Path] = set()  # job directories in which the name ``checkpoints`` is durable
 
     def commit(self, directory: Path, manifest: Manifest) -> Manifest:
-        """Commit the checkpoint in ``directory``; returns the sealed manifest.
+        """Commit the checkpoint in ``directory`` by writing its manifest; returns the manifest with its digest. All rank files
+        must exist with their sizes.
 
-        All rank files must exist with their sizes. ``MANIFEST.json.tmp`` -> fsync -> rename -> fsync of the directory, of
-        ``checkpoints`` and, the first time, of the job's directory. Committing the same manifest again is no error. Raises
-        ``CheckpointError``: incomplete or inconsistent (``checkpoint-damaged``), another manifest exists
-        (``checkpoint-exists``), the system refuses (``checkpoint-not-written``): a manifest that already has its name is then
-        removed, so that the step may be saved again.
+        The manifest is written as ``MANIFEST.json.tmp``, synced and renamed; then the directory, the directory of checkpoints
+        and, the first time, the job's directory are synced. Committing the same manifest again is no error. Raises
+        ``CheckpointError``: ``checkpoint-damaged`` if files or manifest are incomplete or inconsistent; ``checkpoint-exists``
+        if there is another manifest, or this checkpoint is being deleted; ``checkpoint-not-written`` if the system refuses. A
+        new manifest that already has its name is then removed, so that the step may be saved again.
         """
         _check_name(directory, manifest)
         self._structure.check(manifest)
@@ -79,8 +81,9 @@ class ManifestWriter:
 
 
 def mark_finished(directory: Path) -> None:
-    """Record that the committed checkpoint in ``directory`` is its job's last. Its manifest is not changed, since digests refer
-    to it; ``read_manifest`` reads the marker file. Raises ``CheckpointError`` (``checkpoint-not-written``)."""
+    """Create the marker file ``FINISHED``: the committed checkpoint in ``directory`` is its job's last. Its manifest is not
+    changed, since digests refer to it; ``read_manifest`` reads the marker file. Raises ``CheckpointError``
+    (``checkpoint-not-written``)."""
     path = directory / FINISHED_NAME
     try:
         path.touch()
@@ -90,9 +93,9 @@ def mark_finished(directory: Path) -> None:
 
 
 def mark_changed(directory: Path, description: str) -> bool:
-    """Record that the committed checkpoint in ``directory`` lacks a change of state made after it that it should contain;
-    ``description``: a sentence on it. False if the checkpoint is marked already, for example by another rank. Raises
-    ``CheckpointError`` (``checkpoint-not-written``)."""
+    """Create the marker file ``CHANGED`` with ``description``, a sentence: state changed after the committed checkpoint in
+    ``directory`` that it should contain, so a resume from it is not exact. Returns False, and changes nothing, if the marker
+    file exists already, for example made by another rank. Raises ``CheckpointError`` (``checkpoint-not-written``)."""
     path = directory / CHANGED_NAME
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -112,8 +115,8 @@ def mark_changed(directory: Path, description: str) -> bool:
 
 
 def read_changed_marker(directory: Path) -> str | None:
-    """Return what ``mark_changed`` recorded of the checkpoint; None: nothing. Raises ``CheckpointError``
-    (``checkpoint-unreadable``)."""
+    """Return the sentence that ``mark_changed`` wrote for the checkpoint; None if it was not called. Raises
+    ``CheckpointError`` (``checkpoint-unreadable``, or ``checkpoint-damaged`` if the marker is no regular file)."""
     path = directory / CHANGED_NAME
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -126,10 +129,12 @@ def read_changed_marker(directory: Path) -> str | None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a committed checkpoint, after checking its digest, its structure, and that it fits the directory's
-    name. ``finished`` is also True if ``mark_finished`` was called after the commit, which the digest does not cover.
+    """Return the manifest of a committed checkpoint, after checking its digest, its structure, and that it fits the
+    directory's name. The rank files are not read. ``finished`` is also True if ``mark_finished`` was called after the commit,
+    which the digest does not cover.
 
-    Raises ``CheckpointError``: ``checkpoint-missing`` (not committed), ``-damaged``, ``-newer``, ``-unreadable``.
+    Raises ``CheckpointError``: ``checkpoint-missing`` (not committed), ``checkpoint-damaged``, ``checkpoint-format`` (another
+    format version), ``checkpoint-unreadable``.
     """
     path = directory / MANIFEST_NAME
     try:
@@ -160,7 +165,8 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Check that every rank file exists with its size (not its bytes: ``verify`` reads those). Raises ``CheckpointError``."""
+    """Check that every rank file exists with its size. The bytes are not read; ``verify_files`` does that. Raises
+    ``CheckpointError``: ``checkpoint-damaged`` or ``checkpoint-unreadable``."""
     for entry in manifest.files:
         path = f"{directory}/{entry.name}"
         try:
@@ -172,10 +178,10 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def checkpoint_dirs(checkpoints: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield ``(step, attempt, directory)`` of everything named like a checkpoint, newest step and attempt first; committed or
-    not.
+    """Yield ``(step, attempt, directory)`` of everything in ``checkpoints`` that is named like a checkpoint, committed or not,
+    newest step and attempt first. Yields nothing if ``checkpoints`` does not exist.
 
-    Raises ``CheckpointError`` (``checkpoint-unreadable``) when the directory cannot be listed; a missing one is empty.
+    Raises ``CheckpointError`` (``checkpoint-unreadable``) when the directory cannot be listed.
     """
     refresh(checkpoints)
     try:
@@ -189,12 +195,14 @@ def checkpoint_dirs(checkpoints: Path) -> Iterator[tuple[int, int, Path]]:
 
 
 def _check_name(directory: Path, manifest: Manifest) -> None:
+    """Check that the directory has the name of the manifest's checkpoint. Raises ``CheckpointError`` (``checkpoint-damaged``)."""
     if directory.name != manifest.id:
         raise CheckpointError(f"the manifest is of checkpoint {manifest.id}, the directory is named {directory.name}")
 
 
 def _is_committed(directory: Path, sealed: Manifest) -> bool:
-    """True if exactly this manifest is committed already. Raises if another one is."""
+    """True if exactly this manifest is committed in the directory already. Raises ``CheckpointError`` (``checkpoint-exists``)
+    if another one is."""
     if not (directory / MANIFEST_NAME).exists():
         return False
     there = read_manifest(directory)
@@ -206,10 +214,12 @@ def _is_committed(directory: Path, sealed: Manifest) -> bool:
 
 
 def _retract_manifest(path: Path, error: OSError) -> CheckpointError:
-    """Return the error to raise if a new manifest may have its name, but ``error`` came before that was known to be durable. The
-    manifest must not be relied on, and a second sync would prove nothing, since the system reports such an error only once; so
-    the name is removed. A loss of power may bring it back, with all files that it lists: like a checkpoint that was committed
-    but not yet reported."""
+    """Remove a new manifest whose commit failed with ``error``, and return the error to raise.
+
+    The manifest may have its name already, but is not known to be durable, so it must not be relied on. A second sync would
+    prove nothing, since the system reports such an error only once. A loss of power may bring the name back, with all files
+    that it lists: like a checkpoint that was committed but not yet reported.
+    """
     try:
         path.unlink(missing_ok=True)
     except OSError as refused:

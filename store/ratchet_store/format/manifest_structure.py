@@ -24,8 +24,9 @@ _DIGEST: Final = re.compile("[0-9a-f]{32}")
 
 
 def check_structure(manifest: Manifest) -> None:
-    """Check that every rank has its one file with a digest per block, every piece is inside its file, and every tensor is stored
-    exactly once, private ones whole and in their rank's file. Raises ``CheckpointError``."""
+    """Check a manifest's lists: every rank has its one file with a digest per block, every piece is inside its file, pieces do
+    not overlap, every tensor is stored exactly once, and private ones whole in their rank's file. No file is read. Raises
+    ``CheckpointError`` (``checkpoint-damaged``)."""
     StructureCheck().check(manifest)
 
 
@@ -38,7 +39,7 @@ class StructureCheck:
         self._file_ends: dict[str, int] = {}  # by file: end of its last tensor, in bytes
 
     def check(self, manifest: Manifest) -> None:
-        """As ``check_structure``."""
+        """Check a manifest as ``check_structure`` does. Raises ``CheckpointError``."""
         _check_file_list(manifest)
         sizes = {file.name: file.size for file in manifest.files}
         if not self._is_already_checked(manifest, sizes):
@@ -46,13 +47,16 @@ class StructureCheck:
             self._tensors = tuple(manifest.tensors)
 
     def _is_already_checked(self, manifest: Manifest, sizes: dict[str, int]) -> bool:
-        """True for the same tensors in files that are long enough. The files' names contain the number of ranks."""
+        """True if the manifest has the same tensors as the last valid one, and its files (``sizes`` by name) are long enough
+        for them. The files' names contain the number of ranks."""
         return same_entries(manifest.tensors, self._tensors) and all(
             end <= sizes.get(file, -1) for file, end in self._file_ends.items()
         )
 
 
 def _check_file_list(manifest: Manifest) -> None:
+    """Check that the manifest has one file for each rank, with the right name, and a digest per block. Raises
+    ``CheckpointError``."""
     ranks = {file.rank: file.name for file in manifest.files}
     if (
         len(manifest.files) != manifest.world_size
@@ -65,7 +69,7 @@ def _check_file_list(manifest: Manifest) -> None:
 
 
 def _check_tensors(manifest: Manifest, sizes: dict[str, int]) -> dict[str, int]:
-    """Check all tensors; returns where the last tensor in each file ends."""
+    """Check all tensors of the manifest. Returns, by file, the offset where its last tensor ends. Raises ``CheckpointError``."""
     by_file: dict[str, list[TensorEntry]] = defaultdict(list)
     by_name: dict[str, list[TensorEntry]] = defaultdict(list)
     for entry in manifest.tensors:
@@ -80,18 +84,21 @@ def _check_tensors(manifest: Manifest, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def file_order(entries: list[TensorEntry]) -> list[TensorEntry]:
-    """Sort by offset; a piece without bytes comes before the one that starts at the same offset."""
+    """Return the entries of one file sorted by offset; a piece without bytes comes before the one that starts at the same
+    offset."""
     return sorted(entries, key=lambda e: (e.offset, e.nbytes))
 
 
 def _check_digests(manifest: Manifest, file: FileEntry) -> None:
-    """Check that every byte has a digest: one per block."""
+    """Check that a file's entry has one valid digest for each of its blocks. Raises ``CheckpointError``."""
     count = -(-file.size // file.block_size)
     if len(file.blocks) != count or not all(_DIGEST.fullmatch(digest) for digest in file.blocks):
         raise CheckpointError(f"the digests of {file.name!r} are not one for each of its blocks")
 
 
 def _check_entry(entry: TensorEntry, sizes: dict[str, int]) -> None:
+    """Check one piece by itself: file, dtype, shape, and that its bytes are whole elements inside the file (``sizes`` by file
+    name). Raises ``CheckpointError``."""
     if entry.file not in sizes:
         raise CheckpointError(f"tensor {entry.name!r} lies in {entry.file!r}, which is not a file of this checkpoint")
     if entry.dtype not in ITEMSIZE:
@@ -107,6 +114,7 @@ def _check_entry(entry: TensorEntry, sizes: dict[str, int]) -> None:
 
 
 def _check_no_overlap(file: str, entries: list[TensorEntry]) -> None:
+    """Check that the pieces in one file do not overlap. Raises ``CheckpointError``."""
     end = 0
     for entry in file_order(entries):
         if entry.offset < end:
@@ -115,6 +123,8 @@ def _check_no_overlap(file: str, entries: list[TensorEntry]) -> None:
 
 
 def _check_coverage(name: str, entries: list[TensorEntry], world_size: int) -> None:
+    """Check that the pieces of one tensor contain each of its elements exactly once, and that a private tensor is whole in its
+    own rank's file. Raises ``CheckpointError``."""
     first = entries[0]
     if any(e.dtype != first.dtype or e.shape != first.shape for e in entries):
         raise CheckpointError(f"the pieces of tensor {name!r} differ in dtype or shape")

@@ -20,18 +20,20 @@ MAX_DIMENSIONS: Final = 64
 
 
 def is_complete(shape: Iterable[int], dtype: str, start: int, nbytes: int) -> bool:
-    """True if a piece of ``nbytes`` bytes from element ``start`` holds the whole tensor."""
+    """True if a piece of ``nbytes`` bytes that begins at element ``start`` is the whole tensor of that shape and dtype."""
     return start == 0 and nbytes == math.prod(shape) * ITEMSIZE[dtype]
 
 
 def tensor_key(entry: TensorEntry) -> str:
-    """Return the key of a piece in its safetensors file."""
+    """Return the key of a piece in its safetensors file: the tensor's name, or ``<name>#<start>`` if the piece is not the
+    whole tensor."""
     whole = is_complete(entry.shape, entry.dtype, entry.start, entry.nbytes)
     return entry.name if whole else f"{entry.name}#{entry.start}"
 
 
 def header_entry(entry: TensorEntry, data_start: int) -> Stored:
-    """Return the header entry for a manifest's entry."""
+    """Return the header's entry for a piece. ``data_start``: offset in the file where the data begins; the header counts from
+    there."""
     whole = is_complete(entry.shape, entry.dtype, entry.start, entry.nbytes)
     shape = tuple(entry.shape) if whole else (entry.nbytes // ITEMSIZE[entry.dtype],)
     begin = entry.offset - data_start
@@ -39,8 +41,9 @@ def header_entry(entry: TensorEntry, data_start: int) -> Stored:
 
 
 def build_header(members: bytes, state_text: str) -> tuple[bytes, bytes, bytes]:
-    """Return length field and JSON, padded so that the data starts on a multiple of ``ALIGNMENT``; in pieces, since ``members``
-    (from ``entries_json``) may be long. Raises ``StateError``."""
+    """Return a rank file's header in pieces: the length field, and the JSON padded so that the data starts on a multiple of
+    ``ALIGNMENT``. In pieces, since ``members`` (the tensors' JSON, from ``entries_json``) may be long. ``state_text``: the
+    rank's JSON state. Raises ``StateError`` if the header is too long."""
     try:
         return frame_header(header_json({STATE_METADATA_KEY: state_text}, members), ALIGNMENT)
     except ValueError as error:
@@ -49,7 +52,8 @@ def build_header(members: bytes, state_text: str) -> tuple[bytes, bytes, bytes]:
 
 
 def model_header(stored: dict[str, Stored], metadata: dict[str, str]) -> bytes:
-    """Return the header of a file for other programs, with whole tensors and the given metadata. Raises ``StateError``."""
+    """Return the header of a safetensors file for other programs, with whole tensors and ``metadata``. Raises ``StateError``
+    if it is too long."""
     try:
         return b"".join(frame_header(header_json(metadata, entries_json(stored)), 8))
     except ValueError as error:
@@ -57,7 +61,8 @@ def model_header(stored: dict[str, Stored], metadata: dict[str, str]) -> bytes:
 
 
 def parse_header(raw: bytes) -> tuple[dict[str, Stored], str]:
-    """Return header entries by key, and the state's JSON text. Raises ``CheckpointError``."""
+    """Return a rank file's header entries by key, and the JSON text of the rank's state. ``raw``: the header without its
+    length field. Raises ``CheckpointError`` if it is invalid."""
     body = parse_json(raw)
     if not isinstance(body, dict):
         raise CheckpointError("the safetensors header is not a JSON object")
@@ -76,7 +81,8 @@ def parse_header(raw: bytes) -> tuple[dict[str, Stored], str]:
 
 
 def check_safetensors(file: BinaryIO, size: int) -> None:
-    """Check that a file of ``size`` bytes is a safetensors file, of any program. Raises ``CheckpointError``, ``OSError``."""
+    """Check that a file of ``size`` bytes has the valid header of a safetensors file, written by any program. Raises
+    ``CheckpointError`` if not, and ``OSError``."""
     try:
         safetensors_header.read_header(file, size)
     except ValueError as error:
@@ -84,7 +90,8 @@ def check_safetensors(file: BinaryIO, size: int) -> None:
 
 
 def parse_json(raw: bytes | str) -> Any:
-    """Call ``safetensors_header.bounded_json``. Raises ``CheckpointError``."""
+    """Return the value of a JSON text, refusing one that would take far more memory than its length
+    (``safetensors_header.bounded_json``). Raises ``CheckpointError``."""
     try:
         return safetensors_header.bounded_json(raw)
     except ValueError as error:
@@ -92,7 +99,8 @@ def parse_json(raw: bytes | str) -> Any:
 
 
 def refuse_json_bomb(raw: bytes | str) -> None:
-    """Call ``safetensors_header.refuse_json_bomb``. Raises ``CheckpointError``."""
+    """Raise ``CheckpointError`` for a JSON text that would take far more memory than its length
+    (``safetensors_header.refuse_json_bomb``)."""
     try:
         safetensors_header.refuse_json_bomb(raw)
     except ValueError as error:

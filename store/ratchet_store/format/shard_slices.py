@@ -16,10 +16,10 @@ class Slice(NamedTuple):
 
 
 def plan_slices(sizes: Sequence[tuple[str, int, int]], world_size: int) -> list[list[Slice]]:
-    """Cut tensors ``(name, numel, itemsize in bytes)`` into one list of slices per rank.
+    """Cut tensors ``(name, numel, itemsize in bytes)`` into one list of slices per rank, the part that this rank writes.
 
-    The tensors are concatenated in the given order and the whole is cut at ``total bytes * r / world_size``, rounded down
-    to an element: every element belongs to exactly one rank, ranks differ by less than two elements in size, and a tensor is cut
+    The tensors are concatenated in the given order and the whole is cut at ``total bytes * r / world_size``, rounded down to
+    an element: every element belongs to exactly one rank, ranks differ by less than two elements in size, and a tensor is cut
     at most ``world_size - 1`` times. A pure function of its arguments, so ranks that hold the same tensors need not
     communicate. Raises ``ValueError`` for sizes below zero (itemsize: below one), names that occur twice, or no ranks.
     """

@@ -47,8 +47,8 @@ _MAX_ERROR_CHARS: Final = 600  # characters of a store's error message
 
 @dataclass(frozen=True)
 class Patience:
-    """Time limits in seconds. ``connect``: for a connection; ``request``: for one try of a request, data included; ``retry``:
-    from the first try until no further one is begun."""
+    """Time limits in seconds. ``connect``: to connect; ``request``: for one try of a request with its data; ``retry``: after
+    that time since the first try, no further try is begun."""
 
     connect: float = 5.0
     request: float = 120.0
@@ -56,6 +56,7 @@ class Patience:
 
     @property
     def client_options(self) -> dict[str, Any]:
+        """The limits of one try, as obstore's ``client_options``."""
         return {
             "connect_timeout": timedelta(seconds=self.connect),
             "timeout": timedelta(seconds=self.request),
@@ -63,6 +64,7 @@ class Patience:
 
     @property
     def retry_config(self) -> dict[str, Any]:
+        """The limits of all tries of a request, as obstore's ``retry_config``."""
         backoff = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2}
         return {"max_retries": 10, "retry_timeout": timedelta(seconds=self.retry), "backoff": backoff}
 
@@ -72,24 +74,26 @@ BRIEF: Final = Patience(2.0, 4.0, 3.0)
 
 
 class Found(NamedTuple):
-    """An object: its size in bytes, and the digest stored with it (None: the store keeps none)."""
+    """An object in the store: its size in bytes, and the digest stored with it (None: no digest was stored with it)."""
 
     size: int
     digest: str | None
 
 
 class ObjectStore:
-    """The objects below one prefix. Names are relative, with ``/``. Thread-safe. Every method raises ``CheckpointError``."""
+    """The objects below one prefix of a store. Names are relative to the prefix, with ``/``. Thread-safe; calls block. Every
+    method raises ``CheckpointError`` with the codes that the module lists."""
 
     def __init__(self, raw: Any, url: str, *, digests: bool = True) -> None:
-        """``raw``: a store of obstore; ``url``: its name in messages; ``digests``: whether it keeps attributes."""
+        """``raw``: a store object of obstore; ``url``: its name in messages; ``digests``: whether the store keeps attributes
+        of objects."""
         self._raw = raw
         self.url = url.rstrip("/")
         self._digests = digests
 
     def put(self, name: str, chunks: Iterable[bytes | memoryview], size: int, digest: str) -> None:
-        """Put one object made of ``chunks``, whole or not at all, with ``digest`` as an attribute. Errors of the iterable are
-        raised."""
+        """Create or replace one object made of ``chunks``, completely or not at all, with ``digest`` as an attribute.
+        ``size``: bytes of all chunks. Errors of the iterable are raised."""
         import obstore
 
         attributes = {_DIGEST_ATTRIBUTE: digest} if self._digests else None
@@ -104,8 +108,9 @@ class ObjectStore:
                 )  # fmt: skip
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Put ``data``. False if an object of that name exists already, which is not changed. Of several writers exactly one gets
-        True, except that one whose response was lost may get False: check what is there."""
+        """Create an object and return True. Returns False if an object of that name exists already, which is not changed. Of
+        several writers exactly one gets True; but a writer whose response was lost may get False for its own object, so
+        compare the content."""
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -117,22 +122,22 @@ class ObjectStore:
         return True
 
     def get(self, name: str, limit: int) -> bytes:
-        """Return a small object, whole. Raises ``checkpoint-missing``; ``checkpoint-damaged`` when it has more than ``limit``
-        bytes."""
+        """Return the content of a small object. Raises ``checkpoint-missing`` if there is none, and ``checkpoint-damaged`` if
+        it has more than ``limit`` bytes."""
         found = self.head(name)
         if found.size > limit:
             raise CheckpointError(f"{self.url}/{name} has {found.size} bytes, more than the {limit} it may have")
         return bytes(self.get_range(name, 0, found.size)) if found.size else b""
 
     def get_range(self, name: str, begin: int, end: int) -> memoryview:
-        """Return bytes ``begin <= i < end``, in memory; fewer if the object is shorter."""
+        """Return bytes ``begin <= i < end`` of an object; fewer if the object is shorter."""
         import obstore
 
         with self._translate_errors("get", name):
             return memoryview(obstore.get_range(self._raw, name, start=begin, end=end))
 
     def head(self, name: str) -> Found:
-        """Return size and digest of an object. Raises ``checkpoint-missing``."""
+        """Return size and digest of an object without its content. Raises ``checkpoint-missing``."""
         import obstore
 
         with self._translate_errors("head", name):
@@ -140,7 +145,7 @@ class ObjectStore:
             return Found(int(result.meta["size"]), result.attributes.get(_DIGEST_ATTRIBUTE))
 
     def list(self, prefix: str = "") -> dict[str, int]:
-        """Return size by name of all objects below ``prefix`` (which ends at a ``/``)."""
+        """Return the sizes of all objects below ``prefix`` by name. ``prefix`` is empty (all objects) or ends with a ``/``."""
         import obstore
 
         with self._translate_errors("list", prefix):
@@ -148,7 +153,8 @@ class ObjectStore:
             return {str(meta["path"]): int(meta["size"]) for batch in batches for meta in batch}
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects; missing ones are no error. Returns after all are gone; their order is undefined."""
+        """Delete objects; missing ones are no error. Returns when all are gone; the order in which they are deleted is
+        undefined."""
         import obstore
 
         wanted = list(names)
@@ -162,7 +168,8 @@ class ObjectStore:
 
     @contextmanager
     def _translate_errors(self, verb: str, name: str) -> Iterator[None]:
-        """Convert errors of obstore to ``CheckpointError``."""
+        """Context manager: convert errors of obstore in the block to ``CheckpointError``. ``verb`` and ``name``: for the
+        message."""
         from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
         what = f"{verb} {self.url}/{name}"
@@ -195,9 +202,12 @@ CREDENTIALS: Final = (
 def open_store(
     uri: str, subprefix: str = "", patience: Patience = Patience(), environ: Mapping[str, str] | None = None
 ) -> ObjectStore:
-    """Return the store of a ``checkpoint.uri``, or of a prefix below it. No request is sent yet. Raises
-    ``CheckpointError`` (``checkpoint-no-client``, ``checkpoint-remote-denied``); ``ValueError`` for a URI that no spec may
-    have."""
+    """Return the store of a ``checkpoint.uri``, or of the prefix ``subprefix`` below it. No request is sent yet. ``environ``:
+    variables to use instead of the process's for HTTP and checksum options.
+
+    Raises ``CheckpointError``: ``checkpoint-no-client``, or ``checkpoint-remote-denied`` if settings are missing. Raises
+    ``ValueError`` for a URI that no spec may have.
+    """
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme not in SCHEMES:
         raise ValueError(f"{uri!r} must start with one of {', '.join(SCHEMES)}")
@@ -223,19 +233,21 @@ def open_store(
 
 
 def _store_classes() -> dict[str, Callable[..., Any]]:
+    """Return obstore's store classes by URI scheme. Raises ``ImportError`` if obstore is not installed."""
     from obstore.store import AzureStore, GCSStore, S3Store
 
     return {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 
 
 def _http_options(scheme: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Allow plain HTTP if an endpoint is explicitly specified without TLS."""
+    """Return the client option that allows plain HTTP, if an endpoint in ``environ`` begins with ``http://``; else nothing."""
     names = {"s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"), "az": ("AZURE_STORAGE_ENDPOINT",)}
     given = [environ.get(name, "") for name in names.get(scheme, ())]
     return {"allow_http": True} if any(url.startswith("http://") for url in given) else {}
 
 
 def _delete_one(raw: Any, name: str) -> None:
+    """Delete one object; a missing one is no error."""
     import obstore
 
     try:

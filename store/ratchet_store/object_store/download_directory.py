@@ -21,8 +21,9 @@ _STALE_SECONDS: Final = 7 * 86400.0
 
 @contextmanager
 def open_download_directory(checkpoints: Path, folder: str) -> Iterator[Path]:
-    """Yield a new directory for the files of ``folder``, which ``remove_lock`` prepares for renaming; otherwise it is removed at
-    the end. Raises ``OSError``."""
+    """Context manager: yield a new, locked directory in ``checkpoints`` for the files of the checkpoint ``folder``. The caller
+    calls ``remove_lock`` and renames it; if it still has its old name at the end, it is deleted with its content. Also deletes
+    the remains of interrupted fetches. Raises ``OSError``."""
     _sweep(checkpoints)
     place = checkpoints / f"{_PREFIX}{folder}.{os.getpid()}.{time.monotonic_ns()}"
     place.mkdir()
@@ -40,12 +41,13 @@ def open_download_directory(checkpoints: Path, folder: str) -> Iterator[Path]:
 
 
 def remove_lock(directory: Path) -> None:
-    """Remove the lock file, so that only the checkpoint's files are left. Raises ``OSError``."""
+    """Delete the lock file in a download directory, so that it contains only the checkpoint's files and can be renamed. Raises
+    ``OSError``."""
     (directory / _LOCK).unlink()
 
 
 def _sweep(checkpoints: Path) -> None:
-    """Remove interrupted fetches: each is as large as a checkpoint."""
+    """Delete download directories of processes that are dead: each is as large as a checkpoint. Errors are ignored."""
     for left in checkpoints.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # gone meanwhile, or another user's
             age = time.time() - left.stat().st_mtime
@@ -54,7 +56,8 @@ def _sweep(checkpoints: Path) -> None:
 
 
 def _is_abandoned(directory: Path) -> bool:
-    """True if its lock is free: its process is dead. Raises ``OSError`` if the lock is held, or its state is unknown."""
+    """Return True if the directory's lock is free, so that its process is dead. Never returns False: raises ``OSError`` if the
+    lock is held, or its state is unknown."""
     fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

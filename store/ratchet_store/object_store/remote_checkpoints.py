@@ -22,30 +22,33 @@ QUARANTINED_MANIFEST = "MANIFEST.json.quarantined"
 
 
 def job_prefix(job_id: str) -> str:
-    """Return where a job's checkpoints are below its ``checkpoint.uri``."""
+    """Return the prefix of a job's checkpoints below its ``checkpoint.uri``."""
     return f"{job_id}/checkpoints"
 
 
 def open_job_checkpoints(uri: str, job_id: str, patience: Patience = Patience()) -> RemoteCheckpoints:
-    """Open a job's checkpoints. Raises as ``open_store`` does."""
+    """Return access to a job's checkpoints in the store of ``uri``. No request is sent yet. Raises as ``open_store`` does."""
     return RemoteCheckpoints(open_store(uri, job_prefix(job_id), patience), job_id)
 
 
 def digest_of(entry: FileEntry) -> str:
-    """Return one digest of a rank file, computed from those of its blocks: XXH3-128 of their list."""
+    """Return one digest of a rank file: XXH3-128 in hex of its size, its block size and the digests of its blocks. The file is
+    not read."""
     size, blocks = entry.block_size, entry.blocks
     return xxhash.xxh3_128_hexdigest(f"{entry.size}/{size}/{','.join(blocks)}".encode())
 
 
 class RemoteCheckpoints:
-    """A job's checkpoints in an object store; nothing is cached. Every method raises ``CheckpointError``."""
+    """A job's checkpoints in an object store. Nothing is cached: every method sends requests, and raises ``CheckpointError``.
+    ``folder`` is always a checkpoint's directory name, such as ``step-000000001200.a0007``."""
 
     def __init__(self, objects: ObjectStore, job_id: str) -> None:
         self.objects = objects
         self.job_id = job_id
 
     def list_checkpoints(self) -> dict[Id, dict[str, int]]:
-        """Return sizes of objects by name, of everything named like a checkpoint, newest step and attempt first."""
+        """Return the objects of everything that is named like a checkpoint, complete or not: sizes by object name, by
+        checkpoint, newest step and attempt first."""
         found: dict[Id, dict[str, int]] = {}
         for path, size in self.objects.list().items():
             folder, _, name = path.partition("/")
@@ -55,15 +58,17 @@ class RemoteCheckpoints:
         return dict(sorted(found.items(), reverse=True))
 
     def manifest(self, folder: str) -> Manifest:
-        """Return the manifest of the checkpoint named ``folder``. Raises ``checkpoint-missing``, ``-damaged``, ``-newer``,
-        ``-remote``."""
+        """Return the checked manifest of a checkpoint. Raises ``CheckpointError``: ``checkpoint-missing``,
+        ``checkpoint-damaged``, ``checkpoint-format``, ``checkpoint-remote``, ``checkpoint-remote-denied``."""
         return self.parse(folder, self.raw_manifest(folder))
 
     def raw_manifest(self, folder: str) -> bytes:
+        """Return the bytes of a checkpoint's manifest, unchecked. Raises ``checkpoint-missing`` if there is none."""
         return self.objects.get(f"{folder}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
 
     def parse(self, folder: str, raw: bytes) -> Manifest:
-        """Parse a manifest and check that it is what it claims to be."""
+        """Parse a manifest's bytes, and check its digest, its structure, and that it is of this job and ``folder``. Sends no
+        request. Raises ``checkpoint-damaged`` or ``checkpoint-format``."""
         try:
             refuse_json_bomb(raw)
             manifest = open_manifest(raw)
@@ -77,7 +82,8 @@ class RemoteCheckpoints:
         return manifest
 
     def commit(self, folder: str, raw: bytes, digest: str) -> None:
-        """Put the manifest, the last step of an upload. Raises ``checkpoint-exists`` if another manifest exists."""
+        """Put the manifest ``raw``, the last step of an upload. The same manifest (by ``digest``) in the store is no error.
+        Raises ``checkpoint-exists`` if there is another one, which is not replaced."""
         if self.objects.put_if_absent(f"{folder}/{MANIFEST_NAME}", raw):
             return
         there = self.manifest(folder)
@@ -89,7 +95,8 @@ class RemoteCheckpoints:
             )
 
     def remove(self, folder: str, names: list[str] | None = None) -> None:
-        """Delete a checkpoint, the manifest first: from then on it does not count. ``names``: known objects; None: list them."""
+        """Delete a checkpoint's objects, the manifest first: from then on the checkpoint does not count. ``names``: its
+        objects; None: they are listed."""
         if names is None:
             names = [path.rpartition("/")[2] for path in self.objects.list(f"{folder}/")]
         if MANIFEST_NAME in names:
@@ -97,8 +104,8 @@ class RemoteCheckpoints:
         self.objects.delete(f"{folder}/{name}" for name in names if name != MANIFEST_NAME)
 
     def quarantine(self, folder: str) -> None:
-        """Quarantine a damaged checkpoint: its manifest gets another name, so that it no longer counts; its data stay for
-        inspection."""
+        """Set aside a damaged checkpoint: its manifest is renamed to ``QUARANTINED_MANIFEST``, so that it no longer counts.
+        Its data stay for inspection. A missing manifest is no error."""
         try:
             raw = self.raw_manifest(folder)
         except CheckpointError as error:
@@ -109,7 +116,7 @@ class RemoteCheckpoints:
         self.objects.delete([f"{folder}/{MANIFEST_NAME}"])
 
     def remove_all(self) -> None:
-        """Delete everything below the job's prefix, manifests first. The job must not run."""
+        """Delete everything below the job's prefix, manifests first, also quarantined data. The job must not run."""
         assert is_job_id(self.job_id) or self.job_id, "a prefix of its own"
         names = list(self.objects.list())
         manifests = [name for name in names if name.endswith(f"/{MANIFEST_NAME}")]
@@ -118,5 +125,5 @@ class RemoteCheckpoints:
 
 
 def is_complete(manifest: Manifest, sizes: dict[str, int]) -> bool:
-    """True if all its files exist, with their sizes."""
+    """True if ``sizes`` (by object name) contains all files of the manifest, with their sizes."""
     return all(sizes.get(entry.name) == entry.size for entry in manifest.files)

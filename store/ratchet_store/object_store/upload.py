@@ -43,7 +43,8 @@ _STORE_FAILURES: Final = frozenset({REMOTE, DENIED})
 
 
 class Uploaded(NamedTuple):
-    """A checkpoint whose copy is whole. ``nbytes``: sent for it now; 0 if the copy existed already."""
+    """A checkpoint whose copy in the store is complete. ``nbytes``: bytes sent for it in this call, 0 if the copy existed
+    already; ``seconds``: duration of the call."""
 
     manifest: Manifest
     uri: str
@@ -52,14 +53,15 @@ class Uploaded(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A checkpoint that cannot be copied, whatever the store does."""
+    """A checkpoint that cannot be copied because of what is wrong with it here, not with the store. It is not tried again."""
 
     folder: str
     error: str
 
 
 class Step(NamedTuple):
-    """Result of one call. ``idle``: there was nothing to do."""
+    """Result of one call of ``Mirror.step``. ``removed``: checkpoints whose copies were deleted; ``idle``: there was nothing
+    to do."""
 
     uploaded: Uploaded | None = None
     failed: Failed | None = None
@@ -68,8 +70,12 @@ class Step(NamedTuple):
 
 
 class Mirror:
-    """Uploads for one attempt, in one thread. ``lineage``: what may be resumed from; checkpoints of ``attempt``, the attempt's
-    own, belong to it as well."""
+    """Copies the local checkpoints to the object store, and deletes copies there, for one attempt and in one thread. The
+    caller calls ``step`` repeatedly.
+
+    ``lineage``: checkpoints of earlier attempts that are copied, too. ``attempt``: the attempt's number; all of its own
+    checkpoints are copied.
+    """
 
     def __init__(
         self, remote: RemoteCheckpoints, checkpoints: Path, quarantine: Path, lineage: Sequence[Segment], attempt: int
@@ -84,14 +90,16 @@ class Mirror:
         self._record = Record(checkpoints / RECORD_NAME, remote.objects.url)
 
     def pending(self) -> list[str]:
-        """Return the names of committed checkpoints that have no whole copy yet, as far as is known; newest first."""
+        """Return the names of committed checkpoints that are not known to have a complete copy yet, newest first; those that
+        have failed are among them."""
         return [checkpoint_dir_name(*one) for one in self._committed() if one not in self._uploaded]
 
     def step(self, check_interrupted: Callable[[], None] = lambda: None) -> Step:
-        """Copy the newest checkpoint that is missing there, or else update marker files and delete what is gone here.
+        """Copy the newest checkpoint that has no complete copy. If there is none, update the marker files in the store and
+        delete the copies of checkpoints that retention has deleted here. Blocks until that is done.
 
-        ``check_interrupted`` is called repeatedly, and may raise. Raises ``CheckpointError``: ``checkpoint-remote``,
-        ``-denied``, and errors of this disk.
+        ``check_interrupted`` is called repeatedly; an exception from it ends the call. Raises ``CheckpointError``:
+        ``checkpoint-remote``, ``checkpoint-remote-denied``, and errors of this disk.
         """
         try:
             return self._step(check_interrupted)
@@ -100,6 +108,8 @@ class Mirror:
             raise
 
     def _step(self, check_interrupted: Callable[[], None]) -> Step:
+        """Upload one checkpoint, or else update marker files and delete copies, as ``step`` describes. If the store was listed
+        more than ``_RELIST_SECONDS`` ago, it only discards the list instead, so that the next call lists the store again."""
         here = self._committed()
         todo = [one for one in here if one not in self._uploaded and one not in self._failed]
         if todo:
@@ -112,7 +122,8 @@ class Mirror:
         return Step(removed=removed, idle=not (marked or removed))
 
     def _committed(self) -> dict[Id, Path]:
-        """Return what may be copied: committed here, of the lineage or this attempt; newest first."""
+        """Return the directories of the checkpoints that may be copied, newest first: committed here, and of the lineage or
+        this attempt."""
         return {
             (step, attempt): directory
             for step, attempt, directory in checkpoint_dirs(self._checkpoints)
@@ -120,10 +131,12 @@ class Mirror:
         }
 
     def _is_own(self, checkpoint: Id) -> bool:
+        """True if the checkpoint is this attempt's own or of its lineage."""
         return checkpoint[1] == self._attempt or lineage_contains(self._lineage, *checkpoint)
 
     def _list_remote(self) -> dict[Id, dict[str, int]]:
-        """Return what is in the store. Listed once, when remains of attempts that are over are also swept."""
+        """Return the sizes of the objects in the store, by checkpoint and name. The store is listed once and the result kept;
+        then also deletes incomplete copies of earlier attempts that are not on this disk."""
         if self._remote_files is None:
             there = self._remote.list_checkpoints()
             local = {(step, attempt) for step, attempt, _ in checkpoint_dirs(self._checkpoints)}
@@ -137,6 +150,8 @@ class Mirror:
     # --- upload ---
 
     def _upload(self, checkpoint: Id, directory: Path, check_interrupted: Callable[[], None]) -> Step:
+        """Copy one checkpoint. Returns an empty result if retention deleted it meanwhile, and ``failed`` for an error of the
+        checkpoint itself. Raises ``CheckpointError`` for an error of the store."""
         begin, folder = time.monotonic(), directory.name
         try:
             raw = read_bytes(directory / MANIFEST_NAME, MAX_MANIFEST_BYTES)
@@ -158,7 +173,8 @@ class Mirror:
     def _upload_files(
         self, checkpoint: Id, directory: Path, manifest: Manifest, raw: bytes, check_interrupted: Callable[[], None]
     ) -> int:
-        """Send a checkpoint; returns the bytes sent. Objects with the right size and digest are not sent again."""
+        """Send a checkpoint's files, its marker files and last its manifest ``raw``. Returns the bytes sent; objects that have
+        the right size and digest already are not sent again. Raises ``CheckpointError``."""
         objects, folder = self._remote.objects, directory.name
         names = self._list_remote().setdefault(checkpoint, {})
         nbytes = 0
@@ -186,13 +202,15 @@ class Mirror:
         return nbytes + len(raw)
 
     def _remove_incomplete(self, checkpoint: Id) -> None:
-        """Remove data without a manifest, of a checkpoint that is gone here: nothing will complete it."""
+        """Delete the objects of a copy without a manifest, because the checkpoint is gone here and nothing will complete the
+        copy."""
         names = self._list_remote().pop(checkpoint, {})
         if names and MANIFEST_NAME not in names:
             self._remote.remove(checkpoint_dir_name(*checkpoint), list(names))
 
     def _sync_markers(self, checkpoint: Id, directory: Path) -> bool:
-        """Make the marker files ``_MARKERS`` equal to those here; they may change after the commit. True if anything changed."""
+        """Create or delete the marker files ``_MARKERS`` in the store so that they are as here; they may change after the
+        commit. Returns True if anything changed."""
         names, changed = self._list_remote().setdefault(checkpoint, {}), False
         for mark in _MARKERS:
             here = (directory / mark).exists()
@@ -213,7 +231,9 @@ class Mirror:
     # --- remove ---
 
     def _remove_deleted(self) -> list[Id]:
-        """Remove copies of what retention has deleted here, except the newest whole one of the lineage there, and pinned ones."""
+        """Delete the copies of checkpoints that retention has deleted here. Kept are the newest complete copy of the lineage,
+        and pinned ones. Returns the deleted ones. Raises ``CheckpointError`` if the first deletion fails; a later failure ends
+        the call."""
         gone = [one for one in self._record.ids() if self._is_deleted(one)]
         if not gone:
             return []
@@ -245,18 +265,20 @@ class Mirror:
         return removed
 
     def _is_deleted(self, checkpoint: Id) -> bool:
-        """True if its directory is gone; if only the manifest is gone, it may be restored. A quarantined one was not deleted."""
+        """True if retention has deleted the checkpoint here: its directory is gone, and it is not in quarantine. A directory
+        that lacks only its manifest may be restored, and does not count as deleted."""
         folder = checkpoint_dir_name(*checkpoint)
         return not os.path.lexists(self._checkpoints / folder) and not any(self._quarantine.glob(f"{folder}*"))
 
 
 def _marker_content(directory: Path, marker: str) -> bytes:
-    """Return the content of a marker file; all but ``CHANGED_NAME`` are empty."""
+    """Return the bytes to store for a marker file: those of the local file for ``CHANGED_NAME``, none for the others."""
     return read_bytes(directory / marker, MAX_MARKER_BYTES) if marker == CHANGED_NAME else b""
 
 
 def _is_orphan(names: dict[str, int]) -> bool:
-    """True if it is neither a checkpoint nor a quarantined one: data without a manifest, or a manifest whose data were swept."""
+    """True if the objects ``names`` (with their sizes) are the remains of a copy: data without a manifest, or a manifest
+    without all of its rank files. A quarantined checkpoint is no remains."""
     if QUARANTINED_MANIFEST in names:
         return False
     files = [match for name in names if (match := _RANK_FILE.fullmatch(name)) is not None]
@@ -264,7 +286,8 @@ def _is_orphan(names: dict[str, int]) -> bool:
 
 
 def _read_verified(path: Path, entry: FileEntry, check_interrupted: Callable[[], None]) -> Iterator[bytes]:
-    """Yield the bytes of a rank file; each block is compared with its digest before its last part is yielded."""
+    """Yield the bytes of a rank file in chunks. Each block is compared with its digest before its last chunk is yielded. Calls
+    ``check_interrupted`` before each read. Raises ``CheckpointError``: ``checkpoint-damaged``, or ``checkpoint-unreadable``."""
     block, digests = entry.block_size, entry.blocks
     try:
         fd = open_regular(path)

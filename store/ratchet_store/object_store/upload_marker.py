@@ -17,8 +17,8 @@ Id = tuple[int, int]
 
 
 class Record:
-    """Record of what was copied to ``url``; empty if the file ``path`` cannot be read, or is about another place. A failed write
-    raises ``CheckpointError``."""
+    """The record of which checkpoints were copied to the store ``url``, kept in the file ``path``. It is empty if that file
+    cannot be read or is about another URL; then nothing is deleted in the store. A failed write raises ``CheckpointError``."""
 
     def __init__(self, path: Path, url: str) -> None:
         self._path, self._url = path, url
@@ -31,20 +31,27 @@ class Record:
             pass  # then nothing is known to have been copied, and nothing is deleted
 
     def ids(self) -> list[Id]:
+        """Return step and attempt of every recorded checkpoint, ascending."""
         return sorted(one for one in map(parse_checkpoint_dir_name, self._rows) if one is not None)
 
     def is_pinned(self, checkpoint: Id) -> bool:
+        """True if the checkpoint was pinned when it was last recorded, or if that is unknown. Raises ``KeyError`` if it is not
+        recorded."""
         return bool(self._rows[checkpoint_dir_name(*checkpoint)].get("pinned", True))
 
     def add(self, folder: str, digest: str, *, pinned: bool) -> None:
+        """Record that the checkpoint ``folder`` has been copied, or that its pin has changed; written to the disk if it is
+        new."""
         row: dict[str, object] = {"digest": digest, "pinned": pinned}
         if self._rows.get(folder) != row:
             self._write({**self._rows, folder: row})
 
     def drop(self, folder: str) -> None:
+        """Remove a checkpoint from the record, on the disk too, after its copy has been deleted."""
         self._write({k: v for k, v in self._rows.items() if k != folder})
 
     def _write(self, rows: dict[str, dict[str, object]]) -> None:
+        """Replace the file, then the rows in memory. Raises ``CheckpointError``."""
         data = json.dumps({"where": self._url, "checkpoints": rows}, indent=1).encode()
         try:
             with atomic_write(self._path) as fd:
@@ -55,8 +62,8 @@ class Record:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file of at most ``limit`` bytes. Raises ``CheckpointError`` (``checkpoint-missing``,
-    ``-damaged``, ``-unreadable``)."""
+    """Return the content of a regular file. Raises ``CheckpointError``: ``checkpoint-missing``; ``checkpoint-damaged`` if it
+    has more than ``limit`` bytes or is no regular file; ``checkpoint-unreadable``."""
     try:
         fd = open_regular(path)
         with os.fdopen(fd, "rb") as file:

@@ -30,7 +30,7 @@ Progress = Callable[[int], None]
 
 
 class Region(NamedTuple):
-    """Bytes ``begin <= i < end`` of a file and their target; None: they are only hashed."""
+    """Bytes ``begin <= i < end`` of a file, and the memory that they are read into; None: they are hashed but not kept."""
 
     begin: int
     end: int
@@ -38,7 +38,7 @@ class Region(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block whose bytes are not those that were saved."""
+    """A damaged block: bytes ``begin <= i < end`` of the file are not those that were saved."""
 
     number: int
     begin: int
@@ -53,8 +53,8 @@ class Block(NamedTuple):
 
 @contextmanager
 def open_rank_file(directory: Path, file: FileEntry) -> Iterator[int]:
-    """Open a rank file, check its size, and yield its descriptor. An ``OSError`` or ``CheckpointError`` here or in the with block
-    becomes a ``CheckpointError`` that names the path."""
+    """Context manager: open a rank file, check its size, and yield its descriptor, which is closed at the end. An ``OSError``
+    or ``CheckpointError`` here or in the with block is raised as a ``CheckpointError`` that names the path."""
     path = directory / file.name
     fd = -1
     try:
@@ -73,7 +73,7 @@ def open_rank_file(directory: Path, file: FileEntry) -> Iterator[int]:
 
 
 def overlapping_blocks(file: FileEntry, ranges: Iterable[tuple[int, int]]) -> list[int]:
-    """Return the numbers of the blocks that hold any of the bytes ``begin <= i < end``, ascending."""
+    """Return the numbers of the blocks that contain any byte ``begin <= i < end`` of ``ranges``, ascending."""
     size = file.block_size
     return sorted({n for begin, end in ranges if begin < end for n in range(begin // size, (end - 1) // size + 1)})
 
@@ -93,10 +93,13 @@ def read_blocks(
     threads: int = 1,
     stop_at_first: bool = False,
 ) -> list[Block]:
-    """Read ``blocks``, ascending, into ``regions``, which cover the file from its first byte to its last without gaps; returns
-    the damaged ones, whose bytes have been placed all the same. Up to ``threads`` threads read a block each, with ``CHUNK`` bytes
-    of memory. ``stop_at_first``: after a damaged block none is begun, and only the first is returned. Raises ``CheckpointError``
-    for a file that ends early, ``OSError``."""
+    """Read and verify the blocks with the numbers ``blocks``, ascending, into the targets of ``regions``. Returns the damaged
+    blocks; their bytes are in the targets, too.
+
+    ``regions`` cover the file from its first byte to its last without gaps. Up to ``threads`` threads, the caller's included,
+    read a block each, with ``CHUNK`` bytes of memory. ``stop_at_first``: no block is begun after a damaged one, and only the
+    first damaged one is returned. Raises ``CheckpointError`` for a file that ends early, and ``OSError``.
+    """
     reading = _Reading(fd, file, regions, progress, stop_at_first)
     _advise(fd, file, blocks)
     try:
@@ -108,7 +111,7 @@ def read_blocks(
 
 
 class _Found(Exception):
-    """Ends the search; it is not an error of the search."""
+    """Raised by a thread that has read a damaged block, to end the reading of the others. ``read_blocks`` catches it."""
 
     def __init__(self, block: Block) -> None:
         super().__init__(str(block))
@@ -116,7 +119,7 @@ class _Found(Exception):
 
 
 class _Reading:
-    """One file, of which several threads read blocks. ``progress`` is called by the thread that created this object."""
+    """Reads blocks of one file, in several threads. ``progress`` is called only in the thread that created this object."""
 
     def __init__(
         self, fd: int, file: FileEntry, regions: Sequence[Region], progress: Progress | None, stop_at_first: bool
@@ -132,12 +135,14 @@ class _Reading:
         self._caller_thread, self._lock, self._unreported = threading.get_ident(), threading.Lock(), 0
 
     def make_reader(self, is_cancelled: IsCancelled) -> Callable[[int], Block | None]:
-        """Return the function by which one thread reads a block, by its number."""
+        """Return a function for one thread: it reads the block of a number, and returns it if it is damaged; None if it is
+        intact or the caller has been interrupted."""
         scratch = memoryview(bytearray(min(CHUNK, self._file.size)))
         return lambda number: self._read(number, scratch, is_cancelled)
 
     def report_progress(self, count: int = 0) -> None:
-        """Report that ``count`` more bytes have been read and hashed."""
+        """Add ``count`` bytes to those that have been read and hashed. In the thread that created this object, also pass all
+        bytes not yet reported to ``progress``."""
         if self._progress is None:
             return
         with self._lock:
@@ -149,6 +154,8 @@ class _Reading:
             self._progress(count)
 
     def _read(self, number: int, scratch: memoryview, is_cancelled: IsCancelled) -> Block | None:
+        """Read one block into the targets of the regions and compare its digest. Returns the block if it is damaged; None if
+        it is intact or ``is_cancelled``. Raises ``_Found`` instead if the search stops at the first."""
         size, digests = self._file.block_size, self._file.blocks
         begin, end = number * size, min((number + 1) * size, self._file.size)
         hasher = xxhash.xxh3_128()
@@ -172,7 +179,8 @@ class _Reading:
 def _targets(
     regions: Sequence[Region], starts: Sequence[int], begin: int, end: int, scratch: memoryview
 ) -> list[memoryview]:
-    """Return the targets of the bytes ``begin <= i < end``, in order; at most ``len(scratch)`` bytes."""
+    """Return the memory for the bytes ``begin <= i < end`` of the file, in order; bytes of a region without a target go to
+    ``scratch``, which must be at least ``end - begin`` bytes long. ``starts``: where each region begins."""
     parts: list[memoryview] = []
     index, free = bisect_right(starts, begin) - 1, 0
     while begin < end:
@@ -188,7 +196,8 @@ def _targets(
 
 
 def _fill(fd: int, offset: int, end: int, parts: list[memoryview]) -> None:
-    """Read until every part is full."""
+    """Read bytes ``offset <= i < end`` of the file into ``parts`` until all are full. Raises ``CheckpointError`` if the file
+    ends early, and ``OSError``."""
     at, skip = 0, 0  # the first part that is not full, and how much of it is filled
     while offset < end:
         batch = parts[at : at + _MAX_BUFFERS]
@@ -208,7 +217,8 @@ def _fill(fd: int, offset: int, end: int, parts: list[memoryview]) -> None:
 
 
 def _advise(fd: int, file: FileEntry, blocks: Sequence[int]) -> None:
-    """Hint that the whole file is read front to back, so that the system may read far ahead."""
+    """Tell the system that the file is read from front to back, so that it may read far ahead; only if all blocks are to be
+    read. Errors are ignored."""
     if len(blocks) == len(file.blocks) and hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -36,8 +36,8 @@ Into = Callable[[TensorEntry], memoryview | None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of ``load``: pieces for which ``get_buffer`` returned no target, and the JSON state of every rank whose file was
-    read. ``bytes_read``: of rank files, each byte verified."""
+    """Result of ``load``. ``pieces``: selected pieces for which there was no target memory, with their bytes; ``states``: the
+    JSON state of every rank whose file was read; ``bytes_read``: bytes of rank files that were read, each verified."""
 
     pieces: list[tuple[TensorEntry, bytearray]] = field(default_factory=list)
     states: dict[int, JsonValue] = field(default_factory=dict)
@@ -45,7 +45,8 @@ class Loaded:
 
 
 class VerifyOutcome(NamedTuple):
-    """``error``: what is damaged if not ``ok``; ``bytes_checked``: bytes of rank files read and hashed."""
+    """Result of ``verify``. ``error``: what is damaged if not ``ok``, else None; ``bytes_checked``: bytes of rank files that
+    were read and hashed, 0 if not ``ok``."""
 
     ok: bool
     error: str | None
@@ -63,17 +64,21 @@ def load(
     progress: Progress | None = None,
     threads: int = 1,
 ) -> Loaded:
-    """Read the wanted pieces, and the states of ``ranks``. Of each file that contains any of these, the blocks with wanted bytes
-    and with the header are read and verified, of ``complete_ranks`` ranks all blocks, each once. A file of format 1 is one block.
+    """Read the pieces for which ``is_selected`` is True, and the JSON states of ``ranks``; everything that is read is
+    verified.
 
-    ``get_buffer(entry)`` returns where a wanted piece goes: a writable contiguous memoryview of exactly ``entry.nbytes`` bytes
-    (of live memory: elements ``entry.start`` and following), or None for a fresh bytearray, returned in ``Loaded.pieces``. A
-    digest is known only at the block's end: when this raises, the memory from ``get_buffer`` is partly overwritten and must not
-    be used. Files are read in rank order, the first of ``complete_ranks`` first: ranks that read concurrently then do not wait
-    for the same bytes. Up to ``threads`` threads, the caller included, read a block of a file each; the others have ended when
-    this returns or raises, and only the caller's thread calls ``get_buffer`` and ``progress``. The error raised does not depend
-    on the number of threads: it is for the first damaged block of the first damaged file.
-    Raises ``CheckpointError``: ``checkpoint-damaged`` or ``checkpoint-unreadable``.
+    Of each file that contains any of these, the header's block and the blocks with selected bytes are read; of the files of
+    ``complete_ranks`` all blocks. Each block is read once. ``get_buffer(entry)`` returns the target of a selected piece: a
+    writable contiguous memoryview of exactly ``entry.nbytes`` bytes (elements ``entry.start`` and following), which may be
+    live memory, or None for a new bytearray, returned in ``Loaded.pieces``. A digest is known only at the block's end: when
+    this function raises, the targets are partly overwritten and must not be used.
+
+    Files are read in the order of ranks, beginning with the lowest of ``complete_ranks``: ranks that read concurrently then do
+    not wait for the same bytes. Up to ``threads`` threads, the caller's included, read blocks of a file concurrently; the
+    others have ended when this function returns or raises. Only the caller's thread calls ``get_buffer`` and ``progress``. The
+    error raised does not depend on the number of threads: it is for the first damaged block of the first damaged file. Raises
+    ``CheckpointError`` (``checkpoint-damaged``, ``checkpoint-unreadable``), and ``ValueError`` for a target that is read-only
+    or of another size.
     """
     by_file: dict[str, list[TensorEntry]] = defaultdict(list)
     for entry in manifest.tensors:
@@ -83,6 +88,7 @@ def load(
     total = 0
 
     def target_of(entry: TensorEntry) -> memoryview:
+        """Return the memory for a selected piece; a new bytearray, added to ``pieces``, if ``get_buffer`` has none."""
         target = get_buffer(entry) if get_buffer is not None else None
         if target is None:
             data = bytearray(entry.nbytes)
@@ -105,7 +111,8 @@ def load(
 
 
 def read_state(directory: Path, manifest: Manifest, rank: int) -> JsonValue:
-    """Return the JSON state of one rank, verified. Raises ``CheckpointError``; ``ValueError`` for an unknown rank."""
+    """Return the JSON state of one rank; its bytes are verified. Raises ``CheckpointError``, and ``ValueError`` for an unknown
+    rank."""
     if not 0 <= rank < manifest.world_size:
         raise ValueError(f"rank {rank} is not in 0..{manifest.world_size - 1}")
     return load(directory, manifest, lambda _: False, ranks=(rank,)).states[rank]
@@ -119,7 +126,8 @@ def verify_files(
     progress: Progress | None = None,
     threads: int = 1,
 ) -> int:
-    """Check every byte of the rank files (``ranks``: of these only); returns the number of bytes. Raises ``CheckpointError``."""
+    """Read and verify every byte of the rank files of ``ranks`` (None: of all ranks). Returns the number of bytes. Raises
+    ``CheckpointError`` at the first damage, or if a file cannot be read."""
     ranks = range(manifest.world_size) if ranks is None else ranks
     return load(
         directory, manifest, lambda _: False, complete_ranks=ranks, progress=progress, threads=threads
@@ -127,8 +135,9 @@ def verify_files(
 
 
 def verify(directory: Path) -> VerifyOutcome:
-    """Check a checkpoint off-line: manifest and every byte of every file. What is no proof of damage (not committed, newer
-    format, unreadable) is raised as ``CheckpointError``. ``ratchet_store.verify`` lists all damaged blocks."""
+    """Check the manifest and every byte of every rank file of one checkpoint, without a service. Damage is returned. What does
+    not prove damage (not committed, another format version, unreadable) is raised as ``CheckpointError``.
+    ``ratchet_store.verify`` lists all damaged blocks."""
     try:
         return VerifyOutcome(True, None, verify_files(directory, read_manifest(directory)))
     except CheckpointError as error:
@@ -140,7 +149,9 @@ def verify(directory: Path) -> VerifyOutcome:
 def damaged_blocks(
     directory: Path, file: FileEntry, entries: Collection[TensorEntry], progress: Progress | None = None
 ) -> list[Block]:
-    """Return every damaged block of one file. Raises ``CheckpointError`` for what is wrong with the file as a whole."""
+    """Read one whole file and return all of its damaged blocks; empty if it is intact. The header is checked only if no block
+    is damaged. Raises ``CheckpointError`` for what is wrong with the file as a whole: its size, its header, or that it cannot
+    be read."""
     order = file_order(list(entries))
     with open_rank_file(directory, file) as fd:
         header, regions = _regions(file, order, {})
@@ -160,7 +171,9 @@ def _read_file(
     progress: Progress | None,
     threads: int,
 ) -> tuple[JsonValue, int]:
-    """Return the rank's state once every digest has matched, and the number of bytes read. ``entries`` in file order."""
+    """Read and verify the selected pieces of one rank file into the memory that ``target_of`` returns. Returns the rank's JSON
+    state and the number of bytes read. ``entries``: all tensors of the file, in file order; ``complete``: read all blocks.
+    Raises ``CheckpointError`` for the first damaged block."""
     with open_rank_file(directory, file) as fd:
         targets = {(entry.offset, entry.nbytes): target_of(entry) for entry in selected}
         header, regions = _regions(file, entries, targets)
@@ -175,8 +188,9 @@ def _read_file(
 def _regions(
     file: FileEntry, entries: list[TensorEntry], targets: dict[tuple[int, int], memoryview]
 ) -> tuple[memoryview, list[Region]]:
-    """Return a buffer for the header, and the whole file as regions: the header, then the tensors of ``entries``, with their
-    target in ``targets`` by offset and size. Raises ``CheckpointError`` if they do not fill the file."""
+    """Return a buffer for the header, and regions that cover the whole file: the header, then the tensors of ``entries``.
+    ``targets``: the target memory by a tensor's offset and size; other tensors have none. Raises ``CheckpointError`` if the
+    tensors leave gaps or do not end with the file."""
     data_start = entries[0].offset if entries else min(file.size, LENGTH_BYTES + MAX_HEADER)
     if not LENGTH_BYTES <= data_start <= LENGTH_BYTES + MAX_HEADER:
         raise CheckpointError("the header's length is impossible")
@@ -201,7 +215,8 @@ def _regions(
 
 
 def _check_header(header: memoryview, file: FileEntry, entries: list[TensorEntry]) -> JsonValue:
-    """Return the rank's state. Raises ``CheckpointError`` for a header that is invalid, or lists other tensors."""
+    """Return the rank's JSON state, which the header contains. Raises ``CheckpointError`` for a header that is invalid, or
+    lists other tensors than ``entries``."""
     length = int.from_bytes(header[:LENGTH_BYTES], "little")
     if length > min(MAX_HEADER, file.size - LENGTH_BYTES):
         raise CheckpointError("the header's length is impossible")
@@ -217,7 +232,7 @@ def _check_header(header: memoryview, file: FileEntry, entries: list[TensorEntry
 
 
 class StoredTensor(NamedTuple):
-    """A tensor assembled from its pieces: row-major bytes, little-endian."""
+    """One whole tensor, put together from its pieces. ``data``: the elements in row-major order, little-endian."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -225,9 +240,11 @@ class StoredTensor(NamedTuple):
 
 
 class CheckpointReader:
-    """A committed checkpoint, opened for inspection: ``.manifest``, ``.state(rank)``, ``.tensors(...)``; all verified.
+    """A committed checkpoint, opened for inspection: ``.manifest``, ``.state(rank)``, ``.tensors(...)``. Everything that they
+    return has been verified.
 
-    Raises ``CheckpointError`` when the manifest or, later, a file that is needed is missing, damaged or unreadable.
+    Opening reads the manifest and checks the files' sizes. Raises ``CheckpointError`` when the manifest or, later, a file that
+    is needed is missing, damaged or unreadable.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -236,13 +253,13 @@ class CheckpointReader:
         check_files(directory, self.manifest)  # before any size that the manifest claims is allocated
 
     def state(self, rank: int) -> JsonValue:
-        """Return the JSON state of one rank."""
+        """Return the JSON state of one rank. Raises ``ValueError`` for an unknown rank."""
         return read_state(self.directory, self.manifest, rank)
 
     def tensors(self, wanted: str | Collection[str] = "") -> dict[str, StoredTensor]:
-        """Return whole tensors by name: those whose name starts with the string ``wanted``, or those of the specified names.
+        """Return whole tensors by name. ``wanted``: a prefix of names (the default selects all), or a collection of names.
 
-        Raises ``CheckpointError`` (``checkpoint-missing``) for a specified name that is not stored.
+        Raises ``CheckpointError`` (``checkpoint-missing``) for a name in the collection that is not stored.
         """
         known = {entry.name for entry in self.manifest.tensors}
         names = {name for name in known if name.startswith(wanted)} if isinstance(wanted, str) else set(wanted)

@@ -40,10 +40,16 @@ _FORMATS: Final = {
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """Comparison of one tensor name. ``digest_*``: XXH3-128 of dtype, shape and bytes, None if there is no such tensor.
-    ``first``: index of the first element that differs (row-major), ``count``: number of those that differ; both None unless
-    dtype and shape agree and bits differ. ``values``: that element of both; ``largest``: the largest difference among the first
-    2**20 elements from it on; None if the dtype is not a plain number, or no difference is a number."""
+    """The result for one tensor name. ``digest_a`` and ``digest_b``: XXH3-128 in hex of dtype, shape and bytes; None if that
+    checkpoint has no such tensor. ``note``: a text if the tensor exists in one checkpoint only, or dtype or shape differ;
+    otherwise None.
+
+    The other fields are set only if dtype and shape agree and bytes differ. ``first``: row-major index of the first element
+    that differs; ``count``: number of elements that differ; ``values``: the element at ``first`` in the first and in the
+    second checkpoint; ``largest``: the largest absolute difference among the 2**20 elements that begin at ``first``.
+    ``values`` and ``largest`` are None if the dtype is not a plain number; ``largest`` also if all of these differences are
+    NaN.
+    """
 
     name: str
     equal: bool
@@ -59,8 +65,9 @@ class TensorComparison:
 
 @dataclass(frozen=True)
 class StateDifference:
-    """One place in a rank's JSON state; ``pointer`` is a JSON pointer, ``path`` the keys by which the worker's code knows it;
-    values are shortened for display."""
+    """One place where a rank's JSON state differs. ``pointer``: JSON pointer of the place; ``path``: the same place as the
+    worker's code names it, a key per level; ``a`` and ``b``: the values in the first and in the second checkpoint as text, at
+    most 200 characters, ``(absent)`` if there is none."""
 
     rank: int
     pointer: str
@@ -71,7 +78,9 @@ class StateDifference:
 
 @dataclass(frozen=True)
 class ComponentSummary:
-    """One component (model, optimizer, buffers, hook, rng ...): the digests are over the names and digests of its tensors."""
+    """The result for one component (model, optimizer, buffers, hook, rng ...). ``tensors``: number of its tensor names;
+    ``identical``: number of those that are equal; ``nbytes``: bytes of its tensors in the first checkpoint; ``digest_a`` and
+    ``digest_b``: a digest over the names and digests of its tensors in each checkpoint."""
 
     component: str
     tensors: int
@@ -83,8 +92,9 @@ class ComponentSummary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``identical``: every tensor is equal bit for bit, and so is every rank's state except the excluded places. ``unsaved``:
-    what training had changed by then that could not be saved, as paths of a resume report; it is not compared."""
+    """The result for two checkpoints. ``identical``: every tensor is equal bit for bit, and so is every rank's state except
+    the excluded places. ``tensors``: equal ones too; ``states``: differences only, at most 100 per rank. ``unsaved``: state
+    that training had changed and that either checkpoint could not save, as paths of a resume report; it is not compared."""
 
     identical: bool
     tensors: list[TensorComparison]
@@ -96,26 +106,29 @@ class Comparison:
 
     @property
     def different(self) -> list[TensorComparison]:
+        """Return the tensors that are not equal, in the order of ``tensors``."""
         return [tensor for tensor in self.tensors if not tensor.equal]
 
 
 def compare(a: Path, b: Path, *, exclude: Collection[str] = ()) -> Comparison:
-    """Compare two committed checkpoints; every byte of both is verified. Bits are compared, not values: NaN equals the same NaN,
-    0.0 differs from -0.0.
+    """Compare two committed checkpoints; every byte of both is read and verified. Bits are compared, not values: a NaN equals
+    a NaN of the same bits, and 0.0 differs from -0.0.
 
-    ``exclude``: shell patterns of JSON pointers into the ranks' states that may differ, such as ``/timing/*`` (``*`` crosses
-    ``/``). Raises ``CheckpointError`` when either cannot be read. Memory: 64 MiB of both, or the largest tensor.
+    ``exclude``: shell patterns of JSON pointers into the ranks' states that may differ, such as ``/timing/*`` (``*`` also
+    matches ``/``). Raises ``CheckpointError`` if either checkpoint cannot be read or is damaged. Memory: 64 MiB of tensors of
+    each, or the largest tensor.
     """
     return compare_opened(CheckpointReader(a), CheckpointReader(b), exclude=exclude)
 
 
 def same_files(a: Manifest, b: Manifest) -> bool:
-    """True if, by the recorded digests, every tensor and every state is the same. No file is read; False proves nothing."""
+    """True if the two manifests record the same rank files, block digests and tensors, so that the bytes are equal. No file is
+    read. False does not prove a difference: equal tensors may be stored in other files or slices."""
     return [f.model_dump() for f in a.files] == [f.model_dump() for f in b.files] and a.tensors == b.tensors
 
 
 def compare_opened(a: CheckpointReader, b: CheckpointReader, *, exclude: Collection[str] = ()) -> Comparison:
-    """As ``compare``, for two open checkpoints."""
+    """Compare two open checkpoints. The result, ``exclude`` and the errors are those of ``compare``."""
     readers = a, b
     groups: dict[str, list[str]] = {}
     for name in sorted({entry.name for reader in readers for entry in reader.manifest.tensors}):
@@ -134,6 +147,8 @@ def compare_opened(a: CheckpointReader, b: CheckpointReader, *, exclude: Collect
 
 
 def _unsaved(state: JsonValue) -> list[str]:
+    """Return the paths that one rank's JSON state records as changed by training but not saved; an empty list if it records
+    none."""
     match state:
         case {"attributes": {"dict": [*items]}}:
             return next((value for key, value in items if key == "unsaved"), [])
@@ -141,7 +156,8 @@ def _unsaved(state: JsonValue) -> list[str]:
 
 
 def component_of(name: str) -> str:
-    """Return ``model`` for ``shared/model/conv.weight``, ``hook`` for ``rank/1/hook/error/conv.weight``."""
+    """Return the component of a tensor's name: ``model`` for ``shared/model/conv.weight``, ``hook`` for
+    ``rank/1/hook/error/conv.weight``."""
     rest = name.removeprefix(SHARED_PREFIX) if name.startswith(SHARED_PREFIX) else name.split("/", 2)[-1]
     return rest.split("/", 1)[0]
 
@@ -149,6 +165,8 @@ def component_of(name: str) -> str:
 def _compare_names(
     readers: tuple[CheckpointReader, CheckpointReader], names: list[str]
 ) -> tuple[list[TensorComparison], int]:
+    """Compare the tensors ``names``, which are read in batches; returns a result per name, and the bytes read from the first
+    checkpoint."""
     found, nbytes = [], 0
     for batch in _batches(readers[0].manifest, names):
         sides = []
@@ -161,6 +179,8 @@ def _compare_names(
 
 
 def _batches(manifest: Manifest, names: list[str]) -> Iterator[list[str]]:
+    """Yield ``names`` in their order, in lists whose tensors have at most ``_BATCH_BYTES`` bytes in the checkpoint of
+    ``manifest``; a larger tensor gets a list of its own."""
     sizes: dict[str, int] = {}
     for entry in manifest.tensors:
         sizes[entry.name] = sizes.get(entry.name, 0) + entry.nbytes
@@ -177,6 +197,7 @@ def _batches(manifest: Manifest, names: list[str]) -> Iterator[list[str]]:
 
 
 def _compare_tensor(name: str, a: StoredTensor | None, b: StoredTensor | None) -> TensorComparison:
+    """Compare one tensor of two checkpoints; None: that checkpoint has no such tensor."""
     digest_a, digest_b = _tensor_digest(a), _tensor_digest(b)
     if a is None or b is None:
         return TensorComparison(
@@ -196,7 +217,7 @@ def _compare_tensor(name: str, a: StoredTensor | None, b: StoredTensor | None) -
 
 
 def _measure(a: StoredTensor, b: StoredTensor, first: int) -> tuple[tuple[float, float] | None, float | None]:
-    """Return ``values`` and ``largest`` of a ``TensorComparison``."""
+    """Return ``values`` and ``largest`` of a ``TensorComparison``; ``first`` is the index of the first element that differs."""
     x, y = (_to_numbers(tensor, first, _MAX_MEASURED) for tensor in (a, b))
     if not x or not y:
         return None, None
@@ -205,7 +226,8 @@ def _measure(a: StoredTensor, b: StoredTensor, first: int) -> tuple[tuple[float,
 
 
 def _to_numbers(tensor: StoredTensor, first: int, max_count: int) -> tuple[float, ...]:
-    """Return up to ``max_count`` elements from ``first`` on; none for a dtype that is not a plain number."""
+    """Return up to ``max_count`` elements as numbers, from element ``first`` on; an empty tuple for a dtype that is not a
+    plain number."""
     size = ITEMSIZE[tensor.dtype]
     raw = tensor.data[first * size : (first + max_count) * size]
     if tensor.dtype == "BF16":  # the upper half of an F32
@@ -217,8 +239,8 @@ def _to_numbers(tensor: StoredTensor, first: int, max_count: int) -> tuple[float
 
 
 def count_differences(a: bytes | bytearray, b: bytes | bytearray, itemsize: int) -> tuple[int | None, int]:
-    """Return the index of the first element of ``itemsize`` bytes that differs (None: none does), and the number of those that
-    differ. Lengths must be equal."""
+    """Compare two buffers of equal length, as elements of ``itemsize`` bytes. Returns the index of the first element that
+    differs (None: none differs), and the number of elements that differ."""
     first, count = None, 0
     for begin in range(0, len(a), _CHUNK):  # a multiple of every item size
         x, y = a[begin : begin + _CHUNK], b[begin : begin + _CHUNK]
@@ -237,6 +259,7 @@ def count_differences(a: bytes | bytearray, b: bytes | bytearray, itemsize: int)
 
 
 def _tensor_digest(tensor: StoredTensor | None) -> str | None:
+    """Return the XXH3-128 in hex of a tensor's dtype, shape and bytes; None for None."""
     if tensor is None:
         return None
     hasher = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
@@ -245,6 +268,7 @@ def _tensor_digest(tensor: StoredTensor | None) -> str | None:
 
 
 def _summary(component: str, tensors: list[TensorComparison], nbytes: int) -> ComponentSummary:
+    """Return the summary of a component, from the results for its tensors. ``nbytes``: bytes of these in the first checkpoint."""
     return ComponentSummary(
         component, len(tensors), sum(t.equal for t in tensors), nbytes,
         _digest([(t.name, t.digest_a) for t in tensors]), _digest([(t.name, t.digest_b) for t in tensors]),
@@ -252,6 +276,7 @@ def _summary(component: str, tensors: list[TensorComparison], nbytes: int) -> Co
 
 
 def _digest(parts: list[tuple[str, str | None]]) -> str:
+    """Return the XXH3-128 in hex of a list of names with their digests."""
     hasher = xxhash.xxh3_128()
     for name, digest in parts:
         hasher.update(f"{name}\0{digest}\n".encode())
@@ -261,7 +286,9 @@ def _digest(parts: list[tuple[str, str | None]]) -> str:
 def _compare_states(
     readers: tuple[CheckpointReader, CheckpointReader], exclude: Collection[str]
 ) -> tuple[list[StateDifference], set[str]]:
-    """Return the differences, and what either side could not save. Only one rank's states are held in memory at a time."""
+    """Compare the ranks' JSON states. Returns the differences, and the paths that either side could not save. A rank that only
+    one checkpoint has differs as a whole. Only one rank's two states are held in memory at a time. Raises ``CheckpointError``
+    for a state that is nested too deep to compare."""
     found: list[StateDifference] = []
     unsaved = set[str]()
     for rank in range(max(reader.manifest.world_size for reader in readers)):
@@ -279,6 +306,8 @@ def _compare_states(
 def _walk(
     a: JsonValue, b: JsonValue, pointer: str, rank: int, exclude: Collection[str], out: list[StateDifference]
 ) -> None:
+    """Append the differences between two JSON values, at ``pointer`` and below, to ``out``. It skips pointers that match a
+    pattern of ``exclude``, and stops when ``out`` has ``_MAX_STATE_DIFFERENCES``. A value may be ``_MISSING``."""
     if len(out) >= _MAX_STATE_DIFFERENCES or any(fnmatchcase(pointer, pattern) for pattern in exclude):
         return
     if type(a) is dict and type(b) is dict:
@@ -293,14 +322,15 @@ def _walk(
 
 
 def _format_value(value: JsonValue, pointer: str) -> str:
-    """Format a value. The JSON form of a float is its bits in hexadecimal, so it is shown as a number; a NaN's bits are kept."""
+    """Return a JSON value as text, as ``_short`` does. A float's JSON form is hexadecimal text (at a pointer that ends with
+    ``/float``); it is shown as a decimal number, but a NaN as its bits."""
     is_float = pointer.endswith("/float") and isinstance(value, str) and not value.startswith("nan:")
     return repr(float.fromhex(value)) if is_float else _short(value)
 
 
 def _untagged_path(root: JsonValue, pointer: str) -> tuple[str, ...]:
-    """Return ``("scheduler", "last_epoch")`` for ``/scheduler/dict/2/1``: the path without the tags of Python values' JSON
-    form."""
+    """Return ``("scheduler", "last_epoch")`` for ``/scheduler/dict/2/1``: the keys along a JSON pointer into ``root``, without
+    the tags that the JSON form of Python values has."""
     out: list[str] = []
     node, tokens = root, [token.replace("~1", "/").replace("~0", "~") for token in pointer.split("/")[1:]]
     while tokens:
@@ -321,12 +351,14 @@ def _untagged_path(root: JsonValue, pointer: str) -> tuple[str, ...]:
 
 
 def _short(value: JsonValue) -> str:
+    """Return the value's ``repr``, cut to 200 characters; ``(absent)`` for ``_MISSING``."""
     text = "(absent)" if value is _MISSING else repr(value)
     return text if len(text) <= 200 else text[:197] + "..."
 
 
 def render(comparison: Comparison, *, limit: int = 10) -> str:
-    """Return the comparison as text: a row per component, then the first differences."""
+    """Return the comparison as text: a row per component, up to ``limit`` tensors and ``limit`` places in states that differ,
+    and a last line with the verdict."""
     lines = [f"{'component':<12} {'tensors':>7} {'identical':>9} {'bytes':>13}  digest"]
     for c in comparison.components:
         digests = c.digest_a if c.digest_a == c.digest_b else f"{c.digest_a} != {c.digest_b}"
@@ -348,7 +380,8 @@ def render(comparison: Comparison, *, limit: int = 10) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit status (2: a checkpoint cannot be read)."""
+    """Run the command line: print the comparison of two directories. Returns the exit status: 0 identical, 1 not, 2 a
+    checkpoint cannot be read."""
     parser = argparse.ArgumentParser(
         prog="python -m ratchet_store.compare", description="Compare two checkpoints bit by bit."
     )

@@ -56,8 +56,8 @@ _UNTRACKED_STATE: Final = (
 
 @dataclass(frozen=True)
 class Difference:
-    """``place``: the tensor or value, for display; ``name``: as in the checkpoint (a tensor's name, or a JSON pointer); ``rank``:
-    None if all ranks share it."""
+    """One difference between two checkpoints, for a message. ``place``: the tensor or value, for display; ``name``: the same
+    as stored, a tensor's name or a JSON pointer; ``rank``: None if all ranks share it; ``detail``: how it differs."""
 
     component: str
     name: str
@@ -67,7 +67,8 @@ class Difference:
 
 
 def differences(comparison: Comparison) -> list[Difference]:
-    """Return every difference, causes before consequences."""
+    """Return every difference of the comparison. Components that can cause differences in others come first, as in ``_ORDER``;
+    then by rank and name."""
     out = [_tensor_difference(tensor) for tensor in comparison.different] + [
         _state_difference(state) for state in comparison.states
     ]
@@ -75,7 +76,7 @@ def differences(comparison: Comparison) -> list[Difference]:
 
 
 def advice(found: Sequence[Difference], unsaved: Sequence[str]) -> str | None:
-    """Return what to do about the first of ``differences``; None if there is none. ``unsaved``: see ``Comparison``."""
+    """Return what to do about the first of ``differences``; None if there is none. ``unsaved``: as in ``Comparison``."""
     if not found:
         return None
     if found[0].component in _FRAMEWORKS:
@@ -85,6 +86,7 @@ def advice(found: Sequence[Difference], unsaved: Sequence[str]) -> str | None:
 
 
 def _order_index(one: Difference) -> int:
+    """Return the index in ``_ORDER`` by which a difference is sorted; a component that is not listed counts as ``user``."""
     component = one.component
     if component.startswith("optimizer") and "param_groups" in one.place:  # learning rates are set by a scheduler
         return _ORDER.index("scheduler")
@@ -95,6 +97,7 @@ def _order_index(one: Difference) -> int:
 
 
 def _tensor_difference(tensor: TensorComparison) -> Difference:
+    """Return the difference of one tensor that is not equal; its rank is taken from its name."""
     component, rank = component_of(tensor.name), None
     rest = tensor.name.removeprefix(SHARED_PREFIX)
     if rest == tensor.name and rest.startswith("rank/"):
@@ -104,6 +107,7 @@ def _tensor_difference(tensor: TensorComparison) -> Difference:
 
 
 def _place_text(component: str, name: str, rank: int | None) -> str:
+    """Return a tensor's display text, such as ``parameter conv.weight`` or ``optimizer, exp_avg of conv.weight (rank 1)``."""
     path = name.removeprefix(component).removeprefix("/")
     where = "" if rank is None else f" (rank {rank})"
     if component == "model":
@@ -117,6 +121,7 @@ def _place_text(component: str, name: str, rank: int | None) -> str:
 
 
 def _detail_text(tensor: TensorComparison) -> str:
+    """Return how a tensor differs: its note, or the number of elements that differ and the first of them."""
     if tensor.note is not None:
         return tensor.note
     assert tensor.first is not None and tensor.count is not None
@@ -127,7 +132,7 @@ def _detail_text(tensor: TensorComparison) -> str:
 
 
 def _index(flat: int, shape: tuple[int, ...]) -> list[int]:
-    """Convert a row-major index to one number per dimension."""
+    """Convert a row-major index to a list with one number per dimension."""
     out = []
     for size in reversed(shape):
         flat, place = divmod(flat, size)
@@ -136,6 +141,7 @@ def _index(flat: int, shape: tuple[int, ...]) -> list[int]:
 
 
 def _state_difference(state: StateDifference) -> Difference:
+    """Return the difference of one place in a rank's JSON state."""
     component = state.path[0] if state.path else ""
     path = ".".join(state.path[1:])
     title = {"rng": "generator", "facts": "fact", "hook": "hook state"}.get(component, component.removeprefix("user:"))

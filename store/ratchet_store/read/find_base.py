@@ -21,7 +21,7 @@ from ratchet_store.read.checkpoint_reader import verify_files
 
 
 class Quarantine(NamedTuple):
-    """A damaged checkpoint that was moved away whole."""
+    """A damaged checkpoint that was moved as a whole to ``path``. ``error``: what is damaged."""
 
     step: int
     attempt: int
@@ -38,14 +38,15 @@ def find_base(
     root: Base | None = None,
     check: Callable[[Path, Manifest], object] = verify_files,
 ) -> tuple[Manifest | None, list[Quarantine]]:
-    """Return the newest checkpoint in the lineage whose every byte is right; None: start from scratch (or the fork's source).
-    ``check``: verifies a checkpoint. A caller that reads and verifies it afterwards passes ``check_files``, which checks only
-    the sizes, and if it then finds damage calls ``move_to_quarantine`` and this function again.
+    """Return the newest intact checkpoint of the lineage, and the damaged ones that were moved away. None: there is none, so
+    the attempt starts from scratch (or from the fork's source).
 
-    Damaged ones on the way are moved to ``quarantine`` and reported (None: raised); those without a manifest or outside the
-    lineage are skipped.
-    ``root`` is what the oldest segment started from (``Base()`` for scratch, or a fork's base); None accepts any parent there.
-    Raises ``CheckpointError`` where an older one must not silently take its place: another format version
+    ``checkpoints``: the job's checkpoint directory. Damaged checkpoints newer than the result are moved to ``quarantine``;
+    with ``quarantine`` None the first is raised instead. Directories without a manifest or outside the lineage are skipped.
+    ``check`` verifies a checkpoint; the default reads every byte. A caller that reads and verifies it afterwards passes
+    ``check_files``, which checks only the sizes; if it then finds damage, it calls ``move_to_quarantine`` and this function
+    again. ``root`` is what the oldest segment started from (``Base()`` for scratch, or a fork's base); None accepts any parent
+    there. Raises ``CheckpointError`` where an older checkpoint must not silently replace the newest: another format version
     (``checkpoint-format``), files that the system cannot read or a quarantine that fails (``checkpoint-unreadable``).
     """
     moved: list[Quarantine] = []
@@ -77,9 +78,13 @@ def find_adoptable(
     expected_job_id: str | None = None,
     root: Base | None = None,
 ) -> list[Manifest]:
-    """Return valid, fully verified checkpoints on disk that are in the lineage and not among ``known`` ``(step, attempt)``: their
-    report was lost. Oldest first, and durable: the process that committed one may have died before it synced the names.
-    Damaged ones are left to ``find_base``. Raises as ``find_base`` does."""
+    """Return the manifests of checkpoints in the lineage that are not among ``known`` ``(step, attempt)``, oldest first: their
+    report was lost. Every byte of them is verified, and their names are synced, since the process that committed one may have
+    died before it did that.
+
+    Damaged ones are skipped; ``find_base`` handles them. ``root``: as in ``find_base``. Raises ``CheckpointError`` for another
+    format version or files that cannot be read.
+    """
     found: list[Manifest] = []
     for step, attempt, directory in checkpoint_dirs(checkpoints):
         if not lineage_contains(lineage, step, attempt) or (step, attempt) in known:
@@ -97,6 +102,7 @@ def find_adoptable(
 
 
 def _sync_names(directory: Path) -> None:
+    """Sync the checkpoint's directory and its parent, so that their names are durable. Raises ``CheckpointError``."""
     try:
         fsync_dir(directory)
         fsync_dir(directory.parent)
@@ -107,6 +113,8 @@ def _sync_names(directory: Path) -> None:
 def _read_valid_manifest(
     directory: Path, lineage: Sequence[Segment], job_id: str | None, root: Base | None
 ) -> Manifest:
+    """Return the checkpoint's manifest after checking that it is of job ``job_id`` (None: any) and descends from the lineage.
+    Raises ``CheckpointError``."""
     refresh(directory)  # otherwise a manifest just committed by another node might appear to be missing
     manifest = read_manifest(directory)
     if job_id is not None and manifest.job_id != job_id:
@@ -116,7 +124,8 @@ def _read_valid_manifest(
 
 
 def _check_parent(directory: Path, manifest: Manifest, lineage: Sequence[Segment], root: Base | None) -> None:
-    """Check that the parent is an earlier checkpoint of the same attempt, or what its segment of the lineage started from."""
+    """Check that the manifest's parent is an earlier checkpoint of the same attempt, or what its segment of the lineage
+    started from. Raises ``CheckpointError`` (``checkpoint-damaged``) if not. ``root``: as in ``find_base``."""
     parent = manifest.parent
     segment = next(s for s in lineage if s.contains(manifest.step, manifest.attempt))
     oldest = segment.after_step == min(s.after_step for s in lineage)
@@ -139,7 +148,8 @@ def _check_parent(directory: Path, manifest: Manifest, lineage: Sequence[Segment
 
 
 def _check_parent_digest(directory: Path, sibling: Path, parent: Base) -> None:
-    """Check that the parent, if still on disk, has the recorded digest; retention may have deleted it."""
+    """Check that the parent's directory ``sibling``, if a manifest can be read there, has the digest that the checkpoint
+    recorded; retention may have deleted it. Raises ``CheckpointError``."""
     try:
         there = read_manifest(sibling)
     except CheckpointError:
@@ -151,8 +161,8 @@ def _check_parent_digest(directory: Path, sibling: Path, parent: Base) -> None:
 
 
 def move_to_quarantine(directory: Path, quarantine: Path) -> Path:
-    """Move a damaged checkpoint whole to ``quarantine``, by one rename, to an unused name; returns the path. Raises
-    ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses."""
+    """Move a damaged checkpoint as a whole into the directory ``quarantine``, by one rename, and return its new path. If its
+    name is taken there, a number is appended. Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses."""
     try:
         ensure_dir(quarantine)
         for number in range(1000):

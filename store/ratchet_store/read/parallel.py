@@ -15,12 +15,13 @@ IsCancelled = Callable[[], bool]
 
 
 def parallel_map(items: Sequence[T], make_worker: Callable[[IsCancelled], Work[T, R]], threads: int) -> list[R]:
-    """Return the results of all items, in their order. Up to ``threads`` threads, the caller included, take the items in order;
-    each calls ``make_worker`` once for the function that it applies to its items. If the system grants fewer threads, these do
-    all.
+    """Return the results of all items, in their order. Up to ``threads`` threads, the caller's included, take the items in
+    order; each calls ``make_worker`` once and applies the returned function to its items. If the system grants fewer threads,
+    these process all items.
 
-    It ends as with one thread: it raises the error of the first item that has one; all items before it are done, and after it no
-    more are begun. When it returns or raises, also on an interrupt, none of its threads is at work any more.
+    The outcome is that of one thread: the error of the first item that has one is raised; all items before that one are done,
+    and none is begun after an error. The call blocks until none of its threads is at work any more, also when it raises or is
+    interrupted.
     """
     count = min(threads, len(items))
     if count <= 1:
@@ -61,8 +62,9 @@ def parallel_map(items: Sequence[T], make_worker: Callable[[IsCancelled], Work[T
 
 
 class _Shared(Generic[T, R]):
-    """The items and their results. ``_errors``: by the item's number. Since items are begun in order, the lowest number, once no
-    thread is at work, is the error that a single thread would have raised."""
+    """The items and their results, shared by the threads of one ``parallel_map``. ``_errors``: by the item's number. Items are
+    begun in order, so once no thread is at work, the error of the lowest number is the one that a single thread would have
+    raised."""
 
     def __init__(self, items: Sequence[T], make_worker: Callable[[IsCancelled], Work[T, R]]) -> None:
         self._items, self._make_worker = items, make_worker
@@ -74,7 +76,7 @@ class _Shared(Generic[T, R]):
         self.cancelled = False
 
     def help(self) -> None:
-        """Run a helper; it does nothing if it starts too late."""
+        """Process items in a helper thread. Does nothing if ``close`` was called before."""
         with self._changed:
             if self._closed:
                 return
@@ -87,8 +89,8 @@ class _Shared(Generic[T, R]):
                 self._changed.notify()
 
     def run(self, caught: type[BaseException]) -> None:
-        """Take items until there are no more. ``caught``: exceptions that count as an item's error; an interrupt of the caller
-        does not."""
+        """Process items until none is left, an item has failed, or the caller was interrupted. ``caught``: exceptions that are
+        recorded as an item's error; others (an interrupt of the caller) are raised."""
         work: Work[T, R] | None = None
         while (number := self._take()) is not None:
             try:
@@ -98,6 +100,7 @@ class _Shared(Generic[T, R]):
                 self._errors[number] = error
 
     def _take(self) -> int | None:
+        """Return the number of the next item; None if none is left, an item has failed, or the caller was interrupted."""
         with self._changed:
             if self.cancelled or self._errors or self._next == len(self._items):
                 return None
@@ -105,7 +108,7 @@ class _Shared(Generic[T, R]):
             return self._next - 1
 
     def close(self) -> None:
-        """Wait until no helper is at work any more."""
+        """Refuse helpers that start later, and block until no helper is at work any more."""
         with self._changed:
             self._closed = True
             while (
@@ -114,7 +117,7 @@ class _Shared(Generic[T, R]):
                 self._changed.wait(0.1)  # a signal that comes just before a thread waits does not wake it
 
     def outcome(self) -> list[R]:
-        """Return all results, or raise the first error."""
+        """Return all results in the items' order, or raise the error of the first item that has one."""
         if not self._errors:
             return [self._results[number] for number in range(len(self._items))]
         error = self._errors[min(self._errors)]

@@ -39,30 +39,33 @@ _MAX_BYTES: Final = 16 << 20
 
 
 class RunDirectory:
-    """``allowed``: returns whether the file of a descriptor may be read; called for each opened file."""
+    """The directory of a run without a service, read only. ``is_allowed``: returns whether the file of a descriptor may be
+    read; called for each opened file. If it may not, the read raises ``PermissionError``."""
 
     def __init__(self, paths: JobPaths, is_allowed: Callable[[int], bool] = lambda fd: True) -> None:
         self._paths, self._is_allowed = paths, is_allowed
 
     @property
     def mark(self) -> Path:
+        """Path of the file that marks the directory as a run's, and contains the run's id."""
         return self._paths.root / RUN_MARK_NAME
 
     def id(self) -> str | None:
-        """Return the run's id; None if it is not the directory of a run."""
+        """Return the run's id; None if the mark file is missing, unreadable or without a valid id."""
         with suppress(OSError, ValueError, LookupError, TypeError):
             found = json.loads(self._read(self.mark))["id"]
             return str(found) if is_job_id(found) else None
         return None
 
     def attempt_numbers(self) -> Iterator[int]:
-        """Yield the numbers of all starts, in no order."""
+        """Yield the attempt numbers of all starts of the script, in no order; none if nothing was started."""
         folder = self._paths.root / "attempts"
         if folder.is_dir():
             yield from (int(path.name) for path in folder.iterdir() if path.name.isascii() and path.name.isdigit())
 
     def bases(self) -> dict[int, Base]:
-        """Return what each start began from; starts that ended before they trained are missing."""
+        """Return the checkpoint that each start began from, by attempt number. A start that ended before it trained, or whose
+        file cannot be read, is left out."""
         found = {}
         for number in self.attempt_numbers():
             with suppress(OSError, ValidationError):
@@ -70,14 +73,15 @@ class RunDirectory:
         return found
 
     def launch_file(self, number: int) -> LaunchFile | None:
-        """Return a start's launch file; None if it cannot be read."""
+        """Return the launch file of the start with that attempt number; None if it cannot be read."""
         with suppress(OSError, ValidationError):
             return LaunchFile.model_validate_json(self._read(self._paths.attempt(number).launch_file))
         return None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Ensure that no start of the script is running until the block ends. Raises ``BlockingIOError`` if one is."""
+        """Context manager: hold a shared lock, so that no start of the script runs until the block ends. Raises
+        ``BlockingIOError``, without waiting, if one is running."""
         try:
             fd = self._open(NodePaths(self._paths.root).lock_file)
         except FileNotFoundError:  # no run was ever started in this copy
@@ -90,8 +94,9 @@ class RunDirectory:
             os.close(fd)
 
     def newest_manifest(self) -> Manifest:
-        """Return the manifest of the checkpoint that the next start would continue from. Raises ``CheckpointError``:
-        ``checkpoint-missing`` if there is none, and for a damaged one: nothing older takes its place."""
+        """Return the manifest of the checkpoint that the next start would continue from. Only the files' sizes are checked.
+        Raises ``CheckpointError``: ``checkpoint-missing`` if there is none; for a damaged one it is raised, and no older one
+        is returned."""
         found, _ = find_base(
             self._paths.checkpoints,
             None,
@@ -105,8 +110,12 @@ class RunDirectory:
         return found
 
     def copy_checkpoint(self, manifest: Manifest, target: JobPaths) -> None:
-        """Copy the checkpoint, verified and durable, and the run's records of steps after it, for the replay proof. Raises
-        ``CheckpointError`` for a damaged checkpoint, ``OSError``."""
+        """Copy the checkpoint of ``manifest`` into the directory of the job ``target``, durably, and verify every byte of the
+        copy. Also copies the counters and fingerprints of the attempt that wrote it and of later ones (the newest
+        ``RING_ATTEMPTS``), for the replay proof.
+
+        Raises ``CheckpointError`` for a damaged checkpoint, and ``OSError``, also if a file exists in the target already.
+        """
         source, place = (paths.checkpoint(manifest.step, manifest.attempt) for paths in (self._paths, target))
         for name in (*(file.name for file in manifest.files), MANIFEST_NAME):
             self._copy(source / name, place / name)
@@ -126,6 +135,8 @@ class RunDirectory:
             fsync_dir(folder)
 
     def _copy(self, source: Path, target: Path) -> None:
+        """Copy one file and sync the copy; missing parents of ``target`` are created. Raises ``FileExistsError`` if ``target``
+        exists."""
         with os.fdopen(self._open(source), "rb") as file:
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("xb") as out:
@@ -134,10 +145,13 @@ class RunDirectory:
                 os.fsync(out.fileno())
 
     def _read(self, path: Path) -> bytes:
+        """Return up to the first ``_MAX_BYTES`` bytes of a file. Raises ``OSError``."""
         with os.fdopen(self._open(path), "rb") as file:
             return file.read(_MAX_BYTES)
 
     def _open(self, path: Path) -> int:
+        """Return a read descriptor of a regular file, which the caller must close. Raises ``PermissionError`` if it may not be
+        read."""
         fd = open_regular(path)
         if not self._is_allowed(fd):
             os.close(fd)

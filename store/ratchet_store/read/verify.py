@@ -35,7 +35,8 @@ ProgressCallback = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Flaw:
-    """What is damaged: a block of a file (``begin`` is its first byte, ``end`` the one after its last), or a file as a whole."""
+    """One damaged place: a block of a file (``begin`` is its first byte, ``end`` the one after its last), or a file as a whole
+    (these are None)."""
 
     file: str
     error: str
@@ -46,9 +47,12 @@ class Flaw:
 
 @dataclass(frozen=True)
 class Finding:
-    """Result for one checkpoint. ``error``: why it is unreadable, or uncommitted; ``size``: bytes of its rank files, None
-    without a readable manifest. ``uncommitted`` occurs only for the content of a directory of checkpoints: an interrupted save,
-    which is no damage."""
+    """Result for one checkpoint. ``flaws``: all damage found; ``error``: why it is unreadable or uncommitted, else None;
+    ``size``: bytes of its rank files, None without a readable manifest.
+
+    The status ``uncommitted`` occurs only for an entry of a directory of checkpoints: the remains of an interrupted save,
+    which is no damage.
+    """
 
     path: str
     status: Status
@@ -69,7 +73,8 @@ class Finding:
 
 
 def check(directory: Path, progress: ProgressCallback | None = None) -> Finding:
-    """Check every byte of one checkpoint. Everything that is wrong with it is in the finding."""
+    """Read and verify every byte of one checkpoint. Damage and read errors are in the returned finding, not raised. A file
+    that cannot be read ends the check: later files are not read."""
     path = str(directory)
     try:
         manifest = read_manifest(directory)
@@ -84,6 +89,7 @@ def check(directory: Path, progress: ProgressCallback | None = None) -> Finding:
     done = 0
 
     def count(nbytes: int) -> None:
+        """Add ``nbytes`` to the bytes read, and report the sum to ``progress``."""
         nonlocal done
         done += nbytes
         if progress is not None:
@@ -101,8 +107,11 @@ def check(directory: Path, progress: ProgressCallback | None = None) -> Finding:
 
 
 def verifiers(target: str) -> Iterator[Callable[[ProgressCallback | None], Finding]]:
-    """Yield a verification for each checkpoint at ``target``, oldest first, to be called with a progress callback. Raises
-    ``CheckpointError`` if there is none, or that kind of target is not supported."""
+    """Yield a function for each checkpoint at ``target``, oldest first: called with a progress callback (or None), it verifies
+    that checkpoint and returns the finding. ``target``: a checkpoint's directory, or a directory of checkpoints.
+
+    Raises ``CheckpointError`` if there is no such directory, it holds no checkpoint, or ``target`` is a URI.
+    """
     if "://" in target:
         raise CheckpointError(
             f"{target}: only directories can be verified here: fetch the checkpoint first", code=UNREADABLE
@@ -121,7 +130,8 @@ def verifiers(target: str) -> Iterator[Callable[[ProgressCallback | None], Findi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Run the command line: print a finding for each checkpoint at the paths. Returns the exit status: 1 if one is damaged,
+    else 2 if something could not be read, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m ratchet_store.verify", description="Verify every byte of checkpoints."
     )
@@ -143,7 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _ProgressReporter:
-    """Reports progress on one checkpoint on standard error, if it takes long."""
+    """Progress callback for one checkpoint: prints a line on standard error at most every ``_REPORT_INTERVAL_SECONDS``, so
+    none if the check is short."""
 
     def __init__(self) -> None:
         self._reported_at = time.monotonic()
@@ -159,6 +170,7 @@ class _ProgressReporter:
 
 
 def _check_committed(directory: Path, progress: ProgressCallback | None) -> Finding:
+    """Check one entry of a directory of checkpoints, as ``check`` does; without a manifest it is ``uncommitted``."""
     if not os.path.lexists(directory / MANIFEST_NAME):
         return Finding(
             str(directory), "uncommitted", error=f"it has no {MANIFEST_NAME} and does not count as a checkpoint"

@@ -38,7 +38,8 @@ _MAX_OTHER_NAMES: Final = 10
 
 
 class Retained(NamedTuple):
-    """Result of a call. ``notes``: type and message of what a user should know, each reported once."""
+    """Result of ``Keeper.on_committed``. ``deleted``: checkpoints that were deleted; ``notes``: type and text of messages for
+    the user, each text returned once per ``Keeper``."""
 
     deleted: list[Id]
     notes: list[tuple[str, str]]
@@ -46,8 +47,9 @@ class Retained(NamedTuple):
 
 @dataclass(frozen=True)
 class _Own:
-    """One of the attempt's checkpoints as it was committed. ``files``: paths and sizes. Paths are plain strings, since
-    building a path costs more than an ``lstat``."""
+    """One of the attempt's checkpoints as it was when it was committed. ``manifest``: inode, size and modification time of its
+    manifest; ``files``: paths and sizes of its rank files. Paths are plain strings, since building a ``Path`` costs more than
+    an ``lstat``."""
 
     directory: Path
     manifest: tuple[int, int, int]
@@ -55,16 +57,18 @@ class _Own:
 
     @classmethod
     def from_manifest(cls, directory: Path, manifest: Manifest) -> _Own:
-        """Return the checkpoint as it is on the disk now. Raises ``OSError``."""
+        """Return the record of the checkpoint in ``directory``, with its manifest file as it is on the disk now. Raises
+        ``OSError``."""
         files = tuple((f"{directory}/{entry.name}", entry.size) for entry in manifest.files)
         return cls(directory, _identity(f"{directory}/{MANIFEST_NAME}"), files)
 
     def has_file(self, name: str) -> bool:
-        """True if a file of that name exists."""
+        """True if a file of that name exists in the checkpoint's directory."""
         return os.path.lexists(f"{self.directory}/{name}")
 
     def is_complete(self) -> bool:
-        """True if its files still exist with their sizes, under the same manifest."""
+        """True if its rank files still exist with their sizes and the manifest file is still the same one. The bytes are not
+        read."""
         try:
             return _identity(f"{self.directory}/{MANIFEST_NAME}") == self.manifest and all(
                 os.lstat(path).st_size == size for path, size in self.files
@@ -74,12 +78,12 @@ class _Own:
 
 
 class Keeper:
-    """Retention of one attempt, on its rank 0. ``on_committed`` is called by one thread at a time; ``record_metric``, which does
-    no I/O, by any.
+    """Retention of one attempt, on its rank 0. ``on_committed`` must be called by one thread at a time; ``record_metric``,
+    which does no I/O, by any thread.
 
-    ``protected``: never deleted, whatever the rules say. ``checkpoints``: the job's checkpoint directory.
-    The best are chosen among the attempt's own checkpoints, so it may keep ``keep_best.count`` more than the rules of the whole
-    job, which the service applies when the attempt has ended.
+    ``checkpoints``: the job's checkpoint directory. ``protected``: checkpoints that are never deleted, whatever the rules say.
+    The best are chosen among the attempt's own checkpoints, so an attempt may keep ``keep_best.count`` more than the rules of
+    the whole job, which the service applies when the attempt has ended.
     """
 
     def __init__(self, checkpoints: Path, spec: CheckpointSpec, attempt: int, protected: Collection[Id] = ()) -> None:
@@ -93,15 +97,17 @@ class Keeper:
         self._reported: set[str] = set()
 
     def record_metric(self, step: int, values: Mapping[str, float]) -> None:
-        """Record what rank 0 logged at ``step``; the last value of a name counts."""
+        """Record the metrics that rank 0 logged at ``step``, by name. If a name is logged again at the same step, the last
+        value counts."""
         self._values.put(step, values)
 
     def on_committed(self, manifest: Manifest) -> Retained:
-        """Delete what no rule keeps any more, oldest first, once the checkpoint of ``manifest`` has been committed durably.
+        """Delete the attempt's checkpoints that no rule keeps any more, oldest first. Called when the checkpoint of
+        ``manifest`` has been committed durably.
 
-        Deletes nothing if the attempt has been declared over, or a later one has left anything on the disk: the caller is a
-        zombie, and might delete what the later one started from. Raises nothing: what the system refuses to delete costs space,
-        and is a note.
+        Deletes nothing if the attempt has been declared over (fenced), or a later attempt has a checkpoint on the disk: the
+        caller is then a zombie, and might delete the checkpoint that the later attempt started from. A file system error is
+        not raised: what cannot be deleted costs only space, and is reported in ``notes``.
         """
         directory = self._checkpoints / checkpoint_dir_name(manifest.step, manifest.attempt)
         try:
@@ -119,7 +125,8 @@ class Keeper:
         return self._delete(self._surplus(values), values)
 
     def _list_attempts(self) -> dict[str, int]:
-        """Return the attempt of everything that is named like a checkpoint; names that were seen before are not parsed again."""
+        """Return the attempt number of everything in the checkpoint directory that is named like a checkpoint, by name. Names
+        that were seen before are not parsed again. Raises ``OSError``."""
         there: dict[str, int] = {}
         with os.scandir(self._checkpoints) as entries:
             for name in (entry.name for entry in entries):
@@ -134,8 +141,8 @@ class Keeper:
         return there
 
     def _drop_missing(self, present: Collection[str]) -> None:
-        """Drop checkpoints that are gone (quarantined, deleted by hand) or not whole: they count neither as kept nor as
-        surplus."""
+        """Forget checkpoints that are not among the names ``present`` (quarantined, deleted by hand), and those of the newest
+        that are not whole. They then count neither as kept nor as surplus. Nothing is deleted."""
         for step in [step for step, own in self._own_checkpoints.items() if own.directory.name not in present]:
             del self._own_checkpoints[step]
         for step in sorted(self._own_checkpoints, reverse=True)[:_RECHECKED_COUNT]:
@@ -143,7 +150,8 @@ class Keeper:
                 del self._own_checkpoints[step]
 
     def _surplus(self, values: Mapping[int, float]) -> list[int]:
-        """Return the steps to delete, newest first. Pins are checked only until enough unpinned checkpoints are found."""
+        """Return the steps to delete, newest first. ``values``: the metric by step. Pins are checked only until enough
+        unpinned checkpoints are found; older ones are checked when they are deleted."""
         steps = sorted(self._own_checkpoints, reverse=True)
         pinned: set[Id] = set()
         free = 0
@@ -162,7 +170,8 @@ class Keeper:
         return [step for step in found if not self._is_last_verified(step, steps)]
 
     def _is_last_verified(self, step: int, steps: Iterable[int]) -> bool:
-        """True if it is the newest of the attempt's checkpoints that the service has verified completely."""
+        """True if ``step`` is the newest of the attempt's ``steps`` that has the marker file ``VERIFIED``: the service has
+        verified all of its bytes."""
 
         def verified(one: int) -> bool:
             return self._own_checkpoints[one].has_file(VERIFIED_NAME)
@@ -170,13 +179,15 @@ class Keeper:
         return verified(step) and not any(verified(one) for one in steps if one > step and one in self._own_checkpoints)
 
     def _drop_permanent(self, older: list[Id], best: Collection[Id]) -> None:
-        """Drop checkpoints that are kept permanently for their step; otherwise a job of many steps would check ever more of
-        them."""
+        """Forget checkpoints among ``older`` that are kept permanently because of their step, unless they are among ``best``;
+        otherwise every call for a job of many steps would check more of them. Nothing is deleted."""
         for one in older:
             if self._rules.is_permanent(one) and one not in best:
                 del self._own_checkpoints[one[0]]
 
     def _delete(self, steps: list[int], values: Mapping[int, float]) -> Retained:
+        """Delete the checkpoints of ``steps``, the last of the list first. A checkpoint that is pinned or cannot be deleted is
+        left out; an error becomes a note."""
         deleted: list[Id] = []
         notes: list[tuple[str, str]] = []
         for step in reversed(steps):
@@ -191,13 +202,14 @@ class Keeper:
         return Retained(deleted, self._new_notes(notes))
 
     def _new_notes(self, notes: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return the notes whose text was not returned before."""
         new = [note for note in notes if note[1] not in self._reported]
         self._reported.update(text for _, text in new)
         return new
 
 
 class _Values:
-    """Values of one metric by step. Thread-safe."""
+    """The values of one metric by step; ``name`` None: none is recorded. Thread-safe."""
 
     def __init__(self, name: str | None) -> None:
         self._name, self._lock = name, threading.Lock()
@@ -207,6 +219,8 @@ class _Values:
         self._other_names: dict[str, None] = {}
 
     def put(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the metric's value from what was logged at ``step``; without it, remember the other names for
+        ``missing_reason``."""
         if self._name is None:
             return
         with self._lock:
@@ -219,7 +233,8 @@ class _Values:
                 self._other_names |= dict.fromkeys(list(values)[:_MAX_OTHER_NAMES])
 
     def at_steps(self, steps: Collection[int], newest: int) -> dict[int, float]:
-        """Return the values at ``steps``, of which ``newest`` was committed last; values of other steps up to it are dropped."""
+        """Return the known values at ``steps``, the steps that have a checkpoint. ``newest``: the step committed last; values
+        of other steps up to it are forgotten, as no checkpoint of them can follow."""
         with self._lock:
             known = {**self._saved, **self._pending}
             self._saved = {step: known[step] for step in steps if step in known}
@@ -227,7 +242,7 @@ class _Values:
             return dict(self._saved)
 
     def missing_reason(self) -> str:
-        """Return a sentence on why no saved step has a value that counts."""
+        """Return a sentence for the user on why no saved step has a value that counts."""
         begin = f"checkpoint.keep_best: no checkpoint is kept as one of the best by {self._name!r}"
         with self._lock:
             if self._last is None:
@@ -241,5 +256,6 @@ class _Values:
 
 
 def _identity(path: str) -> tuple[int, int, int]:
+    """Return inode, size and modification time in nanoseconds of a file. Raises ``OSError``."""
     found = os.lstat(path)
     return found.st_ino, found.st_size, found.st_mtime_ns

@@ -26,9 +26,12 @@ from ratchet_store.retention.rules import Id
 
 
 def complete_checkpoints(checkpoints: Path, lineage: Sequence[Segment]) -> dict[Id, bool]:
-    """Return checkpoints of the ``lineage`` that look whole, newest first, and whether they have the marker file ``PINNED``: the
-    service applies the retention rules to these when no attempt is alive. A live attempt deletes its own, by a ``Keeper``. What
-    does not look whole is neither kept nor deleted by a rule: ``find_base`` handles it."""
+    """Return the checkpoints of the ``lineage`` that look whole, newest first; the value is True if the checkpoint is pinned
+    (has the marker file ``PINNED``). "Looks whole": its manifest is valid and its rank files have their sizes.
+
+    The service applies the retention rules to these when no attempt is alive. A live attempt deletes its own, by a ``Keeper``.
+    What does not look whole is neither kept nor deleted by a rule: ``find_base`` handles it.
+    """
     found = [
         (s, e, d) for s, e, d in checkpoint_dirs(checkpoints) if lineage_contains(lineage, s, e) and _looks_complete(d)
     ]
@@ -36,8 +39,9 @@ def complete_checkpoints(checkpoints: Path, lineage: Sequence[Segment]) -> dict[
 
 
 def delete_unless_pinned(directory: Path) -> bool:
-    """Delete one checkpoint. False if its directory has the marker file ``PINNED``, or gets it before its manifest is gone: the
-    checkpoint is then whole as before. Raises as ``delete`` does."""
+    """Delete one checkpoint and return True. Returns False if its directory has the marker file ``PINNED``, or gets it before
+    the manifest is removed: the checkpoint is then whole as before. A missing checkpoint counts as deleted. Raises as
+    ``delete`` does."""
     if _is_pinned(directory):
         return False
     try:
@@ -63,7 +67,8 @@ def delete(directory: Path) -> None:
 
 
 def _uncommit(directory: Path) -> bool:
-    """Remove the manifest, durably. False if it was gone already; some of the files may be gone, too."""
+    """Rename the manifest to ``DELETED_MANIFEST_NAME``, durably, so that the checkpoint no longer counts. Returns False if the
+    manifest was gone already; some of the files may be gone, too. Raises ``OSError``."""
     try:
         (directory / MANIFEST_NAME).rename(directory / DELETED_MANIFEST_NAME)
     except FileNotFoundError:
@@ -76,15 +81,19 @@ def _uncommit(directory: Path) -> bool:
 
 
 def _restore_manifest(directory: Path) -> None:
-    """Restore the manifest of a checkpoint from which nothing else was removed."""
+    """Undo ``_uncommit``, durably: the checkpoint counts again. Only for a checkpoint from which nothing else was removed.
+    Raises ``OSError``."""
     (directory / DELETED_MANIFEST_NAME).rename(directory / MANIFEST_NAME)
     fsync_dir(directory)
 
 
 def sweep(checkpoints: Path, *, dead_attempts: Collection[int]) -> list[str]:
-    """Remove remains: half-deleted checkpoints, and of attempts that are proved dead also directories without a manifest and
-    ``.tmp`` files. A checkpoint that was pinned before its deletion had removed a file is committed again. Returns the
-    removed paths, relative to ``checkpoints``. Raises as ``delete`` does."""
+    """Remove half-deleted checkpoints; of ``dead_attempts`` (attempts that are proved dead) also directories without a
+    manifest and ``.tmp`` files. Returns the removed paths, relative to ``checkpoints``.
+
+    A half-deleted checkpoint that is pinned and still has all of its files is not removed: its manifest is restored. Raises as
+    ``delete`` does; an ``OSError`` in removing a ``.tmp`` file or restoring a manifest is raised as it is.
+    """
     removed: list[str] = []
     for _, attempt, directory in checkpoint_dirs(checkpoints):
         try:
@@ -106,7 +115,8 @@ def sweep(checkpoints: Path, *, dead_attempts: Collection[int]) -> list[str]:
 
 
 def delete_all(job: JobPaths) -> list[tuple[int, int]]:
-    """Delete every checkpoint of a job, and its quarantine; returns the ``(step, attempt)`` that existed. No attempt may run.
+    """Delete every checkpoint of a job, its checkpoint directory and its quarantine. Returns ``(step, attempt)`` of the
+    checkpoints that existed, oldest first. No attempt of the job may run.
 
     Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses.
     """
@@ -122,11 +132,12 @@ def delete_all(job: JobPaths) -> list[tuple[int, int]]:
 
 
 def _is_pinned(directory: Path) -> bool:
+    """True if the checkpoint's directory has the marker file ``PINNED``."""
     return os.path.lexists(directory / PINNED_NAME)
 
 
 def _is_restorable(directory: Path) -> bool:
-    """True if all files exist that are listed in the removed manifest."""
+    """True if the removed manifest can be read and all files that it lists exist with their sizes."""
     try:
         with os.fdopen(open_regular(directory / DELETED_MANIFEST_NAME), "rb") as file:
             if os.fstat(file.fileno()).st_size > MAX_MANIFEST_BYTES:
@@ -140,6 +151,7 @@ def _is_restorable(directory: Path) -> bool:
 
 
 def _looks_complete(directory: Path) -> bool:
+    """True if the checkpoint's manifest is valid and its rank files exist with their sizes. The bytes are not read."""
     try:
         check_files(directory, read_manifest(directory))
     except CheckpointError:
@@ -148,9 +160,12 @@ def _looks_complete(directory: Path) -> bool:
 
 
 def _remove_checkpoint(directory: Path) -> None:
-    """Remove a directory and its content without following links; what another process removes meanwhile is no error. Of the
-    files, the uncommitted manifest is removed last: by it ``sweep`` knows that the rest may be removed. Nothing is synced: what
-    comes back after a power loss is not committed."""
+    """Remove a directory and its content without following links. What another process removes meanwhile is no error; nor is a
+    path that is missing or no directory.
+
+    Of the files, the removed manifest (``DELETED_MANIFEST_NAME``) is deleted last: by it ``sweep`` knows that the rest may be
+    removed. Nothing is synced: what comes back after a power loss is not committed. Raises ``OSError``.
+    """
     try:
         if not stat.S_ISDIR(os.lstat(directory).st_mode):
             return
@@ -182,6 +197,7 @@ def _remove_checkpoint(directory: Path) -> None:
 
 
 def _delete_error(directory: Path, error: OSError) -> CheckpointError:
+    """Return the error for a deletion that the system has refused."""
     return CheckpointError(
         f"{directory} was not deleted completely: {error.strerror or error}; check owner and mode", code=UNREADABLE
     )

@@ -29,7 +29,7 @@ MIN_KEEP: Final = 2
 
 @dataclass(frozen=True)
 class Rules:
-    """The retention rules of a spec."""
+    """The retention rules of one job's spec, which the module describes."""
 
     keep_last: int
     keep_every: int | None = None
@@ -46,8 +46,9 @@ class Rules:
         pinned: Collection[Id] = (),
         first: Collection[Id] = (),
     ) -> list[Id]:
-        """Return those of ``checkpoints`` (newest first) that no rule keeps, in their order. ``first``: saved before any
-        scheduled one."""
+        """Return the checkpoints that no rule keeps, in the order of ``checkpoints``, which is newest first. ``values``: the
+        metric's value by checkpoint, where it is known; ``first``: checkpoints that were saved before any scheduled one.
+        Nothing is deleted."""
         free = [one for one in checkpoints if one not in pinned and one not in first]
         best = self.best_of([one for one in checkpoints if one not in first], values)
         gone = {*free[max(self.keep_last, MIN_KEEP) :], *(first if len(free) >= MIN_KEEP else ())}
@@ -58,7 +59,8 @@ class Rules:
         ]
 
     def best_of(self, checkpoints: Sequence[Id], values: Mapping[Id, float]) -> list[Id]:
-        """Return the best of ``checkpoints``, best first; empty if none is requested or none has a value."""
+        """Return the ``keep_best.count`` best of ``checkpoints``, best first; empty if the spec has no ``keep_best`` or none
+        has a value. A NaN is no value."""
         if self.keep_best is None:
             return []
         sign = 1.0 if self.keep_best.mode == "min" else -1.0
@@ -66,7 +68,7 @@ class Rules:
         return [one for *_, one in sorted(ranked)[: self.keep_best.count]]
 
     def is_permanent(self, checkpoint: Id) -> bool:
-        """True if its step is a multiple of ``keep_every``."""
+        """True if the checkpoint's step is a multiple of ``keep_every``, so that no rule ever deletes it."""
         return self.keep_every is not None and checkpoint[0] % self.keep_every == 0
 
 

@@ -39,10 +39,13 @@ Range = tuple[int, int]
 
 
 class Blockwise:
-    """Writes ``header``, whole pages, and then ``data`` to ``fd``, an empty file. Call ``work`` in one thread or several, then
-    ``finish`` once. ``block``: how many bytes of the file are under one digest. ``ranges``: parts of ``data`` (bytes
-    ``begin <= i < end``), without overlaps, that get a digest of their own as well. It is computed with the block's, while
-    the bytes are in the processor's cache: later it would cost twice as much."""
+    """Writes ``header``, whose length is a multiple of a page, and then ``data`` to ``fd``, an empty file. Call ``work`` in
+    one thread or in several concurrently, then ``finish`` once.
+
+    ``block``: bytes of the file under one digest. ``ranges``: parts of ``data`` (bytes ``begin <= i < end``), without
+    overlaps, that get a digest of their own as well. It is computed together with the block's, while the bytes are in the
+    processor's cache: later it would cost twice as much.
+    """
 
     def __init__(self, fd: int, header: bytes, data: memoryview, block: int, ranges: Sequence[Range] = ()) -> None:
         self._fd, self._header, self._data, self._block = fd, header, data, block
@@ -58,8 +61,8 @@ class Blockwise:
         self._direct = self._aligned_bytes > 0 and _set_direct_io(fd, enabled=True)
 
     def work(self) -> None:
-        """Write blocks until all have been begun: other threads may still be writing theirs when this returns. ``finish`` raises
-        errors."""
+        """Write blocks until all have been begun; other threads may still be writing theirs when this returns. Raises nothing:
+        an error ends the writing, and ``finish`` raises it."""
         while (number := self._take_block()) is not None:
             digest, failed = "", None
             try:
@@ -70,8 +73,8 @@ class Blockwise:
             del failed  # whose traceback holds this frame
 
     def finish(self) -> tuple[list[str], list[str]]:
-        """Wait for all threads at work, and write the rest; returns the digests in hex of the blocks, and of the ranges.
-        Nothing is synced. Raises ``OSError``."""
+        """Wait for all threads at work, and write the rest: the header and the last, incomplete page. Returns the digests in
+        hex of the blocks, and of the ranges. Nothing is synced. Raises the first error of any thread, mostly ``OSError``."""
         with self._changed:
             self._changed.wait_for(lambda: not self._working)
             error, self._error = self._error, None
@@ -87,7 +90,7 @@ class Blockwise:
         return [self._digests[number] for number in sorted(self._digests)], self._range_digests
 
     def _ranges_by_block(self, ranges: Sequence[Range]) -> dict[int, list[tuple[int, int, int]]]:
-        """Return begin, end and number of each non-empty range, by the block that it begins in, in the order of the data."""
+        """Return begin, end and number of each non-empty range, by the number of the block that it begins in, sorted by begin."""
         found: dict[int, list[tuple[int, int, int]]] = {}
         for number, (begin, end) in enumerate(ranges):
             if begin < end:
@@ -97,19 +100,23 @@ class Blockwise:
         return found
 
     def _take_block(self) -> int | None:
+        """Return the number of the next block to write, and count this thread as at work; None if all have been begun or one
+        has failed."""
         with self._changed:
             number = None if self._error is not None else next(self._remaining_blocks, None)
             self._working += number is not None
             return number
 
     def _finish_block(self, number: int, digest: str, error: BaseException | None) -> None:
+        """Record a block's digest, or the first error, and count this thread as no longer at work."""
         with self._changed:
             self._working -= 1
             self._error, self._digests[number] = self._error or error, digest
             self._changed.notify_all()
 
     def _write(self, number: int) -> str:
-        """Write the whole pages of data in a block; returns the digest of the whole block."""
+        """Write the part of a block that consists of whole pages of data. Returns the digest of the whole block, with the
+        header's bytes in it."""
         start, begin, end = len(self._header), number * self._block, min((number + 1) * self._block, self.size)
         hasher = xxhash.xxh3_128(self._header[begin:end])
         at = max(begin, start)
@@ -124,7 +131,8 @@ class Blockwise:
         return hasher.hexdigest()
 
     def _hash(self, hasher: xxhash.xxh3_128, at: int, stop: int, ranges: deque[tuple[int, int, int]]) -> None:
-        """Hash bytes of the data, and the ranges that begin in them. A range that continues in another block is read twice."""
+        """Hash the bytes ``at <= i < stop`` of the data into ``hasher``, and compute the digests of the ranges that begin in
+        them; these are removed from ``ranges``. A range that continues in another block is read twice."""
         while ranges and ranges[0][0] < stop:
             begin, end, number = ranges.popleft()
             middle = min(end, stop)
@@ -134,6 +142,8 @@ class Blockwise:
         hasher.update(self._data[at:stop])
 
     def _put(self, data: memoryview, offset: int) -> None:
+        """Write ``data`` at ``offset`` of the file, past the page cache as long as the system accepts that. Adapts the bytes
+        per write to the disk's speed. Raises ``OSError``."""
         while data:
             direct, most, begin = self._direct, self._write_bytes, time.monotonic()
             try:
@@ -150,6 +160,7 @@ class Blockwise:
                 self._write_bytes = min(2 * most, _MAX_WRITE_FACTOR * MIN_WRITE_BYTES)
 
     def _disable_direct_io(self) -> None:
+        """Write through the page cache from now on."""
         with self._changed:
             if self._direct:
                 _set_direct_io(self._fd, enabled=False)
@@ -157,7 +168,8 @@ class Blockwise:
 
 
 def _set_direct_io(fd: int, *, enabled: bool) -> bool:
-    """Set whether a descriptor writes past the page cache; True if it does now. Most systems cannot, so that is no error."""
+    """Switch writing past the page cache on or off for a descriptor. Returns True if it is on now; where the system cannot do
+    it, False, which is no error."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     with suppress(OSError):
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if enabled else flags & ~_O_DIRECT)

@@ -25,10 +25,10 @@ _TENSOR_ALIGNMENT: Final = 64  # bytes; torch's tensors begin on multiples of it
 
 
 class Piece(NamedTuple):
-    """A tensor, or ``nbytes`` bytes of consecutive elements of one.
+    """A tensor, or ``nbytes`` bytes of consecutive elements of one, to be stored.
 
-    ``shape`` is the whole tensor's, ``start`` the first element (row-major) of the piece, ``dtype`` safetensors' name ("F32",
-    "I64", "BF16", "BOOL", ...).
+    ``shape`` is the whole tensor's; ``start`` is the index (row-major) of the piece's first element; ``dtype`` is safetensors'
+    name ("F32", "I64", "BF16", "BOOL", ...).
     """
 
     name: str
@@ -39,9 +39,9 @@ class Piece(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The manifest's entries for a written file, those of the tensors in file order. ``tensors_json``: the latter as JSON text.
-    If they equal those of the writer's last file, they are the same objects. ``digests``: XXH3-128 in hex of the requested
-    ranges."""
+    """The manifest's entries for a rank file that was written. ``tensors``: in file order; if they equal those of the writer's
+    last file, they are the same objects. ``tensors_json``: the same as JSON text. ``digests``: XXH3-128 in hex of the ranges
+    that were passed to ``write``."""
 
     file: FileEntry
     tensors: tuple[TensorEntry, ...]
@@ -50,11 +50,13 @@ class Written(NamedTuple):
 
 
 def file_order(names: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int]) -> list[int]:
-    """Return the indices of pieces of ``sizes`` bytes in the order of a rank file: wide elements first, so that without gaps
-    every piece starts on a multiple of its element size; within a width, first what all ranks share, since other ranks read it;
-    within that, first the sizes divisible by a larger power of two (up to 64), since a system copies bytes a fifth faster
-    between addresses with the same last five bits, and tensors are at such aligned addresses. Raises ``StateError`` for a dtype
-    that cannot be stored."""
+    """Return the order in which pieces are stored in a rank file, as a list of indices. The arguments hold name, dtype and
+    number of bytes of each piece. Raises ``StateError`` for a dtype that cannot be stored.
+
+    Wide elements come first, so that without gaps every piece starts on a multiple of its element size. Within a width, shared
+    tensors come first, since other ranks read them. Within these, sizes divisible by a larger power of two (up to 64) come
+    first: the system copies bytes a fifth faster between addresses with the same last bits, and tensors in memory are aligned.
+    """
     for name, dtype in zip(names, dtypes, strict=True):
         if dtype not in ITEMSIZE:
             raise StateError(
@@ -64,12 +66,13 @@ def file_order(names: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int]
 
 
 def _sort_key(name: str, dtype: str, size: int) -> tuple[int, bool, int]:
+    """Return the key by which ``file_order`` sorts a piece of ``size`` bytes."""
     return -ITEMSIZE[dtype], name.startswith(RANK_PREFIX), -math.gcd(size, _TENSOR_ALIGNMENT)
 
 
 class RankWriter:
     """Writes the files of one rank, one after another. From save to save the tensors' bytes change, but seldom their names or
-    shapes: what depends on these is checked and computed when they change, and kept."""
+    shapes: the header's entries and the manifest's are checked and computed only when these change."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self._name = rank, rank_file_name(rank, world_size)
@@ -80,13 +83,16 @@ class RankWriter:
     def write(
         self, directory: Path, pieces: Sequence[Piece], data: BytesLike, state: JsonValue, ranges: Sequence[Range] = ()
     ) -> Written:
-        """Write ``rank-<rank>-of-<world_size>.safetensors`` durably.
+        """Write the file ``rank-<rank>-of-<world_size>.safetensors`` into ``directory``, durably. It does not count before the
+        manifest is committed.
 
-        ``pieces``: in ``file_order``; ``data``: their bytes, concatenated, which must not change meanwhile; if they start on a
-        page they are written past the page cache. ``ranges``: of the data, for ``Written.digests``. ``.tmp``, hashed while
-        written, fsync, rename, fsync of the directory (created if missing). Nothing of it counts before ``commit``.
-        Raises ``StateError`` for what cannot be stored (names the tensor or key) and ``CheckpointError`` when the system refuses
-        (``checkpoint-not-written``; the ``.tmp`` is removed) or the directory holds a committed checkpoint.
+        ``pieces``: in ``file_order``. ``data``: the bytes of the pieces, concatenated, which must not change meanwhile; if
+        they start on a page, they are written past the page cache. ``state``: the rank's JSON state. ``ranges``: parts of
+        ``data`` that get digests of their own, for ``Written.digests``. The file is written as ``.tmp``, hashed while it is
+        written, synced and renamed; then the directory, which is created if missing, is synced. Raises ``StateError`` for what
+        cannot be stored, naming the tensor or key. Raises ``CheckpointError`` when the system refuses
+        (``checkpoint-not-written``; the ``.tmp`` is removed) or the directory holds a committed checkpoint
+        (``checkpoint-exists``).
         """
         text, layout, view = encode_state(state), self._layout_for(pieces), _bytes(data)
         if len(view) != layout.size:
@@ -107,14 +113,16 @@ class RankWriter:
         return Written(file, tensors, listing, digests)
 
     def help(self) -> None:
-        """Take part in a ``write`` of another thread. Returns at once if nothing is left to begin."""
+        """Write blocks of the file that another thread is writing with ``write``, until all blocks have been begun. Returns at
+        once if no file is being written."""
         with self._lock:
             found = self._active_writer
         if found is not None:
             found.work()
 
     def _stream(self, blocks: Blockwise) -> tuple[int, list[str], list[str]]:
-        """Write all blocks; returns the bytes, and the digests of the blocks and of the ranges."""
+        """Write all blocks. Returns the file's size in bytes, the digests of the blocks, and those of the ranges. Raises
+        ``OSError``."""
         with self._lock:
             self._active_writer = blocks
         try:
@@ -125,7 +133,7 @@ class RankWriter:
         return blocks.size, *blocks.finish()
 
     def _layout_for(self, pieces: Sequence[Piece]) -> _Layout:
-        """Return the layout of the pieces; they are checked unless they are as in the last call."""
+        """Return the layout of the pieces; they are checked unless they equal those of the last call. Raises ``StateError``."""
         if self._layout is None or (self._layout.pieces is not pieces and self._layout.pieces != pieces):
             self._layout = None
             self._layout = _Layout(self._name, pieces)
@@ -133,7 +141,8 @@ class RankWriter:
 
 
 class _Layout:
-    """What depends on the pieces but not on their bytes. Raises ``StateError``."""
+    """What follows from the pieces without their bytes: the header's entries and the data's size. Raises ``StateError`` for
+    pieces that cannot be stored, or that are not in ``file_order``."""
 
     def __init__(self, file: str, pieces: Sequence[Piece]) -> None:
         order = file_order([p.name for p in pieces], [p.dtype for p in pieces], [p.nbytes for p in pieces])
@@ -147,8 +156,8 @@ class _Layout:
         self._entries: tuple[int, tuple[TensorEntry, ...], str] | None = None
 
     def entries(self, data_start: int) -> tuple[tuple[TensorEntry, ...], str]:
-        """Return the manifest's entries and their JSON text, in file order. A header grows by pages: ``data_start`` seldom
-        changes."""
+        """Return the manifest's entries of the pieces and the JSON text of these, in file order. ``data_start``: offset of the
+        first piece in the file, the header's size; it seldom changes, and the last result is kept."""
         if self._entries is None or self._entries[0] != data_start:
             made = tuple(
                 TensorEntry(
@@ -162,7 +171,8 @@ class _Layout:
 
 
 def _header_entries(pieces: Sequence[Piece]) -> dict[str, Stored]:
-    """Return the header's entries."""
+    """Return the header's entries by key, in the order of ``pieces``. Raises ``StateError`` for a name that occurs twice or is
+    reserved."""
     stored: dict[str, Stored] = {}
     position = 0
     for name, dtype, shape, start, nbytes in pieces:
@@ -177,7 +187,7 @@ def _header_entries(pieces: Sequence[Piece]) -> dict[str, Stored]:
 
 
 def _check_piece(piece: Piece) -> None:
-    """Check that the bytes fit shape and dtype, and that these can be stored. Raises ``StateError``."""
+    """Check that a piece's name, shape and dtype can be stored, and that its bytes fit them. Raises ``StateError``."""
     where = f"tensor {piece.name!r}"
     try:
         piece.name.encode()
@@ -196,6 +206,7 @@ def _check_piece(piece: Piece) -> None:
 
 
 def _bytes(data: BytesLike) -> memoryview:
+    """Return a view of the buffer's bytes. Raises ``StateError`` if they are not contiguous."""
     try:
         view = memoryview(data)
         return view.cast("B") if view.nbytes else memoryview(b"")
@@ -204,6 +215,7 @@ def _bytes(data: BytesLike) -> memoryview:
 
 
 def _raise_if_committed(directory: Path) -> None:
+    """Raise ``CheckpointError`` (``checkpoint-exists``) if the directory has a manifest, or one that is being deleted."""
     for name in (MANIFEST_NAME, DELETED_MANIFEST_NAME):
         if (directory / name).exists():
             raise CheckpointError(

@@ -27,7 +27,7 @@ _RESULT_TIMEOUT: Final = 10.0  # seconds to wait for free space for result.json 
 
 
 class LaunchRefused(Exception):
-    """This agent cannot run the launch file."""
+    """Raised if this agent cannot run the launch file. ``cause``: the cause for the attempt's result."""
 
     def __init__(self, message: str, cause: Cause = Cause.LAUNCHER_ERROR) -> None:
         super().__init__(message)
@@ -35,8 +35,9 @@ class LaunchRefused(Exception):
 
 
 def load_launch(path: Path, node: int = 0) -> LaunchFile:
-    """Read ``launch.json`` as ``node`` sees it; the protocol version is checked before anything else is parsed. Raises
-    ``LaunchRefused``."""
+    """Read and check ``launch.json`` at ``path``, and return it as ``node`` sees it. The protocol version is checked before
+    anything else is parsed. Raises ``LaunchRefused`` if the file cannot be read, is invalid, belongs to another directory or has
+    no such node."""
     try:
         raw: Any = json.loads(path.read_bytes())
         protocol = raw["protocol"]
@@ -59,7 +60,8 @@ def load_launch(path: Path, node: int = 0) -> LaunchFile:
 
 
 def lock(paths: NodePaths) -> int | None:
-    """A descriptor that holds ``agent.lock`` exclusively until this process ends; None if another process holds the lock."""
+    """Return a descriptor that holds ``agent.lock`` exclusively until this process ends; None if another process still holds the
+    lock after a second. Creates the node's directory and the lock file."""
     paths.root.mkdir(parents=True, exist_ok=True)
     fd = os.open(paths.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline = time.monotonic() + _LOCK_TIMEOUT
@@ -75,18 +77,20 @@ def lock(paths: NodePaths) -> int | None:
 
 
 def start_session() -> None:
-    """Start a new session, so that signals to the launcher's process group do not reach the agent. Does nothing if the agent is
-    a group leader already."""
+    """Start a new process session (``setsid``), so that signals to the launcher's process group do not reach the agent. Does
+    nothing if the agent is a group leader already."""
     with suppress(PermissionError):
         os.setsid()
 
 
 def agent_file() -> AgentFile:
+    """The content of ``agent.json`` for this process: its pid, start time and host."""
     return AgentFile(pid=os.getpid(), start_time=procfs.start_time(os.getpid()), host=socket.gethostname())
 
 
 def write_refusal(paths: NodePaths, launch_file: Path, node: int, refusal: LaunchRefused, started_at: str) -> None:
-    """Write a result for a refused launch, if the launch file at least names its attempt."""
+    """Write ``result.json`` for a refused launch, with the refusal as cause and message. Writes nothing if the launch file does
+    not even name its job and attempt."""
     try:
         raw: Any = json.loads(launch_file.read_bytes())
         result = AttemptResult(
@@ -106,6 +110,8 @@ def write_refusal(paths: NodePaths, launch_file: Path, node: int, refusal: Launc
 
 
 def write_result(paths: NodePaths, result: AttemptResult) -> None:
+    """Write ``result.json`` durably, in the space that was reserved for it. On an error, such as a full disk, it retries for 10
+    seconds, then writes the result to the agent's log instead. Raises no ``OSError`` for the write."""
     release(paths.result_file)
     data = result.model_dump_json(indent=1).encode()
     deadline = time.monotonic() + _RESULT_TIMEOUT

@@ -37,13 +37,16 @@ _UNREACHABLE_CODES: Final = frozenset({REMOTE, DENIED, NO_CLIENT})
 
 
 class WaitFor(Protocol):
-    """``Supervisor.wait_for``: raises ``NotStarted`` if the attempt is over meanwhile."""
+    """The signature of ``Supervisor.wait_for``: polls ``done`` until it returns a value that is not None, and returns it, or None
+    at ``deadline`` (monotonic seconds). Raises ``NotStarted`` if the attempt is over meanwhile."""
 
     def __call__(self, done: Callable[[], T | None], deadline: float) -> T | None: ...
 
 
 def download_checkpoint(launch: LaunchFile, paths: AttemptPaths, wait_for: WaitFor, messages: AgentMessages) -> None:
-    """Make the local directory as new as the object store. Raises ``NotStarted`` (checkpoint-error) by the rule above."""
+    """Make the local directory as new as the object store, and report and record what was found. Blocks; does nothing if no
+    attempt has trained yet. Raises ``NotStarted``: checkpoint-error by the rule in this module's docstring, or what ``wait_for``
+    raises."""
     if not launch.lineage:
         return  # no attempt has begun to train: there is no checkpoint to fetch
     work = _Work(launch)
@@ -62,7 +65,8 @@ def download_checkpoint(launch: LaunchFile, paths: AttemptPaths, wait_for: WaitF
 
 
 def _wait(work: _Work, launch: LaunchFile, wait_for: WaitFor) -> None:
-    """Wait until ``work`` is done. The deadline starts again with every byte received."""
+    """Wait until ``work`` is done. The deadline starts again with every byte received. After the deadline the thread is requested
+    to stop, and ``work.failure`` is set; nothing is raised for it. Raises ``NotStarted`` from ``wait_for``."""
     seen = -1
     while work.progress.nbytes > seen:
         seen = work.progress.nbytes
@@ -74,7 +78,8 @@ def _wait(work: _Work, launch: LaunchFile, wait_for: WaitFor) -> None:
 
 
 class _Work(threading.Thread):
-    """The thread that queries the store and fetches, so that the main thread can react to a stop request meanwhile."""
+    """The thread that queries the store and fetches, so that the main thread can react to a stop request meanwhile. ``failure``:
+    why the attempt cannot start, None if it can; ``notes``: messages for the job's history."""
 
     def __init__(self, launch: LaunchFile) -> None:
         super().__init__(name="fetch", daemon=True)
@@ -86,6 +91,9 @@ class _Work(threading.Thread):
         self.reason = "the store did not answer"
 
     def run(self) -> None:
+        """Find the newest local checkpoint, then try to fetch a newer one every second until ``_try_fetch`` is done or
+        ``progress.stop`` is set. Raises nothing: a failure is stored in ``failure``. An error of the local disk is only logged,
+        since the ranks will report it."""
         try:
             local = newest_local(self._job.checkpoints, self._launch.lineage, self.progress)
             while not self.progress.stop.is_set() and not self._try_fetch(local):
@@ -98,6 +106,8 @@ class _Work(threading.Thread):
             self.failure = f"fetching from the object store failed: {type(error).__name__}: {error}"
 
     def _try_fetch(self, local: tuple[int, int] | None) -> bool:
+        """Query the store once and fetch what is newer than ``local`` (step, attempt; None: no checkpoint). True if nothing
+        remains to be done, which includes a failure; False to try again."""
         launch, uri = self._launch, self._launch.spec.checkpoint.uri
         assert uri is not None
         try:
@@ -117,6 +127,8 @@ class _Work(threading.Thread):
         return True
 
     def _can_start_from_local(self, local: tuple[int, int] | None) -> bool:
+        """True if the attempt may start without the unreachable store: ``local`` is as new as the checkpoint that the service has
+        recorded, or the service has recorded none. Adds a note if so."""
         recorded = self._launch.recorded
         if recorded is not None and (local is None or local < (recorded.step, recorded.attempt or 0)):
             return False
@@ -129,6 +141,7 @@ class _Work(threading.Thread):
         return True
 
     def _record_result(self, result: FetchResult, local: tuple[int, int] | None) -> None:
+        """Add notes on what was fetched, and on a recorded checkpoint that neither the disk nor the store has."""
         self.notes += result.notes
         if result.fetched is not None:
             self.notes.append(f"fetched from {result.uri}: this disk had {_describe_local(local)}")
@@ -140,6 +153,7 @@ class _Work(threading.Thread):
 
 
 def _describe_local(checkpoint: tuple[int, int] | None) -> str:
+    """A text for a note about the checkpoint (step, attempt) that the disk had; None: it had none."""
     return (
         "no checkpoint of the lineage"
         if checkpoint is None

@@ -37,16 +37,19 @@ _NAME: Final = "upload"
 
 
 class AgentMessages:
-    """Messages of the agent itself, in a spool of its own that only the agent writes to."""
+    """Messages of the agent itself to the service, in a spool of its own that only the agent writes to."""
 
     def __init__(self, paths: AttemptPaths) -> None:
         self._spool = Spool(paths.agent_spool)
 
     def note(self, kind: str, message: str) -> None:
+        """Write a message to the agent's log and to the job's history. ``kind``: the event's type. The history gets at most 4000
+        characters."""
         log_message(f"{kind}: {message}")
         self._spool.append(Note(rank=AGENT_RANK, at=now(), type=kind, message=message[:4000]))
 
     def report_uploaded(self, upload: Uploaded) -> None:
+        """Report that a checkpoint is complete in the object store, with the bytes sent and the seconds that this took."""
         manifest = upload.manifest
         self._spool.append(
             CheckpointUploaded(
@@ -62,6 +65,7 @@ class AgentMessages:
         )
 
     def report_deleted(self, step: int, attempt: int) -> None:
+        """Report that a checkpoint was deleted from the object store."""
         self._spool.append(CheckpointDeleted(rank=AGENT_RANK, at=now(), step=step, attempt=attempt))
 
     def close(self) -> None:
@@ -69,11 +73,12 @@ class AgentMessages:
 
 
 class _Over(Exception):
-    """No time is left, or the attempt is fenced and must not write any more."""
+    """Raised in the upload thread if no time is left, or the attempt is fenced and must not write any more."""
 
 
 class Uploader:
-    """Call ``start`` once, and ``finish`` or ``abandon`` at the end, from the same thread."""
+    """Uploads this job's committed checkpoints from a thread of its own. Call ``start`` once, and ``finish`` or ``abandon`` at
+    the end, from the same thread."""
 
     def __init__(self, launch: LaunchFile, messages: AgentMessages) -> None:
         assert launch.spec.checkpoint.uri is not None
@@ -90,7 +95,8 @@ class Uploader:
         self._thread.start()
 
     def finish(self, seconds: float) -> None:
-        """Upload missing checkpoints for at most ``seconds``, then report those still missing. Does nothing without ``start``."""
+        """Upload missing checkpoints for at most ``seconds``, end the thread, then report those still missing. Blocks. Does
+        nothing without ``start``."""
         if self._thread.ident is None:
             return
         self._deadline = time.monotonic() + seconds
@@ -104,18 +110,23 @@ class Uploader:
             self._messages.note("upload-incomplete", text)
 
     def abandon(self) -> None:
-        """Stop uploading at once: the attempt is fenced and must not write another object."""
+        """Stop uploading as soon as possible: the attempt is fenced and must not write another object. Waits half a second for
+        the thread."""
         self._deadline = 0.0
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(0.5)
 
     def _missing(self) -> list[str]:
+        """The names of the committed checkpoints that are not in the store; a single general text if the store cannot be
+        queried."""
         with suppress(CheckpointError):
             return self._open_mirror().pending()
         return ["any committed checkpoint"]
 
     def _run(self) -> None:
+        """The thread's loop: upload or delete one checkpoint per round, and wait when nothing is left to do or after a failure.
+        After ``finish`` it ends when nothing is left, at the first failure, or at the deadline."""
         while True:
             ending = self._deadline is not None
             try:
@@ -136,6 +147,7 @@ class Uploader:
                 self._wake.wait(_PERIOD)
 
     def _open_mirror(self) -> Mirror:
+        """The connection to the job's checkpoints in the store, opened at the first call and kept. Raises ``CheckpointError``."""
         if self._mirror is None:
             job = JobPaths(Path(self._launch.job_root))
             remote = open_job_checkpoints(self._uri, self._launch.job_id, _PATIENCE)
@@ -143,10 +155,12 @@ class Uploader:
         return self._mirror
 
     def _raise_if_over(self) -> None:
+        """Raise ``_Over`` if the deadline set by ``finish`` or ``abandon`` has passed."""
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise _Over
 
     def _report_step(self, step: Step) -> None:
+        """Report what one round has uploaded, failed to upload and deleted, and reset the count of failures."""
         if self._failures:
             log_message("the object store answers again")
         self._failures, self._reported_code = 0, ""
@@ -166,10 +180,14 @@ class Uploader:
             self._messages.report_deleted(number, attempt)
 
     def _repeat_reports(self, now: float) -> None:
+        """Report uploads a second time if ``_REPEAT_SECONDS`` have passed since the first report, at ``now`` (monotonic seconds;
+        infinite: all). The first report may have come before rank 0's report of the commit."""
         while self._pending_repeats and self._pending_repeats[0][0] <= now:
             self._messages.report_uploaded(self._pending_repeats.pop(0)[1])
 
     def _report_failure(self, error: Exception) -> None:
+        """Count a failure of a whole round. It is reported if its code differs from that of the last report, or after ten
+        minutes."""
         text = error.detail if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         code = getattr(error, "code", type(error).__name__)
         self._failures += 1
@@ -178,13 +196,15 @@ class Uploader:
             self._messages.note("upload-failed", f"{text}; training continues, and the upload is retried")
 
     def _back_off(self) -> float:
+        """The seconds to wait after a failure: random, and growing with the failures in a row up to ``_LAST_DELAY``."""
         nominal = min(_LAST_DELAY, _FIRST_DELAY * 2.0 ** min(self._failures - 1, 10))
         return nominal * random.uniform(0.5, 1.0)
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process with ``code``, without waiting for a thread that hangs in a request. If one does, the interpreter is not
-    shut down in order, since that would unwind the thread through code that cannot be unwound."""
+    """End the process with ``code``, without waiting for a thread that hangs in a request. If an upload or download thread still
+    exists, the process ends at once (``os._exit``): an orderly shutdown would unwind the thread through code that cannot be
+    unwound."""
     if any(thread.name in (_NAME, "fetch") for thread in threading.enumerate()):
         with suppress(OSError, ValueError):
             sys.stderr.flush()

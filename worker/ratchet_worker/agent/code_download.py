@@ -21,7 +21,8 @@ from ratchet_worker.ipc.result_files import Conclusion, NotStarted
 
 
 class _Wanted(NamedTuple):
-    """A directory to fetch. ``one_file``: it holds the file to start from, which may have any size."""
+    """A directory to fetch, by the digest of its content. ``one_file``: it holds only the file to start from, which may have any
+    size."""
 
     digest: str
     target: Path
@@ -29,10 +30,11 @@ class _Wanted(NamedTuple):
 
 
 def download_code(launch: LaunchFile, wait_until: WaitUntil, raise_if_over: Callable[[], None]) -> str | None:
-    """Fetch the job's code and start file, as far as this node lacks them. Returns the digest of the code if it lies on the nodes
-    (``code.source``), else None. ``raise_if_over`` raises if the attempt is over.
+    """Fetch the job's code and start file from the service if this node lacks them. Blocks. Returns the digest of the code if it
+    lies on the nodes (``code.source``), else None. ``raise_if_over`` raises if the attempt is over.
 
-    Raises ``NotStarted``, and ``UserError`` if code that should lie on this node is missing.
+    Raises ``NotStarted`` if the code cannot be fetched in time, and ``UserError`` if code that should lie on this node is
+    missing.
     """
     resolved, wanted = launch.resolved, []
     if launch.code_dir is not None and resolved.code_digest is not None:
@@ -48,9 +50,12 @@ def download_code(launch: LaunchFile, wait_until: WaitUntil, raise_if_over: Call
 
 
 def _fetch(launch: LaunchFile, wanted: _Wanted, wait_until: WaitUntil, raise_if_over: Callable[[], None]) -> None:
+    """Download and unpack one directory to ``wanted.target``, and retry until the deadline while the service is unreachable.
+    Raises ``NotStarted``."""
     link, reason = ServiceLink(launch), ""
 
     def attempt() -> bool | None:
+        """Try the download once. True if it is complete, None to try again because the service is unreachable."""
         nonlocal reason
         try:
             with link.fetch(f"code/{wanted.digest}") as body:
@@ -78,16 +83,20 @@ def _fetch(launch: LaunchFile, wanted: _Wanted, wait_until: WaitUntil, raise_if_
 
 
 def _launcher_error(text: str) -> NotStarted:
+    """A ``NotStarted`` with the cause launcher-error and the message ``text``, for the caller to raise."""
     return NotStarted(Conclusion(Cause.LAUNCHER_ERROR, None, None, text))
 
 
 class _Body:
-    """A response body as a file for ``tarfile``. A broken connection raises ``Unreachable``; the archive is not damaged."""
+    """A response body as a file for ``tarfile``. A broken connection raises ``Unreachable``, so that it is not taken for a
+    damaged archive. ``raise_if_over`` is called before each read."""
 
     def __init__(self, response: http.client.HTTPResponse, raise_if_over: Callable[[], None]) -> None:
         self._response, self._raise_if_over = response, raise_if_over
 
     def read(self, size: int) -> bytes:
+        """Return the next bytes of the body, at most ``size``; empty at its end. Raises ``Unreachable`` if the connection ends
+        early."""
         self._raise_if_over()
         try:
             data = self._response.read(size)
@@ -99,6 +108,8 @@ class _Body:
 
 
 def _local_code_digest(launch: LaunchFile) -> str:
+    """The digest of the code directory on this node. Raises ``UserError`` if the directory is missing or holds what code must
+    not, and ``NotStarted`` if it cannot be read."""
     root = Path(launch.code_dir or "")
     if launch.code_dir is None or not root.is_dir():
         raise UserError(f"code.path: node {launch.node} has no directory {launch.code_dir}, and code.source is nodes")

@@ -13,7 +13,8 @@ _STRENGTH: Final = {Desired.RUN: 0, Desired.PREEMPT: 1, Desired.SUSPEND: 2, Desi
 
 
 class DesiredState:
-    """Precedence: cancel > suspend > preempt by the API > the first signal. Thread-safe.
+    """Merges the service's requests and the agent's signal. Precedence: cancel > suspend > preempt by the API > the first signal.
+    Thread-safe.
 
     A stop request is never withdrawn, since ranks may have agreed on a step already. The API may replace one stop by another (a
     suspend that is resumed becomes a preempt), so its newest stop counts, not its strongest.
@@ -27,6 +28,8 @@ class DesiredState:
         self._signal: Cause | None = None
 
     def update_from_service(self, control: Control) -> None:
+        """Record the service's desired state. RUN does not withdraw an earlier stop. The highest ``checkpoint_request`` so far is
+        kept."""
         with self._lock:
             checkpoints = max(control.checkpoint_request, self._service_control.checkpoint_request)
             if control.desired is Desired.RUN:
@@ -36,10 +39,13 @@ class DesiredState:
             self._service_control = control.model_copy(update={"checkpoint_request": checkpoints})
 
     def update_from_signal(self, cause: Cause) -> None:
+        """Record a stop signal to the agent by its cause; only the first one counts."""
         with self._lock:
             self._signal = self._signal or cause
 
     def merged(self) -> Control:
+        """The desired state for the ranks: the stronger one of the service's request and the signal, the service's if both are
+        equally strong, with the newest checkpoint request."""
         with self._lock:
             local = Control(desired=Desired.PREEMPT, cause=self._signal) if self._signal else Control()
             if _STRENGTH[self._service_control.desired] >= _STRENGTH[local.desired]:

@@ -18,19 +18,21 @@ from ratchet_worker.ipc.atomic_files import log_message
 
 
 class ForkingStarter:
-    """For ranks that use no CUDA: a process that has touched CUDA cannot be forked, and a rank's imports might touch it.
-    ``modules`` are imported once for all ranks."""
+    """Starts ranks that use no CUDA by forking: a process that has touched CUDA cannot be forked, and a rank's imports might
+    touch it. ``modules`` are imported once for all ranks."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = modules
 
     def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
+        """Start the fork server with all plans, and return the ranks, each of which its server represents until it is forked.
+        Raises ``OSError`` if the server cannot be started."""
         server = _Server(plans, self._modules)
         return (_Forked(plan.rank, server) for plan in plans)
 
 
 class _Server:
-    """The agent's side of the fork server: the ranks that have been forked so far."""
+    """The agent's side of the fork server, whose process it starts: the ranks that have been forked so far."""
 
     def __init__(self, plans: Sequence[RankPlan], modules: Sequence[str]) -> None:
         self._report, report = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -50,29 +52,31 @@ class _Server:
         self._pending_ranks = {plan.rank for plan in plans}
 
     def process_for(self, rank: int) -> Child:
-        """The rank's process, or the server until it exists."""
+        """The rank's process, or the server's process until the rank has been forked. Reads the server's reports first."""
         self._read_reports()
         return self._children.get(rank, self._process)
 
     def has_forked(self, rank: int) -> bool:
+        """True if the rank's own process exists."""
         return self.process_for(rank) is not self._process
 
     def wakeup_fd(self, rank: int) -> int:
-        """The descriptor that becomes readable on news of ``rank``: the report pipe until the rank exists, then its process."""
+        """The descriptor that becomes readable on news of ``rank``: the report pipe until the rank exists, then the pidfd of its
+        process. If the server has died before it forked the rank: the server's pidfd."""
         process = self.process_for(rank)
         return self._report if process is self._process and process.exit_code() is None else process.fileno()
 
     def kill(self) -> None:
-        """Kill the server, so that it forks no more ranks, and read its last reports. A rank that it has forked but not reported
-        ends by itself."""
+        """Kill the server, so that it forks no more ranks, wait for its death, and read its last reports. A rank that it has
+        forked but not reported ends by itself."""
         self._process.kill_group()
         if self._process.exit_code() is None:
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         self._read_reports()
 
     def _read_reports(self) -> None:
-        """Read the server's reports. When all ranks exist the server ends and is reaped like an orphan; nothing waits for it,
-        since its end may be delayed."""
+        """Read the server's new reports without waiting: each gives the pid of a rank. When all ranks exist, the server ends and
+        is reaped like an orphan. Nothing waits for its end, since it may be delayed."""
         if not self._pending_ranks:
             return
         with suppress(BlockingIOError):
@@ -91,7 +95,7 @@ class _Server:
 
 
 class _Forked:
-    """A rank, from the start of its server on."""
+    """A rank, from the start of its fork server on. Until the rank is forked, the server's process stands for it."""
 
     def __init__(self, rank: int, server: _Server) -> None:
         self._rank, self._server = rank, server
@@ -105,29 +109,35 @@ class _Forked:
         return self._server.process_for(self._rank).pid
 
     def fileno(self) -> int:
+        """See ``_Server.wakeup_fd``: the descriptor may change once the rank is forked."""
         return self._server.wakeup_fd(self._rank)
 
     def exit_code(self) -> int | None:
+        """The rank's exit code, or None while it runs. If the server dies before it forks the rank, the server's exit code."""
         code = self._server.process_for(self._rank).exit_code()
         # The code may be the server's, if it has reported this rank and ended since ``process_for``: query again.
         return None if code is None else self._server.process_for(self._rank).exit_code()
 
     def kill_group(self) -> None:
+        """Kill the rank's process group. If the rank has not been forked, this kills the server, and so all ranks that are not
+        forked yet."""
         if not self._server.has_forked(self._rank):
             self._server.kill()
         self._server.process_for(self._rank).kill_group()
 
     def request_stacks(self) -> None:
+        """Request the stacks of the rank's process or, before the rank is forked, of the server."""
         self._server.process_for(self._rank).request_stacks()
 
     def reap(self) -> None:
+        """Wait for the end of the rank's process, or of the server if the rank was never forked, and reap it."""
         self._server.process_for(self._rank).reap()
 
 
 def _server_plan(plans: Sequence[RankPlan], plans_fd: int, report_fd: int) -> RankPlan:
-    """The first rank's plan, but with only the variables that all ranks share, and with every rank's descriptors. The shared
-    variables include those that are read when a library is loaded (OMP_NUM_THREADS) or the interpreter starts
-    (PYTHONHASHSEED)."""
+    """The plan of the fork server: the first rank's plan, but with only the variables that have the same value for all ranks, and
+    with every rank's descriptors. The shared variables include those that are read when a library is loaded (OMP_NUM_THREADS) or
+    the interpreter starts (PYTHONHASHSEED)."""
     first = plans[0]
     shared = {k: v for k, v in first.env.items() if all(plan.env.get(k) == v for plan in plans)}
     env = shared | {names.FORK_PLANS_FD: str(plans_fd), names.FORK_REPORT_FD: str(report_fd)}
@@ -136,6 +146,7 @@ def _server_plan(plans: Sequence[RankPlan], plans_fd: int, report_fd: int) -> Ra
 
 
 def _as_dict(plan: RankPlan) -> dict[str, Any]:
+    """The plan as JSON for the fork server."""
     return {
         "rank": plan.rank,
         "command": list(plan.command),

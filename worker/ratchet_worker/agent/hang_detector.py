@@ -21,7 +21,8 @@ _LEARNED: Final = (Stage.TRAINING, Stage.EVALUATING, Stage.CHECKPOINTING)
 
 
 class Learner:
-    """Learns the deadlines of one node's ranks. ``before``: the pace of earlier attempts."""
+    """Learns the deadlines of one node's ranks from their progress. ``earlier_pace``: the pace of earlier attempts; None without
+    one."""
 
     def __init__(self, deadlines: Deadlines, earlier_pace: Pace | None = None) -> None:
         self.deadlines = deadlines
@@ -37,16 +38,18 @@ class Learner:
         self._trained = 0.0  # up to the last progress: a silence that has not ended yet does not count as training
 
     def record_startup(self, seconds: float, now: float) -> None:
-        """Record that all ranks have finished their first step, ``seconds`` after their start."""
+        """Record that all ranks have finished their first step, ``seconds`` after their start. The time that counts as training
+        begins at ``now``."""
         self._startup = max(self._startup or 0.0, seconds)
         self._trained_since, self._trained = now, 0.0
 
     def record_stage_entry(self, rank: int, stage: Stage) -> None:
+        """Count that ``rank`` has entered ``stage``: silences of its first visit are not learned from, except in training."""
         self._visits[rank, stage] = self._visits.get((rank, stage), 0) + 1
 
     def record_progress(self, rank: int, stage: Stage, silence: float, now: float) -> None:
-        """Record that ``rank`` makes progress after ``silence`` seconds in ``stage``. A silence beyond the deadline is ignored:
-        the rank was not ended because it waited for others that made progress, so it is no measure for hangs."""
+        """Record that ``rank`` makes progress after ``silence`` seconds in ``stage``. A silence beyond the deadline is not
+        learned from: the rank was not ended because it waited for others that made progress, so it is no measure for hangs."""
         first = stage is not Stage.TRAINING and self._visits.get((rank, stage), 0) < 2
         usual = silence <= self.deadline(stage)
         if self._trained_since is not None:
@@ -58,7 +61,8 @@ class Learner:
         self._longest_silences[stage] = max(self._longest_silences[stage], silence)
 
     def deadline(self, stage: Stage) -> float:
-        """The longest time that a rank may be silent in ``stage``."""
+        """The longest time, in seconds, that a rank may be silent in ``stage``: the learned one if enough was observed, else the
+        spec's ``step_deadline``."""
         ceiling, settled = self.deadlines.step, self._trained >= SETTLED_SECONDS
         seen = max(self._silence_counts[stage].values(), default=0) if stage in self._silence_counts else 0
         if not self.deadlines.learns or not settled or seen < MIN_OBSERVATIONS:
@@ -74,7 +78,8 @@ class Learner:
         return f"step_deadline ({seconds:g} s)"
 
     def pace(self, *, hung: bool) -> Pace | None:
-        """The pace that this attempt has shown; None if there is none."""
+        """The pace that this attempt has shown; None if it has shown none and has not hung. ``hung``: ranks have hung in this
+        attempt."""
         if self._startup is None and not self._own_silences and not hung:
             return None
         silences = {stage.name.lower(): round(seconds, 3) for stage, seconds in self._own_silences.items()}
@@ -90,7 +95,8 @@ _PAUSE_SECONDS: Final = 5.0  # seconds; a longer pause between two polls means t
 
 class Stuck(NamedTuple):
     """Ranks that make no progress while the others wait for them, the longest silent one first, and a message. ``halted``: a
-    signal has stopped them, so they are the ranks that all others wait for, on any node; ``since``: their last progress."""
+    signal has stopped them, so they are the ranks that all others wait for, on any node. ``since``: when the first of them last
+    made progress (monotonic seconds)."""
 
     ranks: tuple[int, ...]
     message: str
@@ -99,7 +105,8 @@ class Stuck(NamedTuple):
 
 
 class Watch:
-    """Watches the step counters of one node's ranks. Times are seconds of one monotonic clock, passed by the caller."""
+    """Watches the step counters of one node's ranks. Times are seconds of one monotonic clock, passed by the caller. ``ready`` is
+    True once all ranks have finished start-up."""
 
     def __init__(
         self,
@@ -110,8 +117,9 @@ class Watch:
         hint: str = "",
         other_readers: Mapping[int, Callable[[], Reading | None]] | None = None,
     ) -> None:
-        """``hint``: appended to the message about a start-up that takes too long. ``other_readers``: ranks of other nodes, as far
-        as their counters are visible from here; this node's ranks may wait for those that make progress, and nothing else is
+        """``readers``: the function that reads the counter of each rank of this node (None: no counter yet). ``hint``: appended
+        to the message about a start-up that takes too long. ``other_readers``: the same functions for ranks of other nodes, as
+        far as their counters are visible from here; this node's ranks may wait for those that make progress, and nothing else is
         concluded from them."""
         self._other_readers = dict(other_readers or {})
         self._other_readings: dict[int, tuple[Reading, float]] = {}  # last reading, and time of the last progress
@@ -129,13 +137,15 @@ class Watch:
         self.ready = False
 
     def begin(self, now: float) -> None:
-        """Start the ranks' deadlines: the ranks are started now."""
+        """Start the ranks' deadlines at ``now``, when the ranks are started."""
         self._started_at = self._polled_at = now
         self._progress_at = dict.fromkeys(self._progress_at, now)
         self._excused_at = dict(self._progress_at)
 
     def poll(self, now: float) -> None:
-        """Read all counters and update what is known of the ranks' progress."""
+        """Read all counters, update what is known of the ranks' progress, and set ``ready`` once all ranks have finished
+        start-up. If more than ``_PAUSE_SECONDS`` have passed since the last poll, the agent did not run either, and the pause
+        does not count as silence."""
         gap = now - self._polled_at
         self._polled_at = now
         if gap > _PAUSE_SECONDS:  # the agent was stopped together with the ranks: do not count that time
@@ -159,6 +169,8 @@ class Watch:
                 self._learner.record_startup(now - self._started_at, now)
 
     def _record_progress(self, rank: int, reading: Reading, now: float) -> None:
+        """Record a new ``reading`` of ``rank``'s counter, and let the learner learn from the silence before it, unless the rank
+        had waited for a rank behind it."""
         before = self._readings[rank]
         if before.stage is Stage.UNMANAGED and reading.stage is not Stage.UNMANAGED:
             self.ready, self._started_at = False, now  # the script makes a Session after all: its start-up begins now
@@ -171,9 +183,10 @@ class Watch:
         self._progress_at[rank] = now
 
     def _excuse(self, places: list[tuple[int, int]], moved: Mapping[int, Reading], now: float) -> None:
-        """Restart the deadline of each silent rank that may wait for a rank that was no further and makes progress, such as rank
-        0 when it evaluates alone or writes a manifest. If that rank was behind, the silence is no measure of the silent rank's
-        own pace."""
+        """Restart the deadline of each silent rank that may wait for a rank that makes progress and was not ahead of it, such as
+        rank 0 when it evaluates alone or writes a manifest. ``places``: the positions, before this progress, of the ranks of all
+        nodes that make progress; ``moved``: those of this node. If such a rank was behind the silent one, the silent one is
+        recorded as waiting: its silence is no measure of its own pace."""
         if not places:
             return
         least = min(places)
@@ -184,8 +197,9 @@ class Watch:
                     self._waited_ranks.add(rank)
 
     def _poll_others(self, now: float) -> list[tuple[int, int]]:
-        """The former positions of other nodes' ranks that have made progress since the last poll. Polls only while a rank of this
-        node makes no progress, and less often the more ranks there are, since the disk may be shared by many machines."""
+        """Return the former positions of other nodes' ranks that have made progress since the last poll. Reads their counters
+        only while a rank of this node makes no progress, and less often the more ranks there are, since the disk may be shared by
+        many machines."""
         still = now - min(self._progress_at.values(), default=now)
         if still < min(_SILENCE_SECONDS, self._learner.deadlines.step / 2) or now - self._others_polled_at < max(
             1.0, len(self._other_readers) / _POLLS_PER_SECOND
@@ -204,15 +218,17 @@ class Watch:
         return self._readings[rank].finished
 
     def has_progressed_since(self, when: float) -> bool:
-        """True if any rank has made progress since ``when``. Scripts without a Session are assumed to have."""
+        """True if any rank has made progress since ``when``. Ranks of scripts without a Session are assumed to have."""
         here = any(moved > when or self._is_unmanaged(rank) for rank, moved in self._progress_at.items())
         return here or any(moved > when for _, moved in self._other_readings.values())
 
     def _is_unmanaged(self, rank: int) -> bool:
+        """True if the rank's script has no Session, as far as its counter shows."""
         return self._readings[rank].stage is Stage.UNMANAGED
 
     def find_stuck(self, live: Iterable[int], is_halted: Callable[[int], bool], now: float) -> Stuck | None:
-        """The ranks of ``live`` that have missed the deadline; ``is_halted(rank)`` is True if a signal has halted its process."""
+        """Return the ranks of ``live`` that have missed the deadline and that the others wait for; None if no rank has missed it.
+        ``is_halted(rank)`` is True if a signal has halted the rank's process; if there are halted ranks, these are returned."""
         live = sorted(rank for rank in live if not self._is_unmanaged(rank))
         if not self.ready:
             late = [r for r in live if not _is_ready(self._readings[r])]
@@ -234,7 +250,7 @@ class Watch:
         return Stuck(guilty, self._describe_stuck(guilty, halted, limit, now), bool(halted), since)
 
     def _overdue(self, live: list[int], now: float) -> list[int]:
-        """The ranks that make no progress and do not merely wait for another rank."""
+        """The ranks of ``live`` that have been silent beyond their stage's deadline and do not merely wait for another rank."""
         return [
             r
             for r in live
@@ -242,6 +258,7 @@ class Watch:
         ]
 
     def _position(self, rank: int) -> tuple[int, int]:
+        """The number of steps that ``rank`` has started and finished, in this order, for comparison with other ranks."""
         return self._readings[rank].started, self._readings[rank].finished
 
     def _furthest_behind(self, late: list[int]) -> tuple[int, ...]:
@@ -250,6 +267,8 @@ class Watch:
         return tuple(r for r in late if self._position(r) == least)
 
     def _describe_stuck(self, guilty: tuple[int, ...], halted: tuple[int, ...], limit: str, now: float) -> str:
+        """The message about the stuck ranks: for each its stage, its step and how long it has been silent, then ``limit``, the
+        text on the deadline."""
         parts = []
         for rank in guilty:
             reading = self._readings[rank]

@@ -28,6 +28,8 @@ _POLL_SECONDS: Final = 1.0  # seconds
 
 @dataclass
 class _Log:
+    """One rank's log file, and how far it was processed. ``times``: the file with the index of times."""
+
     rank: int
     path: Path
     times: Path
@@ -37,8 +39,8 @@ class _Log:
 
 
 class LogKeeper:
-    """Call ``start``, and ``finish`` once the ranks have ended. Runs in its own thread: a hung disk must not block the
-    supervisor."""
+    """Bounds the logs of this node's ranks and records their sizes. Call ``start``, and ``finish`` once the ranks have ended. It
+    runs in its own thread, because a hung disk must not block the supervisor."""
 
     def __init__(self, launch: LaunchFile, paths: AttemptPaths) -> None:
         self._logs = [_Log(rank, paths.log(rank), paths.log_times(rank)) for rank in launch.ranks]
@@ -50,19 +52,21 @@ class LogKeeper:
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
 
     def spools(self) -> dict[int, Path]:
-        """The spool of this node's own messages, for the uplink."""
+        """The spool of this node's own messages, under the rank number that stands for the node, for the report sender."""
         return {node_rank(self._node): self._spool_path}
 
     def start(self) -> None:
         self._thread.start()
 
     def finish(self, timeout: float = 5.0) -> None:
-        """Make a last pass, for at most ``timeout`` seconds."""
+        """Make a last pass over the logs and end the thread; wait for both at most ``timeout`` seconds. Does nothing without
+        ``start``."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)
 
     def _run(self) -> None:
+        """The thread's loop: poll the logs every second, and once more after ``finish``."""
         while True:
             last = self._stopping.wait(_POLL_SECONDS)
             self.poll(time.time(), last=last)
@@ -72,8 +76,8 @@ class LogKeeper:
                 return
 
     def poll(self, at: float, *, last: bool = False) -> None:
-        """Record the logs' sizes and bound those that are too large. ``at``: Unix seconds. Raises nothing: the next call retries
-        what failed."""
+        """Record the logs' sizes and bound those that are too large. ``at``: Unix seconds; ``last``: record every growth, however
+        small. Raises no ``OSError``: the next call retries what failed."""
         for log in self._logs:
             try:
                 found = log.path.stat()
@@ -87,6 +91,8 @@ class LogKeeper:
                 self._report_once("log-not-kept", f"the size of {log.path} cannot be limited: {error.strerror}")
 
     def _record(self, log: _Log, size: int, at: float, last: bool) -> None:
+        """Append the log's ``size`` and the time ``at`` to its index, if the log has grown enough or enough time has passed since
+        the last record. A record that was written only in part is removed and retried."""
         if size <= log.recorded_size:
             return
         if size - log.recorded_size < SPACING_BYTES and at - log.recorded_at < SPACING_SECONDS and not last:
@@ -102,7 +108,8 @@ class LogKeeper:
         log.recorded_size, log.recorded_at = size, at
 
     def _shorten(self, log: _Log, size: int) -> None:
-        """Remove the middle of the log, down to about three quarters of the bound, so that this is rarely needed."""
+        """Remove the middle of the log, down to about three quarters of the bound, so that this is rarely needed. ``size``: the
+        log's size. If the file system cannot punch holes, a message is reported once and logs grow without bound."""
         if "logs-unbounded" in self._reported_kinds:
             return
         if (

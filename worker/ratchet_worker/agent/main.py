@@ -58,6 +58,7 @@ _RANK_MODULE: Final = "ratchet_worker.rank.rank_process"  # imports torch and ne
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, run one node's part of the attempt, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ratchet_worker.agent", description="Run one attempt's ranks.")
     parser.add_argument("launch_file", type=Path, help="launch.json of the attempt")
     which = parser.add_mutually_exclusive_group()
@@ -76,7 +77,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timing(), *, node: int = 0) -> int:
-    """Run one node's part of the attempt and return the exit code. Call it in the main thread of a dedicated process."""
+    """Run one node's part of the attempt and return the exit code. Call it in the main thread of a dedicated process. Blocks
+    until the attempt is over; writes ``result.json``. Returns ``EXIT_LEASE_LOST``, and does nothing, if another agent runs or ran
+    this part, or the attempt is fenced. ``starter``: None chooses one by the launch file."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the supervisor handles them
     paths = AttemptPaths(launch_file.parent).node(node)
     held = lock(paths)
@@ -104,8 +107,9 @@ def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timi
 
 
 def _starter(launch: LaunchFile) -> Starter:
-    """The starter for this launch. Ranks are not forked if they use CUDA, since a process that has touched CUDA cannot be forked,
-    nor if there is only one, since no other rank would share its imports."""
+    """Return the starter for this launch: one that forks the ranks, or one that starts an interpreter for each. Ranks are not
+    forked if they use CUDA, since a process that has touched CUDA cannot be forked, and if there is only one, since no other rank
+    would share its imports."""
     if launch.resolved.device == "cuda" or len(launch.ranks) == 1:
         return ProcessStarter()
     # Deterministic algorithms make torch import its compiler, which takes a second. Without them, user code runs before that
@@ -114,7 +118,8 @@ def _starter(launch: LaunchFile) -> Starter:
 
 
 class _Attempt:
-    """Start, supervision, clean-up and result. A failure of one step does not prevent the later steps."""
+    """One node's part of the attempt: start, supervision, clean-up and result. A failure of the start or of the supervision does
+    not prevent clean-up and result."""
 
     def __init__(self, launch: LaunchFile, starter: Starter, timing: Timing, started_at: str) -> None:
         self._launch = launch
@@ -135,6 +140,8 @@ class _Attempt:
         )
 
     def run(self) -> int:
+        """Run the ranks, clean up, write the result and send it to the service; return the agent's exit code. Every failure
+        becomes a conclusion; none is raised from the start or the supervision."""
         ends: list[Ended] = []
         try:
             procfs.become_subreaper()
@@ -165,7 +172,9 @@ class _Attempt:
         return exit_code_of(result.cause)
 
     def _start(self) -> None:
-        """Meet the other nodes, start the ranks, and close the rendezvous store's socket here: only rank 0 keeps it open."""
+        """Fetch the code and the checkpoint that this node lacks, prepare the working directory, meet the other nodes and start
+        the ranks. Closes the agent's copy of the rendezvous store's socket: only rank 0 keeps it open. Raises ``NotStarted`` or
+        ``UserError``."""
         code, work = self._launch.code_dir, Path(self._launch.workdir)
         digest = code_download.download_code(self._launch, self._wait_until, self._supervisor.raise_if_over)
         self._deadline += self._object_store.fetch(self._report_sender, self._supervisor.wait_for)
@@ -188,7 +197,9 @@ class _Attempt:
                 ) from None
 
     def _prepare(self, code: str | None, work: Path, digest: str | None) -> None:
-        """Prepare the working directory. ``digest``: of the code if it lies on the nodes (``code.source``), else None."""
+        """Prepare the working directory ``work``, and report the files in it that were not replaced by those of new code.
+        ``code``: the code directory, None without code. ``digest``: the digest of the code if it lies on the nodes
+        (``code.source``), else None."""
         left = working_directory.prepare(
             None if code is None else Path(code), work, digest or self._launch.resolved.code_digest
         )
@@ -204,21 +215,29 @@ class _Attempt:
             spool.close()
 
     def _join_rendezvous(self) -> Rendezvous:
+        """Return the rendezvous of this node: on one node at once, on several after all nodes have met. Raises like
+        ``NodeRendezvous.join``."""
         if self._rendezvous is None:
             return single_node(self._launch.world_size)
         told = os.environ.get(names.NODE_ADDRESS)
         return self._rendezvous.join(told, self._wait_until, self._report_sender.start)
 
     def _wait_until(self, done: Callable[[], T | None]) -> T | None:
+        """Poll ``done`` until it returns a value that is not None, and return it; None once the time for the start has passed.
+        Raises ``NotStarted`` if the attempt is over."""
         return self._supervisor.wait_for(done, self._deadline)
 
     def _clean_up(self) -> None:
+        """Kill the processes that the ranks have left behind on this node, and delete the attempt's temporary directory on this
+        node."""
         left = procfs.kill_stragglers(names.NODE_DIR, str(self._node_paths.root))
         if left:
             log_message(f"processes {left} did not end after SIGKILL")
         procfs.remove_tree(self._node_paths.tmp)
 
     def _result(self, conclusion: Conclusion, ends: list[Ended]) -> AttemptResult:
+        """The content of ``result.json`` for this node. Without a finished step, ``last_step`` is the step of the checkpoint that
+        the attempt started from, or 0."""
         base = self._base()
         last = max((e.end.last_step for e in ends), default=0) or (base.step if base is not None else 0)
         return AttemptResult(
@@ -241,13 +260,15 @@ class _Attempt:
         )
 
     def _base(self) -> Base | None:
+        """The checkpoint that the attempt has started from, as the ranks have recorded it; None if they have recorded none."""
         try:
             return Base.model_validate_json(self._paths.base_file.read_bytes())
         except (OSError, ValidationError):
             return None
 
     def _report_result(self, result: AttemptResult) -> None:
-        """Write the result to disk, then send it to the service; if that fails, the service reads it from the disk."""
+        """Write the result to disk, then send it to the service, unless the attempt is fenced. If sending fails, the service
+        reads the result from the disk."""
         log_message(f"ended: {result.cause}: {result.message}")
         write_result(self._node_paths, result)
         if self._supervisor.evidence.fenced is None:
@@ -261,5 +282,7 @@ class _Attempt:
 
 
 def _crash_conclusion(error: Exception, *, any_rank: bool) -> Conclusion:
+    """The conclusion for a failure of the agent itself: launcher-error if no rank was started (``any_rank`` is False), else
+    unknown."""
     cause = Cause.UNKNOWN if any_rank else Cause.LAUNCHER_ERROR
     return Conclusion(cause, None, None, f"the agent failed: {type(error).__name__}: {error}; see agent.log")

@@ -20,7 +20,7 @@ _OFFSETS: Final = {
 
 
 class NoAddress(Exception):
-    """This node has no address that the others could use; the message says what to check."""
+    """Raised if this node has no address that the others could use. The message says what to check."""
 
 
 class Place(NamedTuple):
@@ -46,8 +46,8 @@ _Entry._fields_ = [
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of each interface that is up, IPv4 before IPv6. Link-local addresses are omitted: without their interface
-    they are useless to another node. Raises ``OSError``."""
+    """Return the addresses of each interface that is up, IPv4 before IPv6; an interface without an address has an empty list.
+    Link-local addresses are omitted: without their interface they are useless to another node. Raises ``OSError``."""
     libc = ctypes.CDLL(None, use_errno=True)
     head = ctypes.POINTER(_Entry)()
     if libc.getifaddrs(ctypes.byref(head)) != 0:
@@ -68,6 +68,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def _address(pointer: int | None) -> str | None:
+    """The text of the address in the ``sockaddr`` at ``pointer``; None if there is none or it is neither IPv4 nor IPv6."""
     if not pointer:
         return None
     family = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_ushort))[0]
@@ -80,10 +81,10 @@ def _address(pointer: int | None) -> str | None:
 def find_node_address(
     interface: str | None, launcher_address: str | None, service_address: Callable[[], tuple[str, int]]
 ) -> Place:
-    """The address at which this node is reached: that of the interface ``interface`` (from the spec), else the address
-    ``launcher_address`` by the launcher, else the local address of the route to the ``service_address`` (host, port). Raises
-    ``NoAddress``, and what ``service_address`` raises.
-    """
+    """Return the address at which other nodes reach this node, and its interface. It is the first address of ``interface`` (from
+    the spec) if given. Otherwise it is ``launcher_address``, a host name or address, if the launcher gave one. Otherwise it is
+    the local address of the route to the service, whose host and port ``service_address`` returns. Raises ``NoAddress``, and what
+    ``service_address`` raises."""
     here = interfaces()
     if interface is not None:
         if interface not in here:
@@ -107,6 +108,7 @@ def _format_interfaces(addresses: dict[str, list[str]]) -> str:
 
 
 def _resolve(host: str) -> str:
+    """The numeric address of ``host``, IPv4 preferred. Raises ``NoAddress``."""
     try:
         return str(_candidates(host, 0)[0][4][0])
     except OSError as error:
@@ -116,7 +118,7 @@ def _resolve(host: str) -> str:
 
 
 def _route_address(host: str, port: int) -> str:
-    """The local address of the route to ``host``. No packet is sent."""
+    """The local address of the route to ``host``. No packet is sent, except to resolve a name. Raises ``NoAddress``."""
     reason: OSError | None = None
     try:
         for family, kind, protocol, _, target in _candidates(host, port):
@@ -138,12 +140,12 @@ def _candidates(host: str, port: int) -> list[Any]:
 
 
 def format_host_port(host: str, port: int) -> str:
-    """``host:port``, an IPv6 address in brackets."""
+    """Return ``host:port``, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_host_port(text: str) -> tuple[str, int]:
-    """The two halves of ``format_host_port``. Raises ``ValueError``."""
+    """Split ``host:port``, as ``format_host_port`` writes it, into host (without brackets) and port. Raises ``ValueError``."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -155,7 +157,7 @@ def parse_host_port(text: str) -> tuple[str, int]:
 
 
 def listen(address: str, backlog: int) -> socket.socket:
-    """A listening socket on a port that the kernel chooses. Raises ``OSError``."""
+    """A listening socket at ``address`` on a port that the kernel chooses. Raises ``OSError``."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=backlog)
 

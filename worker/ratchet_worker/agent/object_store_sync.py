@@ -28,11 +28,13 @@ class ObjectStoreSync:
             self._uploader = Uploader(launch, self._messages)
 
     def spools(self) -> dict[int, Path]:
-        """The spool of the agent's own messages, for the uplink."""
+        """The spool of the agent's own messages, under the rank number that stands for the agent, for the report sender; empty if
+        there is nothing to sync."""
         return {} if self._messages is None else {AGENT_RANK: self._paths.agent_spool}
 
     def fetch(self, report_sender: ReportSender, wait_for: checkpoint_download.WaitFor) -> float:
-        """Fetch the checkpoint that the disk has lost, and return the seconds that this took. Raises ``NotStarted``."""
+        """Fetch the checkpoint that the disk has lost, and return the seconds that this took. Blocks. Starts ``report_sender``,
+        because a download may take long. ``wait_for``: ``Supervisor.wait_for``. Raises ``NotStarted``."""
         if self._messages is None:
             return 0.0
         report_sender.start()  # a download may take long: the service must see reports meanwhile
@@ -45,7 +47,9 @@ class ObjectStoreSync:
             self._uploader.start()
 
     def finish(self, cause: Cause, fenced: bool, remaining_grace: float) -> None:
-        """Finish or abandon the uploads after the ranks' end. ``remaining_grace``: seconds left of ``policy.stop_grace``."""
+        """Finish the uploads after the ranks' end, or abandon them if the attempt is ``fenced``. Blocks for at most about
+        ``remaining_grace``, the seconds left of ``policy.stop_grace``; after a failure or loss (by ``cause``), for at most about
+        10 seconds."""
         if self._messages is None:
             return
         if fenced:

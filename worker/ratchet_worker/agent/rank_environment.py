@@ -27,8 +27,8 @@ def plan_ranks(
     inherited: Mapping[str, str],
     code_digest: str | None = None,
 ) -> list[RankPlan]:
-    """One plan per rank of this node; only rank 0 gets the rendezvous socket. ``inherited``: the agent's environment;
-    ``code_digest``: the digest of code that lies on the nodes.
+    """Return one plan per rank of this node, in order; only rank 0 gets the rendezvous socket. ``inherited``: the agent's
+    environment; ``code_digest``: the digest of code that lies on the nodes, None for other code.
 
     If the spec names no interpreter, the ranks run the agent's, which has the service's current version: the interpreter that was
     resolved at submission may have another version by now, or be gone.
@@ -54,8 +54,8 @@ def plan_ranks(
 
 def _common_environment(launch: LaunchFile, inherited: Mapping[str, str], interface: str) -> dict[str, str]:
     """The variables that all ranks share. Later ones win: inherited (without reserved ones), defaults, the spec's variables,
-    secrets, the spec's NCCL settings (backend nccl only), and last the GPUs. Defaults set by ``setdefault`` give way to inherited
-    values."""
+    secrets, the spec's NCCL settings (backend nccl only), and last the GPUs. Defaults set by ``setdefault`` give way to earlier
+    values. ``interface``: the network interface for traffic between ranks. Raises ``UserError`` like ``_secrets``."""
     spec = launch.spec
     env = {k: v for k, v in inherited.items() if not k.startswith(names.RESERVED_PREFIXES)}
     env["PYTHONUNBUFFERED"] = "1"
@@ -81,10 +81,10 @@ def _common_environment(launch: LaunchFile, inherited: Mapping[str, str], interf
 
 
 def _choose_interface(env: dict[str, str], world: WorldSpec, interface: str) -> None:
-    """Set the network interface of gloo and NCCL. By default gloo resolves the host name, which on many machines leads to the
-    loopback interface, and NCCL takes the first interface that suits it. On several nodes both get the interface over which the
-    nodes met, unless ``world.interface`` is unset and the node's own environment names another. NCCL uses it for data only if it
-    has no InfiniBand."""
+    """Set the network interface of gloo and NCCL in ``env``. By default gloo resolves the host name, which on many machines leads
+    to the loopback interface, and NCCL takes the first interface that suits it. On several nodes both get ``interface``, over
+    which the nodes met, unless ``world.interface`` is unset and the node's own environment names another. On one node, gloo gets
+    the loopback interface. NCCL uses the interface for data only if it has no InfiniBand."""
     if world.nodes == 1:
         env["GLOO_SOCKET_IFNAME"] = "lo"
         return
@@ -96,8 +96,9 @@ def _choose_interface(env: dict[str, str], world: WorldSpec, interface: str) -> 
 
 
 def _secrets(launch: LaunchFile, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The values of the secrets by name. Launchers pass a value under the secret's own name, which is therefore tried first: the
-    variable named like its source may hold another secret by now, or belong to the node."""
+    """The values of the spec's secrets by name, from the agent's environment. Launchers pass a value under the secret's own name,
+    which is therefore tried first: the variable named like its source may hold another secret by now, or belong to the node.
+    Raises ``UserError`` if a value is missing."""
     values = {}
     for name, secret in launch.spec.secrets.items():
         value = inherited.get(name, inherited.get(secret.from_env or name))
@@ -118,6 +119,8 @@ def _secrets(launch: LaunchFile, inherited: Mapping[str, str]) -> dict[str, str]
 def _rank_environment(
     launch: LaunchFile, paths: AttemptPaths, rank: int, local_rank: int, rendezvous: Rendezvous
 ) -> dict[str, str]:
+    """The variables that give one rank its place in the job, the node and the attempt: Ratchet's own and those that torchrun
+    sets."""
     local, world = str(len(launch.ranks)), str(launch.world_size)
     return {
         names.LAUNCH_FILE: str(paths.launch_file),

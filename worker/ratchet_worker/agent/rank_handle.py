@@ -54,9 +54,12 @@ class SupervisedRank:
 
     @property
     def target(self) -> Target:
+        """The rank's process and log, for ``capture_stacks``."""
         return Target(self.process, self.log)
 
     def end(self, last_step: int) -> Ended:
+        """How the rank ended: its exit code (None if the agent killed it), its result file's content (None without one), and the
+        later one of ``last_step`` and the result's step. Call it after the rank has died."""
         found = read_rank_result(self.result_path)
         result, at = found if found is not None else (None, self.died_at)
         step = max(last_step, result.last_step if result is not None else 0)
@@ -68,8 +71,10 @@ class SupervisedRank:
 def write_stacks(
     ranks: Sequence[SupervisedRank], why: str, timeout: float, kill: Callable[[Sequence[SupervisedRank]], None]
 ) -> str:
-    """Have each of ``ranks`` write the stacks of its threads to its log before it is killed; return a message that names those
-    that wrote none. Halted ranks come last, after ``kill`` of the others, and end at once: they must not train further."""
+    """Have each of ``ranks`` write the stacks of its threads to its log, before the caller kills it; return text that names those
+    that wrote none (empty if all did). Records all of them as killed by the agent. Waits at most ``timeout`` seconds for each of
+    two groups. Halted ranks write last, after ``kill`` of the others, and the wait for them ends as soon as they have written:
+    they must not train further."""
     for rank in ranks:
         rank.killed = True  # the signal itself ends a rank that has no handler yet
     halted = [rank for rank in ranks if rank.is_halted]
@@ -84,8 +89,9 @@ def write_stacks(
 
 
 def abort_groups(ranks: Sequence[SupervisedRank], why: str, timeout: float, wait: Callable[[float], None]) -> str:
-    """Have each of ``ranks`` abort its communicators before it is killed; return, after at most ``timeout`` seconds, a message
-    that names those that have. A halted rank is skipped, since it cannot respond. ``wait(seconds)`` waits and records deaths."""
+    """Have each of ``ranks`` abort its communicators, before the caller kills it, and record it as killed by the agent. Returns,
+    after at most ``timeout`` seconds, text that names the ranks that have and have not (empty without any). Halted and exiting
+    ranks are skipped, since they cannot respond. ``wait(seconds)`` waits and records deaths."""
     asked = [rank for rank in ranks if not rank.is_halted and not procfs.is_exiting(rank.process.pid)]
     for rank in asked:
         rank.killed = True

@@ -17,7 +17,8 @@ from ratchet_worker.ipc import procfs, stack_dump
 
 @dataclass(frozen=True)
 class RankPlan:
-    """How to run one rank's process. The descriptors in ``pass_fds`` keep their numbers in it."""
+    """How to run one rank's process. ``env``: its whole environment; ``log``: the file that its output is appended to. The
+    descriptors in ``pass_fds`` keep their numbers in it."""
 
     rank: int
     command: Sequence[str]
@@ -53,6 +54,8 @@ class RankProcess(Protocol):
 
 
 class Starter(Protocol):
+    """Starts the processes of the ranks (``ProcessStarter`` or ``ForkingStarter``)."""
+
     def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
         """Start the ranks, and yield each one as soon as it can be watched. Called from the agent's main thread only: ranks die
         with the thread that forked them.
@@ -62,14 +65,16 @@ class Starter(Protocol):
 
 
 class ProcessStarter:
-    """A fresh interpreter per rank."""
+    """Starts a fresh interpreter for each rank."""
 
     def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
+        """Return an iterator that starts each rank's process when it is advanced. Raises ``OSError`` then."""
         return map(start_process, plans)
 
 
 def start_process(plan: RankPlan) -> Child:
-    """Start a fresh interpreter. Raises ``OSError`` if it cannot be run."""
+    """Start a fresh interpreter, in a session of its own, that appends its output to the plan's log. Raises ``OSError`` if it
+    cannot be run."""
     plan.log.parent.mkdir(parents=True, exist_ok=True)
     with plan.log.open("ab") as log:
         process = subprocess.Popen(
@@ -87,7 +92,7 @@ def start_process(plan: RankPlan) -> Child:
 
 
 class Child:
-    """A child of this process. Raises ``ProcessLookupError`` if no process has that pid."""
+    """A child of this process, as a ``RankProcess``. Raises ``ProcessLookupError`` if no process has that pid."""
 
     def __init__(self, rank: int, pid: int) -> None:
         self._rank, self._pid = rank, pid
@@ -106,6 +111,8 @@ class Child:
         return self._pidfd
 
     def exit_code(self) -> int | None:
+        """The exit code: None while the process runs, ``-signal`` if a signal ended it. Does not reap; works after ``reap``,
+        too."""
         if self._reaped_exit_code is not None:
             return self._reaped_exit_code
         # WNOWAIT leaves the zombie: while it exists, its pid is not reused, and its group can be killed safely.
@@ -115,14 +122,17 @@ class Child:
         return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
     def kill_group(self) -> None:
+        """Send SIGKILL to the whole process group; does nothing after ``reap``, since the pid may be reused then."""
         if self._reaped_exit_code is None:
             procfs.kill_group(self.pid)
 
     def request_stacks(self) -> None:
+        """Have the process write the stacks of its threads to its log; does nothing if it has ended."""
         if self.exit_code() is None:
             stack_dump.request_dump(self.pid)
 
     def reap(self) -> None:
+        """Wait for the end of the process, reap it, keep its exit code and close its descriptor. Does nothing the second time."""
         if self._reaped_exit_code is None:
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             self._reaped_exit_code = self.exit_code()

@@ -23,15 +23,15 @@ _CONNECT_SECONDS: Final = 1.0
 
 
 class WaitUntil(Protocol):
-    """Polls ``done`` until it returns a value; None if the time for a start has passed. Raises ``NotStarted`` if the attempt is
-    over."""
+    """Polls ``done`` until it returns a value that is not None, and returns it; returns None if the time for a start has passed.
+    Raises ``NotStarted`` if the attempt is over."""
 
     def __call__(self, done: Callable[[], T | None]) -> T | None: ...
 
 
 class Rendezvous(NamedTuple):
-    """The address of the ranks' store. ``interface``: this node's interface for traffic between ranks; ``listener``: the store's
-    socket, on node 0 only."""
+    """The address of the store through which the ranks meet. ``interface``: this node's interface for traffic between ranks;
+    ``listener``: the store's listening socket, on node 0 only."""
 
     host: str
     port: int
@@ -40,13 +40,14 @@ class Rendezvous(NamedTuple):
 
 
 def single_node(world_size: int) -> Rendezvous:
-    """The rendezvous of a job with one node, on the loopback interface."""
+    """Return the rendezvous of a job with one node: a new listening socket on the loopback interface. Raises ``OSError``."""
     listener = network_addresses.listen(_LOOPBACK, _backlog(world_size))
     return Rendezvous(_LOOPBACK, listener.getsockname()[1], "lo", listener)
 
 
 class NodeRendezvous:
-    """One node's part of the rendezvous. ``address`` and ``on_group`` are used by the uplink's thread."""
+    """One node's part of the rendezvous. The report sender's thread reads ``address`` (this node's ``host:port``, None before it
+    is known) and calls ``on_group``."""
 
     def __init__(self, launch: LaunchFile) -> None:
         self._launch = launch
@@ -57,6 +58,7 @@ class NodeRendezvous:
         self.address: str | None = None
 
     def on_group(self, group: Group) -> None:
+        """Receive what the service knows of the group: which nodes are present, and where node 0 listens. Logs a change."""
         if self._group is None or group.present != self._group.present:
             log_message(f"present: {_format_nodes(group.present)} of {self._nodes}")
         self._group = group
@@ -64,10 +66,11 @@ class NodeRendezvous:
     def join(
         self, launcher_address: str | None, wait_until: WaitUntil, start_reports: Callable[[], None]
     ) -> Rendezvous:
-        """Wait for the other nodes. ``launcher_address``: this node's address, if its launcher knows it; ``start_reports`` starts
-        the reports to the service.
+        """Wait until all nodes are present and node 0 can be reached, and return the rendezvous; node 0 opens the store's socket.
+        ``launcher_address``: this node's address, if its launcher knows it; ``start_reports`` starts the reports to the service.
 
-        Raises ``NotStarted`` (launcher-error) if a node does not arrive in time, ``UserError`` if the interface does not exist.
+        Raises ``NotStarted`` (launcher-error) if a node does not arrive in time or cannot be reached, ``UserError`` if the spec's
+        interface does not exist.
         """
         place = self._find_address(launcher_address, wait_until)
         listener = (
@@ -96,9 +99,12 @@ class NodeRendezvous:
             raise
 
     def _find_address(self, launcher_address: str | None, wait_until: WaitUntil) -> network_addresses.Place:
+        """This node's address and interface, by ``find_node_address``; waits until the service's address is known, if that is
+        needed. Raises ``NotStarted`` or ``UserError``."""
         link, wanted = ServiceLink(self._launch), self._launch.spec.world.interface
 
         def find() -> network_addresses.Place | None:
+            """Try once; None while the service's address is not known."""
             try:
                 return network_addresses.find_node_address(wanted, launcher_address, link.address)
             except Unreachable as error:
@@ -116,15 +122,18 @@ class NodeRendezvous:
         return place
 
     def _store_address(self) -> str | None:
-        """The address at which node 0 listens, once all nodes are present; None before."""
+        """The address ``host:port`` at which node 0 listens, once all nodes are present; None before."""
         group = self._group
         return group.rendezvous if group is not None and set(group.present) >= set(range(self._nodes)) else None
 
     def _can_reach(self, rendezvous: str) -> bool | None:
+        """True if a connection to ``rendezvous`` (``host:port``) succeeds, else None, with the reason in ``_last_error``."""
         self._last_error = network_addresses.connection_error(rendezvous, _CONNECT_SECONDS)
         return self._last_error is None or None
 
     def _describe_missing(self) -> str:
+        """The text of the error for a rendezvous that was not complete in time: the service did not answer, or which nodes are
+        missing."""
         if self._group is None:
             return (
                 f"the service did not answer node {self._launch.node} within {self._deadline_text}, so it does "
@@ -141,10 +150,12 @@ class NodeRendezvous:
         )
 
     def _launcher_error(self, text: str) -> NotStarted:
+        """A ``NotStarted`` with the cause launcher-error and the message ``text``, for the caller to raise."""
         return NotStarted(Conclusion(Cause.LAUNCHER_ERROR, None, None, text))
 
 
 def _backlog(world_size: int) -> int:
+    """The length of the listening socket's queue, enough for several connections of each rank."""
     return max(128, 4 * world_size)
 
 

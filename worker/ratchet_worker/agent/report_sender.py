@@ -45,7 +45,12 @@ class Status(NamedTuple):
 
 
 class Listener(Protocol):
-    """Called from the uplink's thread; must not block."""
+    """Receives news from the service and gives the status for each report (the supervisor). Its methods are called in the report
+    sender's thread and must not block.
+
+    ``status`` returns the phase and last step to report. ``on_control`` receives the desired state of each response.
+    ``on_fenced`` is called once, with the reason, if the attempt is fenced; no report is sent after it.
+    """
 
     def status(self) -> Status: ...
 
@@ -55,7 +60,7 @@ class Listener(Protocol):
 
 
 class ReportSender:
-    """Call ``start``, and ``finish`` at the end, from the same thread."""
+    """Sends reports from a thread of its own. Call ``start``, and ``finish`` at the end, from the same thread."""
 
     def __init__(
         self,
@@ -66,7 +71,8 @@ class ReportSender:
         period: float,
         rendezvous: NodeRendezvous | None = None,
     ) -> None:
-        """``rendezvous``: for a group of several nodes; it receives what the service reports about the group."""
+        """``spools``: by rank number, the spool file whose messages are sent. ``period``: seconds between two reports.
+        ``rendezvous``: for a group of several nodes; it receives what the service reports about the group."""
         self._launch = launch
         self._rendezvous = rendezvous
         self._readers = {rank: SpoolReader(path, rank) for rank, path in spools.items()}
@@ -90,7 +96,8 @@ class ReportSender:
             self._thread.start()
 
     def finish(self, result: AttemptResult, timeout: float) -> bool:
-        """Send what is left and ``result``, for at most ``timeout`` seconds; True if the service has all of it."""
+        """Send what is left and ``result``, for at most ``timeout`` seconds. Blocks, and ends the thread. True if the service has
+        all of it."""
         self._result = result
         self._deadline = time.monotonic() + timeout
         self._wake.set()
@@ -98,6 +105,8 @@ class ReportSender:
         return not self._thread.is_alive() and self._result is None
 
     def _run(self) -> None:
+        """The thread's loop: send reports until the attempt is fenced or, after ``finish``, until the result was sent or no retry
+        is worthwhile."""
         while True:
             try:
                 delay = self._send_report()
@@ -112,18 +121,20 @@ class ReportSender:
             self._pause(delay)
 
     def _is_retry_worthwhile(self, delay: float) -> bool:
-        """At the end: True if a retry after ``delay`` is worthwhile. Without it, the service finds everything on the disk."""
+        """True if, after ``finish``, a retry in ``delay`` seconds is before the deadline and a service is known. Without a retry,
+        the service reads everything from the disk."""
         return self._deadline is not None and time.monotonic() + delay < self._deadline and self._link.has_address()
 
     def _pause(self, delay: float) -> None:
+        """Wait ``delay`` seconds; ``finish`` ends a wait that began before it."""
         if self._deadline is None:
             self._wake.wait(delay)
         else:
             time.sleep(delay)
 
     def _send_report(self) -> float:
-        """Send one report and return the seconds until the next one. Raises ``Fenced``, also if the service is unreachable but
-        the run directory has the fence file."""
+        """Send one report, or skip it, and return the seconds until the next one. Raises ``Fenced`` if the service refuses the
+        attempt, or if the fence file exists, even with an unreachable service."""
         if self._fence_file.exists():
             raise Fenced(f"{self._fence_file} exists: the service has declared this attempt over")
         ending = self._result
@@ -174,9 +185,10 @@ class ReportSender:
         return 0.0 if moved and more else self._period
 
     def _can_skip_report(self, status: Status, batches: Sequence[RankBatch], more: bool) -> bool:
-        """True if this period's report is skipped. While ranks train, figures alone are sent in every second period at most, and
-        less often if responses are slow or request it (``periods_to_wait``), so that a service can manage more jobs. A stop
-        request still reaches the ranks within a second, or ten seconds with a service that manages hundreds of jobs."""
+        """True if this period's report is skipped; counts the period. While ranks train, reports with figures alone (metrics,
+        progress, hook summaries) are sent in every second period at most, and less often if responses are slow or request it
+        (``periods_to_wait``), so that a service can manage more jobs. A stop request still reaches the ranks within a second, or
+        ten seconds with a service that manages hundreds of jobs."""
         busy = (
             self._deadline is not None
             or self._failures
@@ -191,9 +203,9 @@ class ReportSender:
         return True
 
     def _batches(self) -> tuple[list[RankBatch], bool]:
-        """The unacknowledged lines, up to the limits of one report, and whether more are waiting. The ranks take turns to be
-        first, so that a rank with many messages does not starve the others. The agent's messages about rank 0's checkpoints are
-        sent after all messages of rank 0: the service cannot record them for a checkpoint that it does not know yet."""
+        """Return the unacknowledged messages, up to the limits of one report, and whether more are waiting. The ranks take turns
+        to be first, so that a rank with many messages does not starve the others. The agent's messages about rank 0's checkpoints
+        are sent after all messages of rank 0: the service cannot record them for a checkpoint that it does not know yet."""
         batches: list[RankBatch] = []
         lines, size, more = _MAX_LINES, self._max_bytes, False
         ranks = [rank for rank in self._readers if rank != AGENT_RANK]
@@ -218,6 +230,7 @@ class ReportSender:
         return batches, more
 
     def _acknowledge(self, acked: Mapping[int, int]) -> bool:
+        """Mark messages as received, up to the number given for each rank; True if any message was newly acknowledged."""
         before = {rank: reader.acked for rank, reader in self._readers.items()}
         for rank, reader in self._readers.items():
             if rank in acked:
@@ -225,14 +238,17 @@ class ReportSender:
         return any(reader.acked > before[rank] for rank, reader in self._readers.items())
 
     def _back_off(self) -> float:
+        """Count one more failure in a row, and return the seconds to wait before the next try: random, and growing up to
+        ``_LAST_DELAY``."""
         nominal = min(_LAST_DELAY, _FIRST_DELAY * 2.0 ** min(self._failures, 10))
         self._failures += 1
         return nominal * random.uniform(0.5, 1.0)
 
 
 def periods_to_wait(response_seconds: float, period: float, stop_grace: float, requested_seconds: float = 0.0) -> int:
-    """The number of periods (``period`` seconds each), at least one, that figures alone wait after a response that took
-    ``response_seconds`` seconds and requested a wait of ``requested_seconds`` seconds."""
+    """Return the number of periods (``period`` seconds each), at least one, that a report waits after a response if it has
+    figures alone (metrics, progress, hook summaries). The response took ``response_seconds`` seconds and requested a wait of
+    ``requested_seconds`` seconds; ``stop_grace`` (seconds) bounds the wait."""
     slow = min(_MAX_SLOW_PERIODS, int(_RESPONSE_TIME_FACTOR * response_seconds / period))
     most = int(max_control_delay(stop_grace) / period)
     return max(1, min(most, max(slow, int(requested_seconds / period))))

@@ -31,26 +31,27 @@ LONGEST_WAIT: Final = 60.0
 
 
 class Unreachable(Exception):
-    """No usable response now: retry later, and not before ``retry_after_seconds`` seconds if the service has requested that (429,
-    503)."""
+    """Raised if there is no usable response now. The caller may retry later, and not before ``retry_after_seconds`` seconds if
+    the service has requested that (429, 503)."""
 
     retry_after_seconds: float = 0.0
 
 
 class TooLarge(Exception):
-    """413: send less per request."""
+    """Raised if the service has responded with 413: the caller must send less per request."""
 
 
 class Fenced(Exception):
-    """This attempt is not the job's current one any more: its ranks must end at once."""
+    """Raised if this attempt is not the job's current one any more: its ranks must end at once."""
 
 
 class Denied(Exception):
-    """The service has responded and refuses what was requested."""
+    """Raised if the service has responded with 404 to a download: it does not have, or does not give, what was requested."""
 
 
 class ServiceLink:
-    """The connection to the service. Not thread-safe. Looks up the address again for every new connection."""
+    """One HTTP connection to the service, opened at the first request and kept for the next ones. Not thread-safe. Every new
+    connection looks up the address again."""
 
     def __init__(self, launch: LaunchFile) -> None:
         self._launch = launch
@@ -64,16 +65,17 @@ class ServiceLink:
         self.report_after = 0.0  # seconds that figures should wait, according to the last response
 
     def has_address(self) -> bool:
-        """True if the address of a service is known."""
+        """True if an address of the service is configured or ``service.json`` exists. Does not connect."""
         return self._launch.service_url is not None or self._file.exists()
 
     def address(self) -> tuple[str, int]:
-        """Host and port of the service. Raises ``Unreachable`` if none is known."""
+        """Host and port of the service, without connecting. Raises ``Unreachable`` if none is known."""
         url = self._url()
         return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
     def post(self, report: AgentReport, timeout: float | None = None) -> ReportAck:
-        """Send one report. Raises ``Unreachable``, ``TooLarge`` or ``Fenced``."""
+        """Send one report and return the service's acknowledgement. Blocks for at most ``timeout`` seconds, and for at most
+        ``_TIMEOUT``, per network operation. Raises ``Unreachable``, ``TooLarge`` or ``Fenced``."""
         body = report.model_dump_json().encode()
         try:
             status, data = self._exchange(body, min(_TIMEOUT, timeout or _TIMEOUT))
@@ -96,8 +98,9 @@ class ServiceLink:
 
     @contextmanager
     def fetch(self, name: str) -> Iterator[http.client.HTTPResponse]:
-        """The response to a GET of ``name`` below the attempt's address; read its body within the block. Raises ``Unreachable``,
-        ``Denied`` or ``Fenced``."""
+        """Send a GET for ``name`` below the attempt's address and yield the response with status 200; read its body within the
+        block. The connection is closed afterwards. Raises ``Unreachable``, ``Denied`` (404 from a Ratchet service) or
+        ``Fenced``."""
         try:
             answer = self._request("GET", self._root + name, None, {}, _TIMEOUT)
             data = b"" if answer.status == 200 else answer.read(_MAX_RESPONSE_BYTES)
@@ -115,6 +118,8 @@ class ServiceLink:
             self._close()
 
     def _exchange(self, body: bytes, timeout: float) -> tuple[int, bytes]:
+        """Post ``body`` as a report; return the status and body of the response. The body is cut at ``_MAX_RESPONSE_BYTES``, and
+        the connection is then closed. Raises ``OSError`` or ``HTTPException``."""
         answer = self._request("POST", self._path, body, {"Content-Type": "application/json"}, timeout)
         data = answer.read(_MAX_RESPONSE_BYTES)
         if answer.will_close or not answer.isclosed():
@@ -124,6 +129,8 @@ class ServiceLink:
     def _request(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout: float
     ) -> http.client.HTTPResponse:
+        """Send a request on the open or a new connection and return the response, whose body is not read yet. Stores the waits
+        that its headers request. ``path`` is absolute, without the prefix of the service's URL."""
         connection = self._connection or self._connect()
         connection.timeout = timeout
         if connection.sock is not None:
@@ -136,6 +143,8 @@ class ServiceLink:
         return answer
 
     def _connect(self) -> http.client.HTTPConnection:
+        """Prepare a new connection to the service's current address; it is opened by the first request. Raises
+        ``Unreachable``."""
         url = self._url()
         assert url.hostname is not None
         if url.scheme == "https":
@@ -147,6 +156,8 @@ class ServiceLink:
         return self._connection
 
     def _url(self) -> SplitResult:
+        """The URL of the service: the one from the launch file, else the one in ``service.json``. Raises ``Unreachable`` if there
+        is none or it is not an HTTP URL."""
         given = self._launch.service_url
         text = given if given is not None else self._service().url
         url = urlsplit(text)
@@ -155,6 +166,8 @@ class ServiceLink:
         return url
 
     def _service(self) -> ServiceFile:
+        """The content of ``service.json``. Raises ``Unreachable`` if the file cannot be read or its service has another protocol
+        version."""
         try:
             service = ServiceFile.model_validate_json(self._file.read_bytes())
         except (OSError, ValidationError) as error:
@@ -164,12 +177,14 @@ class ServiceLink:
         return service
 
     def _close(self) -> None:
+        """Close the connection, if there is one; the next request opens another."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _raise_for_status(self, status: int, data: bytes) -> None:
-        """Raise the exception for an error response."""
+        """Raise the exception for an error response: ``Fenced``, ``TooLarge`` or ``Unreachable``. Never returns. ``data``: the
+        body."""
         code, detail = _parse_problem(data)
         if status == 409 and code == "stale-attempt":
             raise Fenced(f"the service refused this attempt (409 {code}): {detail}")
@@ -184,14 +199,17 @@ class ServiceLink:
         raise unreachable
 
     def _record_denial(self, what: str) -> None:
-        """Record that the service does not know the job or its token; raise ``Fenced`` after repeated denials. Only denials by
-        the service that this run directory names count: another service may have taken the port while ours is down."""
+        """Record that the service does not know the job or its token; raise ``Fenced`` after repeated denials (``_DENIALS``).
+        Only denials by the service that this run directory names count: another service may have taken the port while that one is
+        down."""
         now = time.monotonic()
         self._denied_at = [*self._denied_at, now] if self._is_own_service() else []
         if len(self._denied_at) >= _DENIALS and now - self._denied_at[0] >= _DENIAL_TIME:
             raise Fenced(f"the service does not know this attempt ({what})")
 
     def _is_own_service(self) -> bool:
+        """True if the responding service is, as far as can be seen, the one that ``service.json`` or the launch file names. False
+        if that service ran on this machine and its process has ended. Raises ``Unreachable`` like ``_service``."""
         if self._launch.service_url is not None:
             return True
         service = self._service()

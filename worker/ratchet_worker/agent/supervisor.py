@@ -1,7 +1,6 @@
-"""Runs the ranks of one attempt from the first start to the last death. Ranks die with the thread that forked them, so
-everything here runs in the agent's main thread; the uplink's thread uses only ``status``, ``on_*`` and, through them,
-``DesiredState``.
-"""
+"""Runs the ranks of one attempt from the first start to the last death. Ranks die with the thread that forked them, so everything
+here runs in the agent's main thread. The report sender's thread uses only ``status``, ``on_*`` and, through them,
+``DesiredState``."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ its own rank halted reports it first; the others wait this long for that report 
 
 
 class Supervisor:
-    """Runs one attempt: call ``run`` once. Also the uplink's ``Listener``."""
+    """Runs one attempt: call ``run`` once after ``start``. It is also the ``Listener`` of the report sender."""
 
     def __init__(self, launch: LaunchFile, paths: AttemptPaths, starter: Starter, timing: Timing) -> None:
         self._paths = paths
@@ -95,17 +94,23 @@ class Supervisor:
     # --- the uplink's side (any thread) ---
 
     def status(self) -> Status:
+        """Return the phase and the last finished step for the next report. The phase is STOPPING once a stop was requested or a
+        rank has failed, RUNNING once start-up is over, and LAUNCHING before."""
         stopping = self._stop_since is not None or self._failed_since is not None
         running = AttemptPhase.RUNNING if self._watch.ready else AttemptPhase.LAUNCHING
         return Status(AttemptPhase.STOPPING if stopping else running, self.last_step)
 
     def on_control(self, control: Control) -> None:
+        """Receive the desired state, and the end of another node if there is one, from a response of the service; wake the main
+        thread. Only the first end of another node counts."""
         self._peer_cause = self._peer_cause or control.peer_cause
         self._peer_end = self._peer_end or control.peer_end
         self._desired.update_from_service(control.model_copy(update={"peer_end": None, "peer_cause": None}))
         self._wakeup_pipe.wake()
 
     def on_fenced(self, reason: str) -> None:
+        """Record that the attempt is fenced (not the job's current one any more), and wake the main thread, which kills the
+        ranks. ``reason``: text for the result."""
         self._fenced = reason
         self._wakeup_pipe.wake()
 
@@ -113,6 +118,7 @@ class Supervisor:
 
     @property
     def last_step(self) -> int:
+        """The highest step that a rank of this node has finished in this attempt; 0 before the first."""
         return max((self._watch.last_step(rank) for rank in self._ranks), default=0)
 
     @property
@@ -123,15 +129,18 @@ class Supervisor:
 
     @property
     def pace(self) -> Pace | None:
-        """The pace of the job, as measured in this attempt."""
+        """The pace of this node's ranks, as measured in this attempt only; None if nothing was measured."""
         return self._learner.pace(hung=bool(self._evidence.hung))
 
     @property
     def evidence(self) -> Evidence:
+        """What ``conclude`` needs besides the ranks' ends: what the agent has observed and done so far, with the fencing reason
+        and the last control state that was written for the ranks."""
         return replace(self._evidence, fenced=self._fenced, stop=self._published)
 
     def install_signal_handlers(self) -> None:
-        """Install the signal handlers; the first stop signal sets a flag."""
+        """Install the agent's signal handlers. A stop signal only sets a flag that the main thread reads; the first signal gives
+        the cause."""
 
         def flag(cause: Cause) -> None:
             self._signal = self._signal or cause
@@ -140,7 +149,7 @@ class Supervisor:
 
     def raise_if_over(self) -> None:
         """Raise ``NotStarted`` if the attempt is over before any rank was started: a stop was requested, the attempt is fenced,
-        or another node has failed."""
+        or another node has failed. Also writes the desired state for the ranks, like ``_publish``."""
         self._publish()
         wish = self._published
         if self._fenced is not None:
@@ -152,8 +161,8 @@ class Supervisor:
             raise NotStarted(peer_failure(self._peer_end, time.time()))
 
     def wait_for(self, done: Callable[[], T | None], deadline: float) -> T | None:
-        """Poll ``done`` and return its first value that is not None, or None at ``deadline`` (monotonic). For use before ranks
-        are started; raises ``NotStarted`` like ``raise_if_over``."""
+        """Poll ``done`` and return its first value that is not None, or None at ``deadline`` (monotonic seconds). Blocks. For use
+        before ranks are started; raises ``NotStarted`` like ``raise_if_over``."""
         while (value := done()) is None and time.monotonic() < deadline:
             self._wait(self._timing.tick)
             self.raise_if_over()
@@ -161,22 +170,22 @@ class Supervisor:
         return value
 
     def start(self, plans: Sequence[RankPlan]) -> None:
-        """Start all ranks. Raises ``OSError`` if one cannot be started; the caller must then call ``finish`` to end the ranks
-        already started."""
+        """Start all ranks, and their start-up deadlines. Raises ``OSError`` if one cannot be started; the caller must then call
+        ``finish`` to end the ranks already started."""
         self._watch.begin(time.monotonic())
         for process in self._starter.start(plans):
             self._ranks[process.rank] = SupervisedRank(process, self._paths)
 
     def run(self) -> list[Ended]:
-        """Watch the ranks until each has ended or was killed by the agent; return their ends."""
+        """Watch the ranks until each has ended or was killed by the agent; return their ends in the order of ranks. Blocks."""
         while any(r.live for r in self._ranks.values()):
             self._wait(self._timing.tick)
             self._step()
         return self.finish()
 
     def finish(self) -> list[Ended]:
-        """Kill what is left of the ranks' process groups, reap the ranks and return their ends. Safe to call at any time and
-        repeatedly."""
+        """Kill what is left of the ranks' process groups, reap the ranks, and return their ends in the order of ranks. Safe to
+        call at any time and repeatedly."""
         self._kill_live("the attempt ends")
         self._watch.poll(time.monotonic())
         for rank in self._ranks.values():
@@ -186,6 +195,8 @@ class Supervisor:
         return [rank.end(self._watch.last_step(number)) for number, rank in sorted(self._ranks.items())]
 
     def _step(self) -> None:
+        """Make one pass of the main loop: record deaths, read the counters, write the desired state, and kill the ranks if the
+        attempt is fenced, a rank or another node has failed, ranks hang, or a requested stop is overdue."""
         self._collect()
         if self._fenced is not None:
             log_message(f"fenced: {self._fenced}")
@@ -209,11 +220,12 @@ class Supervisor:
             self._end_overdue_stop(now)
 
     def _wait(self, seconds: float) -> None:
-        """Wait until a rank dies, the main thread is woken, or ``seconds`` pass."""
+        """Wait until a rank dies, the main thread is woken, or ``seconds`` pass. Records nothing."""
         self._wakeup_pipe.wait([r.process.fileno() for r in self._ranks.values() if r.live], seconds)
 
     def _collect(self) -> None:
-        """Record the ranks that have died."""
+        """Record the exit code and time of each rank that has died since the last call, and whether it was killed for lack of
+        memory. The first end that the other ranks do not expect starts ``failure_grace``. Does not wait and does not reap."""
         for number, rank in self._ranks.items():
             if not rank.live or (code := rank.process.exit_code()) is None:
                 continue
@@ -229,11 +241,13 @@ class Supervisor:
                 self._failed_since, self._failure = time.monotonic(), f"rank {number} ended with {code}"
 
     def _wait_and_collect(self, seconds: float) -> None:
+        """Wait like ``_wait``, then record the ranks that have died."""
         self._wait(seconds)
         self._collect()
 
     def _publish(self) -> None:
-        """Write the merged desired state for the ranks; a failed write is retried at the next pass."""
+        """Write the merged desired state to the control file of this node's ranks if it has changed. A failed write is logged and
+        retried at the next call. The first stop request starts ``stop_grace``."""
         if self._signal is not None:
             self._desired.update_from_signal(self._signal)
         wish = self._desired.merged()
@@ -266,6 +280,9 @@ class Supervisor:
                 self._abort_and_kill([rank], "it has written its result and does not exit")
 
     def _end_hang(self, now: float) -> bool:
+        """Kill the ranks if some are stuck beyond their deadline; return True if so. Their stacks are written to their logs
+        first. On several nodes, ranks that no signal has halted get ``_PEER_TIMEOUT`` seconds more, so that the agent of the
+        guilty node can report first."""
         waited_for = [n for n, r in self._ranks.items() if r.live and r.result_seen_at is None]
         stuck = self._watch.find_stuck(waited_for, self._is_stopped, now)
         if stuck is None:
@@ -285,7 +302,8 @@ class Supervisor:
         return True
 
     def _inject_fault(self) -> None:
-        """Kill this agent, and with it its ranks, at the step that a trial's fault plan names."""
+        """Kill this agent, and with it its ranks, by SIGKILL at the step that a trial's fault plan names. Does nothing without
+        such a plan."""
         if self._fault is None:
             return
         reading = CounterReader(self._paths.counter(self._fault.rank)).read()
@@ -295,9 +313,12 @@ class Supervisor:
             os._exit(128 + signal.SIGKILL)  # PID 1 of a container cannot kill itself by a signal
 
     def _is_stopped(self, rank: int) -> bool:
+        """True if a signal or a debugger has halted the rank's process."""
         return self._ranks[rank].is_halted
 
     def _end_overdue_stop(self, now: float) -> None:
+        """Kill the ranks if they have not ended within ``policy.stop_grace`` seconds after the stop request. Their stacks are
+        written to their logs first."""
         if self._stop_since is None or now - self._stop_since <= self._policy.stop_grace:
             return
         moved = self._watch.has_progressed_since(self._stop_since)
@@ -307,12 +328,15 @@ class Supervisor:
         self._kill_live("no agreed stop")
 
     def _write_stacks(self, why: str) -> str:
+        """Have each live rank write the stacks of its threads to its log, record it as killed by the agent, and return text about
+        the stacks for a message. Halted ranks write last, after the others were killed."""
         live = [rank for rank in self._ranks.values() if rank.live]
         told = write_stacks(live, why, self._timing.stacks, lambda ranks: self._abort_and_kill(ranks, why))
         return f"; the stacks of all threads are in the ranks' logs ({self._logs_command}){told}"
 
     def _kill_live(self, why: str) -> None:
-        """Kill all live ranks and wait for their death."""
+        """Kill all live ranks and wait for their death, for at most ``_KILL_TIMEOUT`` seconds; a rank that is still alive then
+        counts as dead."""
         self._evidence = replace(self._evidence, killed_at=self._evidence.killed_at or time.time())
         self._abort_and_kill([rank for rank in self._ranks.values() if rank.live], why)
         deadline = time.monotonic() + _KILL_TIMEOUT
@@ -324,8 +348,8 @@ class Supervisor:
                 rank.live, rank.died_at = False, time.time()
 
     def _abort_and_kill(self, ranks: Sequence[SupervisedRank], why: str) -> None:
-        """SIGKILL the groups of ``ranks``, after these have aborted their communicators. A rank that is exiting already is not
-        recorded as killed."""
+        """Have ``ranks`` abort their communicators, then send SIGKILL to their process groups. Does not wait for their death. A
+        rank that is exiting already is not recorded as killed."""
         if aborts := abort_groups(ranks, why, self._timing.abort, self._wait_and_collect):
             self._evidence = replace(self._evidence, aborts=f"{self._evidence.aborts}; {aborts}")
         for rank in ranks:

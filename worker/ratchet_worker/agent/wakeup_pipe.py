@@ -17,17 +17,20 @@ STOP_SIGNALS: Final = tuple(_STOP_CAUSES)
 
 
 class WakeupPipe:
-    """``wake`` may be called from any thread; the other methods only from the main thread."""
+    """A pipe that interrupts the main thread's wait. ``wake`` may be called from any thread; the other methods only from the main
+    thread."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def wake(self) -> None:
+        """End the current or the next ``wait``. Does not block."""
         with suppress(BlockingIOError):  # pipe full: a wake-up is pending already
             os.write(self._write, b"\0")
 
     def wait(self, descriptors: Iterable[int], seconds: float) -> None:
-        """Wait until one of ``descriptors`` is readable, ``wake`` is called, a signal arrives, or ``seconds`` pass."""
+        """Wait until one of ``descriptors`` is readable, ``wake`` was called, a signal arrives, or ``seconds`` pass. Does not say
+        which."""
         poller = select.poll()
         for descriptor in (self._read, *descriptors):
             poller.register(descriptor, select.POLLIN)
@@ -36,8 +39,8 @@ class WakeupPipe:
                 os.read(self._read, 4096)
 
     def install_signal_handlers(self, on_stop: Callable[[Cause], None]) -> None:
-        """Install the signal handlers: a stop signal only calls ``on_stop``, SIGHUP does nothing. No handler is ``SIG_IGN``,
-        because ranks would inherit it."""
+        """Install the signal handlers and unblock all signals. A stop signal (SIGTERM, SIGINT, SIGUSR1) only calls ``on_stop``
+        with its cause and ends a ``wait``; SIGHUP does nothing. No handler is ``SIG_IGN``, because ranks would inherit it."""
 
         def flag(number: int, _frame: FrameType | None) -> None:
             on_stop(_STOP_CAUSES[signal.Signals(number)])

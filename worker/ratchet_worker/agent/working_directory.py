@@ -30,10 +30,12 @@ _OTHER: Final = "other"
 
 @dataclass(frozen=True)
 class CopiedCode:
-    """``work.json``: the digest of the code that was copied into the directory, and the form of each file that was copied.
+    """The content of ``work.json``: the digest of the code that was copied into the directory, and the form of each file that was
+    copied.
 
     ``begun``: the forms that an interrupted update may have given a file since (None: removed). ``left``: files of the code that
-    were not copied, since the job had files of its own there."""
+    were not copied, since the job had files of its own there.
+    """
 
     digest: str | None = None
     files: dict[str, str] = field(default_factory=dict)
@@ -41,18 +43,18 @@ class CopiedCode:
     left: list[str] = field(default_factory=list)
 
     def forms(self, path: str) -> set[str | None]:
-        """The forms that ``path`` may have if only updates have changed it."""
+        """The forms that ``path`` may have if only updates have changed it; None among them stands for a missing file."""
         return {self.files.get(path), *self.begun.get(path, ())}
 
 
 def prepare(code: Path | None, work: Path, digest: str | None = None) -> list[str]:
-    """Create ``work`` unless it exists: a copy of ``code``, or an empty directory. Raises ``OSError``.
+    """Create ``work`` as a copy of ``code`` (None: an empty directory), or update it if it exists. Returns the paths of files
+    that an update left as they are, because they differ from what was copied. Raises ``OSError``.
 
     The copy is made under another name in the same directory, synced and renamed, so a copy that a crash interrupted is never
     used; the next call removes it. Only one process at a time does this on each disk: node 0's agent, before the others continue,
-    each under its attempt's lock. ``digest``: the digest of ``code``. A copy of other code is updated; the result is the paths of
-    its files that are left as they are, because they differ from what was copied. If such a file is gone by the next call, it is
-    copied then.
+    each under its attempt's lock. ``digest``: the digest of ``code``; an existing copy is updated if it was made of code with
+    another digest (None: it is not updated). A file that was left as it is, and is gone by the next call, is copied then.
     """
     if work.is_dir():
         return [] if code is None else _update(code, work, digest)
@@ -76,11 +78,12 @@ def prepare(code: Path | None, work: Path, digest: str | None = None) -> list[st
 
 
 def _entries(code: Path) -> list[Entry]:
-    """The entries of ``code``, which is a snapshot or what a snapshot would be made of."""
+    """The files and links of the directory ``code``. The limits on size and number that apply at a submission are not checked."""
     return tree.list_entries(code, tree.UNLIMITED)
 
 
 def _remove_leftovers(work: Path) -> None:
+    """Delete the incomplete copies that interrupted calls have left next to ``work``."""
     for left in work.parent.glob(f"{_PREFIX}*"):
         if left.is_dir() and not left.is_symlink():
             procfs.remove_tree(left)
@@ -89,7 +92,8 @@ def _remove_leftovers(work: Path) -> None:
 
 
 def _update(code: Path, work: Path, digest: str | None) -> list[str]:
-    """Update ``work`` to ``code`` and return the paths left as they are. An update after an interrupted one, even with other
+    """Update ``work`` to ``code`` and return the paths left as they are; empty if the code has not changed. Files of the old code
+    that the new code lacks are deleted, unless the job has changed them. An update after an interrupted one, even with other
     code, gives the same result: the forms that may be copied are recorded first, those that were copied last."""
     copied = _read_record(work)
     same = copied.digest == digest
@@ -124,6 +128,7 @@ def _update(code: Path, work: Path, digest: str | None) -> list[str]:
 
 
 def _replace_file(entry: Entry, work: Path) -> None:
+    """Copy one file or link of the code into ``work``, atomically over an existing one."""
     place = work / entry.path
     place.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=work.parent))
@@ -141,7 +146,8 @@ def _forms(found: list[Entry]) -> dict[str, str]:
 
 
 def _form(path: Path) -> str:
-    """The form of a path as text: a file's content digest and whether it is executable, or a link's target."""
+    """The form of a path as text, to compare two files: a file's content digest and whether it is executable, or a link's target;
+    ``other`` for anything else."""
     if path.is_symlink():
         return f"link {path.readlink()}"
     if not path.is_file():
@@ -153,7 +159,8 @@ def _form(path: Path) -> str:
 
 
 def _form_in(work: Path, path: str) -> str | None:
-    """The form of ``path`` in the working directory, where user code may have put anything; None if it does not exist."""
+    """The form of ``path`` (relative) in the working directory, where user code may have put anything; None if it does not exist,
+    ``other`` if it is unreadable or lies below a link."""
     place = work / path
     folders = list(place.parents)[: path.count("/")]
     if any(folder.is_symlink() or (folder.exists() and not folder.is_dir()) for folder in folders):
@@ -167,6 +174,7 @@ def _form_in(work: Path, path: str) -> str | None:
 
 
 def _read_record(work: Path) -> CopiedCode:
+    """The content of ``work.json``; an empty record if the file is missing or damaged."""
     try:
         told = json.loads(JobPaths(work.parent).work_file.read_bytes())
         return CopiedCode(
@@ -183,12 +191,13 @@ def _read_record(work: Path) -> CopiedCode:
 
 
 def _write_record(work: Path, copied: CopiedCode) -> None:
+    """Write ``work.json``, next to ``work``, durably and atomically."""
     text = json.dumps(asdict(copied))  # ASCII, since a file name need not be valid text
     write_atomic(JobPaths(work.parent).work_file, text.encode(), durable=True)
 
 
 def _copy(found: list[Entry], target: Path) -> None:
-    """Copy the entries to ``target``, with permissions that let the owner write all of it."""
+    """Copy the entries into the directory ``target`` and sync them, with permissions that let the owner write all of it."""
     folders = {target}
     for entry in found:
         place = target / entry.path
@@ -201,6 +210,7 @@ def _copy(found: list[Entry], target: Path) -> None:
 
 
 def _write_entry(entry: Entry, place: Path) -> None:
+    """Write one entry of the code to ``place``, which must not exist as a link: a link, or a synced copy of the file."""
     if entry.link is not None:
         place.symlink_to(entry.link)
         return
@@ -210,6 +220,7 @@ def _write_entry(entry: Entry, place: Path) -> None:
 
 
 def _sync(path: Path) -> None:
+    """Write a file or directory to the disk (``fsync``)."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -19,10 +19,13 @@ from ratchet_worker.state.snapshot import Sizes, Snapshot, Tensors
 
 @dataclass
 class Content:
-    """What one rank saves; ``layout``, ``hook`` and ``replicas`` are the same on all ranks. ``parts``: the number of parts in
-    which the shared tensors are compared. ``summary`` lacks the norm of the residuals, which ``norm_of`` computes from the copies
-    of the hook's tensors, since training should not wait for a pass over them. ``start``: the model's. ``environment`` includes
-    rank 0's provenance."""
+    """What one rank saves. ``layout`` (the hook's bucket layout), ``hook`` and ``replicas`` are the same on all ranks.
+
+    ``parts``: number of parts in which the shared tensors are compared; 0: there are none. ``summary``: the hook's, without the
+    norm of the residuals: ``norm_of`` computes that from the copies of the hook's tensors, since training should not wait for a
+    pass over them. ``start``: the model before its first step. ``environment``: this rank's facts, and the provenance that rank
+    0 writes into the manifest.
+    """
 
     snapshot: Snapshot
     layout: list[list[str]] | None
@@ -38,7 +41,8 @@ class Content:
 
 
 class Contents:
-    """Makes one rank's ``Content`` after each step that is saved. What stays the same is made once."""
+    """Makes one rank's ``Content`` after each step that is saved. The hook's record and the number of parts are computed again
+    only when they may have changed."""
 
     def __init__(self, state: JobState, rank: int, world_size: int) -> None:
         self._state, self._rank, self._world_size = state, rank, world_size
@@ -50,7 +54,11 @@ class Contents:
     def capture(
         self, step: int, total_steps: int | None, environment: Record, provenance: Record, data_digest: str | None
     ) -> Content:
-        """Return the content after ``step``. A collective the first time, like ``JobState.capture``."""
+        """Return the content after ``step``; its tensors are live.
+
+        A collective the first time, and raises, like ``JobState.capture``. ``environment``: this rank's facts; ``provenance``:
+        further entries for the manifest, which are not compared.
+        """
         _, hook = self._state.require_wrapped()
         layout = hook.layout()
         snapshot = self._state.capture()
@@ -70,6 +78,7 @@ class Contents:
         )
 
     def _hook_record(self, spec: HookSpec) -> HookRecord:
+        """Return the manifest's record of the hook ``spec``; the same object as long as ``spec`` is."""
         if self._record is None or spec is not self._spec:  # a spec is frozen
             parameters = spec.values()
             self._record = HookRecord(name=spec.name, parameters=parameters, state_version=STATE_VERSION)
@@ -77,6 +86,7 @@ class Contents:
         return self._record
 
     def _number_of_parts(self, sizes: Sizes) -> int:
+        """Return the number of parts for tensors of these sizes; computed again only for another ``sizes`` object."""
         if sizes is not self._sizes:
             self._sizes, self._parts = sizes, number_of_parts(sizes, self._world_size)
         return self._parts

@@ -19,8 +19,8 @@ _CHUNK_BYTES: Final = 2 << 20
 
 
 class StagingBuffer:
-    """The buffer. ``pinned``: for copies from a CUDA device. One save at a time uses it; any thread may ``reserve`` it for the
-    first save."""
+    """The memory that copies are made in. ``pinned``: page-locked, for copies from a CUDA device. One save at a time uses it; any
+    thread may ``reserve`` it for the first save."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -30,8 +30,11 @@ class StagingBuffer:
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate ``nbytes`` for the first save, and their pages one after the other until that save takes the buffer; its
-        copies allocate the remaining pages. No effect from then on. Raises ``MemoryError``."""
+        """Allocate ``nbytes`` for the first save, and then their pages one after the other, until they are all allocated or a
+        save takes the buffer.
+
+        The copies of that save allocate the remaining pages. No effect once a save has taken the buffer. Raises ``MemoryError``.
+        """
         with self._lock:
             if not self._acquired:
                 self._ensure_size(nbytes)
@@ -39,13 +42,15 @@ class StagingBuffer:
             pass
 
     def acquire(self, nbytes: int) -> torch.Tensor:
-        """Return a buffer of at least ``nbytes``. Raises ``MemoryError``."""
+        """Return the buffer, with at least ``nbytes`` bytes, for a save. A larger one replaces it if needed; its contents are
+        then lost. Raises ``MemoryError``."""
         self._acquired = True  # before the lock, so that ``reserve`` stops touching the buffer
         with self._lock:
             self._ensure_size(nbytes)
             return self._buffer
 
     def _ensure_size(self, nbytes: int) -> None:
+        """Replace the buffer by one of ``nbytes`` if it is smaller. Raises ``MemoryError``; the buffer is then empty."""
         if self._buffer.numel() >= nbytes:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old one first
@@ -56,7 +61,8 @@ class StagingBuffer:
         self._touched = nbytes if self._pinned else 0
 
     def _touch_next_pages(self) -> bool:
-        """Touch the next pages. True if there may be more to touch."""
+        """Allocate the next pages by writing zeros to them. Return True if there may be more, False if all are allocated or a
+        save has taken the buffer."""
         with self._lock:
             part = self._buffer[self._touched : self._touched + _CHUNK_BYTES]
             if self._acquired or not part.numel():
@@ -67,14 +73,18 @@ class StagingBuffer:
 
 
 def _pinned_pages(nbytes: int) -> torch.Tensor:
-    """Return page-locked memory, as the device needs it; its pages are allocated at once."""
+    """Return ``nbytes`` of page-locked memory, which copies from the device need. Its pages are allocated at once. Raises
+    ``RuntimeError``."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _pages(nbytes: int) -> torch.Tensor:
-    """Return whole pages, large ones if the system has them: a disk writes them in fewer pieces, and a copy has fewer TLB misses.
-    Processes that this one forks (data loading workers) do not get them: shared pages would be copied, one by one, as soon as the
-    next save is copied into the buffer."""
+    """Return ``nbytes`` of memory in whole pages, large ones if the system has them: a disk writes them in fewer pieces, and a
+    copy has fewer TLB misses.
+
+    Processes that this one forks (data loading workers) do not get them: shared pages would be copied, one by one, as soon as
+    the next save is copied into the buffer. Raises ``OSError``.
+    """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         with suppress(AttributeError, OSError):  # a system that lacks it

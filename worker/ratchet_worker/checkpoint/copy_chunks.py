@@ -19,7 +19,7 @@ class Move(NamedTuple):
 
 
 class Work:
-    """The moves of one kind of tensor, which two threads may share."""
+    """The copies (moves) of all tensors of one kind, which two threads may share."""
 
     def __init__(self, moves: Sequence[Move]) -> None:
         self._moves, self._next, self._done_count = moves, 0, 0
@@ -27,7 +27,8 @@ class Work:
         self._owner: int | None = None
 
     def take(self) -> Sequence[Move]:
-        """Return moves that no thread has taken; none if none is left or another thread has taken over."""
+        """Return the next moves that no thread has taken, about ``BYTES_PER_TURN`` bytes. Empty if none is left or another thread
+        has taken over."""
         with self._lock:
             first, nbytes = self._next, 0
             if self._owner not in (None, threading.get_ident()):
@@ -38,26 +39,29 @@ class Work:
             return self._moves[first : self._next]
 
     def take_over(self) -> None:
-        """Reserve all remaining moves for this thread."""
+        """Reserve all remaining moves for the calling thread, unless another thread has done so before."""
         with self._lock:
             self._owner = self._owner or threading.get_ident()
 
     def mark_done(self, count: int) -> None:
+        """Count ``count`` moves as done. Any thread may call it."""
         with self._lock:
             self._done_count += count
 
     def cancel(self) -> None:
-        """Drop the moves that no thread has taken."""
+        """Drop the moves that no thread has taken. If there are any, ``is_done`` stays False."""
         with self._lock:
             self._next = len(self._moves)
 
     @property
     def is_done(self) -> bool:
+        """True if all moves are done."""
         return self._done_count == len(self._moves)
 
 
 def split_copy(number: int, nbytes: int, *, undivided: bool = False) -> Iterator[Move]:
-    """Yield the moves of one source: several for a large one, so that two threads share it, unless it is copied ``undivided``."""
+    """Yield the moves that copy the ``nbytes`` of source ``number``: several for a large one, so that two threads share it, or a
+    single one if ``undivided``."""
     begin = 0
     while not undivided and nbytes - begin > 2 * BYTES_PER_TURN:
         yield Move(number, begin, begin + BYTES_PER_TURN)

@@ -22,7 +22,8 @@ from ratchet_worker.state.snapshot import Sizes, Snapshot, Until, digest, flat
 
 
 class Source(NamedTuple):
-    """Elements ``start <= i < stop`` (row-major) of a live tensor. ``name``: with prefix, as it is stored."""
+    """The elements ``start <= i < stop`` (row-major) of a live tensor, to be copied. ``name``: the stored name, with prefix.
+    ``until``: how long the tensor stays unchanged."""
 
     name: str
     tensor: torch.Tensor
@@ -36,8 +37,11 @@ class Source(NamedTuple):
 
 
 class Listed(Sequence[Source]):
-    """The sources of one save: its tensors, and columns that stay the same from save to save. All ``Source`` objects are created
-    when the first one is read. ``tensors``, ``addresses`` and ``versions``: as in ``LiveTensors``, in the sources' order."""
+    """The sources of one save: its tensors, and the columns (``_Columns``) that stay the same from save to save.
+
+    All ``Source`` objects are created when the first one is read. ``tensors``, ``addresses`` and ``versions``: as in
+    ``LiveTensors``, in the sources' order.
+    """
 
     def __init__(self, columns: _Columns, numbers: Sequence[int], shared: LiveTensors, private: LiveTensors) -> None:
         self.tensors = [shared.tensors[n] for n in numbers] + private.tensors
@@ -65,8 +69,8 @@ class Listed(Sequence[Source]):
 
 
 class Sources(NamedTuple):
-    """``layout_key``: the same object as for an earlier list if everything but the tensors themselves is the same, and these have
-    the same shapes, dtypes and order in memory. None: not known."""
+    """The sources of one save. ``layout_key``: the same object as for an earlier list if names, ranges and kinds are the same,
+    and the tensors have the same shapes, dtypes and order in memory. None: not known."""
 
     entries: Sequence[Source]
     layout_key: object = None
@@ -80,8 +84,8 @@ class Sources(NamedTuple):
 
 
 class Lister:
-    """Lists one rank's slices of the shared tensors and all of its private ones. From save to save only the tensors change, as
-    long as the names, shapes and slices stay the same."""
+    """Lists one rank's slices of the shared tensors and all of its private ones. The names and ranges are kept from save to save
+    as long as names, shapes and slices stay the same."""
 
     def __init__(self, rank: int) -> None:
         self._prefix = f"{RANK_PREFIX}{rank}/"
@@ -93,7 +97,8 @@ class Lister:
         self._layout_key = object()
 
     def list_sources(self, snapshot: Snapshot, slices: Sequence[Slice]) -> Sources:
-        """Return the sources of ``snapshot``. ``slices``: the same object as before if they are the same."""
+        """Return the sources of ``snapshot``: this rank's ``slices`` of the shared tensors, then all private ones. Pass the same
+        ``slices`` object as before if the slices are the same."""
         until, sizes, shared = snapshot.until, snapshot.sizes(), snapshot.shared
         private = [(name, t.dtype, t.shape, until.get(name), is_row_major(t)) for name, t in snapshot.private.items()]
         if sizes is not self._sizes or slices is not self._slices or private != self._private:
@@ -107,6 +112,7 @@ class Lister:
         return Sources(Listed(self._columns, self._numbers, shared, own), self._layout_key)
 
     def _build_columns(self, snapshot: Snapshot, slices: Sequence[Slice]) -> _Columns:
+        """Return names, starts, stops and kinds of the sources of ``snapshot``."""
         until, private = snapshot.until, snapshot.private
         return (
             [f"{SHARED_PREFIX}{s.name}" for s in slices] + [f"{self._prefix}{name}" for name in private],
@@ -121,14 +127,15 @@ _Columns = tuple[list[str], list[int], list[int], list[Until]]
 
 
 class Audit:
-    """Create it at a step boundary; call ``first_changed`` before the next ``optimizer.step()``."""
+    """Detects changes of tensors between two steps by digests of their elements. Create it at a step boundary, and call
+    ``first_changed`` before the next ``optimizer.step()``. Sources of other kinds than ``Until.STEP`` are left out."""
 
     def __init__(self, sources: list[Source]) -> None:
         self._sources = [s for s in sources if s.until is Until.STEP]
         self._before = [_digest(s) for s in self._sources]
 
     def first_changed(self) -> str | None:
-        """Return the name of the first tensor that has changed; None: none has."""
+        """Return the name of the first tensor whose elements have changed since the audit was created; None if none has."""
         for source, before in zip(self._sources, self._before, strict=True):
             if _digest(source) != before:
                 return source.name
@@ -136,4 +143,5 @@ class Audit:
 
 
 def _digest(source: Source) -> str:
+    """Return the digest of the source's current elements."""
     return digest([flat(source.tensor)[source.start : source.stop]])

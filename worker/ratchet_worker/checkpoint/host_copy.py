@@ -46,8 +46,11 @@ _SMALL_BYTES: Final = 64 << 10
 
 
 class Staging:
-    """The buffer of one rank; ``stage`` begins a copy into it, one at a time. ``cores``: with one, a thread that waits for a copy
-    makes the rest of it alone; with more, the saving thread continues concurrently."""
+    """The buffer of one rank. ``stage`` begins a copy of live tensors into it; only one copy is in progress at a time.
+
+    ``cores``: processor cores of this rank. With one, a thread that waits for a copy makes the rest of it alone. With more, the
+    saving thread continues to copy concurrently.
+    """
 
     def __init__(self, device: torch.device, cores: int = 1) -> None:
         self._cores = cores
@@ -58,12 +61,16 @@ class Staging:
         self._layout = _Layout([], 0)
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate the buffer for copies of ``nbytes``; in the saving thread, before any save. Raises ``MemoryError``."""
+        """Allocate the buffer for copies of ``nbytes``. Called in the saving thread, before the first save. Raises
+        ``MemoryError``."""
         self._staging_buffer.reserve(nbytes)
 
     def stage(self, sources: Sources) -> Staged:
-        """Lay out the copies of ``sources``, and make those due at the boundary. Raises ``StateError`` for a dtype that cannot be
-        stored."""
+        """Copy the ``sources`` that are due at the boundary, and return an object that copies the others later.
+
+        Raises ``StateError`` for a dtype that cannot be stored and for a tensor without memory, ``MemoryError`` if the buffer
+        cannot be allocated.
+        """
         layout = self.lay_out(sources)
         buffer = self._staging_buffer.acquire(layout.nbytes)
         staged = Staged(sources, layout, buffer, self._stream, self._cores, self._reader)
@@ -71,7 +78,8 @@ class Staging:
         return staged
 
     def lay_out(self, sources: Sources) -> _Layout:
-        """Return the layout of the copies of ``sources``. Raises ``StateError`` for a dtype that cannot be stored."""
+        """Return the layout of the copies of ``sources``; the previous one if their ``layout_key`` is the same. Raises
+        ``StateError`` for a dtype that cannot be stored."""
         if sources.layout_key is None or sources.layout_key is not self._layout_key:
             self._layout_key = None
             self._layout = _Layout(sources.entries, _SMALL_BYTES if self._stream is None else 0)
@@ -79,18 +87,23 @@ class Staging:
         return self._layout
 
     def reading_context(self) -> AbstractContextManager[Any]:
-        """Return a context for reading live tensors during training: on CUDA, the copies' own stream."""
+        """Return a context in which a thread reads live tensors during training. On CUDA it makes the stream of the copies the
+        current one; on the CPU it does nothing."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 def size_of(sources: Sources) -> int:
-    """Return the bytes that staging ``sources`` takes."""
+    """Return the number of bytes that copies of ``sources`` take in the buffer."""
     return sum(source.nbytes for source in sources.entries)
 
 
 class _Layout:
-    """The places of copies in the buffer, which follow from the sources' names, shapes and dtypes alone. A source of fewer than
-    ``small`` bytes is copied at the boundary."""
+    """The places of the copies in the buffer. They follow from the sources' names, shapes and dtypes alone.
+
+    A source of fewer than ``small`` bytes is copied at the boundary, whatever its kind. Attributes are by number of the source,
+    except ``pieces``, which are in file order, and ``moves`` and ``numbers_by_until``, which are by kind. The constructor raises
+    ``StateError`` for a dtype that cannot be stored.
+    """
 
     def __init__(self, sources: Sequence[Source], small: int) -> None:
         for source in sources:
@@ -127,23 +140,27 @@ class _Layout:
         self._targets: tuple[torch.Tensor, list[torch.Tensor]] | None = None
 
     def with_prefix(self, prefix: str) -> Mapping[str, _Place]:
-        """Return the places of names that begin with ``prefix``, by the rest of the name. For one thread at a time."""
+        """Return the places of sources whose names begin with ``prefix``, by the rest of the name. Only one thread may call this
+        at a time."""
         if prefix not in self._by_prefix:
             found = zip(self._names, self.places, strict=True)
             self._by_prefix[prefix] = {name.removeprefix(prefix): at for name, at in found if name.startswith(prefix)}
         return self._by_prefix[prefix]
 
     def boundary_targets(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view of ``buffer`` for each source that is copied at the boundary, and for no other: in the tensor's shape, or
-        flat if only a part of it is copied."""
+        """Return a view of ``buffer`` for each source that is copied at the boundary. The view has the tensor's shape, or is flat
+        if only a part of the tensor is copied."""
         if self._targets is None or self._targets[0] is not buffer:
             self._targets = buffer, [self.places[n].view_in(buffer) for n in self.numbers_by_until[Until.BOUNDARY]]
         return self._targets[1]
 
 
 class _Place(NamedTuple):
-    """``offset`` and ``nbytes`` of a copy in the buffer; its first element is the tensor's element ``start``. ``shape``: that of
-    the tensor if all of it is copied, else None."""
+    """The place of one copy in the buffer: byte ``offset`` and size ``nbytes``.
+
+    The first element of the copy is element ``start`` of the tensor. ``shape``: the tensor's if all of it is copied; None if
+    only a part is.
+    """
 
     offset: int
     nbytes: int
@@ -152,14 +169,17 @@ class _Place(NamedTuple):
     shape: torch.Size | None
 
     def view_in(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the copy in ``buffer``: in the tensor's shape, or flat if only a part of it is copied."""
+        """Return the copy as a view of ``buffer``: in the tensor's shape, or flat if only a part of the tensor is copied."""
         flat = buffer[self.offset : self.offset + self.nbytes].view(self.dtype)
         return flat if self.shape is None else flat.view(self.shape)
 
 
 class Staged:
-    """Copies in progress, made kind by kind: ``copy`` makes one kind's, in any thread; ``wait``, in any other thread, takes part
-    in them or takes them over, and waits for them."""
+    """Copies in progress of one save, made kind by kind (``Until``).
+
+    ``copy`` copies the tensors of one kind, in any thread. ``wait``, in another thread, waits until a kind is copied, and takes
+    part in the copying. ``error``: set once a tensor has changed before it was copied.
+    """
 
     def __init__(
         self, sources: Sources, layout: _Layout, buffer: torch.Tensor, stream: Any, cores: int, reader: SafeReader
@@ -179,7 +199,8 @@ class Staged:
         self.error: StateError | None = None
 
     def copy_at_boundary(self) -> None:
-        """Copy the sources due at the boundary, in the loop's thread. Raises ``StateError`` for a tensor without memory."""
+        """Copy the sources that are due at the boundary, in the loop's thread. Raises ``StateError`` for a tensor whose storage
+        was emptied."""
         numbers = self._layout.numbers_by_until[Until.BOUNDARY]
         for number in numbers:
             if not self._addresses[number] and is_freed(self._tensors[number]):
@@ -198,9 +219,11 @@ class Staged:
         self.wait(Until.BOUNDARY)
 
     def copy(self, until: Until, *, exclusive: bool = False, is_waiting: bool = False) -> None:
-        """Copy every source of this kind that no other thread is copying; ``error`` is set if one changed before it was copied.
-        ``exclusive``: other threads leave the rest to this one. ``is_waiting``: the caller is the loop's thread, which runs
-        nothing else meanwhile."""
+        """Copy every source of this kind that no other thread has taken. Sets ``error`` if one changed before it was copied.
+
+        ``exclusive``: other threads leave the rest to this one. ``is_waiting``: the caller is the loop's thread, which runs no
+        user code meanwhile.
+        """
         work = self._work[until]
         try:
             if exclusive:
@@ -220,8 +243,10 @@ class Staged:
             raise
 
     def _copy_if_awaited(self, move: Move, until: Until) -> bool:
-        """Make a direct copy if the loop's thread waits for this kind. That thread cannot leave ``wait`` before the copy is made,
-        even if a signal handler raises there."""
+        """Make one copy directly if the loop's thread waits for this kind; return whether it does.
+
+        That thread cannot leave ``wait`` before the copy is made, even if a signal handler raises there.
+        """
         with self._direct_copy_lock:
             waited = until in self._awaited
             if waited:
@@ -229,7 +254,10 @@ class Staged:
         return waited
 
     def _copy_move(self, move: Move, *, direct: bool) -> None:
-        """Make one copy. ``direct``: the loop's code, which could free the memory, does not run meanwhile."""
+        """Make one copy. Sets ``error`` if the tensor has changed or lost its memory.
+
+        ``direct``: read the memory directly, since the loop's code, which could free it, does not run meanwhile.
+        """
         number, begin, end = move
         tensor, place = self._tensors[number], self._layout.places[number]
         lost = address(tensor) != self._addresses[number]
@@ -249,7 +277,8 @@ class Staged:
         self._check(number, is_lost=lost)
 
     def _check(self, number: int, *, is_lost: bool = False) -> None:
-        """Set ``error`` if the tensor has changed since the boundary."""
+        """Set ``error`` if the tensor with this number has changed since the boundary. ``is_lost``: its memory could not be read.
+        An earlier ``error`` stays."""
         tensor = self._tensors[number]
         if is_lost or address(tensor) != self._addresses[number]:
             self.error = self.error or resized_error(self._sources[number].name)
@@ -257,15 +286,16 @@ class Staged:
             self.error = self.error or changed_error(self._sources[number].name)
 
     def require_intact(self, until: Until) -> None:
-        """Raises ``StateError`` if a tensor of this kind has changed since the boundary. Call it before the loop may change
-        one."""
+        """Raises ``StateError`` if a tensor of this kind has changed since the boundary, or any tensor before it was copied. Call
+        it before the loop may change tensors of this kind."""
         for number in self._layout.numbers_by_until[until]:
             self._check(number)
         if self.error is not None:
             raise self.error
 
     def _memory_of(self, number: int) -> Bytes:
-        """Return the bytes of the source in the live tensor's memory."""
+        """Return the bytes of the source in the live tensor's memory, without a copy. Raises ``BufferError`` if the tensor has no
+        memory."""
         if number not in self._memory:
             place = self._layout.places[number]
             begin = place.start * place.dtype.itemsize
@@ -273,8 +303,10 @@ class Staged:
         return self._memory[number]
 
     def finish(self) -> None:
-        """In the saving thread: copy what is not copied yet, and wait for what other threads are copying. Raises ``StateError``
-        if a tensor changed before it was copied, or a copying thread was interrupted."""
+        """Copy what is not copied yet, and wait for what other threads are copying. Called in the saving thread.
+
+        Raises ``StateError`` if a tensor changed before it was copied, or a thread that was copying was interrupted.
+        """
         for until in self._work:
             self.copy(until)
             self._copied[until].wait()
@@ -284,14 +316,17 @@ class Staged:
             raise self.error
 
     def abandon(self) -> None:
-        """Stop copying, and release all threads that wait for a copy."""
+        """Drop the copies that no thread has begun, and release all threads that wait for a copy."""
         for work in self._work.values():
             work.cancel()
         for copied in self._copied.values():
             copied.set()
 
     def wait(self, until: Until) -> None:
-        """Wait until this kind may change. On CUDA the current stream waits, not the host."""
+        """Wait until tensors of this kind are copied, so that they may change. On CUDA the current stream waits, not the host.
+
+        On the CPU, the calling thread takes part in the copying.
+        """
         copied = self._copied[until]
         if not copied.is_set():
             self._awaited.add(until)
@@ -307,8 +342,11 @@ class Staged:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
     def data_to_write(self) -> tuple[list[Piece], memoryview]:
-        """Return the pieces to write and their bytes, once all kinds are copied. The host waits for the device. The list is the
-        same object as long as names, shapes and dtypes are the same."""
+        """Return the pieces to write, and the bytes of all of them in file order. Call it when all kinds are copied.
+
+        The host waits for the device. The list of pieces is the same object as before while names, shapes and dtypes are the
+        same.
+        """
         for mark in self._events.values():
             mark.synchronize()
         return self._layout.pieces, byte_view(self._buffer[: self._layout.nbytes])
@@ -319,7 +357,8 @@ class Staged:
         return self._layout
 
     def ranges(self, prefix: str, slices: Iterable[Slice]) -> list[Range]:
-        """Return the byte ranges, in the bytes to write, of ``slices`` of the sources; their names are without ``prefix``."""
+        """Return, for each of ``slices``, its byte range in the bytes to write. ``prefix``: begins the names of the sources, and
+        is missing in those of the slices."""
         places = self._layout.with_prefix(prefix)
         ranges: list[Range] = []
         for name, start, stop in slices:
@@ -329,18 +368,20 @@ class Staged:
         return ranges
 
     def tensors(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Return the copies of sources whose names begin with ``prefix``, by the rest of the name: flat, in their dtypes."""
+        """Return the copies of sources whose names begin with ``prefix``, by the rest of the name: flat views of the buffer, in
+        their dtypes."""
         return {name: place.view_in(self._buffer).view(-1) for name, place in self._layout.with_prefix(prefix).items()}
 
     def _elements_to_copy(self, number: int) -> torch.Tensor:
-        """Return the elements of a live tensor that are copied: all of it in its shape, or a part of it, flat."""
+        """Return the elements of a live tensor that are copied: the tensor itself, or a part of it, flat."""
         tensor, place = self._tensors[number], self._layout.places[number]
         if place.shape is not None:
             return tensor
         return tensor.contiguous().view(-1)[place.start : place.start + place.nbytes // place.dtype.itemsize]
 
     def _copy(self, number: int, tensor: torch.Tensor) -> None:
-        """Copy with torch: from another device, or if torch has to reorder or conjugate the elements."""
+        """Copy with torch: from another device, or if torch has to reorder or conjugate the elements. On CUDA the copy is only
+        queued. ``tensor``: the live tensor, or a private copy of it."""
         place = self._layout.places[number]
         if place.nbytes:
             flat = tensor.detach().contiguous().view(-1)
@@ -349,8 +390,11 @@ class Staged:
 
     @contextmanager
     def _copy_stream(self, until: Until) -> Iterator[None]:
-        """On CUDA, enter the copies' stream, which runs concurrently with the current one, after the work queued there before the
-        boundary."""
+        """In this block, on CUDA, the current stream is that of the copies, which runs concurrently with the caller's stream. On
+        the CPU, do nothing.
+
+        For copies at the boundary, the copies' stream first waits for all work that the caller's stream has queued.
+        """
         if self._stream is None:
             yield
             return
@@ -361,7 +405,8 @@ class Staged:
 
 
 def _copy_bytes(memory: Bytes, target: Bytes, reader: SafeReader | None) -> None:
-    """Copy ``memory`` without the GIL, with ``reader`` if user code may free it meanwhile."""
+    """Copy ``memory`` to ``target`` without the GIL. ``reader``: used if user code may free the memory meanwhile; it raises
+    ``BufferError`` then. None: read directly."""
     if reader is None:
         np.copyto(target, memory)
     else:

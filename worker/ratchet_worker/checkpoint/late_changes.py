@@ -24,7 +24,8 @@ from ratchet_worker.state.snapshot import Snapshot, digest
 
 
 class LateChanges:
-    """Changes on one rank since the end of a ``checkpoint()``. ``step``: the step that was saved."""
+    """Detects what changes on one rank after ``checkpoint()``. Create it when ``checkpoint()`` has saved ``step``: the state at
+    that moment is what later ones are compared with."""
 
     def __init__(self, state: JobState, device: torch.device, step: int) -> None:
         self.step = step
@@ -33,7 +34,7 @@ class LateChanges:
         self._marks = _marks(self._snapshot)
 
     def changed_components(self) -> list[str]:
-        """Return the names of the components that have changed."""
+        """Return the sorted names of the components that have changed since this object was created. Captures the state again."""
         now = self._capture()
         marks = _marks(now)
         names = {
@@ -45,7 +46,8 @@ class LateChanges:
 
     @contextmanager
     def ignoring_evaluation(self) -> Iterator[None]:
-        """Ignore an evaluation in this block: it restores parameters and buffers bit for bit, which torch counts as changes."""
+        """Do not count changes of parameters and buffers that an evaluation in this block makes: it restores them bit for bit,
+        which torch counts as changes."""
         before = self._model_marks()
         try:
             yield
@@ -54,21 +56,26 @@ class LateChanges:
             self._marks |= {name: mark for name, mark in after.items() if self._marks.get(name) == before.get(name)}
 
     def _model_marks(self) -> dict[str, Any]:
+        """Return the current marks of the parameters and buffers, by name."""
         marks = _marks(self._capture())
         return {name: mark for name, mark in marks.items() if name.startswith((f"{MODEL}/", "buffers/"))}
 
     def _capture(self) -> Snapshot:
+        """Return the current state, as views. The generators are set back afterwards, since a ``state_dict()`` may draw from
+        them."""
         with fork_rng(self._device):  # undoes what a state_dict() draws
             return self._state.capture()
 
     def _harmless_components(self) -> set[str]:
-        """Return components whose changes have no effect: where DDP broadcasts buffers, every forward begins with rank 0's."""
+        """Return the components whose changes have no effect: the buffers of other ranks than 0, if DDP broadcasts rank 0's
+        before every forward pass."""
         ddp = self._state.require_wrapped()[0]
         return {"buffers"} if ddp.broadcast_buffers and self._state.rank != 0 else set()
 
 
 def late_change_message(step: int, names: Sequence[str]) -> str:
-    """Return a message: what the checkpoint of ``step`` lacks, and what to do."""
+    """Return the message for the user about changes after ``checkpoint()``: what the checkpoint of ``step`` lacks, and what to
+    do. ``names``: the changed components."""
     return (
         f"{', '.join(name.removeprefix('user:') for name in names)} changed after checkpoint() in the same loop body, so the "
         f"checkpoint of step {step} lacks it: call checkpoint() last"
@@ -76,7 +83,8 @@ def late_change_message(step: int, names: Sequence[str]) -> str:
 
 
 def early_checkpoint_message(step: int, names: Sequence[str]) -> str:
-    """Return the message for a ``checkpoint()`` between the beginning of a body and the step's work."""
+    """Return the message for a ``checkpoint()`` that is called after the beginning of a loop body and before the step's work.
+    ``names``: components that had advanced already."""
     moved = ", ".join(name.removeprefix("user:") for name in names)
     return (
         f"checkpoint() saved step {step} when the next one had begun: {moved} had advanced. A resume does the body again, and "
@@ -85,7 +93,7 @@ def early_checkpoint_message(step: int, names: Sequence[str]) -> str:
 
 
 def unfinished_body_message(step: int, attempt: int) -> str:
-    """Return the message for a body whose end was not reached."""
+    """Return the message for an attempt that ended before the end of the loop body in which ``checkpoint()`` saved ``step``."""
     return (
         f"attempt {attempt} did not reach the end of the loop body in which checkpoint() saved step {step}, so the checkpoint "
         "lacks what the rest of the body changes: call checkpoint() last"
@@ -93,12 +101,15 @@ def unfinished_body_message(step: int, attempt: int) -> str:
 
 
 def _marks(snapshot: Snapshot) -> dict[str, Any]:
+    """Return a value by which each tensor of ``snapshot`` is compared, by name."""
     tensors: Mapping[str, torch.Tensor] = snapshot.shared
     found = {name: (address(tensor), _mark(tensor)) for name, tensor in tensors.items()}
     return {**found, **{name: _mark(tensor) for name, tensor in snapshot.private.items()}}
 
 
 def _mark(tensor: torch.Tensor) -> Any:
+    """Return the form of a tensor and a digest of its elements, or, if it is large or not on the CPU, torch's count of
+    changes."""
     form = tensor.shape, tensor.dtype
     if tensor.is_cpu and tensor.nbytes <= SMALL:
         return *form, digest([tensor])

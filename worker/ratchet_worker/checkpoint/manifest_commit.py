@@ -27,7 +27,8 @@ from ratchet_worker.state import replica_digests
 
 @dataclass(frozen=True)
 class Order:
-    """The facts of a save that all ranks know. ``started_at``: monotonic seconds. ``concurrent``: it is copied and compared
+    """The facts of a save that all ranks know. ``number``: counts the saves of this attempt, from 1. ``finished``: the job has
+    ended at ``step``. ``started_at``: monotonic seconds of this host. ``concurrent``: the state is copied and compared
     concurrently with the next step."""
 
     number: int
@@ -58,7 +59,8 @@ tensor that differs between ranks (null: they have different sets of tensors), w
 
 
 class Committer:
-    """Commits the checkpoints of one attempt. ``last``: the newest of them, or the one that the attempt started from."""
+    """Commits the checkpoints of one attempt, on rank 0. ``last``: the newest committed one, or the one that the attempt started
+    from."""
 
     def __init__(self, launch: LaunchFile, exchange: Exchange, reporter: Reporter, base: Base) -> None:
         self._launch, self._exchange, self._reporter = launch, exchange, reporter
@@ -72,7 +74,12 @@ class Committer:
         self._committed: tuple[Manifest, float] | None = None  # the newest of this attempt, and the seconds it took
 
     def decide(self, order: Order, content: Content | None, stall: float) -> Verdict:
-        """Wait for all ranks' reports as long as files are being written; commit, or return the error in the verdict."""
+        """Wait for all ranks' reports on a save, and commit its manifest. Return the verdict, with the error if nothing was
+        committed.
+
+        The wait continues as long as files are being written. ``content`` None: rank 0 itself has failed. ``stall``: seconds
+        that the loop has waited. Called in the saving thread.
+        """
         directory = self._job.checkpoint(order.step, self._launch.attempt)
         try:
             reports_with_listings = self._exchange.collect_with_attachments(
@@ -118,8 +125,10 @@ class Committer:
         return {"error": None, "base": manifest.base.model_dump()}
 
     def finish(self) -> None:
-        """Mark the newest checkpoint of this attempt as the job's last, which is only known now: a resume from it has nothing
-        left to do. No effect if it is marked already. Raises ``CheckpointError``."""
+        """Mark the newest checkpoint of this attempt, on disk, as the job's last: a resume from it has nothing left to do.
+
+        No effect if the attempt has committed none, or it is marked already. Raises ``CheckpointError``.
+        """
         if self._committed is None or self._committed[0].finished:
             return
         manifest, seconds = self._committed
@@ -129,11 +138,16 @@ class Committer:
         self._reporter.report_committed(*self._committed)
 
     def record_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Store what was logged at ``step``. Any thread may call it; it does not wait for the disk."""
+        """Store the metrics ``values``, by name, that were logged at ``step``. Any thread may call it; it does not wait for the
+        disk."""
         self._keeper.record_metric(step, values)
 
     def retain(self) -> None:
-        """After a commit, delete checkpoints that no rule keeps. A failure to delete costs disk space, not the checkpoint."""
+        """Delete the checkpoints that no retention rule keeps, and report each deletion. Call it after a commit; no effect
+        before the first one.
+
+        A failure to delete is reported as a note: it costs disk space, not the checkpoint.
+        """
         if self._committed is None:
             return
         deleted, notes = self._keeper.on_committed(self._committed[0])
@@ -150,6 +164,8 @@ class Committer:
         digests: list[str],
         tensors: list[TensorEntry],
     ) -> Manifest:
+        """Return the manifest of a save. ``digests``: of the shared tensors, by part. ``tensors``: the entries of all ranks'
+        files."""
         launch = self._launch
         return Manifest(
             job_id=launch.job_id,
@@ -180,8 +196,11 @@ class Committer:
         writer_digests: Sequence[Sequence[str]],
         other_digests: Sequence[Mapping[str, Sequence[str]]],
     ) -> tuple[str, str | None] | None:
-        """Return a message about the first tensor that differs, with the ranks that differ from the rank that writes it, and its
-        name; None if all are equal."""
+        """Return a message about the first tensor that differs between ranks, and its name; None if all are equal.
+
+        The name is None if the ranks hold different sets of tensors. ``writer_digests``: by part, digests of its slices from the
+        rank that writes it. ``other_digests``: by rank, its digests of parts that other ranks write.
+        """
         other_tensors = f"{DIVERGED}: the ranks hold different sets of tensors; nothing was saved", None
         if len(writer_digests) != content.parts:
             return other_tensors
@@ -200,6 +219,7 @@ class Committer:
         return text + self._hook_advice(), name
 
     def _hook_advice(self) -> str:
+        """Return advice, to append to the message, for a custom hook; empty for other hooks."""
         hook = self._launch.spec.hook
         if not isinstance(hook, CustomSpec):
             return ""
@@ -210,13 +230,15 @@ class Committer:
 
 
 class _Listings:
-    """The lists of tensors in the ranks' reports. A list is parsed only if it differs from the one in the rank's last report."""
+    """The lists of tensors in the ranks' reports. A rank's list is parsed again only if it differs from that rank's previous
+    one."""
 
     def __init__(self) -> None:
         self._cache: dict[int, tuple[bytes, list[TensorEntry]]] = {}
 
     def parse(self, texts: Sequence[bytes]) -> list[TensorEntry]:
-        """Return all entries in rank order; unchanged lists are the same objects as the last time."""
+        """Return the entries of all ranks' lists, in rank order. Entries of unchanged lists are the same objects as the last
+        time."""
         for rank, text in enumerate(texts):
             if rank not in self._cache or self._cache[rank][0] != text:
                 self._cache[rank] = text, parse_entries(text)
@@ -224,9 +246,12 @@ class _Listings:
 
 
 def write_progress(directory: Path) -> tuple[int, int]:
-    """Return the sizes plus the allocated bytes of a directory's files, and their pages that are not on the disk yet. While a
-    save progresses, the first number grows (also where a block is written before an existing one, so that no size changes) or
-    the second shrinks."""
+    """Return two numbers by which the progress of a save is seen: sizes plus allocated bytes of the files in ``directory``, and
+    their pages that are not on the disk yet.
+
+    While a save progresses, the first number grows (also if a block is written before an existing one, so that no size changes)
+    or the second shrinks. Both are 0 if the directory cannot be read.
+    """
     try:
         paths = list(directory.iterdir())
         found = [path.stat() for path in paths]

@@ -35,8 +35,11 @@ from ratchet_worker.state.live_memory import SafeReader
 
 
 class Disk:
-    """The file system that a directory was on when this object was created. If it is unmounted during training (``umount -l``),
-    the directory below the mount point would receive the files, on another disk, where no resume looks for them."""
+    """Detects that ``directory`` is on another file system than when this object was created.
+
+    If a file system is unmounted during training (``umount -l``), the directory below the mount point would receive the files,
+    on another disk, where no resume looks for them.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -45,7 +48,8 @@ class Disk:
             self._device = device_number(directory)
 
     def check_same_device(self) -> None:
-        """Raises ``CheckpointError`` if the file system is another one now, ``OSError`` if it cannot be determined."""
+        """Raises ``CheckpointError`` if the directory is on another file system now, ``OSError`` if the file system cannot be
+        determined. If it could not be determined before, the present one counts from now on."""
         found = device_number(self._directory)
         if self._device is None:
             self._device = found
@@ -58,7 +62,7 @@ class Disk:
 
 
 def device_number(path: Path) -> int:
-    """Return the device number of ``path``, or of its nearest existing parent. Raises ``OSError``."""
+    """Return the device number of ``path``, or, if it does not exist, of its nearest existing parent. Raises ``OSError``."""
     while True:
         try:
             return path.stat().st_dev
@@ -77,14 +81,15 @@ machine whose processors are all busy they might never finish."""
 
 
 class _Looked(NamedTuple):
-    """``digests``: digests of the parts that other ranks write, by part."""
+    """What a rank has found out about a save: ``digests``, by part, of the parts that other ranks write, and the hook's
+    ``summary``."""
 
     digests: dict[int, list[str]]
     summary: HookSummary
 
 
 class _Own(NamedTuple):
-    """The parts that this rank writes, and the byte ranges of their slices in its file; both follow from ``layout_key`` and
+    """The parts that this rank writes, and the byte ranges of their slices in its file. Both follow from ``layout_key`` and
     ``plan``."""
 
     layout_key: object
@@ -93,12 +98,13 @@ class _Own(NamedTuple):
     ranges: list[Range]
 
     def by_part(self, digests: Sequence[str]) -> list[list[str]]:
+        """Return ``digests``, one per slice, as a list per part."""
         left = iter(digests)
         return [[*islice(left, len(slices))] for slices in self.parts]
 
 
 class RankPart:
-    """One rank's part of each save."""
+    """One rank's part of each save: it finishes the copy, compares replicas, and writes the rank's file. Starts three threads."""
 
     def __init__(self, job: JobPaths, attempt: int, rank: int, world_size: int, staging: Staging) -> None:
         self._job, self._attempt, self._rank, self._world_size = job, attempt, rank, world_size
@@ -113,11 +119,16 @@ class RankPart:
         self._own: _Own | None = None
 
     def directory(self, save: Save) -> Path:
+        """Return the directory of the checkpoint that ``save`` makes."""
         return self._job.checkpoint(save.order.step, self._attempt)
 
     def write_part(self, save: Save, reporter: Reporter) -> tuple[dict[str, Any], str]:
-        """Copy, compare and write; return this rank's report and its list of tensors as JSON. An exception fails only this
-        save."""
+        """Finish the copy, compare replicas and write this rank's file. Return the rank's report, and the list of its tensors as
+        JSON text.
+
+        If the rank has nothing to write, the report has only the reason (``error``), and the list is empty. Called in the saving
+        thread; blocks until the file is on the disk. Raises any error of the work, which fails only this save.
+        """
         content, staged = save.content, save.staged
         if content is None or staged is None:
             return {"error": save.error}, ""
@@ -157,9 +168,12 @@ class RankPart:
         return report, written.tensors_json
 
     def _begin_write(self, save: Save, staged: Staged, content: Content, own: _Own) -> Call[Written]:
+        """Begin to write this rank's file in another thread, after the previous save's deletions. Return the call, whose result
+        is what was written."""
         pieces, data = staged.data_to_write()
 
         def write() -> Written:
+            """Write the file and return what was written. Sets ``save.awaited``, also after an error."""
             try:
                 save.wait_for_previous()
                 state = content.snapshot.state
@@ -174,6 +188,11 @@ class RankPart:
     def _compare_and_summarize(
         self, save: Save, content: Content, staged: Staged, digests: dict[int, list[str]] | None
     ) -> _Looked:
+        """Return the digests of the parts that other ranks write, and the hook's summary.
+
+        ``digests``: computed already; None: compute them now. Releases a loop that waits for the live tensors as soon as the
+        digests are computed, also after an error.
+        """
         try:
             digests = self._compare(save, content) if digests is None else digests
         finally:
@@ -181,7 +200,8 @@ class RankPart:
         return _Looked(digests, self._summary(content, staged))
 
     def _compare(self, save: Save, content: Content) -> dict[int, list[str]]:
-        """Return digests of the parts that other ranks write, from the live tensors, as long as these stay unchanged."""
+        """Return digests, by part, of the parts that other ranks write, from the live tensors while these stay unchanged. Stops
+        early if the loop waits. Empty if nothing is shared."""
         if not content.parts:
             return {}
         sizes = content.snapshot.sizes()
@@ -192,6 +212,7 @@ class RankPart:
             )  # fmt: skip
 
     def _own_parts(self, content: Content, staged: Staged) -> _Own:
+        """Return the parts that this rank writes; the previous object if layout and plan are the same."""
         rank, world, parts, plan = self._rank, self._world_size, content.parts, self._plan(content)
         if self._own is None or self._own.layout_key is not staged.layout_key or self._own.plan is not plan:
             own = plan[rank * parts // world : (rank + 1) * parts // world]
@@ -200,8 +221,10 @@ class RankPart:
         return self._own
 
     def _plan(self, content: Content) -> Sequence[Sequence[Slice]]:
+        """Return the slices of the shared tensors, by part, in which replicas are compared."""
         return self._cuts.plan(content.snapshot.sizes(), content.parts or 1)
 
     def _summary(self, content: Content, staged: Staged) -> HookSummary:
+        """Return the hook's summary with the norm of the residuals, computed from the copies of the hook's tensors."""
         copies = staged.tensors(f"{RANK_PREFIX}{self._rank}/hook/")
         return replace(content.summary, residual_norm=content.norm_of(copies))

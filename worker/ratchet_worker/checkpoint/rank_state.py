@@ -58,7 +58,8 @@ _BUILT_IN_COMPONENTS: Final = frozenset({
 
 
 def _advice(path: str) -> str:
-    """Return advice about a change at ``path``, a variable of a module (``train:BEST``) or an attribute."""
+    """Return advice, in sentences for the user, about a change that no checkpoint holds. ``path``: a variable of a module
+    (``train:BEST``) or an attribute."""
     name = path.rpartition(":")[2]
     kept = f"{name}=..." if ":" in path and name.isidentifier() else "..."
     cure = f"Keep it in an object, kept = session.keep({kept}), or in the model's state_dict"
@@ -68,11 +69,12 @@ def _advice(path: str) -> str:
 
 
 class JobState:
-    """The registered objects of one rank. ``hook`` and ``ddp`` are set by ``set_model``."""
+    """The registered objects of one rank, and the capture and restore of their state. ``ddp`` and ``hook`` are None until
+    ``set_model``."""
 
     def __init__(self, rank: int, device: torch.device, *, code: Path | None = None, strict: bool = False) -> None:
-        """``code``: the directory of the job's own modules. ``strict``: a save raises for state that cannot be stored, instead of
-        a resume naming it."""
+        """``code``: the directory of the job's own modules. ``strict``: a save raises ``UserError`` for state that cannot be
+        stored; without it, the state is left out and the report of a resume names it."""
         self.rank, self._device, self._strict = rank, device, strict
         self.ddp: ManagedDDP | None = None
         self.hook: ManagedHook | None = None
@@ -90,12 +92,13 @@ class JobState:
         self.start = Start({}, {})  # the model's
 
     def set_model(self, ddp: ManagedDDP, hook: ManagedHook) -> None:
-        """Set the wrapped model and its hook. Later changes of the model are differences from what the next attempt builds."""
+        """Set the wrapped model and its hook. The model as it is now is what later captures compare with to find its changes."""
         self.ddp, self.hook, self._origin = ddp, hook, module_baseline.origin(ddp.module)
         self._walk = None
 
     def register(self, component: str, item: Any) -> None:
-        """Add one object under a component's name. Raises ``UserError`` for an object whose state cannot be restored."""
+        """Add one object under a component's name; ``data`` is the name of the training data. Raises ``UserError`` for an invalid
+        or used name, and for an object whose state cannot be restored."""
         if not component or "/" in component:
             raise UserError(
                 f"{component!r} is not a valid name of a registered object: it must not be empty or have a slash"
@@ -122,12 +125,13 @@ class JobState:
             self.stateful[component] = _as_stateful(component, item)
 
     def check_parameters_unchanged(self) -> None:
-        """Raises ``UserError`` for a parameter of the model that DDP does not know. The same on every rank."""
+        """Raises ``UserError`` for a parameter that was added, removed, replaced or unfrozen after the model was wrapped. The
+        outcome is the same on every rank."""
         module_baseline.check_parameters_unchanged(self._updated_walk(self.require_wrapped()[0].module), self._origin)
 
     def check_parameters_covered(self) -> None:
-        """Raises ``UserError`` for an optimizer's parameter that is in neither the model nor a registered object, so is not
-        saved."""
+        """Raises ``UserError`` if a registered optimizer has a parameter that is neither in the model nor in the state of a
+        registered object: it would not be saved."""
         names, held = (
             self._parameter_names(),
             {p for item in self.stateful.values() for p in tensor_addresses(item.state_dict())},
@@ -144,9 +148,12 @@ class JobState:
     # --- capture -------------------------------------------------------------------------------------------------------
 
     def capture(self) -> Snapshot:
-        """Return this rank's current state, as views of live tensors; ``Snapshot.until`` has how long they stay unchanged. A
-        collective the first time (the hook may let DDP rebuild its buckets). Raises ``UserError`` as
-        ``check_parameters_unchanged`` does."""
+        """Return this rank's current state as views of live tensors, not copies. ``Snapshot.until`` says how long each of them
+        stays unchanged.
+
+        The first call is a collective, which all ranks must make (the hook may let DDP rebuild its buckets). Raises
+        ``UserError`` as ``check_parameters_unchanged`` does, and for state that cannot be stored.
+        """
         ddp, hook = self.require_wrapped()
         hook_tensors, hook_data = hook.capture(copy=False)  # first, since no rank may fail before this collective
         out = Snapshot()
@@ -172,7 +179,7 @@ class JobState:
         return out
 
     def _capture_own(self) -> Snapshot:
-        """Return the state of registered objects, and state outside of ``state_dict``."""
+        """Return the state of registered objects other than optimizers and data, and the state outside of ``state_dict``."""
         out = Snapshot()
         for component, item in self.stateful.items():
             out.add(component, _state_of(item))
@@ -180,19 +187,23 @@ class JobState:
         return out
 
     def on_evaluation_begin(self) -> None:
-        """Copy, between two steps, the state that an evaluation changes (a metric's sums, a module's own generator): saves until
-        ``on_step_begin`` contain it as it is now, since a resume from them runs the evaluation again."""
+        """Copy, between two steps, the state that an evaluation changes (a metric's sums, a module's own generator).
+
+        Saves until ``on_step_begin`` contain this copy, not the later state, since a resume from such a save runs the evaluation
+        again. No effect if a copy exists already.
+        """
         if self._before_evaluation is None:
             own = self._capture_own()
             own.private = {name: tensor.detach().clone() for name, tensor in own.private.items()}
             self._before_evaluation = own
 
     def on_step_begin(self) -> None:
+        """Drop the copy of ``on_evaluation_begin``: later saves contain the current state."""
         self._before_evaluation = None
 
     def require_storable(self) -> None:
-        """Raises ``UserError`` naming registered state that cannot be stored. Calls every ``state_dict()``,
-        and sets the random generators back afterwards."""
+        """Raises ``UserError`` naming registered state that cannot be stored. Calls every registered ``state_dict()``, and
+        afterwards sets the random generators back to their state before."""
         out = self.capture_step_tensors()
         for name, tensor in (*out.shared.items(), *out.private.items()):
             if tensor.dtype not in DTYPE_NAMES:
@@ -208,16 +219,19 @@ class JobState:
             self._add_hidden(out)
 
     def begin(self) -> None:
-        """Call when everything is registered and as the script has built it."""
+        """Record the beginning of training. Call it when everything is registered and as the script has built it, before the
+        first step."""
         self.start = replica_divergence.record_start(self.require_wrapped()[0].module)
         self.hidden.begin(self._roots())
 
     def note_built(self, *, undo: bool) -> None:
-        """Call when the registered objects are as the script has built them, since hooks of the script run before ``begin``; see
-        ``HiddenState.note_built``. Call it again for objects that are registered later, and for other data."""
+        """Note the registered objects as the script has built them; see ``HiddenState.note_built``. Call it before hooks of the
+        script run, which is before ``begin``, and again for objects that are registered later, and for other data."""
         self.hidden.note_built(self._roots(), undo=undo)
 
     def _roots(self) -> Roots:
+        """Return the roots of the object walk: everything registered, in the region to which it belongs. Calls the
+        ``state_dict()`` of user classes, and sets the random generators back."""
         ddp, _ = self.require_wrapped()
         data, generators = self.data, data_generators.for_data(self.data)
         own = {
@@ -245,6 +259,8 @@ class JobState:
         return Roots(own, registered, _functions_of(schedulers), spoken)
 
     def _add_hidden(self, out: Snapshot) -> None:
+        """Add the changes outside of ``state_dict`` to ``out``. Raises ``UserError`` if the job is ``strict`` and one of them
+        cannot be stored."""
         changes = self.hidden.changes()
         if changes.unsaved and self._strict:
             raise UserError(
@@ -256,18 +272,20 @@ class JobState:
         out.add(_HIDDEN, {"stored": changes.stored, "made": changes.made_before_begin, **told})
 
     def _updated_walk(self, module: nn.Module) -> Walk:
+        """Return the walk of ``module`` as it is now; the earlier walk if nothing has changed."""
         self._walk = (self._walk or Walk(module)).updated()
         return self._walk
 
     def capture_step_tensors(self) -> Snapshot:
-        """Return only the parameters and the optimizers' tensors, as views. No collective."""
+        """Return only the parameters, and the optimizers' state, as views of live tensors. Not a collective."""
         out = Snapshot()
         ddp, hook = self.require_wrapped()
         self._equal_state.capture(out, self._updated_walk(ddp.module), self.optimizers, hook.replicas == "equal")
         return out
 
     def step_tensors_and_size(self) -> tuple[Snapshot, int]:
-        """Return ``capture_step_tensors()``, and roughly the number of bytes of a rank's own state."""
+        """Return ``capture_step_tensors()``, and an estimate of the bytes that this rank saves besides: buffers, and the hook's
+        residuals."""
         ddp, hook = self.require_wrapped()
         parameters = sum(p.nbytes for p in ddp.module.parameters() if p.requires_grad)
         residuals = isinstance(hook.spec, PowerSGDSpec | BatchedPowerSGDSpec) and hook.spec.use_error_feedback
@@ -275,8 +293,8 @@ class JobState:
         return self.capture_step_tensors(), buffers + int(residuals) * parameters * 5 // 4 + (1 << 20)
 
     def shared_digests(self, parts: int, threads: int) -> list[str]:
-        """Return digests of the tensors that are equal on all ranks, cut into ``parts``, as in a checkpoint made now; [] if there
-        are none. On the CPU, up to ``threads`` threads compute a part each."""
+        """Return one digest per part of the tensors that are equal on all ranks, cut into ``parts`` as in a checkpoint made now.
+        Empty if there are no such tensors. On the CPU, up to ``threads`` threads compute a part each."""
         out = self.capture_step_tensors()
         plan = replica_digests.plan_parts(out.sizes(), parts) if out.shared else []
 
@@ -288,8 +306,12 @@ class JobState:
     # --- restore -------------------------------------------------------------------------------------------------------
 
     def restore(self, saved: Snapshot, transfer: StateTransfer) -> list[ComponentReport]:
-        """Restore the state of a group of the same size, bit for bit except for what ``transfer`` changes. Raises ``UserError``
-        if the objects do not fit."""
+        """Restore the state ``saved`` by the same rank of a group of the same size, bit for bit except for what ``transfer``
+        changes.
+
+        Return a report for each component that has something to report. Raises ``UserError`` if an object does not accept its
+        state.
+        """
         reports = self._restore_common(saved, "exact", None, transfer)
         if self.data is not None and "data" in saved.state:
             states = saved.value(_GENERATORS) if _GENERATORS in saved.state else {}
@@ -301,8 +323,12 @@ class JobState:
     def restore_resized(
         self, own: Snapshot, old: Sequence[Snapshot], seed: int, transfer: StateTransfer
     ) -> list[ComponentReport]:
-        """Restore the state of a group of ``len(old)`` ranks as far as possible. ``own``: the state of the old rank from which
-        this rank takes private state; ``old``: data and hook of all old ranks. The generators are seeded from ``seed``."""
+        """Restore, as far as possible, the state that a group of another number of ranks, ``len(old)``, has saved.
+
+        ``own``: the state of the old rank from which this rank takes private state. ``old``: data and hook of all old ranks, in
+        rank order. The random generators are seeded from ``seed`` and the rank. Return a report for each component that has
+        something to report. Raises ``UserError`` if an object does not accept its state.
+        """
         reason = f"the group had {pluralize(len(old), 'rank')}; this is the state of one of them"
         reports = self._restore_common(own, "redistributed", reason, transfer)
         if self.data is not None and "data" in own.state:
@@ -315,8 +341,12 @@ class JobState:
     def _restore_common(
         self, saved: Snapshot, status: ComponentStatus, reason: str | None, transfer: StateTransfer
     ) -> list[ComponentReport]:
-        """Restore model, optimizers, buffers and further objects. ``status``: for private state; the rest is exact, or
-        averaged."""
+        """Restore model, buffers, optimizers, other registered objects and state outside of ``state_dict``; return their
+        reports.
+
+        ``status``, ``reason``: what the reports say about state that is private to a rank. Reports on other state say exact, or
+        averaged.
+        """
         ddp = self.require_wrapped()[0]
         module = ddp.module
         if _DDP in saved.state:  # older checkpoints have none
@@ -341,6 +371,8 @@ class JobState:
         return reports + self._report_unsaved(saved) + self._report_absent(saved)
 
     def _restore_hidden(self, saved: Snapshot) -> list[ComponentReport]:
+        """Restore the state outside of ``state_dict``; return a report of it, or none if the checkpoint stores no such change.
+        The report is ``not-exact`` if an object could not be put into the saved state."""
         if _HIDDEN not in saved.state:
             return []
         tensors, data = saved.encoded(_HIDDEN)
@@ -355,7 +387,8 @@ class JobState:
         return reports if found["stored"] else []
 
     def _adapt_to_averaging(self, report: ComponentReport, transfer: StateTransfer) -> ComponentReport:
-        """Return ``report``, adapted if several replicas became one."""
+        """Return ``report``, with another status and reason if its component was averaged, or kept per rank, when several
+        replicas became one."""
         component = report.component
         if component in transfer.averaged:
             return self._report(component, "redistributed", transfer.averaged[component])
@@ -367,7 +400,7 @@ class JobState:
         return self._report(component, report.status, f"{report.reason}; {why}")
 
     def _report_unsaved(self, saved: Snapshot) -> list[ComponentReport]:
-        """Return reports about state that training carried from step to step and the checkpoint lacks."""
+        """Return reports about state that training changed and the checkpoint does not have. Sets ``unmatched_ignores``."""
         modules, reasons = saved.value("modules"), []
         if names := modules.get("parted", []):
             reasons.append(
@@ -383,7 +416,7 @@ class JobState:
         return reports
 
     def _report_absent(self, saved: Snapshot) -> list[ComponentReport]:
-        """Return a report for each component that only the checkpoint or only this rank has."""
+        """Return a report of status ``absent`` for each component that only the checkpoint or only this rank has."""
         here = {*self.optimizers, *self.stateful, *(["data"] if self.data is not None else [])}
         there = set(saved.state) - _BUILT_IN_COMPONENTS
         lost = [
@@ -396,6 +429,7 @@ class JobState:
         return lost + new
 
     def _restore_hook(self, states: Sequence[HookState], transfer: StateTransfer, *, resized: bool) -> ComponentReport:
+        """Restore the hook from ``states``, one per old rank if ``resized``, else this rank's alone; return the report."""
         ddp, hook = self.require_wrapped()
         told: list[tuple[ComponentStatus, str | None]] = []
         self._load_component("hook", lambda: told.append(restore_hook(ddp, hook, states, transfer, resized=resized)))
@@ -404,6 +438,8 @@ class JobState:
     def _restore_data(
         self, load: Callable[[TrainData], None], generators: dict[str, Any] | None = None
     ) -> ComponentReport:
+        """Restore the position in the data by ``load``, and the data's own ``generators``, if given; return the report. It is
+        ``not-exact`` if the data cannot report an exact position, or a generator was not restored."""
         assert self.data is not None
         data: TrainData = self.data
         lost: list[str] = []
@@ -417,6 +453,8 @@ class JobState:
         return self._report("data", "not-exact" if lost else "exact", "; ".join(lost) or None)
 
     def _resize_data(self, states: list[Any], ranks: int) -> ComponentReport:
+        """Continue the data after a change of the number of ranks; return the report. ``states``: those of all old ranks. Data
+        without ``load_resized`` begin their epoch again."""
         assert self.data is not None
         load: Any = getattr(self.data, "load_resized", None)
         if load is None:
@@ -434,7 +472,11 @@ class JobState:
         return report if report.status == "not-exact" else self._report("data", "redistributed", reason)
 
     def _load_component(self, component: str, load: Callable[[], Any]) -> ComponentReport:
-        """Run ``load``. Raises ``UserError`` if an object does not accept the recorded state: a retry would fail, too."""
+        """Run ``load``, and return a report of status ``exact`` for ``component``.
+
+        Raises ``UserError`` if ``load`` raises because an object does not accept the recorded state: another attempt would fail,
+        too. An error of the device is raised unchanged.
+        """
         try:
             load()
         except (torch.OutOfMemoryError, torch.AcceleratorError):  # the device's fault: another attempt may succeed
@@ -452,18 +494,20 @@ class JobState:
         return ComponentReport(component=component, rank=self.rank, status=status, reason=reason)
 
     def group_components(self) -> list[str]:
-        """Return the components that control all ranks alike, unlike the user's own objects, which may differ per rank."""
+        """Return the names of registered schedulers and gradient scalers: they control all ranks alike, unlike the user's own
+        objects, which may differ per rank."""
         kinds = (torch.amp.GradScaler, LRScheduler)
         return [c for c, item in self.stateful.items() if c in ("scaler", "scheduler") or isinstance(item, kinds)]
 
     def user_components(self) -> list[str]:
-        """Return the other registered objects except generators, whose draws differ per rank, whether replicas are equal or
-        not."""
+        """Return the names of the other registered objects that have a ``state_dict``. Generators are left out, since their draws
+        differ per rank, whether replicas are equal or not."""
         group = self.group_components()
         return [c for c, item in self.stateful.items() if c not in group and not isinstance(item, rng.GeneratorState)]
 
     def control_states(self) -> dict[str, Any]:
-        """Return copies of the schedulers' and the scaler's states, and of the optimizers' numbers such as learning rates."""
+        """Return, by component, copies of the states of schedulers and gradient scalers, and of the optimizers' hyperparameters
+        such as learning rates."""
         return {
             **{component: copy.deepcopy(_state_of(self.stateful[component])) for component in self.group_components()},
             **{
@@ -473,7 +517,7 @@ class JobState:
         }
 
     def restore_control_states(self, states: Mapping[str, Any]) -> None:
-        """Inverse of ``control_states``."""
+        """Restore ``states``, the result of ``control_states``."""
         for component in self.group_components():
             _load(self.stateful[component], states[component])
         for component, optimizer in self.optimizers.items():
@@ -493,7 +537,7 @@ class JobState:
     # --- what belongs to what ------------------------------------------------------------------------------------------
 
     def require_wrapped(self) -> tuple[ManagedDDP, ManagedHook]:
-        """The wrapped model and its hook. Raises ``UserError`` when nothing was wrapped."""
+        """Return the wrapped model and its hook. Raises ``UserError`` if no model was wrapped."""
         if self.ddp is None or self.hook is None:
             raise UserError(
                 "there is no model: wrap() it before the first step, so that DDP and its hook can be managed"
@@ -501,25 +545,29 @@ class JobState:
         return self.ddp, self.hook
 
     def _parameter_names(self) -> dict[int, str]:
+        """Return the name of each parameter of the wrapped model, by ``id``."""
         return {id(p): name for name, p in self.require_wrapped()[0].module.named_parameters()}
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each parameter group: everything except its parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def _state_of(item: Stateful) -> Any:
-    """Return its ``state_dict``; a scheduler's without the functions that it calls, since the code creates these again."""
+    """Return the ``state_dict`` of ``item``. For a scheduler, the functions that it calls are left out, since the code creates
+    them again."""
     state = item.state_dict()
     return _without_functions(state) if isinstance(item, LRScheduler) else state
 
 
 def _load(item: Stateful, state: Any) -> None:
-    """Inverse of ``_state_of``."""
+    """Restore ``state``, the result of ``_state_of``, in ``item``. A scheduler keeps its own functions."""
     item.load_state_dict(_with_functions(state, item.state_dict()) if isinstance(item, LRScheduler) else state)
 
 
 def _without_functions(state: Any) -> Any:
+    """Return ``state`` without the functions in it, at any depth of dicts and lists."""
     if type(state) is list:
         return [_without_functions(one) for one in state]
     if type(state) is not dict:
@@ -530,7 +578,7 @@ def _without_functions(state: Any) -> Any:
 
 
 def _with_functions(state: Any, live: Any) -> Any:
-    """Return ``state`` with the functions of ``live``."""
+    """Return ``state`` with the functions that are at the same places in ``live``. Inverse of ``_without_functions``."""
     if type(state) is type(live) is list and len(state) == len(live):
         return [_with_functions(*pair) for pair in zip(state, live, strict=True)]
     if not type(state) is type(live) is dict:
@@ -540,7 +588,8 @@ def _with_functions(state: Any, live: Any) -> Any:
 
 
 def _functions_of(schedulers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, by path, the functions that schedulers call: ``state_dict`` omits what these keep from call to call."""
+    """Return, by path, the functions that ``schedulers`` and the schedulers in them call. What these functions keep from call to
+    call is not in the ``state_dict``."""
     found: dict[str, Any] = {}
     for path, scheduler in schedulers.items():
         for name, value in vars(scheduler).items():
@@ -553,7 +602,8 @@ def _functions_of(schedulers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_plain(item: Any) -> bool:
-    """True if ``item`` has no ``state_dict``, but attributes or items that the object walk saves and restores."""
+    """True if ``item`` has no ``state_dict``, and the object walk saves and restores its attributes or items instead: a dict, a
+    list, or a non-iterable object of a user's class."""
     kind: type = type(item)
     if hasattr(item, "state_dict") or rng.is_generator(item):
         return False
@@ -563,13 +613,16 @@ def is_plain(item: Any) -> bool:
 
 
 def _unwrap(item: Stateful) -> Any:
-    """Return the object that the script has registered: other objects, such as a module's variables, may hold it, too."""
+    """Return the object that the script has registered, without Ratchet's wrapper around it: the script's other objects may hold
+    it, too."""
     if isinstance(item, optimizer_state.AroundOptimizer):
         return item.item
     return item.generator if isinstance(item, rng.GeneratorState) else item
 
 
 def _as_stateful(component: str, item: Any) -> Stateful:
+    """Return ``item``, or a wrapper, as an object with ``state_dict`` and ``load_state_dict``. Raises ``UserError`` for an object
+    that has neither and is no generator."""
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
         if isinstance(getattr(item, "param_groups", None), list) and hasattr(item, "__dict__"):
             return optimizer_state.AroundOptimizer(item)

@@ -17,8 +17,12 @@ from ratchet_worker.state.snapshot import Until
 
 @dataclass
 class Save:
-    """One save on one rank. ``content`` and ``staged`` None: ``error`` is the reason that there is nothing to write.
-    ``thorough``: the replicas are compared in full, since training waits."""
+    """One save on one rank. The loop creates it, and the saving thread fills in the result.
+
+    ``content`` and ``staged`` are None if there is nothing to write; ``error`` is the reason. ``thorough``: training waits for
+    the save, so the replicas are compared in full. ``done`` is set when the save has ended; then ``verdict`` is its result, or
+    ``failure`` the error that left none, and ``seconds`` its duration.
+    """
 
     order: Order
     content: Content | None
@@ -49,19 +53,25 @@ class Save:
 
     @property
     def is_hurried(self) -> bool:
-        """True if the loop waits for the live tensors, and the save is not ``thorough``."""
+        """True if the loop waits for the live tensors, and the save is not ``thorough``: reading them should end soon."""
         return self.loop_waits.is_set() and not self.thorough
 
     @property
     def stall(self) -> float:
-        """Seconds that the loop has waited for the save until now; the saving thread may read it before a loop that was just
-        released has run."""
+        """Seconds that the loop has waited for this save until now.
+
+        The saving thread may read it even before a loop that was just released has run.
+        """
         seconds, since = self.stall_state
         return seconds if since is None else seconds + time.perf_counter() - since
 
     def wait_until_copied(self, until: Until) -> float:
-        """Wait, before tensors of this kind change, until they are copied and no thread reads them; return the seconds. On CUDA
-        a released save is copied only from the host's point of view, so the current stream waits, too, until it is done."""
+        """Wait until tensors of this kind are copied and no thread reads them; return the seconds. Called before they change.
+
+        A kind that changes later includes the earlier one: ``Until.STEP`` also waits for ``Until.BACKWARD``. On CUDA a released
+        save is copied only from the host's point of view, so the current stream waits, too, until it is done. Returns 0.0 at
+        once if the save has ended or has nothing to copy. Does not raise for a tensor that has changed: ``require_intact`` does.
+        """
         if self.staged is None or self.done.is_set():
             return 0.0
         before, begun = self.stall_state[0], time.perf_counter()
@@ -81,10 +91,12 @@ class Save:
         return seconds
 
     def _check(self, until: Until) -> None:
-        """Check, once, before tensors of this kind may change, that they have not changed since the boundary.
+        """Check, once per kind, that tensors of this kind have not changed since the boundary. An error is kept for
+        ``require_intact``. Call it before they may change.
 
         Each tensor is also checked as soon as it is copied; but a storage that was freed and allocated again at the same address
-        has other elements before user code fills it, and torch counts that change only after the copy."""
+        has other elements before user code fills it, and torch counts that change only after the copy.
+        """
         with self._check_lock:
             if until in self._checked or until is Until.BOUNDARY or self.staged is None or self.content is None:
                 return
@@ -98,20 +110,21 @@ class Save:
             self._checked.add(until)
 
     def require_intact(self) -> None:
-        """Raises ``StateError`` if the tensors that were copied and compared had changed since the boundary. In the saving
-        thread, when everything is written."""
+        """Raises ``StateError`` if tensors had changed before they were copied and compared. Called in the saving thread, when
+        everything is written."""
         for until in (Until.BACKWARD, Until.STEP):
             self._check(until)
         if self._change_error is not None:
             raise self._change_error
 
     def wait_for_previous(self) -> None:
-        """Wait for the previous save's ``retention_done``, so that the disk does not have to hold yet another checkpoint."""
+        """Wait for the previous save's ``retention_done``: until older checkpoints are deleted, so that the disk does not have to
+        hold yet another one."""
         if self.previous_retention_done is not None:
             self.previous_retention_done.wait()
 
     def release(self) -> None:
-        """Stop reading the live tensors, whether they are copied or not."""
+        """Stop reading the live tensors, whether they are copied or not, and release a loop that waits for them."""
         if self.staged is not None:
             self.staged.abandon()
         self.released.set()

@@ -14,8 +14,11 @@ _SMALL: Final = 8 << 20
 
 
 def expected_seconds(directory: Path, size: int) -> float:
-    """Return the seconds that writing ``size`` bytes to the disk of ``directory`` takes, estimated from a sample that is written
-    there, synced and removed. 0 for a small ``size``, and if writing the sample fails: the save will report why."""
+    """Return an estimate of the seconds that writing ``size`` bytes to the disk of ``directory`` takes.
+
+    It is measured with a sample that is written there, synced and removed. 0 for a ``size`` of up to 8 MiB, and if writing the
+    sample fails: the save will report why.
+    """
     if size <= _SMALL:
         return 0.0
     begun = time.monotonic()

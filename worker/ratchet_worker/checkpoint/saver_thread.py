@@ -32,7 +32,8 @@ MAX_FAILURES: Final = 3
 
 
 class Saver:
-    """The saving thread. ``give_up`` is called (on rank 0, in this thread) after the third failure in a row."""
+    """The saving thread, which the constructor starts. ``give_up`` is called in this thread, on rank 0, after the third failed
+    save in a row."""
 
     def __init__(
         self,
@@ -57,13 +58,17 @@ class Saver:
         self._thread.start()
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate a buffer of ``nbytes`` for the next copies, before they are due."""
+        """Have the saving thread allocate a buffer of ``nbytes`` for the first save, before that is due. Returns at once; a lack
+        of memory is reported by that save."""
         self._queue.put(nbytes)
 
     def submit(self, save: Save) -> None:
+        """Hand ``save`` over to the saving thread, and return at once. ``save.done`` is set when it has ended."""
         self._queue.put(save)
 
     def _run(self) -> None:
+        """The thread's main loop: do the submitted work in order. An error of a save is kept in ``save.failure``, or, if the loop
+        has the verdict already, raised for the next save."""
         set_long_time_slice()
         while True:
             work = self._queue.get()
@@ -85,7 +90,12 @@ class Saver:
             del work  # and the state that it holds, which must not stay in memory until the next save
 
     def _save(self, save: Save) -> bool:
-        """Do one save. True if older checkpoints are still being deleted, after which ``settled`` is set."""
+        """Do one save, from the copy to the verdict, and store the verdict in ``save``.
+
+        Return True if older checkpoints are still being deleted: ``save.retention_done`` is set when they are. Raises an error
+        of the exchange, or one left by the previous save's deletions. An error of this rank's part only makes the verdict an
+        error.
+        """
         order, rank = save.order, self._exchange.rank
         try:
             report, listing = self._part.write_part(save, self._reporter)
@@ -122,14 +132,19 @@ class Saver:
         return self._retention_thread is not None and self._clean_up(save, self._retention_thread)
 
     def _likely_cause(self, order: str, save: Save, content: Content) -> str:
-        """Return the likely cause of replicas that differ; the same on all ranks."""
+        """Return the likely cause of replicas that differ; the same text on all ranks. All ranks must call it. ``order``: the
+        save's name."""
         name = save.verdict["diverged"]
         mine = replica_divergence.facts(content.snapshot, content.summary, content.start, name)
         return replica_divergence.cause(name, self._exchange.gather(f"{order}/cause", mine, timeout=self._timeout))
 
     def _clean_up(self, save: Save, retention_thread: BackgroundThread) -> bool:
-        """Clean up after the verdict, on rank 0. All ranks are past the previous save, since they have reported for this one. A
-        training that continues does not wait for it, not even to begin the next save. True if it is still in progress."""
+        """Clean up after the verdict, on rank 0: delete older checkpoints, and entries of earlier saves in the store.
+
+        A training that continues does not wait for it, not even to begin the next save. Return True if checkpoints are still
+        being deleted. After too many failures in a row, ``give_up`` is called. (All ranks are past the previous save, since they
+        have reported for this one.)
+        """
         self._published_names.append(save.order.name)
         if save.verdict["error"] is None:
             if save.thorough:
@@ -149,6 +164,7 @@ class Saver:
         return False
 
     def _delete_older(self, settled: Latch) -> None:
+        """Delete older checkpoints, then set ``settled``. An error is kept and raised by the next save."""
         try:
             self._committer.retain()
         except BaseException as error:  # must reach the loop
@@ -158,7 +174,7 @@ class Saver:
 
 
 def _mark_done(save: Save) -> None:
-    """Signal to the loop that the save has ended. Only the first of two calls has an effect."""
+    """Release the loop, record the duration and set ``save.done``. Only the first of two calls has an effect."""
     if not save.done.is_set():
         save.release()
         save.seconds = time.monotonic() - save.order.started_at

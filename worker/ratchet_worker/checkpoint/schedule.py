@@ -32,7 +32,10 @@ _EARLY_SAVE_FACTOR: Final = 20  # a slower save is done after training for this 
 
 
 class Cost(NamedTuple):
-    """Seconds of one save: that the loop waited, that concurrent steps took longer, and from its beginning to its end."""
+    """The seconds that one save has cost.
+
+    ``stall``: the loop waited for it. ``slowdown``: concurrent steps took longer. ``total``: from its beginning to its end.
+    """
 
     stall: float
     slowdown: float
@@ -40,7 +43,7 @@ class Cost(NamedTuple):
 
 
 def first_due(spec: CheckpointSpec, step: int) -> float:
-    """Return the first step after ``step`` at which rank 0 is asked; infinite: never. The same on every rank."""
+    """Return the first step after ``step`` at which a scheduled save may be due; infinite: never. The same on every rank."""
     if isinstance(spec.every_steps, int):
         due = step + spec.every_steps - step % spec.every_steps
         return due if spec.every_seconds is None else min(due, step + 1)
@@ -50,16 +53,20 @@ def first_due(spec: CheckpointSpec, step: int) -> float:
 
 
 def early_due(spec: CheckpointSpec, step: int) -> float:
-    """Return the first step after ``step`` at which rank 0 is asked for a save before the first scheduled one; infinite: never.
-    The same on every rank."""
+    """Return the first step after ``step`` at which a save before the first scheduled one may be due (``checkpoint.first``);
+    infinite: never. The same on every rank."""
     if isinstance(spec.first, int):
         return spec.first if spec.first > step else math.inf
     return step + 1 if spec.first == "auto" and first_due(spec, step) != math.inf else math.inf
 
 
 class Schedule:
-    """Decides on rank 0 when to save, from measured durations of steps and saves; ``Due`` gives the decision to the other ranks.
-    ``interval``: steps between saves under ``every_steps: auto``; None until a save has been measured."""
+    """Decides on rank 0 when to save, from measured durations of steps and saves; ``Due`` passes the decision on to the other
+    ranks.
+
+    ``interval``: steps between saves under ``every_steps: auto``; None until a save has been measured. ``step``: the step from
+    which the attempt starts. ``clock``: returns seconds.
+    """
 
     def __init__(self, spec: CheckpointSpec, step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._spec, self._clock = spec, clock
@@ -74,7 +81,8 @@ class Schedule:
         self.interval: int | None = None
 
     def record_step(self, saving: bool, stall: float) -> None:
-        """Time a step; called after each. ``saving``: a save was in progress; ``stall``: seconds that the step waited for it."""
+        """Record the duration of the step that ends now; called after each step. ``saving``: a save was in progress. ``stall``:
+        seconds that the step waited for that save, which do not count as the step's."""
         before, self._last_boundary_at = self._last_boundary_at, self._clock()
         seconds = self._last_boundary_at - before - stall
         self._trained_seconds += seconds
@@ -84,8 +92,12 @@ class Schedule:
             self._slowdown += max(0.0, seconds - self._step_seconds())
 
     def record_save(self, stall: float, total: float, *, succeeded: bool = True, first: bool = False) -> None:
-        """Record a save that has ended. The duration of one that failed (``succeeded`` False: a deadline, or no time at all)
-        predicts nothing, and ``first``, the save before the first scheduled one, does not affect the schedule."""
+        """Record a save that has ended. ``stall``: seconds that the loop waited for it. ``total``: seconds from its beginning to
+        its end.
+
+        A failed save (``succeeded`` False) is not used as a measurement: its duration may be a deadline, or no time at all.
+        ``first``: it is the save before the first scheduled one, whose cost does not affect the interval.
+        """
         if succeeded and first:
             self._first_seconds = total
         elif succeeded:
@@ -93,11 +105,12 @@ class Schedule:
         self._slowdown = 0.0
 
     def restart_step_timer(self) -> None:
-        """Time the step that begins now from here: an evaluation or a save before it does not count."""
+        """Begin to time the next step now, so that an evaluation or a save before it does not count as part of it."""
         self._last_boundary_at = self._clock()
 
     def save_seconds(self) -> float | None:
-        """Return the median seconds of the last saves from beginning to end; None: not known."""
+        """Return the median duration, in seconds, of the last successful saves, or the duration of the save before the first
+        scheduled one. None: no save has succeeded yet."""
         return statistics.median(c.total for c in self._costs) if self._costs else self._first_seconds
 
     def is_due(self, step: int) -> bool:
@@ -110,23 +123,24 @@ class Schedule:
         return spec.every_seconds is not None and self._remaining_seconds() < self._step_seconds() / 2
 
     def next_early_check(self, step: int, seconds: float) -> int:
-        """Return the step at which to check again for the save before the first scheduled one, which is expected to take
-        ``seconds``; ``step`` itself if it is due."""
+        """Return the step at which to check again whether the save before the first scheduled one is due; ``step`` itself if it
+        is due now. ``seconds``: its expected duration."""
         left = _EARLY_SAVE_FACTOR * seconds - self._trained_seconds
         if isinstance(self._spec.first, int) or seconds < _QUICK_SAVE_SECONDS or left < self._step_seconds() / 2:
             return step
         return step + self._steps_within(left)
 
     def record_save_begin(self, step: int) -> None:
-        """Note that the save of ``step`` begins: intervals count from here."""
+        """Note that the save of ``step`` begins now: the interval to the next one counts from here."""
         self._saved_step, self._saved_at = step, self._clock()
 
     def record_skip(self, step: int) -> None:
-        """Note that ``step`` was due but is not saved: the next save is due an interval later."""
+        """Note that ``step`` was due but is not saved: the next save is due an interval after it."""
         self.record_save_begin(step)
 
     def next_check(self, step: int) -> float:
-        """Return the step at which to check again; infinite: never. Computes ``interval`` again."""
+        """Return the first step after ``step`` at which a save may be due; infinite: never. Under ``every_steps: auto``, computes
+        ``interval`` again."""
         spec = self._spec
         steps = math.inf
         if isinstance(spec.every_steps, int):
@@ -139,11 +153,14 @@ class Schedule:
         return step + steps
 
     def _remaining_seconds(self) -> float:
+        """Return the seconds until a save is due by time; infinite without ``every_seconds``."""
         return self._saved_at + (self._spec.every_seconds or math.inf) - self._clock()
 
     def _steps_within(self, available_seconds: float) -> int:
-        """Return half the number of steps that fit into ``available_seconds``, since steps may become slower; below 4, all of
-        them; at least 1."""
+        """Return after how many steps to check again if ``available_seconds`` are left.
+
+        That is half the number of steps that fit, since steps may become slower; if fewer than 4 fit, all of them; at least 1.
+        """
         seconds = self._step_seconds()
         if seconds <= 0:
             return 1
@@ -151,7 +168,8 @@ class Schedule:
         return max(1, round(steps) if steps < 4 else int(steps / 2))
 
     def _allowed_interval(self) -> int | None:
-        """Return the steps between two saves whose cost is ``max_overhead`` of the time; at least the steps that a save lasts."""
+        """Return the number of steps between two saves at which saves cost the share ``max_overhead`` of the time, and at least
+        the steps that a save lasts. None: not measured yet."""
         step = self._step_seconds()
         if not self._costs or step <= 0:
             return None
@@ -161,6 +179,7 @@ class Schedule:
         return max(1, min(math.ceil(wanted), math.ceil(_LONGEST_AUTO / step)))
 
     def _step_seconds(self) -> float:
+        """Return the median duration, in seconds, of the last steps without a concurrent save; 0.0 if there are none."""
         return statistics.median(self._step_durations) if self._step_durations else 0.0
 
 
@@ -168,8 +187,11 @@ _REPORTED_WAIT_SECONDS: Final = 1.0  # seconds of waiting for the previous save 
 
 
 class Due:
-    """What is due at a step boundary. ``next``: the first step at which something may be due. ``schedule``: on rank 0, else None.
-    ``early``: there is nothing to resume from yet, so a save may be due before the first scheduled one."""
+    """Decides at each step boundary whether a save is due; the result is the same on all ranks.
+
+    ``next``: the first step at which something may be due. ``schedule``: on rank 0; None on the others. ``early``: there is
+    nothing to resume from yet, so a save may be due before the first scheduled one.
+    """
 
     def __init__(
         self, spec: CheckpointSpec, exchange: Exchange, reporter: Reporter, step: int, *, early: bool = False
@@ -186,11 +208,13 @@ class Due:
     def reason_at(
         self, step: int, busy: bool, drain: Callable[[], object], expected_seconds: Callable[[], float | None]
     ) -> Reason | None:
-        """Return why ``step``, which is not before ``next``, is saved; None: it is not. ``busy``: the previous save is in
-        progress; ``drain`` waits for it; ``expected_seconds`` returns the expected duration of the save before the first
-        scheduled one, or None if that is not needed any more.
+        """Return why ``step`` is saved: ``schedule``, or ``first`` for the save before the first scheduled one; None: it is not
+        saved. Call it only for steps from ``next`` on; it updates ``next``.
 
-        Raises ``UserError`` if the ranks are not at the same step.
+        ``busy``: the previous save is in progress. ``drain``: waits for that save; called on rank 0 if a save is due
+        nevertheless. ``expected_seconds``: returns the expected duration of the save before the first scheduled one, or None if
+        that one is not needed any more. Other ranks wait for rank 0's decision, unless it follows from the step alone. Raises
+        ``UserError`` if the ranks are not at the same step.
         """
         plan: dict[str, Any] = {}
         early = step >= self._early
@@ -211,22 +235,22 @@ class Due:
         return reason
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's ``value`` on all ranks."""
+        """Return rank 0's ``value`` on all ranks. All ranks must call it; the others wait for rank 0."""
         self._plans += 1
         return self._exchange.broadcast(f"plan/{self._plans}", value)
 
     def on_save_begin(self) -> None:
-        """Note that a save begins, for which all ranks will report: by then they have read all broadcasts up to now."""
+        """Note that a save begins. When all ranks have reported for it, they have read all broadcasts up to now."""
         self._plans_read = self._plans
 
     def on_save_success(self) -> None:
-        """Note that all ranks have reported. Rank 0 deletes from the store what they have read."""
+        """Note that all ranks have reported for the save. Rank 0 deletes from the store the broadcasts made before that save."""
         while self.schedule is not None and self._plans_deleted < self._plans_read:
             self._plans_deleted += 1
             self._exchange.delete_broadcast(f"plan/{self._plans_deleted}")
 
     def _needs_broadcast(self) -> bool:
-        """True if rank 0 must be asked, since what is due does not follow from the step alone."""
+        """True if rank 0 has to decide, since what is due does not follow from the step alone."""
         by_steps = isinstance(self._spec.every_steps, int) and self._spec.every_seconds is None
         return not by_steps or self._spec.when_busy == "skip"
 
@@ -238,6 +262,8 @@ class Due:
         drain: Callable[[], object],
         expected_seconds: Callable[[], float | None],
     ) -> dict[str, Any]:
+        """Return rank 0's decision at ``step``, as JSON: the reason to save or None (``save``), and the next steps at which a
+        scheduled save (``due``) or one before the first scheduled one (``early``) may be due, None for never."""
         due, early, reason = schedule.is_due(step), self._early, None
         if due:
             early = math.inf
@@ -267,11 +293,13 @@ class Due:
         }
 
     def _report_interval(self, schedule: Schedule) -> None:
+        """Report the current interval of the automatic schedule as a note."""
         seconds = schedule.save_seconds() or 0.0
         text = f"automatic schedule: every {schedule.interval} steps; a save takes {seconds:.3g} s from begin to end"
         self._reporter.note("checkpoint-interval", text, steps=schedule.interval, seconds=seconds)
 
     def _report_waiting(self, step: int, drain: Callable[[], object]) -> None:
+        """Wait for the previous save by ``drain``, and report a wait of a second or more as a note."""
         begun = time.monotonic()
         drain()
         seconds = time.monotonic() - begun
@@ -283,6 +311,7 @@ class Due:
             self._reporter.note("checkpoint-waited", text, step=step, seconds=seconds)
 
     def _report_skipped(self, step: int) -> None:
+        """Report the number of due saves that were skipped since the last report, if any, as a note."""
         if self._skipped:
             left = pluralize(self._skipped, "due checkpoint")
             text = f"{left} before step {step} skipped: the previous one was still being written"

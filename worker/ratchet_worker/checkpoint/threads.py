@@ -48,8 +48,11 @@ _ORDINARY: Final = (0, 3)  # SCHED_OTHER and SCHED_BATCH
 
 
 def raise_nice_value() -> None:
-    """Raise the calling thread's nice value, so that other threads get most of the processor. Only a privileged process may
-    undo that. Linux's setpriority(2) affects a thread (POSIX means a process)."""
+    """Raise the calling thread's nice value permanently, so that other threads get most of the processor. Does nothing if the
+    system refuses.
+
+    Only a privileged process may undo it. Linux's setpriority(2) affects a thread (POSIX means a process).
+    """
     if sys.platform == "linux":
         with suppress(OSError):
             thread = threading.get_native_id()
@@ -57,9 +60,11 @@ def raise_nice_value() -> None:
 
 
 def set_long_time_slice() -> None:
-    """Give the calling thread a long slice, so that any thread that wakes up preempts it; its share of the processor stays the
-    same. Supported since Linux 6.12; an older kernel, one that refuses, or a policy without slices leaves the slice
-    unchanged."""
+    """Give the calling thread a long time slice, so that any thread that wakes up preempts it; its share of the processor stays
+    the same.
+
+    Needs Linux 6.12. An older kernel, one that refuses, or a policy without slices leaves the slice unchanged, without an error.
+    """
     calls = _CALLS.get(platform.machine()) if sys.platform == "linux" and sys.maxsize > 2**32 else None
     if calls is None:
         return
@@ -79,9 +84,12 @@ _POLL_SECONDS: Final = 0.5
 
 
 class Latch:
-    """Like ``threading.Event``, but stays set. ``Event`` has a condition implemented in Python: a thread that is interrupted
-    there may hold the condition's lock for ever, and the next thread that sets or waits for the event is stuck. Here only the
-    flag counts; the lock only wakes waiting threads."""
+    """A flag that is set once and stays set, for which threads can wait, like ``threading.Event`` without ``clear``.
+
+    ``Event`` has a condition implemented in Python: a thread that is interrupted there may hold the condition's lock for ever,
+    and the next thread that sets or waits for the event is stuck. Here only the flag counts; the lock only wakes waiting
+    threads.
+    """
 
     def __init__(self) -> None:
         self._is_set = False
@@ -89,14 +97,16 @@ class Latch:
         self._lock.acquire()
 
     def is_set(self) -> bool:
+        """True if the latch is set."""
         return self._is_set
 
     def set(self) -> None:
+        """Set the latch, and wake the waiting threads. No effect if it is set already."""
         self._is_set = True
         self._wake()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for at most ``timeout`` seconds. True if it is set."""
+        """Wait until the latch is set, for at most ``timeout`` seconds (None: without a limit). Return True if it is set."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._is_set:
             left = _POLL_SECONDS if end is None else min(end - time.monotonic(), _POLL_SECONDS)
@@ -107,6 +117,7 @@ class Latch:
         return self._is_set
 
     def _wake(self) -> None:
+        """Wake one waiting thread, which wakes the next."""
         with suppress(RuntimeError):  # another thread has released it
             self._lock.release()
 
@@ -115,20 +126,25 @@ T = TypeVar("T")
 
 
 class BackgroundThread:
-    """A background thread that makes one call after the other. It is started at once, so that no call fails because a thread
-    cannot be started, and the end of the process does not wait for it. Any thread that wakes up preempts it; with ``quiet``,
-    other threads also get most of the processor where both want it for long."""
+    """A background thread that makes submitted calls one after the other. The constructor starts it, so that no later call fails
+    because a thread cannot be started.
+
+    The end of the process does not wait for it. Any thread that wakes up preempts it. With ``quiet``, other threads that want
+    the same processor for long get most of it.
+    """
 
     def __init__(self, name: str, *, quiet: bool = False) -> None:
         self._calls: SimpleQueue[Call[Any]] = SimpleQueue()
         threading.Thread(target=self._run, args=(quiet,), name=name, daemon=True).start()
 
     def submit(self, work: Callable[[], T]) -> Call[T]:
+        """Queue the call of ``work``, and return at once an object with which to wait for its result."""
         call = Call(work)
         self._calls.put(call)
         return call
 
     def _run(self, quiet: bool) -> None:
+        """The thread's main loop: make the submitted calls in order."""
         set_long_time_slice()
         if quiet:
             raise_nice_value()
@@ -139,8 +155,8 @@ class BackgroundThread:
 
 
 class Call(Generic[T]):
-    """A call in another thread. ``result`` may be called once: an error is not kept, since its traceback holds all that was in
-    progress."""
+    """A call that another thread makes. ``result`` may be called only once: an error is not kept, since its traceback holds all
+    that was in progress."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
@@ -149,6 +165,7 @@ class Call(Generic[T]):
         self._done = threading.Event()
 
     def run(self) -> None:
+        """Make the call in the calling thread, and keep its result or its error for ``result``."""
         work, self._work = self._work, None
         assert work is not None
         try:
@@ -159,7 +176,7 @@ class Call(Generic[T]):
             self._done.set()
 
     def result(self) -> T:
-        """Wait for the call and return its result. Raises what the call raised."""
+        """Wait until the call has been made, and return its result. Raises what the call raised."""
         self._done.wait()
         error, self._error = self._error, None
         if error is not None:

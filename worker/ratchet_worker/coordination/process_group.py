@@ -22,7 +22,8 @@ from ratchet_worker.coordination.store_exchange import poll_until_present
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity of this process, from the variables that the agent sets."""
+    """The place of this process in its group, and the address of the rendezvous store. ``store_fd``: the listening socket that
+    the agent of rank 0 has bound; None on other ranks."""
 
     rank: int
     local_rank: int
@@ -33,7 +34,8 @@ class Identity:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Identity:
-        """Read the identity from ``env``. Raises ``KeyError`` or ``ValueError`` if the agent's variables are missing."""
+        """Read the identity from the variables that the agent or torchrun sets. Raises ``KeyError`` if one is missing,
+        ``ValueError`` if one is not a number."""
         fd = env.get(names.STORE_FD)
         return cls(
             rank=int(env[names.RANK]),
@@ -47,8 +49,8 @@ class Identity:
 
 @dataclass(frozen=True)
 class Clients:
-    """One store client for each thread that waits (the main thread, the side thread, the saving thread) and one for the process
-    group. Rank 0 also has the server."""
+    """One client of the rendezvous store for each thread that waits (the main thread, the side thread, the saving thread) and one
+    for the process group. ``server``: the server, if this process (rank 0) runs it; else None."""
 
     main: Store
     side: Store
@@ -58,7 +60,7 @@ class Clients:
 
 
 def rank_device(launch: LaunchFile, identity: Identity) -> torch.device:
-    """This rank's device. Does not touch CUDA."""
+    """Return this rank's device, by its number on the node. Does not touch CUDA."""
     return torch.device("cpu") if launch.resolved.device == "cpu" else torch.device("cuda", identity.local_rank)
 
 
@@ -77,7 +79,8 @@ def select_device(launch: LaunchFile, identity: Identity) -> torch.device:
 
 
 def connect(identity: Identity, timeout: float) -> Clients:
-    """Connect to the store, which rank 0 serves on the socket that its agent has bound. ``timeout`` in seconds."""
+    """Connect to the rendezvous store, and on rank 0 first serve it on the socket that the agent has bound. ``timeout``: seconds
+    that each operation of a client may take. Blocks until the server is reached."""
     limit = timedelta(seconds=timeout)
     server = None
     if identity.rank == 0:
@@ -93,8 +96,8 @@ def connect(identity: Identity, timeout: float) -> Clients:
 
 
 def _dup_and_close(fd: int | None) -> int | None:
-    """A duplicate of ``fd`` for libuv, which closes it. The inherited ``fd`` is closed: children of this process would inherit
-    it, too, and keep the port open."""
+    """A duplicate of ``fd`` for libuv, which closes it; None for None. The inherited ``fd`` itself is closed here: children of
+    this process would inherit it, too, and keep the port open."""
     if fd is None:
         return None
     copy = os.dup(fd)
@@ -103,7 +106,7 @@ def _dup_and_close(fd: int | None) -> int | None:
 
 
 def check_no_process_group() -> None:
-    """Raise ``UserError`` if the script has started a process group."""
+    """Raise ``UserError`` (``group-exists``) if the script has started a process group."""
     if is_initialized():
         raise UserError(
             "torch.distributed.init_process_group was called before the Session was made, which starts the group itself, with "
@@ -128,7 +131,8 @@ def init_group(launch: LaunchFile, identity: Identity, clients: Clients, device:
 
 
 def sign_off(store: Store, identity: Identity, seconds: float) -> None:
-    """Mark this rank's last use of the store. Rank 0, which serves it, waits up to ``seconds`` for all other ranks' last use."""
+    """Record in the store that this rank uses it for the last time. Rank 0, whose process may serve the store, then waits up to
+    ``seconds`` for all other ranks' records. Ignores an error of the store."""
     with suppress(RuntimeError):  # rank 0 has exited already
         store.set(f"farewell/{identity.rank}", "1")
         if identity.rank == 0:

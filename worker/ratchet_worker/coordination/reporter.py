@@ -34,7 +34,8 @@ _NEVER: Final = -math.inf
 
 
 class Reporter:
-    """Messages of one rank. ``hold``: called before each message; see ``GroupAbort.block_if_aborting``."""
+    """Messages of one rank to the service. ``block_if_aborting``: called before each message; see
+    ``GroupAbort.block_if_aborting``."""
 
     def __init__(self, spool: Spool, rank: int, block_if_aborting: Callable[[], None] = lambda: None) -> None:
         self._spool, self._rank, self._block_if_aborting = spool, rank, block_if_aborting
@@ -49,6 +50,7 @@ class Reporter:
         return self._rank
 
     def report_started(self, device: str, torch_version: str) -> None:
+        """Send that this rank's process has started, with its pid, host, device and torch version."""
         self._send(
             m.Started(
                 rank=self._rank,
@@ -61,9 +63,11 @@ class Reporter:
         )
 
     def report_training(self, base: Base, total_steps: int | None) -> None:
+        """Send that training begins, from ``base``, with ``total_steps`` steps of the whole job (None: not known)."""
         self._send(m.Training(rank=self._rank, at=now(), base=base, total_steps=total_steps))
 
     def report_resumed(self, report: ResumeReport) -> None:
+        """Send the resume report."""
         self._send(m.Resumed(rank=self._rank, at=now(), report=report))
 
     def metrics_due(self, step: int, total_steps: int | None) -> bool:
@@ -73,13 +77,14 @@ class Reporter:
         return step % every == 0 or step == total_steps or step == 1
 
     def report_metrics(self, step: int, values: dict[str, float]) -> None:
+        """Send the metrics of ``step``, by name. Does not check ``metrics_due``."""
         self._send(m.Metrics(rank=self._rank, at=now(), step=step, values=values))
 
     def report_progress(
         self, step: int, total_steps: int | None, data_epoch: int | None, *, always: bool = False
     ) -> None:
-        """Send progress, at most every half second unless ``always``. Throughput is measured between two messages, at no cost per
-        step."""
+        """Send progress, at most every half second unless ``always``. The message has the steps per second since the previous
+        one; they cost nothing per step. ``total_steps`` and ``data_epoch``: None if not known."""
         instant = time.monotonic()
         seconds = instant - self._progress_at
         if not always and seconds < _PROGRESS_SECONDS:
@@ -108,7 +113,7 @@ class Reporter:
         return due
 
     def report_hook(self, summary: HookSummary, warnings: Iterable[HookWarning] = ()) -> None:
-        """Send the summary, and each warning once."""
+        """Send the hook's summary, and each of ``warnings`` that was not sent before as a note."""
         self._hook_at = time.monotonic()
         if self._hook_begun_at is not None:
             self._hook_pause = max(_HOOK_SECONDS, (self._hook_at - self._hook_begun_at) / _HOOK_SHARE)
@@ -133,6 +138,9 @@ class Reporter:
         difference: StepDifference | None,
         reason: str | None,
     ) -> None:
+        """Send the state of the comparison of redone steps: ``steps`` were redone, ``compared`` of them were compared, and
+        ``equal`` were equal. ``difference``: the first difference; ``reason``: why some or all steps are not compared; None for
+        neither."""
         self._send(
             m.RedoneSteps(
                 rank=self._rank, at=now(), world_size=world_size, steps=steps, compared=compared, equal=equal,
@@ -141,6 +149,8 @@ class Reporter:
         )  # fmt: skip
 
     def report_committed(self, manifest: Manifest, seconds: float, stall: float | None = None) -> None:
+        """Send that a checkpoint was committed. ``seconds``: the time from the start of the save to the commit; ``stall``: the
+        seconds that training waited for it."""
         self._send(
             m.CheckpointCommitted(
                 rank=self._rank, at=now(), step=manifest.step, attempt=manifest.attempt, digest=manifest.digest,
@@ -150,21 +160,27 @@ class Reporter:
         )  # fmt: skip
 
     def report_checkpoint_failed(self, step: int, error: str) -> None:
+        """Send that the checkpoint of ``step`` could not be saved."""
         self._send(m.CheckpointFailed(rank=self._rank, at=now(), step=step, error=error))
 
     def report_deleted(self, step: int, attempt: int) -> None:
+        """Send that a checkpoint, by step and attempt, was deleted."""
         self._send(m.CheckpointDeleted(rank=self._rank, at=now(), step=step, attempt=attempt))
 
     def report_quarantined(self, step: int, attempt: int, error: str) -> None:
+        """Send that a damaged checkpoint, by step and attempt, was moved to the quarantine."""
         self._send(m.Quarantined(rank=self._rank, at=now(), step=step, attempt=attempt, error=error))
 
     def note(self, type_: str, message: str, **data: Any) -> None:
+        """Send an event of the type ``type_`` for the job's history. ``message`` is cut at 4000 characters; ``data``: further
+        fields."""
         self._send(m.Note(rank=self._rank, at=now(), type=type_, message=message[:4000], data=data))
 
     def close(self) -> None:
         self._spool.close()
 
     def _send(self, message: m.RankMessage) -> None:
+        """Append a message to the spool. Blocks if the rank's communicators have been aborted."""
         self._block_if_aborting()
         self._spool.append(message)
 
@@ -173,7 +189,8 @@ Reason = Literal["schedule", "stop", "request", "end", "first"]
 
 
 def metric_value(name: str, value: float | torch.Tensor) -> float:
-    """A metric's value as a float. Raises ``UserError`` for an invalid name or a value that is not a number."""
+    """Return a metric's value as a float; for a tensor on a GPU this waits for the GPU. Raises ``UserError`` for an invalid name
+    or a value that is not one number."""
     if not name or len(name) > 200:
         raise UserError(f"a metric needs a name of 1 to 200 characters, not {name[:20]!r}")
     try:

@@ -28,7 +28,7 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class Listener:
-    """Call ``install`` on the main thread and ``wait`` from one other thread."""
+    """Receives stop and save requests of one rank. Call ``install`` on the main thread and ``wait`` from one other thread."""
 
     def __init__(self) -> None:
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -52,8 +52,8 @@ class Listener:
         self.abort.start()
 
     def install_signal_handlers(self) -> Callable[[], None]:
-        """Install handlers for SIGTERM and SIGINT. The returned function restores the previous handlers, except where others have
-        replaced ours, and ``wait`` receives no more signals after it."""
+        """Install handlers for SIGTERM and SIGINT, on the main thread. The returned function restores the previous handlers,
+        except where others have replaced the installed ones; ``wait`` receives no more signals after it."""
         wakeup = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._previous_handlers = {number: signal.signal(number, self._handle_signal) for number in STOP_SIGNALS}
         self._installed = True
@@ -73,12 +73,14 @@ class Listener:
         return give_back
 
     def follow(self, control_file: Path, initial: Desired) -> None:
-        """Read the desired state from ``control_file``, too, starting with ``initial``, the one in the launch file."""
+        """Let ``wait`` also read the desired state from ``control_file``. ``initial``: the desired state in the launch file,
+        which counts until the file is read."""
         self._reader = ControlReader(control_file)
         self._control = Control(desired=initial)
 
     def wait(self, seconds: float) -> tuple[Cause | None, int]:
-        """Wait up to ``seconds`` for a signal; return ``(cause of the requested stop, number of "save now" requests)`` so far."""
+        """Wait up to ``seconds`` for a signal, and read the control file. Returns the cause of the requested stop (None: no stop)
+        and the number of "save now" requests, both for all that was received so far."""
         readable, _, _ = select.select([self._read_fd], [], [], seconds)
         if readable:
             numbers = os.read(self._read_fd, 4096)
@@ -90,13 +92,15 @@ class Listener:
         return self._cause(), self._control.checkpoint_request
 
     def _cause(self) -> Cause | None:
+        """The cause of the requested stop: the control file's if it requests one, else SIGTERM after a stop signal; None without
+        either."""
         if self._control.desired is not Desired.RUN:
             return self._control.cause or default_cause(self._control.desired)
         return Cause.SIGTERM if self._signalled else None
 
     def forward_interrupt(self) -> bool:
-        """Send the main thread a SIGINT for the handler that preceded ours (``KeyboardInterrupt``). Returns False if there was
-        none, or if it was sent one before. May be called from any thread."""
+        """Send the main thread a SIGINT for the handler that was installed before (``KeyboardInterrupt``). Returns False, and
+        sends nothing, if there was no such handler or a SIGINT was sent before. May be called from any thread."""
         if self._forwards_interrupt or not callable(self._previous_handlers.get(signal.SIGINT)):
             return False
         self._forwards_interrupt = True
@@ -104,30 +108,33 @@ class Listener:
         return True
 
     def script_handles_sigterm(self) -> bool:
-        """True if a script has replaced our SIGTERM handler by one of its own."""
+        """True if the script has replaced the installed SIGTERM handler by one of its own."""
         found = signal.getsignal(signal.SIGTERM)
         return callable(found) and found != self._handle_signal
 
     def terminate_script(self) -> None:
-        """Send the main thread a SIGTERM for the script's own handler, unless that has received one from outside."""
+        """Send the main thread a SIGTERM for the script's own handler, unless that handler has received one from outside
+        already."""
         if not self.sigterm_received or self._sigterm_handled:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def reinstall_handlers(self) -> None:
-        """Reinstall our handlers after the script's end. A pending handler of the script, which could raise in our code later,
-        runs here, and its exception is ignored."""
+        """Reinstall this class's handlers after the script's end. A pending handler of the script, which could raise in Ratchet's
+        code later, runs here, and its exception is ignored."""
         for number in STOP_SIGNALS * 2:
             with suppress(BaseException):
                 signal.signal(number, self._handle_signal)
 
     def _block_signals(self) -> None:
+        """Before a fork: block the stop signals in the forking thread."""
         self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     def _unblock_signals(self) -> None:
+        """After a fork: restore the signal mask from before it."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
 
     def _reset_in_child(self) -> None:
-        """In a forked process: restore the default handlers, so that signals end it as they would without Ratchet."""
+        """In a forked process, restore the default handlers, so that signals end it as they would without Ratchet."""
         if self._installed:
             signal.set_wakeup_fd(-1)
         for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
@@ -136,8 +143,8 @@ class Listener:
         self._unblock_signals()
 
     def _handle_signal(self, number: int, frame: Any) -> None:
-        """The signal handler, which only sets flags. The wake-up descriptor has woken the side thread already, unless a script
-        has replaced that descriptor (asyncio does)."""
+        """Handle a stop signal: only set flags, and pass a forwarded SIGINT to the previous handler. The wake-up descriptor has
+        woken the side thread already, unless a script has replaced that descriptor (asyncio does)."""
         self._signalled = True
         self._sigterm_handled = self._sigterm_handled or number == signal.SIGTERM
         if self._forwards_interrupt and number == signal.SIGINT:

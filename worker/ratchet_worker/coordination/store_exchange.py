@@ -21,11 +21,11 @@ _PROGRESS_POLL_SECONDS: Final = 0.5  # seconds between two polls of ``progress``
 
 
 class Abandoned(Exception):
-    """The wait was abandoned because the caller's ``abandon`` returned True."""
+    """Raised if a wait was abandoned because the caller's ``should_abandon`` returned True."""
 
 
 class PeerTimeout(WorkerError):
-    """A rank did not answer in time."""
+    """Raised if a rank did not post its value in time."""
 
     code = "peer-timeout"
 
@@ -33,8 +33,8 @@ class PeerTimeout(WorkerError):
 def poll_until_present(
     store: Store, keys: list[str], longest: float = _LONGEST_PAUSE, first: float = _FIRST_PAUSE
 ) -> Iterator[None]:
-    """Yield before each pause, with pauses that grow from ``first`` to ``longest`` seconds, until all ``keys`` are in the store.
-    One poll costs some 25 microseconds here, and as much on the store's side.
+    """Poll the store until all ``keys`` are in it; yield before each pause, so that the caller can end the wait. Pauses grow from
+    ``first`` to ``longest`` seconds. One poll costs some 25 microseconds here, and as much on the store's side.
 
     ``Store.wait`` would block the client, and prints warnings at every timeout.
     """
@@ -48,7 +48,7 @@ def poll_until_present(
 class Exchange:
     """Gather and broadcast of JSON values among all ranks, by name; each name is used once. Values are a few megabytes at most.
 
-    A value may come with a text ``beside``, which is passed unparsed: only readers that need it parse it.
+    A value may come with a text, its attachment, which is passed unparsed: only readers that need it parse it.
     """
 
     def __init__(
@@ -71,24 +71,26 @@ class Exchange:
     def gather(
         self, name: str, value: Any, *, should_abandon: Callable[[], bool] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Every rank's value in rank order. Raises ``PeerTimeout`` (naming the ranks) or ``Abandoned``."""
+        """Publish this rank's ``value``, wait for every rank's, and return all in rank order. ``timeout``: seconds, None for the
+        Exchange's own. Raises ``PeerTimeout`` (naming the missing ranks), or ``Abandoned`` once ``should_abandon`` returns
+        True."""
         self.post(name, value)
         return self.collect(name, should_abandon=should_abandon, timeout=timeout)
 
     def post(self, name: str, value: Any, attachment: str = "") -> None:
-        """Publish this rank's value; return at once."""
+        """Publish this rank's value, with an attachment; return without waiting for others."""
         self.block_if_aborting()
         self._store.set(self._key(name, self.rank), f"{_dump(value)}\n{attachment}" if attachment else _dump(value))
 
     def post_locally(self, name: str, value: Any, attachment: str = "") -> None:
-        """Like ``post``, if only this rank collects the values: keep its own value here, unsent, until ``delete``."""
+        """Like ``post``, for a value that only this rank collects: keep the value in this process, unsent, until ``delete``."""
         self.block_if_aborting()
         self._local_values[name] = value, attachment.encode()
 
     def collect(
         self, name: str, *, should_abandon: Callable[[], bool] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Wait for every rank's posted value; return the values in rank order."""
+        """Wait for every rank's posted value; return the values in rank order. Raises like ``gather``."""
         return [
             value for value, _ in self.collect_with_attachments(name, should_abandon=should_abandon, timeout=timeout)
         ]
@@ -103,10 +105,10 @@ class Exchange:
         pause: float = _LONGEST_PAUSE,
         is_recurring: bool = False,
     ) -> list[tuple[Any, bytes]]:
-        """Like ``collect``, with the text ``beside`` each value, empty if there is none. ``progress``: each change of its value
-        restarts the timeout. ``pause``: the longest time between two polls, in seconds. ``is_recurring``: the wait is about as
-        long as the previous one, so the first poll comes after half of that. A value that this rank keeps is returned as the same
-        object."""
+        """Like ``collect``, but return each value with its attachment as bytes, empty if there is none. ``progress``: each change
+        of its value restarts the timeout. ``pause``: the longest pause between two polls, in seconds. ``is_recurring``: the wait
+        is about as long as the previous one, so the first pause is half of that, at most ``_LONGEST_PAUSE``. A value from
+        ``post_locally`` is returned as the same object."""
         keys = self._posted_keys(name)
         found: list[tuple[Any, bytes]] = []
         if keys:
@@ -126,8 +128,9 @@ class Exchange:
         progress: Callable[[], object] | None = None,
         is_recurring: bool = False,
     ) -> Any:
-        """Return rank 0's ``value`` on every rank; the other ranks' argument is ignored. ``is_recurring``: the wait is about as
-        long as the previous one, so it is polled rarely until then."""
+        """Return rank 0's ``value`` on every rank; the other ranks' argument is ignored. Rank 0 does not wait; the others wait
+        for it and raise ``PeerTimeout``. ``progress``: each change of its value restarts the timeout. ``is_recurring``: the wait
+        is about as long as the previous one, so the first pause between two polls is longer."""
         key = self._key(name, 0)
         if self.rank == 0:
             self.block_if_aborting()
@@ -139,8 +142,8 @@ class Exchange:
         return json.loads(self._store.get(key))
 
     def delete(self, name: str) -> None:
-        """Remove the keys of ``name`` from the store. Call it only when every rank is known to have read them, that is, has
-        posted something since."""
+        """Remove all ranks' values of ``name`` from the store and from this process. Call it only when every rank is known to
+        have read them, that is, has posted something since."""
         for key in self._posted_keys(name):
             self._store.delete_key(key)
         self._local_values.pop(name, None)
@@ -151,11 +154,12 @@ class Exchange:
             self._store.delete_key(self._key(name, 0))
 
     def _posted_keys(self, name: str) -> list[str]:
-        """The keys of all ranks, without this rank's if it keeps its value."""
+        """The keys of all ranks in rank order, without this rank's own if its value was posted locally."""
         kept = self.rank if name in self._local_values else None
         return [self._key(name, rank) for rank in range(self.world_size) if rank != kept]
 
     def _key(self, name: str, rank: int) -> str:
+        """The store's key for the value that ``rank`` posts under ``name``."""
         return f"exchange/{name}/{rank}"
 
     def _wait(
@@ -168,8 +172,8 @@ class Exchange:
         pause: float = _LONGEST_PAUSE,
         recurs: tuple[str, float] | None = None,
     ) -> None:
-        """Wait for ``keys``. ``is_recurring``: a kind of wait, and the share of the last such wait that passes before the next
-        poll."""
+        """Wait until all ``keys`` are in the store. ``recurs``: the kind of a recurring wait, and the share of the last such wait
+        that the first pause between two polls takes; None for another wait. Raises ``PeerTimeout`` or ``Abandoned``."""
         kind, share = recurs or ("", 0.0)
         first = min(max(_FIRST_PAUSE, share * self._last_wait_seconds.get(kind, 0.0)), _LONGEST_PAUSE)
         limit = self._timeout if timeout is None else timeout

@@ -26,12 +26,13 @@ Augment = Callable[[Any, torch.Generator], Any]
 
 
 def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
-    """Return a CPU generator for sample ``index`` of the data set in ``epoch``."""
+    """Return a new CPU generator for sample ``index`` of the data set in ``epoch``, seeded by all three arguments."""
     return torch.Generator().manual_seed(derive_seed("augment", seed, epoch, index))
 
 
 def seed_process(seed: int, epoch: int, index: int) -> None:
-    """Seed this process's Python, NumPy and torch CPU generators for one sample."""
+    """Seed the process-wide generators of Python, NumPy and torch (CPU) for sample ``index`` in ``epoch``. Does not restore
+    them."""
     word = derive_seed("sample", seed, epoch, index)
     random.seed(word)
     np.random.seed(word & 0xFFFFFFFF)
@@ -40,7 +41,8 @@ def seed_process(seed: int, epoch: int, index: int) -> None:
 
 @contextmanager
 def preserving_process_generators() -> Iterator[None]:
-    """Restore the process-wide CPU generators on exit, also after an exception."""
+    """Run the block, then restore the process-wide CPU generators of Python, NumPy and torch to their states from before it, also
+    after an exception."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -52,13 +54,15 @@ def preserving_process_generators() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SampleLoader(Dataset[Any]):
-    """A map-style data set indexed by (epoch, index), so that the key carries everything that a worker needs to know."""
+    """A map-style data set indexed by (epoch, index), so that the key has everything that a worker needs to know. Loading a
+    sample seeds the process-wide generators for it and leaves them seeded."""
 
     dataset: Any
     augment: Augment | None
     seed: int
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
+        """Seed the process-wide generators for the sample of the key (epoch, index), load it, and return it augmented."""
         epoch, index = key
         seed_process(self.seed, epoch, index)
         sample = self.dataset[index]
@@ -70,6 +74,7 @@ class SampleLoader(Dataset[Any]):
         return len(self.dataset)
 
     def batch(self, keys: Sequence[tuple[int, int]], collate: Callable[[list[Any]], Any]) -> Any:
-        """Load one batch in this process and return it collated. The process's generators are afterwards as they were before."""
+        """Load the samples of ``keys``, each (epoch, index), in this process and return them collated to one batch. The process's
+        generators are afterwards as they were before."""
         with preserving_process_generators():
             return collate([self[key] for key in keys])

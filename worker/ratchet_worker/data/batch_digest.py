@@ -20,9 +20,9 @@ _MAX_PENDING: Final = 64  # batches on an accelerator that are hashed together
 
 
 class BatchDigest:
-    """XXH3-128 over at most 64 KiB of the tensors, arrays, numbers and strings of ``batch`` as it is now; later in-place changes
-    have no effect. Large tensors are sampled on an even grid of elements. Tensors on an accelerator are copied there now, without
-    waiting for the copy, and hashed when ``hex`` is called."""
+    """A digest (XXH3-128) of ``batch`` as it is now, over at most about 64 KiB of its tensors, arrays, numbers and strings; later
+    in-place changes have no effect. Large tensors are sampled on an even grid of elements. Tensors on an accelerator are copied
+    there now, without waiting for the copy, and hashed when ``hex`` is called."""
 
     def __init__(self, batch: Any) -> None:
         leaves = list(islice(_leaves(batch, 0), _LEAVES))
@@ -31,9 +31,11 @@ class BatchDigest:
 
     @property
     def on_host(self) -> bool:
+        """True if ``hex`` needs nothing from an accelerator, so that it does not wait."""
         return all(isinstance(part, bytes) for part in self._parts)
 
     def hex(self) -> str:
+        """Return the digest as hexadecimal text. Waits for copies from an accelerator."""
         hasher = xxhash.xxh3_128()
         for part in self._parts:
             hasher.update(part if isinstance(part, bytes) else byte_view(part.cpu()))
@@ -41,19 +43,24 @@ class BatchDigest:
 
 
 class BatchChain:
-    """XXH3-128 over the digests of several batches in order: each value hashes the value before it and the next digest."""
+    """A digest (XXH3-128) over the digests of several batches in order: each value hashes the value before it and the next
+    digest."""
 
     def __init__(self) -> None:
         self._value = ""
         self._pending: list[BatchDigest] = []
 
     def add(self, digest: BatchDigest) -> BatchChain:
+        """Append the digest of the next batch and return this object. Digests on an accelerator are hashed later, up to 64 at
+        once."""
         self._pending.append(digest)
         if digest.on_host or len(self._pending) == _MAX_PENDING:
             self.hex()
         return self
 
     def hex(self) -> str:
+        """Return the digest of all batches so far as hexadecimal text; empty before the first. Waits for copies from an
+        accelerator."""
         for digest in self._pending:
             self._value = xxhash.xxh3_128_hexdigest((self._value + digest.hex()).encode())
         self._pending = []
@@ -61,7 +68,8 @@ class BatchChain:
 
 
 def _leaves(item: Any, depth: int) -> Iterator[Any]:
-    """Yield tensors, arrays, and bytes for everything else, including the type names of containers."""
+    """Yield what is hashed of ``item``, in a fixed order: its tensors and arrays, and as bytes everything else, including the
+    type names of containers. Containers nested deeper than ``_DEPTH`` are represented by their type names."""
     if isinstance(item, torch.Tensor):
         yield from _tensors(item)
     elif isinstance(item, np.ndarray) and item.dtype.kind != "O":
@@ -76,6 +84,7 @@ def _leaves(item: Any, depth: int) -> Iterator[Any]:
 
 
 def _children(item: Any) -> Iterator[Any]:
+    """Yield the items of a container, or the attribute values of another object. Items of sets are yielded as sorted texts."""
     if isinstance(item, Mapping):
         for key, value in item.items():
             yield from (repr(key), value)
@@ -90,6 +99,8 @@ def _children(item: Any) -> Iterator[Any]:
 
 
 def _tensors(tensor: torch.Tensor) -> Iterator[Any]:
+    """Yield the plain tensors that make up ``tensor``. For a layout whose values cannot be read simply, yield its type and shape
+    as bytes."""
     tensor = tensor.detach()
     if tensor.is_nested:
         for part in tensor.unbind():
@@ -104,7 +115,8 @@ def _tensors(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def _part(leaf: Any, share: int) -> bytes | torch.Tensor:
-    """Return at most ``share`` bytes of ``leaf``, with the shape and the type of the whole."""
+    """Return at most about ``share`` bytes of ``leaf``, with the shape and the type of the whole; a tensor copy on its device if
+    the leaf is on an accelerator."""
     if isinstance(leaf, bytes):
         return leaf[: share // 2] + leaf[-(share // 2) :] + b"%d" % len(leaf)
     grid = tuple(_grid(tuple(leaf.shape), leaf.itemsize, share))
@@ -115,7 +127,8 @@ def _part(leaf: Any, share: int) -> bytes | torch.Tensor:
 
 
 def _grid(shape: tuple[int, ...], size: int, share: int) -> Iterator[slice]:
-    """Yield one slice per dimension: inner dimensions are thinned evenly, the first (samples) only where that is not enough."""
+    """Yield one slice per dimension that thins a tensor of ``shape``, with ``size`` bytes per element, to about ``share`` bytes.
+    Inner dimensions are thinned evenly, the first (samples) only if that is not enough."""
     total = size
     for length in shape:
         total *= length

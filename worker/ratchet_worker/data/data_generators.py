@@ -27,7 +27,8 @@ _PLAIN: Final = (str, bytes, int, float, complex, type, ModuleType, torch.Tensor
 
 
 class OwnGenerators:
-    """Generators held by the objects ``roots``, by the attribute path at which each is found first, like ``dataset.rng``.
+    """Finds and saves the generators that the objects ``roots`` hold, by the attribute path at which each is found first, like
+    ``dataset.rng``. ``roots``: objects by the first part of the path.
 
     The search covers attributes, bound methods, ``partial``, closures, and containers of up to 100 items. Process-wide generators
     belong to the rank and are excluded.
@@ -43,18 +44,20 @@ class OwnGenerators:
 
     def begin(self, *, is_repeat: bool) -> None:
         """Begin an epoch of a stream that a resume reads again from the epoch's beginning: until ``end``, ``states`` returns the
-        states of this moment. ``is_repeat``: the epoch has begun before; restore the states of that time if they are known."""
+        states of this moment. ``is_repeat``: the epoch has begun before; its states of that time are restored if they are known,
+        and else those of now are recorded."""
         if is_repeat and self._epoch_start_states is not None:
             self._restore(self._epoch_start_states)
         else:
             self._epoch_start_states = self._current_states()
 
     def end(self) -> None:
+        """End the epoch: ``states`` returns the current states again."""
         self._epoch_start_states = None
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restore these generators on exit, also after an exception."""
+        """Run the block, then restore these generators to their states from before it, also after an exception."""
         states = self._current_states()
         try:
             yield
@@ -62,12 +65,12 @@ class OwnGenerators:
             self._restore(states)
 
     def states(self) -> dict[str, Any]:
-        """Return the states by path, in a form that ``ratchet_hooks.state.encode`` accepts."""
+        """Return the states by path, current or from ``begin``, in a form that ``ratchet_hooks.state.encode`` accepts."""
         return self._current_states() if self._epoch_start_states is None else self._epoch_start_states
 
     def load(self, states: Mapping[str, Any]) -> list[str]:
-        """Restore ``states``; return sentences about generators that only one side has. Raises what a generator raises for the
-        state of another kind."""
+        """Restore ``states``, and end an epoch begun; return sentences about generators that only ``states`` or only the objects
+        have. Raises what a generator raises for the state of another kind."""
         found = self._restore(states)
         self.end()
         told = [
@@ -80,19 +83,23 @@ class OwnGenerators:
         return told
 
     def _restore(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Set the generators that ``states`` has to these states, and return all generators found now, by path."""
         found = self.find()
         for path in found.keys() & states.keys():
             GeneratorState(found[path]).load_state_dict(states[path])
         return found
 
     def _current_states(self) -> dict[str, Any]:
+        """The generators' states of this moment, by path."""
         return {path: GeneratorState(item).state_dict() for path, item in self.find().items()}
 
 
 class StreamGenerators(OwnGenerators):
-    """Generators of a ``TrainStream``, which reads batches again to reach its position; ``marks`` are the points to restore then.
+    """Generators of a ``TrainStream``, which reads batches again to reach its position. ``marks``: points (generator states) by
+    name, saved with the states, that the stream restores while it reads.
 
-    ``followed``: the stream restores itself and may create its generators again; so ``after_move`` restores their states.
+    ``restores_itself``: the stream has ``load_state_dict`` and may create its generators again there; so ``load`` only keeps the
+    states, and ``after_move`` restores them.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, restores_itself: bool) -> None:
@@ -102,10 +109,14 @@ class StreamGenerators(OwnGenerators):
         self._pending_states: Mapping[str, Any] | None = None
 
     def states(self) -> dict[str, Any]:
+        """Return the states by path like ``OwnGenerators.states``, with the points of ``marks``; between ``before_move`` or
+        ``load`` and ``after_move``, the states to be restored."""
         own = dict(super().states() if self._pending_states is None else self._pending_states)
         return {**own, _MARKS: {name: mark.state() for name, mark in self.marks.items()}} if self.marks else own
 
     def load(self, states: Mapping[str, Any]) -> list[str]:
+        """Load ``states`` and the points of ``marks``. For a stream that restores itself, the generators are not changed before
+        ``after_move``, and the result is empty; for another stream, as ``OwnGenerators.load`` does."""
         self.marks = {name: Point.from_state(mark) for name, mark in states.get(_MARKS, {}).items()}
         own = {path: state for path, state in states.items() if path != _MARKS}
         if not self._restores_itself:
@@ -114,17 +125,19 @@ class StreamGenerators(OwnGenerators):
         return []
 
     def begin(self, *, is_repeat: bool) -> None:
+        """Begin an epoch like ``OwnGenerators.begin``; does nothing for a stream that restores itself."""
         if not self._restores_itself:
             super().begin(is_repeat=is_repeat)
 
     def before_move(self) -> None:
-        """Call before the stream is moved: ``after_move`` will restore the generators to their current states, or to those passed
-        to ``load``."""
+        """Record the generators' current states, unless ``load`` has kept others, for ``after_move``. Call it before the stream
+        is moved. Does nothing if the stream does not restore itself."""
         if self._restores_itself and self._pending_states is None:
             self._pending_states = super().states()
 
     def after_move(self) -> list[str]:
-        """Restore the generators, once the stream has reached its position; return sentences about missing ones."""
+        """Restore the states kept by ``load`` or ``before_move``, once the stream has reached its position; return a sentence for
+        each generator that is missing now."""
         states, self._pending_states = self._pending_states, None
         if states is None:
             return []
@@ -132,13 +145,15 @@ class StreamGenerators(OwnGenerators):
 
 
 def for_data(data: Any) -> OwnGenerators:
-    """Return ``data.own_generators``, or an empty set for a ``TrainData`` without it, whose ``state_dict`` is its whole state."""
+    """Return ``data.own_generators``; for a ``TrainData`` without it, whose ``state_dict`` is its whole state, an object without
+    generators."""
     found = getattr(data, "own_generators", None)
     return found if isinstance(found, OwnGenerators) else OwnGenerators({})
 
 
 def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, object) for everything reachable from ``roots``, breadth first, each object once."""
+    """Yield (path, object) for everything reachable from ``roots``, breadth first, each object once, at most ``_MAX_OBJECTS``.
+    Plain values, arrays, tensors, modules, types and the Session are left out."""
     # Holds the objects, so that no id() is reused meanwhile.
     seen: dict[int, Any] = {id(item): item for item in process_generators()}
     waiting = deque(roots.items())
@@ -153,6 +168,8 @@ def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _children(item: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (path suffix, object) for what ``item`` holds: items of a small container, a method's object, parts of a ``partial``,
+    what a function keeps, else attributes."""
     if isinstance(item, (list, tuple, dict)):
         if len(item) <= _MAX_ITEMS:
             # A copy: a thread of the data set may change the container meanwhile.

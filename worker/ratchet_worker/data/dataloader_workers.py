@@ -40,7 +40,7 @@ IGNORED_SIGNALS: Final = frozenset(
 
 
 def init_worker(parent: int, worker_id: int) -> None:
-    """Initialise a worker: ignore signals meant for the rank, and die with the rank (process id ``parent``)."""
+    """Initialise a worker, in its process: ignore signals meant for the rank, and die with the rank (process id ``parent``)."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
@@ -49,7 +49,8 @@ def init_worker(parent: int, worker_id: int) -> None:
 
 @contextmanager
 def starting_workers(workers: list[BaseProcess]) -> Iterator[None]:
-    """Workers started inside this block are added to ``workers``. Raises ``UserError`` off the main thread.
+    """Add the worker processes started inside this block to ``workers``, and register them to be killed at exit. Signals in
+    ``IGNORED_SIGNALS`` are blocked in the block. Raises ``UserError`` off the main thread.
 
     A signal that arrives meanwhile is not lost: another thread receives it, or this one when the block ends.
     """
@@ -70,7 +71,8 @@ def starting_workers(workers: list[BaseProcess]) -> Iterator[None]:
 
 
 def kill_workers(workers: list[BaseProcess], owner: int) -> None:
-    """Kill ``workers`` and reap them: they hold nothing that is worth waiting for. No-op in processes other than ``owner``."""
+    """Kill ``workers``, wait for their death, and empty the list: they hold nothing that is worth waiting for. Does nothing in
+    processes other than ``owner`` (a process id)."""
     if os.getpid() != owner:
         return
     with _ignoring_child_deaths():
@@ -82,12 +84,14 @@ def kill_workers(workers: list[BaseProcess], owner: int) -> None:
 
 
 def _kill_at_exit(started: list[weakref.ref[BaseProcess]]) -> None:
+    """Kill those of the ``started`` workers that still exist."""
     kill_workers([worker for ref in started if (worker := ref()) is not None], os.getpid())
 
 
 @contextmanager
 def _ignoring_child_deaths() -> Iterator[None]:
-    """Disable torch's SIGCHLD handler, which raises in the main thread when a worker is killed: here that is intended."""
+    """Disable torch's SIGCHLD handler in the block. It raises in the main thread when a worker is killed, which is intended
+    here."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -19,7 +19,7 @@ def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def dataset_digest(dataset: Any) -> str | None:
-    """Return ``dataset.digest()`` (a string that changes whenever any sample does), or None where there is no such method.
+    """Return ``dataset.digest()`` as text (it must change whenever any sample does), or None if there is no such method.
 
     No digest is guessed: one over, say, the length alone would not show that files have changed.
     """

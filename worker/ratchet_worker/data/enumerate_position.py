@@ -42,14 +42,17 @@ _KEEPING: Final = (zip, *(one for one in vars(itertools).values() if hasattr(one
 
 
 def enumerate_readers(iterator: Iterator[Any]) -> list[enumerate[Any]]:
-    """Return the ``enumerate`` objects that read ``iterator`` directly."""
+    """Return the existing ``enumerate`` objects that read ``iterator`` directly; ``iterator`` is compared by identity."""
     return [one for one in gc.get_referrers(iterator) if isinstance(one, enumerate)]
 
 
 def find_restarted(iterator: Iterator[Any], frame: FrameType | None) -> str | None:
     """Return a sentence about what does not continue after a resume within an epoch, in the loop that reads ``iterator`` (in
-    ``frame``, or through generators that run there); None where everything does. An ``enumerate`` around a generator, such as a
-    progress bar's, cannot be advanced: the generator is already running. One around ``map`` would call the map's function."""
+    ``frame``, or through generators that run there); None if everything does.
+
+    An ``enumerate`` around a generator, such as a progress bar's, cannot be advanced: the generator is already running. One
+    around ``map`` would call the map's function.
+    """
     if loop_variables.calls_next(frame):
         return BY_NEXT
     waiting = _running_generators(frame)
@@ -75,7 +78,7 @@ def _iterators_reading(iterator: Any) -> list[Any]:
 
 
 def _running_generators(frame: FrameType | None) -> list[Any]:
-    """Return the generators that run in ``frame``, from the inner to the outer."""
+    """Return the generators that run in ``frame`` and, as long as these are generators, in its callers."""
     running: list[FrameType] = []
     while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
         running.append(frame)
@@ -86,6 +89,7 @@ def _running_generators(frame: FrameType | None) -> list[Any]:
 
 
 def advance(reader: enumerate[Any], count: int) -> None:
-    """Take ``count`` placeholders, which the iterator returns at once, from ``reader``, so that its number rises by ``count``."""
+    """Take ``count`` items from ``reader``, so that its number rises by ``count``. The iterator below must return placeholders at
+    once meanwhile."""
     for _ in repeat(None, count):
         next(reader)

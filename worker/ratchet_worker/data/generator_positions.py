@@ -19,8 +19,9 @@ from ratchet_worker.state.snapshot import digest
 
 @dataclass(frozen=True)
 class Point:
-    """Generator states at one moment. ``python``: as ``random.getstate`` returns it; only ``state`` converts it. ``own``: states
-    of the stream's generators, by attribute path."""
+    """The states of all generators at one moment. ``python``: as ``random.getstate`` returns it; only ``state`` converts it.
+    ``legacy``: numpy's; ``cpu``, ``cuda``: torch's (``cuda`` None: CUDA was not in use). ``own``: states of the stream's
+    generators, by attribute path."""
 
     python: Any
     legacy: Any  # numpy's
@@ -37,14 +38,15 @@ class Point:
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> Point:
+        """Return the point that ``state`` was made from; the inverse of ``state()``."""
         process = state["process"]
         version, words, gauss = process["python"]
         python = (version, tuple(words.tolist()), gauss)
         return Point(python, process["numpy"], process["torch"], process["cuda"], state["own"])
 
     def restore(self, own: Mapping[str, Generator]) -> None:
-        """Set all generators to this point. ``own``: the generators that the stream holds now; those known to one side only stay
-        unchanged."""
+        """Set the process-wide generators to this point, and those of ``own``: the generators that the stream holds now, by path.
+        Generators known to one side only stay unchanged."""
         random.setstate(self.python)
         np.random.set_state(self.legacy)
         torch.set_rng_state(self.cpu)
@@ -55,7 +57,8 @@ class Point:
 
 
 def current_point(own: Mapping[str, Generator]) -> Point:
-    """Return the current point. Takes about 100 microseconds, most of them numpy's."""
+    """Return the generators' states of this moment, with those of the generators in ``own``. Takes about 100 microseconds, most
+    of them numpy's."""
     return Point(
         random.getstate(),
         np.random.get_state(legacy=False),
@@ -66,7 +69,8 @@ def current_point(own: Mapping[str, Generator]) -> Point:
 
 
 def branch(epoch: int) -> Point:
-    """Return the point of the process-wide generators after seeding them from their current states and ``epoch``."""
+    """Return the point that the process-wide generators have after seeding them from their current states and ``epoch``. The
+    generators themselves stay as they are."""
     tensors, facts = encode(current_point({}).state()["process"], root="generators")
     seeds = (digest(tensors.values()), repr(facts), epoch)
     with preserved():
@@ -80,7 +84,7 @@ def branch(epoch: int) -> Point:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Restore the process-wide generators, including the rank's accelerator's, on exit."""
+    """Run the block, then restore the process-wide generators, including those of the rank's accelerator."""
     point = current_point({})
     try:
         yield
@@ -89,4 +93,5 @@ def preserved() -> Iterator[None]:
 
 
 def _on_cuda() -> bool:
+    """True if this process has initialised CUDA."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

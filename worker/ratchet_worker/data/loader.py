@@ -27,20 +27,22 @@ Key = tuple[int, int]
 
 
 class _Cursor:
-    """One rank's epoch and position in samples; iterating yields the keys of the batches from there to the end of the epoch."""
+    """One rank's epoch and its position in it, in samples of all ranks. Iterating yields the keys (epoch, index) of each batch
+    from there to the end of the epoch, and does not move the position; ``len`` is the number of these batches."""
 
     def __init__(self, rule: BatchRule, seed: int, shuffle: bool) -> None:
         self.rule, self.seed, self.shuffle = rule, seed, shuffle
         self.epoch = self.position = 0
 
     def move_to(self, epoch: int, position: int) -> None:
-        """Go to a position; the end of an epoch (no whole global batch left) is the beginning of the next."""
+        """Set epoch and position. A position at the end of an epoch (no whole global batch left) becomes the beginning of the
+        next."""
         self.epoch, self.position = epoch, position
         if self.rule.batches_left(position) == 0:
             self.epoch, self.position = epoch + 1, 0
 
     def advance(self) -> None:
-        """One batch was yielded."""
+        """Move the position behind one batch, which was yielded."""
         self.move_to(self.epoch, self.position + self.rule.global_batch)
 
     def __len__(self) -> int:
@@ -51,6 +53,7 @@ class _Cursor:
         return self._keys(self.epoch, self.position, len(self))
 
     def _keys(self, epoch: int, position: int, count: int) -> Iterator[list[Key]]:
+        """Yield the keys of this rank's next ``count`` batches from ``position`` in ``epoch``."""
         order = epoch_order(self.rule.length, self.seed, epoch, shuffle=self.shuffle)
         for n in range(count):
             start = self.rule.start(position + n * self.rule.global_batch)
@@ -145,10 +148,13 @@ class TrainLoader:
         return dataset_digest(self._samples.dataset)
 
     def __iter__(self) -> Iterator[Any]:
+        """Return an iterator over the batches from the position to the end of the epoch; it ends an earlier iterator."""
         self._run += 1
         return self._batches(self._run)
 
     def _batches(self, run: int) -> Iterator[Any]:
+        """Yield the batches from the position on, and move the position before each one is yielded. Ends early once ``run`` is
+        not the current run: a later ``iter()``, ``load_state_dict()`` or ``close()`` has ended this iterator."""
         if run != self._run:
             return
         for batch in self._fetch():
@@ -158,6 +164,8 @@ class TrainLoader:
             yield batch
 
     def _fetch(self) -> Iterator[Any]:
+        """Return an iterator over the loaded batches from the position to the end of the epoch. With workers, the first call
+        starts them. Raises ``UserError`` if they cannot be started."""
         if self._num_workers == 0:
             return (self._samples.batch(keys, self._collate) for keys in self._cursor)
         if self._loader is not None:
@@ -219,8 +227,9 @@ class TrainLoader:
         self._load(state)
 
     def load_resized(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continue with another number of ranks at the very next sample of the global order. ``states``: those of all old ranks,
-        in rank order. Raises ``ValueError`` if they do not belong to the same step, or if the order is another one."""
+        """Continue, with another number of ranks, at the next sample of the global order that was not used. ``states``: the old
+        ranks' states in rank order. Raises ``ValueError`` if they do not belong to the same step, or if the order is another
+        one."""
         if not states:
             raise ValueError("there is no recorded data position to continue from")
         if any(other != states[0] for other in states):
@@ -228,6 +237,8 @@ class TrainLoader:
         self._load(states[0])
 
     def _load(self, state: dict[str, Any]) -> None:
+        """Move to the position in ``state`` and end the current iterator. Raises ``ValueError`` if the order is another one or
+        the position is invalid."""
         mine = self.state_dict()
         for key in ("kind", "order_version", "seed", "shuffle", "length"):
             if state.get(key) != mine[key]:
@@ -248,7 +259,8 @@ Item = TypeVar("Item")
 
 
 def endless(data: Iterable[Item], on_batch: Callable[[], None]) -> Iterator[Item]:
-    """Yield batches of ``data``, epoch after epoch. Raises ``UserError`` for an epoch without batches."""
+    """Yield batches of ``data``, epoch after epoch, without end. ``on_batch`` is called before each batch is yielded. Raises
+    ``UserError`` for an epoch without batches."""
     while True:
         empty = True
         for batch in data:

@@ -7,8 +7,8 @@ from typing import Any
 
 
 class LoaderPosition:
-    """The position of ``loader``. ``numbering_problem``: a sentence if the loop's own batch numbers are wrong after a resume,
-    else None."""
+    """The position of ``loader`` (base class). ``numbering_problem``: a sentence if the loop's own batch numbers are wrong after
+    a resume, else None."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -25,6 +25,7 @@ class LoaderPosition:
             return None
 
     def _compare_length(self, state: Mapping[str, Any]) -> None:
+        """Record a sentence if the recorded length of an epoch differs from the loader's, for ``inexact_reason``."""
         before, now = state.get("length"), self.steps_per_epoch
         differs = before is not None and now is not None and before != now
         self._other_length = (
@@ -33,11 +34,12 @@ class LoaderPosition:
 
     @property
     def exact(self) -> bool:
+        """True if a resume repeats every batch exactly; otherwise ``inexact_reason`` gives the reason."""
         return self.inexact_reason is None
 
     @property
     def inexact_reason(self) -> str | None:
-        """A sentence for the resume report; None if a resume repeats every batch exactly."""
+        """A sentence for the resume report; None if a resume repeats every batch exactly. Implemented by the subclasses."""
         raise NotImplementedError
 
     @property

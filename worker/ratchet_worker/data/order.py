@@ -88,20 +88,22 @@ class BatchRule:
 
     @property
     def batches_per_epoch(self) -> int:
+        """The number of whole global batches in an epoch."""
         return self.length // self.global_batch
 
     def batches_left(self, position: int) -> int:
-        """Whole global batches from ``position`` to the end of the epoch."""
+        """The number of whole global batches from ``position`` to the end of the epoch."""
         return max(0, self.length - position) // self.global_batch
 
     def start(self, position: int) -> int:
-        """Return the index in the order at which this rank's part of the global batch at ``position`` begins."""
+        """Return the index in the order at which this rank's part of the global batch at ``position`` begins. ``position`` counts
+        samples of all ranks."""
         return position + self.rank * self.per_rank
 
 
 def shard(length: int, rank: int, world_size: int) -> range:
-    """Return this rank's part of a fixed list (held-back data): every index on exactly one rank, no padding, sizes differ by
-    <= 1.
+    """Return this rank's part of a fixed list of ``length`` items, as indices: every index is on exactly one rank, without
+    padding, and sizes differ by at most 1.
 
     For evaluation: sum counts, not means, over ranks.
     """

@@ -34,7 +34,8 @@ Attributes = list[dict[str, Any]]
 
 
 def is_supported(loader: DataLoader[Any]) -> bool:
-    """True if ``loader`` is a DataLoader whose batches follow from its sampler's indices alone."""
+    """True if ``loader`` is a DataLoader whose batches follow from its sampler's indices alone, so that ``SamplerPosition`` can
+    restore it."""
     plain = type(loader).__iter__ is DataLoader.__iter__ and not hasattr(loader, "state_dict")
     alone = loader.batch_sampler is None and loader.num_workers > 0
     return plain and not isinstance(loader.dataset, torch.utils.data.IterableDataset) and not alone
@@ -43,7 +44,7 @@ def is_supported(loader: DataLoader[Any]) -> bool:
 class SamplerPosition(LoaderPosition):
     """This rank's batches of ``loader``; implements ``TrainData``. ``position``: batches of the epoch that were handed out.
 
-    ``begin`` an epoch; while there are ``has_more`` batches, ``take`` one; ``end`` the epoch, or ``begin`` another. After
+    ``begin`` an epoch; while it ``has_more`` batches, ``take`` one; ``end`` the epoch, or ``begin`` another. After
     ``load_state_dict`` and ``own_generators.load``, ``reach`` moves to the recorded position; generators are then as before.
 
     ``ahead``: ``has_more`` loads the next batch, not only its indices. A resume loads that batch again, with the generators in
@@ -116,6 +117,8 @@ class SamplerPosition(LoaderPosition):
         return bool(self._ahead)
 
     def _load_ahead(self) -> None:
+        """Load the next batch ahead, if there is one. After a resume the batch is loaded from the generators' recorded states,
+        and the generators are then restored."""
         if self._reload_ahead and self._before is not None:
             self._own = self.own_generators.find()
             with generator_positions.preserved(), self.own_generators.preserved():
@@ -130,18 +133,21 @@ class SamplerPosition(LoaderPosition):
         self._reload_ahead = False
 
     def _discard_ahead(self) -> None:
+        """Discard the batch read ahead and the states from before it."""
         self._ahead.clear()
         self._before, self._reload_ahead = None, False
 
     def take(self) -> Any:
-        """Return the next batch."""
+        """Return the next batch and count it as handed out; loads it unless it was loaded ahead. Raises ``StopIteration`` at the
+        epoch's end."""
         batch = self._ahead.popleft() if self._ahead else next(self._source)
         self.position += 1
         self._indices.digest_until(self.position)
         return batch if self._workers is None else self._workers.unpack(batch)
 
     def end(self) -> None:
-        """End the pass: the position is then the beginning of the next epoch."""
+        """End the pass: the position is then the beginning of the next epoch. Persistent workers that have read ahead are
+        discarded."""
         if not self._indices.ended or self._indices.pulled > self.position:
             self._plain_loader = None  # persistent workers have read ahead of what was handed out
         self.epoch, self.position, self._start = self.epoch + 1, 0, {}
@@ -158,6 +164,7 @@ class SamplerPosition(LoaderPosition):
             return iter(self._plain_loader)
 
     def _make_loader(self) -> DataLoader[Any]:
+        """Return a plain DataLoader with the settings of ``loader`` that reads its indices through ``_Indices``."""
         loader, options = self.loader, dict[str, Any]()
         if loader.batch_sampler is None:
             options |= {"sampler": self._indices, "batch_size": None}
@@ -185,7 +192,9 @@ class SamplerPosition(LoaderPosition):
     # --- a resume ------------------------------------------------------------------------------------------------------
 
     def reach(self) -> None:
-        """Move to the recorded position, within the epoch too. Raises ``ValueError`` if the sampler ends before it."""
+        """Move to the recorded position, within the epoch too. Does nothing without a recorded position. If the sampler yields
+        other indices than before, ``inexact_reason`` gives the reason. Raises ``ValueError`` if the sampler ends before the
+        position."""
         recorded, self._recorded = self._recorded, None
         if recorded is None:
             return
@@ -201,12 +210,15 @@ class SamplerPosition(LoaderPosition):
             self._difference = self.numbering_problem
 
     def _start_workers(self) -> None:
+        """Start the workers, without giving them indices, for persistent workers that were running when the epoch began."""
         self._indices.closed = True
         for _ in self._iterate():
             raise AssertionError
         self._indices.closed = False
 
     def _reach_within_epoch(self, recorded: dict[str, Any]) -> None:
+        """Restore the states from the beginning of the epoch, skip the used indices, and compare them by digest. Loads no used
+        batch."""
         self._start = {
             "point": generator_positions.Point.from_state(recorded["point"]),
             "samplers": recorded["samplers"],
@@ -257,7 +269,8 @@ class SamplerPosition(LoaderPosition):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a recorded position, which ``reach`` moves to. Raises ``ValueError`` for another kind of state."""
+        """Load a recorded position, which ``reach`` moves to. Raises ``ValueError`` for another kind of state and for another
+        number of workers."""
         if state.get("kind") != self._kind:
             raise ValueError(f"the data position was recorded for {state.get('kind')!r}, this is {self._kind!r}")
         if self._workers is not None or state["workers"] is not None:
@@ -270,12 +283,14 @@ class SamplerPosition(LoaderPosition):
         self._compare_length(state)
 
     def restart_epoch(self, state: dict[str, Any]) -> bool:
-        """Move to the beginning of the epoch of ``state``, for another number of ranks. True if batches of it were taken."""
+        """Move to the beginning of the epoch of ``state``, for another number of ranks. Returns True if batches of that epoch had
+        been taken."""
         self.epoch, self.position = state["epoch"], 0
         self._discard_ahead()
         return bool(state.get("position"))
 
     def _load_workers(self, states: Any) -> None:
+        """Load the states of the workers' generators. Raises ``ValueError`` if the number of workers has changed."""
         if self._workers is None or states is None:
             raise ValueError(
                 "num_workers has changed from or to 0: samples then draw from other generators; restore the old value"
@@ -284,8 +299,9 @@ class SamplerPosition(LoaderPosition):
 
 
 class _Indices:
-    """Yields the indices of the loader's sampler to the plain DataLoader. ``skip``: number of batches of indices to leave out;
-    ``idle``: number of empty batches before the first; ``closed``: yield none at all."""
+    """Yields the indices of the loader's sampler, batch by batch, to the plain DataLoader. ``skip``: number of batches of indices
+    to leave out; ``idle``: number of empty batches before the first; ``closed``: yield none at all. ``pulled``: batches read from
+    the sampler; ``ended``: it has no more."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -296,6 +312,7 @@ class _Indices:
         self._digests = deque[str]()  # chained digests after each of the last batches of indices
 
     def __iter__(self) -> Iterator[Any]:
+        """Start the sampler again, and return an iterator over the batches of its indices."""
         if self.closed:
             return iter(())
         self._source = iter(self.sampler)
@@ -303,7 +320,7 @@ class _Indices:
         return self._iterate()
 
     def pull(self) -> bool:
-        """Read one more batch of indices. False if the sampler has ended."""
+        """Read one more batch of indices from the sampler, and keep it for the DataLoader. False if the sampler has ended."""
         for indices in self._source:
             self.pulled += 1
             self._digests.append(_chain_digest(self._digests[-1], indices))
@@ -313,7 +330,7 @@ class _Indices:
         return False
 
     def drop_skipped(self) -> None:
-        """Drop the ``skip`` batches of indices. Raises ``ValueError`` if there are fewer."""
+        """Read and drop the next ``skip`` batches of indices. Raises ``ValueError`` if there are fewer."""
         while self.skip:
             if not self.pull():
                 raise ValueError(
@@ -323,17 +340,19 @@ class _Indices:
             self.skip -= 1
 
     def digest_until(self, position: int) -> str:
-        """Return the digest of the first ``position`` batches of indices; digests of fewer are discarded."""
+        """Return the digest of the first ``position`` batches of indices, and discard the digests of fewer batches."""
         while len(self._digests) > self.pulled - position + 1:
             self._digests.popleft()
         return self._digests[0]
 
     def digest(self, number: int) -> str | None:
-        """Return the digest of the first ``number`` batches of indices, not fewer than the last ``digest_until``; None if fewer
-        were read."""
+        """Return the digest of the first ``number`` batches of indices; None if fewer were read. ``number`` must not be less than
+        the argument of the last ``digest_until``."""
         return None if number > self.pulled else self._digests[number - self.pulled - 1]
 
     def _iterate(self) -> Iterator[Any]:
+        """Yield the empty batches, then the sampler's batches of indices after the skipped ones, those that were pulled already
+        first."""
         yield from ([] for _ in range(self.idle))
         self.drop_skipped()
         while self._pending or self.pull():
@@ -341,13 +360,14 @@ class _Indices:
 
 
 def _chain_digest(before: str, indices: Any) -> str:
+    """The digest of the indices after those with the digest ``before``."""
     plain = type(indices) is list and all(type(index) is int for index in indices)
     text = repr(indices) if plain else BatchDigest(indices).hex()
     return xxhash.xxh3_128_hexdigest((before + text).encode())
 
 
 def _samplers(loader: DataLoader[Any]) -> list[Any]:
-    """Return the loader's samplers, and those inside a batch sampler."""
+    """Return the loader's batch sampler and sampler, and those inside them, outer ones first."""
     found: list[Any] = []
     waiting = [loader.batch_sampler, loader.sampler]
     while waiting:
@@ -359,10 +379,12 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
 
 
 def _attributes(loader: DataLoader[Any]) -> Attributes:
+    """The plain attributes (numbers, strings, bools, None) of each sampler of the loader."""
     return [{name: value for name, value in vars(one).items() if type(value) in _PLAIN} for one in _samplers(loader)]
 
 
 def _restore_attributes(loader: DataLoader[Any], recorded: Attributes) -> None:
+    """Set the samplers' attributes to those that ``_attributes`` returned."""
     for one, attributes in zip(_samplers(loader), recorded, strict=False):
         vars(one).update(attributes)
 

@@ -16,8 +16,8 @@ from ratchet_worker.data.streams import TrainStream
 
 class StreamPosition(LoaderPosition):
     """The position of ``loader``; implements ``TrainData`` and has the methods of ``SamplerPosition``. A ``loader`` with
-    ``state_dict`` and ``load_state_dict`` is restored by these, another by skipping the used batches: exact if these are the
-    same again."""
+    ``state_dict`` and ``load_state_dict`` is restored by these methods. Any other is restored by skipping the used batches, which
+    is exact if these are the same again."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -31,6 +31,7 @@ class StreamPosition(LoaderPosition):
 
     @property
     def epoch(self) -> int:
+        """The number of completed epochs."""
         return self.stream.epoch
 
     @property
@@ -40,7 +41,7 @@ class StreamPosition(LoaderPosition):
 
     @property
     def inexact_reason(self) -> str | None:
-        """A sentence for the resume report."""
+        """A sentence for the resume report; None if a resume repeats every batch exactly."""
         return (
             self.stream.inexact_reason
             or (self.numbering_problem if self._resumed_within_epoch else None)
@@ -48,6 +49,7 @@ class StreamPosition(LoaderPosition):
         )
 
     def data_digest(self) -> str | None:
+        """The digest that identifies the stream's data, None without one."""
         return self.stream.data_digest()
 
     def __iter__(self) -> Iterator[Any]:
@@ -65,7 +67,7 @@ class StreamPosition(LoaderPosition):
         self._source = iter(self.stream)
 
     def has_more(self) -> bool:
-        """True if the epoch has another batch, which is then read."""
+        """True if the epoch has another batch. Reads that batch ahead, unless it is read already."""
         if not self._ahead:
             self._ahead = list(islice(self._source, 1))
         return bool(self._ahead)
@@ -83,8 +85,8 @@ class StreamPosition(LoaderPosition):
             self.stream.epoch += 1
 
     def reach(self) -> None:
-        """Move to the recorded position, after ``load_state_dict`` and ``own_generators.load``. Raises as ``TrainStream.reach``
-        does."""
+        """Move to the recorded position, after ``load_state_dict`` and ``own_generators.load``; reads batches again. Raises as
+        ``TrainStream.reach`` does."""
         self.stream.reach()
         if not self.stream.position:
             return
@@ -99,8 +101,8 @@ class StreamPosition(LoaderPosition):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stream's state, which counts the batch read ahead as taken, and ``ahead``, ``numbering_problem`` and
-        ``length``."""
+        """Return the state: that of the stream, which counts the batch read ahead as taken, whether there is such a batch
+        (``ahead``), ``numbering_problem`` (``numbers``) and ``length``."""
         ahead = bool(self._ahead) or self._ahead_recorded
         return {
             **self.stream.state_dict(),
@@ -110,7 +112,7 @@ class StreamPosition(LoaderPosition):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a recorded position. Raises ``ValueError`` for another kind of state."""
+        """Load a recorded position, which ``reach`` moves to. Raises ``ValueError`` for another kind of state."""
         if "ahead" not in state:
             raise ValueError(
                 f"the data position was recorded for {state.get('kind')!r}, this is a loader that is read ahead"
@@ -122,6 +124,7 @@ class StreamPosition(LoaderPosition):
         self.numbering_problem, self._resumed_within_epoch = state["numbers"], False
 
     def restart_epoch(self, state: dict[str, Any]) -> bool:
-        """Move to the beginning of the epoch of ``state``, for another number of ranks. True if batches of it were taken."""
+        """Move to the beginning of the epoch of ``state``, for another number of ranks. Returns True if batches of that epoch had
+        been taken."""
         self.stream.epoch = state["epoch"]
         return bool(state.get("taken"))

@@ -22,7 +22,8 @@ _DIGESTS: Final = {"state": "last", "skip": "chain"}
 
 
 class _Earlier(NamedTuple):
-    """A point to restore the stream to: before batch number ``taken`` of the epoch. ``stream``: its own state, if any."""
+    """A point to restore the stream to: before batch number ``taken`` (from 0) of the epoch. ``stream``: the stream's own state
+    there, None without one; ``point``: the generators' states there, None if not known."""
 
     taken: int
     stream: Any
@@ -100,6 +101,7 @@ class TrainStream:
 
     @property
     def exact(self) -> bool:
+        """True if the stream resumes exactly; otherwise ``inexact_reason`` gives the reason."""
         return self.inexact_reason is None
 
     @property
@@ -119,10 +121,13 @@ class TrainStream:
     # --- batches -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
+        """Return an iterator over the batches from the position to the end of the epoch; it ends an earlier iterator."""
         self._run += 1
         return self._batches(self._run)
 
     def _batches(self, run: int) -> Iterator[Any]:
+        """Yield the batches from the position to the end of the epoch, and count each as taken before it is yielded. Ends once
+        ``run`` is not the current run. Raises ``ValueError`` if the recorded position cannot be reached exactly."""
         if run != self._run:
             return
         began_at = self._taken
@@ -157,6 +162,8 @@ class TrainStream:
         self.own_generators.end()
 
     def _from_position(self) -> Iterator[Any]:
+        """Return an iterator over the stream from the current position, which is reached first if it is not yet. Raises
+        ``ValueError`` if the batches read again differ."""
         if self._taken and self._source is None:
             self._restored = True  # begun in the middle of an epoch: continue from the current position
         if self._restored:
@@ -167,7 +174,7 @@ class TrainStream:
         return source if source is not None else self._begin()
 
     def _begin(self) -> Iterator[Any]:
-        """Return an iterator over the stream from the beginning of an epoch."""
+        """Return an iterator over the stream from the beginning of an epoch, and record the states there."""
         self._set_epoch()
         if self._resume_mode == "anew":
             return iter(self.stream)
@@ -182,8 +189,9 @@ class TrainStream:
         return source
 
     def _next(self, source: Iterator[Any], taken: int) -> Any:
-        """Return batch number ``taken`` (from 0). What a repeatable stream draws after its first batch, and what it draws ahead,
-        must not depend on what the training draws meanwhile, since no resume repeats that."""
+        """Return batch number ``taken`` (from 0) of ``source``. What a repeatable stream draws after its first batch, and what it
+        draws ahead, must not depend on what the training draws meanwhile, since no resume repeats that; so it draws from
+        generator states of its own."""
         if self._resume_mode != "skip":
             return next(source)
         if taken == 0:
@@ -200,7 +208,8 @@ class TrainStream:
             training.restore({})
 
     def _record_points(self) -> None:
-        """Record the generators' point, and the stream's state, before a batch of a stream that has ``state_dict``."""
+        """Before a batch of a stream that has ``state_dict``, record the generators' states, and from the second batch on the
+        stream's state. Does nothing for other streams."""
         if self._resume_mode != "state":
             return
         point = generator_positions.current_point(self._own)
@@ -213,6 +222,7 @@ class TrainStream:
                 self.own_generators.marks.pop("first", None)
 
     def _add_digest(self, digests: Any, batch: Any) -> BatchDigest | BatchChain:
+        """Return ``digests`` with the digest of ``batch``: of all batches for a repeatable stream, else of this batch alone."""
         if self._resume_mode == "state":
             return BatchDigest(batch)
         return (BatchChain() if digests is None else digests).add(BatchDigest(batch))
@@ -222,6 +232,7 @@ class TrainStream:
         return self.own_generators.find() if self._resume_mode == "state" else {}
 
     def _check_moved(self) -> None:
+        """Raise ``TypeError`` if the stream's state is the same before and after the first batch."""
         if self._resume_mode == "state" and _is_same(self._stream_state(), self._earlier[0].stream, self._state_name()):
             raise TypeError(
                 f"{type(self.stream).__name__}.state_dict() is the same before and after a batch: advance the position "
@@ -231,8 +242,9 @@ class TrainStream:
     # --- a resume ------------------------------------------------------------------------------------------------------
 
     def reach(self) -> None:
-        """Move the stream to the recorded position, after ``load_state_dict`` and ``own_generators.load``; ``exact`` is then
-        False if it does not match. No effect otherwise. Raises ``ValueError`` if the stream ends before the position."""
+        """Move the stream to the recorded position, after ``load_state_dict`` and ``own_generators.load``; reads batches again.
+        If they differ from those handed out, ``exact`` is False. Does nothing without a recorded position. Raises ``ValueError``
+        if the stream ends before the position."""
         if not self._restored:
             return
         self._restored, self._difference = False, None
@@ -247,6 +259,8 @@ class TrainStream:
             self._difference = "; ".join(missing)
 
     def _replay(self) -> Iterator[Any]:
+        """Restore the stream to an earlier point, read the batches up to the position again, compare them, and return an iterator
+        that continues there. Raises ``ValueError`` if the stream ends before the position."""
         marks, earlier = self.own_generators.marks, self._replay_start()
         earlier = earlier._replace(point=earlier.point or marks.get("earlier"))
         self._earlier, last = [earlier], marks.get("last")
@@ -288,24 +302,26 @@ class TrainStream:
         return source
 
     def _replay_start(self) -> _Earlier:
-        """Return the newest point at least two batches back, so that random numbers that the stream draws when it starts there
-        affect another batch than the compared one."""
+        """Return the point from which a resume reads again: the newest one at least two batches back if there is one, so that
+        random numbers that the stream draws when it starts there affect another batch than the compared one."""
         fitting = [e for e in self._earlier if e.taken <= max(self._taken - 2, 0)]
         if fitting or self._earlier:
             return fitting[-1] if fitting else self._earlier[0]
         return _Earlier(self._taken if self._resume_mode == "state" else 0, self._recorded, None)
 
     def _restore_point(self, point: generator_positions.Point | None) -> None:
+        """Set the generators to ``point``; None: do nothing."""
         if point is not None:
             point.restore(self.own_generators.find() if point.own else {})
 
     def _set_epoch(self) -> None:
+        """Call the stream's ``set_epoch`` with the current epoch, if it has that method."""
         set_epoch = getattr(self.stream, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self.epoch)
 
     def _epoch_holders(self) -> list[tuple[str, Any]]:
-        """Return, by path, the samplers and data sets inside the stream whose ``set_epoch`` its user calls."""
+        """Return, with their paths, the samplers and data sets inside the stream that have ``set_epoch`` and ``epoch``."""
         found = list(reachable({"stream": self.stream}))[1:]
         return [
             (path, item)
@@ -314,7 +330,8 @@ class TrainStream:
         ]
 
     def _forget_workers(self) -> None:
-        """Discard persistent workers: they carry generators from epoch to epoch, and no new process can start with those."""
+        """Discard persistent workers of a repeatable stream: they carry generators from epoch to epoch, and no new process can
+        start with those."""
         if self._resume_mode == "skip":
             for _, item in reachable({"stream": self.stream}):
                 if isinstance(item, DataLoader) and item.persistent_workers:
@@ -351,14 +368,17 @@ class TrainStream:
     # --- state ---------------------------------------------------------------------------------------------------------
 
     def _state_name(self) -> str:
+        """The name of the stream's ``state_dict`` for messages."""
         return f"{type(self.stream).__name__}.state_dict()"
 
     def _stream_state(self) -> Any:
+        """A copy of the stream's own state: the stream may return a dict that it keeps changing."""
         # A copy by value: the stream may return a dict that it keeps changing.
         return _copy_value(self.stream.state_dict())  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the batches taken in it, and the stream's own state, if it has one, now and at an earlier point."""
+        """Return the epoch, the batches taken in it, and the stream's own state, if it has one, now and at an earlier point.
+        Raises ``TypeError`` if that state cannot be stored."""
         state: dict[str, Any] = {"kind": "stream", "way": self._resume_mode, "epoch": self.epoch, "taken": self._taken}
         if self._resume_mode == "anew":
             return state
@@ -400,6 +420,7 @@ def _hex(digests: BatchDigest | BatchChain | str) -> str:
 
 
 def _copy_value(value: Any) -> Any:
+    """Return a copy by value of a stream's state."""
     if type(value) in _ATOMS:
         return value
     if type(value) is dict:
@@ -412,7 +433,8 @@ def _copy_value(value: Any) -> Any:
 
 
 def _is_same(a: Any, b: Any, where: str) -> bool:
-    """True if two states are equal. Raises ``TypeError`` for a state that cannot be stored."""
+    """True if two states are equal. Raises ``TypeError`` for a state that cannot be stored; ``where`` is its name in the
+    error."""
     try:
         (left, one), (right, other) = encode(a, root=where), encode(b, root=where)
     except HookStateError as error:

@@ -24,7 +24,8 @@ Packed = dict[str, Any]
 
 
 class WorkerGenerators:
-    """Generator states of the workers of ``loader``. ``states``: one per worker; None: as a DataLoader starts it."""
+    """Generator states of the workers of ``loader``. ``states``: one per worker; None means that the worker begins as a
+    DataLoader starts it."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.states: list[Packed | None] = [None] * loader.num_workers
@@ -32,12 +33,13 @@ class WorkerGenerators:
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
-        """Return a ``collate_fn`` that wraps the DataLoader's own: its result is the batch, the worker's number and the worker's
-        generator states (None if unchanged). ``unpack`` unpacks it."""
+        """A ``collate_fn`` for the workers that wraps the DataLoader's own. It returns the batch, the worker's number and the
+        worker's generator states (None if unchanged), which ``unpack`` takes apart."""
         return _Collate(self._loader.collate_fn)
 
     def make_worker_init(self, parent: int) -> Callable[[int], None]:
-        """Return a ``worker_init_fn`` for the DataLoader that wraps its own one. It reads ``states`` when workers are started."""
+        """Return a ``worker_init_fn`` for the DataLoader that wraps its own one and sets the worker's generators to ``states``.
+        ``parent``: the rank's process id. The states are those at the time when workers are started."""
         return partial(_init_worker, parent, self._loader.worker_init_fn, self._loader.collate_fn, self.states)
 
     def reset(self) -> None:
@@ -59,7 +61,8 @@ class WorkerGenerators:
 
 
 class _Collate:
-    """Collates in a worker. Without samples nothing is loaded, and the next batch is the next worker's."""
+    """Collates in a worker and adds the worker's generator states. A batch without samples loads nothing; it only makes the next
+    batch the next worker's."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -67,6 +70,7 @@ class _Collate:
         self._last: Packed | None = None
 
     def __call__(self, samples: list[Any]) -> tuple[Any, int, Packed | None]:
+        """Return the collated batch, the worker's number, and the worker's generator states after it (None if unchanged)."""
         info = get_worker_info()
         assert info is not None
         if not samples:
@@ -84,6 +88,8 @@ class _Collate:
 def _init_worker(
     parent: int, own: Callable[[int], None] | None, collate: Any, states: list[Packed | None], worker: int
 ) -> None:
+    """Initialise a worker, in its process: the signals, the DataLoader's own ``worker_init_fn`` (``own``), and the generators'
+    states, if there are any for this worker."""
     dataloader_workers.init_worker(parent, worker)
     if own is not None:
         own(worker)
@@ -96,14 +102,17 @@ def _init_worker(
 
 
 def _find_own_generators(dataset: Any, collate: Any) -> dict[str, Any]:
+    """The generators that a worker's data set and ``collate_fn`` hold, by path."""
     return OwnGenerators({"dataset": dataset, "collate_fn": collate}).find()
 
 
 def _pack(point: generator_positions.Point) -> Packed:
+    """Encode a point with NumPy arrays in place of tensors."""
     tensors, facts = encode(point.state(), root="generators")
     return {"arrays": {name: tensor.numpy() for name, tensor in tensors.items()}, "facts": facts}
 
 
 def _is_same(a: Packed, b: Packed) -> bool:
+    """True if both encoded points are equal."""
     arrays = a["arrays"], b["arrays"]
     return a["facts"] == b["facts"] and all(np.array_equal(array, arrays[1][name]) for name, array in arrays[0].items())

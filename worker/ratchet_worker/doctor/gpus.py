@@ -30,7 +30,8 @@ _NEWER_DRIVER: Final = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """One row of ``nvidia-smi``; memory in MiB. ``processes``: the number of processes that hold memory on it; None: unknown."""
+    """One row of ``nvidia-smi``; memory in MiB. ``processes``: the number of processes that hold memory on the GPU, as far as
+    ``nvidia-smi`` lists them."""
 
     index: int
     name: str
@@ -44,12 +45,13 @@ class Gpu:
 
 
 def findings_without_torch() -> list[Finding]:
-    """Findings about the GPUs if torch is missing."""
+    """Return a finding for each GPU of ``nvidia-smi``, for an interpreter without torch; empty without GPUs."""
     return [_finding(gpu) for gpu in query_smi() or []]
 
 
 def findings_with_torch(torch: Any) -> tuple[list[str], list[Finding]]:
-    """Return (names of the devices that torch can use, findings)."""
+    """Return the names of the devices that torch can use, and the findings: a summary and one for each GPU. ``torch``: the
+    imported module."""
     rows = query_smi()
     if torch.version.cuda is None:
         return [], [*_no_cuda_build(rows), *(_finding(g) for g in rows or [])]
@@ -68,6 +70,7 @@ def findings_with_torch(torch: Any) -> tuple[list[str], list[Finding]]:
 
 
 def _no_cuda_build(rows: list[Gpu] | None) -> list[Finding]:
+    """The finding for a torch without CUDA: fine without a GPU, else a warning. ``rows``: the GPUs, None if not known."""
     if not rows:
         return [ok("cuda", "none", detail="no GPU here: jobs run on the CPU, over gloo")]
     return [
@@ -81,12 +84,14 @@ def _no_cuda_build(rows: list[Gpu] | None) -> list[Finding]:
 
 
 def _unusable(rows: list[Gpu] | None, why: str) -> Finding:
+    """The finding if torch can use no GPU because of ``why``: fine if ``nvidia-smi`` shows none, else failed."""
     if not rows:
         return ok("cuda", "none", detail=f"{why}: jobs run on the CPU, over gloo")
     return failed("cuda", "not usable", detail=f"{pluralize(len(rows), 'GPU')}, but {why}", cure=_NEWER_DRIVER)
 
 
 def _finding(gpu: Gpu) -> Finding:
+    """The finding on one GPU: whether ranks can use it, and how much of its memory is free."""
     name, value = f"gpu {gpu.index}", f"{gpu.name}, {gpu.total - gpu.used} of {gpu.total} MiB free"
     if gpu.compute_mode == "Prohibited":
         return failed(
@@ -115,6 +120,7 @@ def _finding(gpu: Gpu) -> Finding:
 
 
 def _from_torch(torch: Any, index: int, name: str) -> Finding:
+    """The finding on one GPU by torch alone, if ``nvidia-smi`` is missing."""
     try:
         free, total = (n >> 20 for n in torch.cuda.mem_get_info(index))
     except Exception as error:  # a GPU in exclusive mode that another process holds
@@ -128,7 +134,7 @@ def _from_torch(torch: Any, index: int, name: str) -> Finding:
 
 
 def query_smi() -> list[Gpu] | None:
-    """The GPUs of this machine; None if ``nvidia-smi`` is missing or fails."""
+    """Return the GPUs of this machine by ``nvidia-smi``; None if it is missing, fails, or prints numbers that cannot be read."""
     text = _smi(f"--query-gpu={','.join(_FIELDS)}")
     if text is None:
         return None
@@ -142,11 +148,14 @@ def query_smi() -> list[Gpu] | None:
 
 
 def _row(row: list[str], users: list[str]) -> Gpu:
+    """The GPU of one row of ``nvidia-smi``. ``users``: for each process that holds memory on a GPU, the GPU's id. Raises
+    ``ValueError``."""
     index, name, total, used, mode, mig, driver, uuid = (cell.strip() for cell in row)
     return Gpu(int(index), name, int(total), int(used), mode, mig == "Enabled", driver, uuid, users.count(uuid))
 
 
 def _smi(query: str) -> str | None:
+    """The output of ``nvidia-smi`` for a query, as CSV; None if it is missing, fails, or takes more than 20 seconds."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

@@ -22,7 +22,8 @@ _ADVICE: Final = (
 
 
 class Peer:
-    """Rank 1 in a process of its own; this process is rank 0. ``close`` ends it."""
+    """Rank 1 of the check, in a process of its own that is started here; this process is rank 0. Sets ``GLOO_SOCKET_IFNAME`` for
+    both. ``close`` ends it."""
 
     def __init__(self) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as in every job on one machine (``agent.rank_environment``)
@@ -35,7 +36,8 @@ class Peer:
         )
 
     def reduce(self) -> Finding:
-        """Run the all-reduce and return the finding: both ranks must get the bit-exact sum."""
+        """Run the all-reduce with rank 1 and return the finding: both ranks must get the bit-exact sum. Blocks for at most about
+        ``SECONDS`` per operation; a network error becomes a failed finding."""
         from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
         began = time.monotonic()
@@ -63,6 +65,7 @@ class Peer:
         )
 
     def _why(self, error: Exception) -> str:
+        """Why the check failed: the last line of rank 1's output if that process failed, else the first line of ``error``."""
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if self._process.poll() in (None, 0):
             return first
@@ -88,17 +91,20 @@ def operand(rank: int) -> Any:
 
 
 def expected() -> str:
+    """The digest of the right sum."""
     return digest(operand(0) + operand(1))
 
 
 def digest(tensor: Any) -> str:
+    """The SHA-256 of a tensor's bytes, in hex."""
     import hashlib
 
     return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
 
 
 def all_reduce(rank: int, store: Any, limit: timedelta) -> str:
-    """Sum over both ranks; return the digest of this rank's result, which is also written to the store."""
+    """Sum the ranks' operands over both ranks, as ``rank``; return the digest of this rank's result, which is also written to the
+    store."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
@@ -113,7 +119,8 @@ def all_reduce(rank: int, store: Any, limit: timedelta) -> str:
 
 
 def main() -> int:
-    """Rank 1: read the store's port from standard input; end without work if there is no line, since rank 0 has given up."""
+    """Act as rank 1: read the store's port from standard input and do the all-reduce; return 0. Ends without work if there is no
+    line, since rank 0 has given up."""
     from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
     line = sys.stdin.readline()

@@ -25,7 +25,8 @@ _CPU_TORCH = "--index-url https://download.pytorch.org/whl/cpu for a machine wit
 
 
 def probe() -> ProbeReport:
-    """All findings, in the order in which they are shown. Never raises for anything that the machine lacks."""
+    """Check this interpreter and return all findings, in the order in which they are shown, with the names of processor and GPUs.
+    Raises nothing for what the machine lacks. Starts a second process for the all-reduce."""
     found = [_python(), *_packages()]
     torch, finding = import_torch()
     found.append(finding)
@@ -50,12 +51,13 @@ def cpu_name() -> str:
 
 
 def _python() -> Finding:
+    """The finding with this interpreter's version and path."""
     version = platform.python_version()
     return ok("worker python", version, detail=sys.executable)
 
 
 def _packages() -> list[Finding]:
-    """The findings for the extra's packages except torch, which is checked separately."""
+    """The findings for the packages of the extra ``worker`` except torch, which is checked separately."""
     try:
         wanted = [p for p in required_packages(EXTRA) if p.name != "torch"]
     except metadata.PackageNotFoundError:
@@ -76,7 +78,7 @@ def _packages() -> list[Finding]:
 
 
 def import_torch() -> tuple[ModuleType | None, Finding]:
-    """Import torch; return it, or None if it cannot be used, with the finding that says why."""
+    """Import torch; return the module, or None if it is missing, broken or too old, and the finding on it."""
     try:
         torch: Any = importlib.import_module("torch")
         version = str(torch.__version__)
@@ -110,6 +112,7 @@ def import_torch() -> tuple[ModuleType | None, Finding]:
 
 
 def _backends(torch: Any, cuda: bool) -> Finding:
+    """The finding on torch's back ends: gloo must be available, and nccl if there are GPUs (``cuda``)."""
     distributed = torch.distributed
     if not distributed.is_available():
         return failed(

@@ -58,6 +58,8 @@ def write(chosen: Chosen, out: BinaryIO) -> list[str]:
 
 
 def _state(chosen: Chosen) -> tuple[dict[str, Any], list[str]]:
+    """The state to export, under DCP's top-level keys, and the notes for its reader. Raises ``CheckpointError``,
+    ``StateError``."""
     manifest = chosen.manifest
     assert manifest is not None
     model = read_model(chosen)
@@ -84,7 +86,8 @@ def _state(chosen: Chosen) -> tuple[dict[str, Any], list[str]]:
 
 
 def _optimizers(saved: Snapshot, tensors: dict[str, Any]) -> dict[str, Any]:
-    """The optimizers' states by component, with parameters by name instead of by number as in a ``state_dict``."""
+    """The optimizers' states by component, with parameters by name instead of by number as in a ``state_dict``. Registered
+    objects that are no optimizers are left out."""
     replicas = {n.removeprefix("model/") for n in saved.private if n.startswith("model/")}
     out: dict[str, Any] = {}
     for component in sorted(saved.state):
@@ -103,6 +106,7 @@ def _optimizers(saved: Snapshot, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _causes(error: BaseException) -> Generator[BaseException]:
+    """Yield the errors that led to ``error``: those that DCP recorded for its failures, and the chain of causes of each."""
     failures = getattr(error, "failures", {})
     for failure in [*failures.values(), (error.__cause__ or error.__context__,)]:
         hidden: BaseException | None = failure[0]
@@ -112,13 +116,15 @@ def _causes(error: BaseException) -> Generator[BaseException]:
 
 
 class _Unnamed(FileSystemBase):
-    """The files of one flat directory, without names on the disk, so that a killed process leaves nothing behind."""
+    """The file system that DCP writes to: the files of one flat directory, without names on the disk, so that a killed process
+    leaves nothing behind. ``close`` deletes them."""
 
     def __init__(self) -> None:
         self.files: dict[str, IO[bytes]] = {}
 
     @contextmanager
     def create_stream(self, path: Path, mode: str) -> Generator[Any]:
+        """Open a new unnamed file under ``path`` for writing; it stays open after the block."""
         assert mode == "wb", mode
         file = self.files[PurePosixPath(path).name] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
         with os.fdopen(os.dup(file.fileno()), "wb") as stream:  # the writer closes it

@@ -41,7 +41,8 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def main() -> None:
-    """Read the request, export, and write the response."""
+    """Read the request from standard input, export the checkpoint, and write the response to the request's descriptor. Errors
+    become a response with ``error``; the process ends with its parent."""
     request = json.load(sys.stdin)
     die_with_parent(request["asker"])
     answer: dict[str, Any]
@@ -58,7 +59,8 @@ def main() -> None:
 
 
 def export(request: dict[str, Any]) -> dict[str, Any]:
-    """Write the requested file and return the response. Raises ``CheckpointError``, ``StateError``, ``OSError``."""
+    """Verify and export the checkpoint of the ``request``, write the result to the request's descriptor, and return the response
+    with notes and digest. Raises ``CheckpointError``, ``StateError``, ``OSError``."""
     directory = Path(request["checkpoint"])
     manifest = read_manifest(directory)
     if manifest.digest != request["digest"]:
@@ -72,6 +74,7 @@ def export(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _safetensors(chosen: Chosen, out: BinaryIO) -> list[str]:
+    """Write the model as one safetensors file to ``out``; return notes for its reader."""
     assert chosen.manifest is not None
     model = read_model(chosen)
     # Wide elements first, so that every tensor is aligned to its element size.
@@ -89,6 +92,7 @@ def _safetensors(chosen: Chosen, out: BinaryIO) -> list[str]:
 
 
 def _tar(chosen: Chosen, out: BinaryIO) -> list[str]:
+    """Write a tar with one ``.pt`` file per rank to ``out``; return notes for its reader."""
     assert chosen.manifest is not None
     notes: list[str] = []
     world_size = chosen.manifest.world_size
@@ -107,6 +111,7 @@ def _tar(chosen: Chosen, out: BinaryIO) -> list[str]:
 
 
 def _dcp(chosen: Chosen, out: BinaryIO) -> list[str]:
+    """Write a tar of DCP's files to ``out``; return notes for its reader."""
     from ratchet_worker.export import dcp_format  # its imports take a second, which the other formats do not need
 
     return dcp_format.write(chosen, out)
@@ -116,8 +121,8 @@ _WRITERS: Final = {"safetensors": _safetensors, "torch": _tar, "dcp": _dcp}
 
 
 def _save(state: Any, file: IO[bytes]) -> None:
-    """Save ``state`` to ``file``. Raises the original ``OSError``, which torch turns into a ``RuntimeError`` about file
-    positions."""
+    """Save ``state`` to ``file`` by ``torch.save``. Raises the original ``OSError``, which torch hides in a ``RuntimeError``
+    about file positions."""
     try:
         torch.save(state, file)
     except RuntimeError as error:

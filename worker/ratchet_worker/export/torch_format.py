@@ -31,21 +31,22 @@ _BUILT_IN_COMPONENTS: Final = frozenset({"model", "buffers", "modules", "facts",
 
 @dataclass
 class Model:
-    """A model. ``tensors``: by key, each once; ``tied``: additional keys, with the key of the same tensor; ``notes``: what a
-    reader must know."""
+    """A model to export. ``tensors``: by key of its ``state_dict``, each tensor once; ``tied``: additional keys, with the key of
+    the same tensor; ``notes``: what a reader must know."""
 
     tensors: Tensors
     tied: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def metadata(self, manifest: Manifest) -> dict[str, str]:
-        """The metadata of a safetensors file: tied keys as ``safetensors.torch.load_model`` reads them, and the file's origin."""
+        """Return the metadata of a safetensors file: tied keys as ``safetensors.torch.load_model`` reads them, and the file's
+        origin."""
         facts = {**origin(manifest), "notes": self.notes}
         return {**self.tied, "format": "pt", "ratchet": json.dumps(facts)}
 
 
 def origin(manifest: Manifest) -> dict[str, Any]:
-    """The origin of an exported file, as facts by name."""
+    """The origin of an exported file, as facts by name: versions, job, checkpoint, step, number of ranks and hook."""
     return {
         "ratchet_version": RATCHET_VERSION,
         "job": manifest.job_id,
@@ -58,7 +59,7 @@ def origin(manifest: Manifest) -> dict[str, Any]:
 
 
 def read_model(chosen: Chosen) -> Model:
-    """The model of a checkpoint (parameters and buffers), with every file that is read verified. Raises ``CheckpointError``,
+    """Return the model of a checkpoint (parameters and buffers); every file that is read is verified. Raises ``CheckpointError``,
     ``StateError``.
 
     If replicas differ, the result is their mean, as in a resume on another number of ranks (``average_replicas.mean``). Buffers
@@ -96,7 +97,7 @@ def read_model(chosen: Chosen) -> Model:
 
 
 def read_rank(chosen: Chosen, rank: int) -> dict[str, Any]:
-    """One rank's state, in a form that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads. Raises
+    """Return one rank's whole state as a dict that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads. Raises
     ``CheckpointError``, ``StateError``."""
     manifest = chosen.manifest
     assert manifest is not None
@@ -133,8 +134,8 @@ def read_rank(chosen: Chosen, rank: int) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """``value`` without anything that ``torch.load(weights_only=True)`` refuses: numpy generators become the dict that their
-    ``set_state`` (``state``) takes, arrays become tensors, sets become sorted lists."""
+    """Return ``value`` without anything that ``torch.load(weights_only=True)`` refuses: numpy generators become the dict that
+    their ``set_state`` (``state``) takes, arrays become tensors or lists, sets become sorted lists."""
     if isinstance(value, np.random.RandomState):
         return to_plain(value.get_state(legacy=False))
     if isinstance(value, np.random.Generator):
@@ -155,7 +156,7 @@ def to_plain(value: Any) -> Any:
 
 
 def _read_model(chosen: Chosen) -> tuple[Tensors, dict[str, Any]]:
-    """Parameters and rank 0's buffers as ``model/...`` and ``buffers/...``, and rank 0's JSON state."""
+    """Read parameters and rank 0's buffers as ``model/...`` and ``buffers/...``, and rank 0's JSON state."""
     manifest, directory = chosen.manifest, chosen.directory
     assert manifest is not None and directory is not None
     own = f"{RANK_PREFIX}0/"
@@ -175,8 +176,8 @@ def _read_model(chosen: Chosen) -> tuple[Tensors, dict[str, Any]]:
 
 
 def state_dict_keys(stored: Tensors, state: dict[str, Any], notes: list[str]) -> list[tuple[str, str | None]]:
-    """The recorded pairs of state_dict key and tensor name; if none were recorded, parameters and buffers under their own
-    names."""
+    """Return pairs of ``state_dict`` key and tensor name, as recorded; the name is None for a key that is neither parameter nor
+    buffer. If none were recorded, return parameters and buffers under their own names, and append a note on that to ``notes``."""
     recorded = state.get(model_state.COMPONENT) or {"keys": None, "error": "none were recorded"}
     if recorded["keys"] is not None:
         return [(key, name) for key, name in recorded["keys"]]
@@ -197,6 +198,8 @@ def _components(saved: Snapshot, tensors: Tensors) -> dict[str, Any]:
 
 
 def _hook_state(manifest: Manifest, saved: Snapshot, tensors: Tensors) -> tuple[Any, dict[str, Any]]:
+    """The hook's state in torch's own form, and further values to store beside it. Raises ``StateError`` if this is not
+    possible."""
     spec = disk.recorded_hook(manifest)
     if spec is None:
         raise StateError(f"hook {manifest.hook.name} is not known to this version of Ratchet")
@@ -213,10 +216,11 @@ def _hook_state(manifest: Manifest, saved: Snapshot, tensors: Tensors) -> tuple[
 
 
 def _meta_like(tensor: torch.Tensor, strides: list[int] | None) -> torch.Tensor:
+    """A tensor without memory that has the shape, type and ``strides`` of ``tensor``; None: contiguous."""
     shape, dtype = tensor.shape, tensor.dtype
     return torch.empty_strided(shape, strides or torch.empty(shape, device="meta").stride(), dtype=dtype, device="meta")
 
 
 def open_checkpoint(directory: Path, manifest: Manifest) -> Chosen:
-    """A checkpoint on disk as a ``Chosen``, for reading."""
+    """Return the checkpoint in ``directory`` as a ``Chosen``, for reading. Reads nothing yet."""
     return Chosen(manifest.base, manifest, directory)

@@ -43,8 +43,8 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Run the block without garbage collection. Objects created by an import, for example, stay alive, and scanning them
-    repeatedly takes a quarter of the time of importing torch."""
+    """Run the block without garbage collection, then enable it again if it was enabled. Objects created by an import, for
+    example, stay alive, and scanning them repeatedly takes a quarter of the time of importing torch."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -58,7 +58,8 @@ _MAX_CORES: Final = 4  # more threads do not increase disk or memory throughput
 
 
 def rank_cores() -> int:
-    """A rank's share of the cores that it may run on, from 1 to 4; 1 outside a rank (an export runs next to others' jobs)."""
+    """Return a rank's share of the cores that it may run on, from 1 to 4; 1 outside a rank (an export runs next to others'
+    jobs)."""
     ranks = os.environ.get(env_vars.LOCAL_WORLD_SIZE)
     if ranks is None:
         return 1

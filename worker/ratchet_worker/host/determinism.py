@@ -17,7 +17,7 @@ Mode = Literal["strict", "warn", "off"]
 
 
 def apply(mode: Mode, threads: int) -> None:
-    """Fix ``threads`` intra-op threads (one inter-op) and, unless ``mode`` is off, deterministic algorithms.
+    """Set ``threads`` intra-op threads and one inter-op thread in torch and, unless ``mode`` is off, deterministic algorithms.
 
     ``strict``: an operation without a deterministic implementation raises; ``warn``: it warns. Must run before torch does
     parallel work, since the number of inter-op threads can be set only before that; later calls leave it unchanged.

@@ -39,7 +39,8 @@ _PARSERS: Final = (
 
 
 class ScriptExit(RuntimeError):
-    """A script called ``sys.exit`` with a value other than 0. ``code``: that value; ``cause``: the cause of the attempt's end."""
+    """Raised for a script that called ``sys.exit`` with a value other than 0. ``code``: that value; ``cause``: the cause of the
+    attempt's end, user-error if the script refused its arguments, else exception."""
 
     def __init__(self, exit_: SystemExit) -> None:
         refusal = _refused_arguments(exit_)
@@ -61,14 +62,14 @@ def _refused_arguments(exit_: SystemExit) -> str | None:
 
 
 def exit_code_of(error: BaseException, cause: Cause) -> int:
-    """The exit code of the rank's process: the code that user code passed to ``sys.exit``, if it may have a meaning of its own
-    (``policy.exit_codes``), else the code of ``cause``."""
+    """Return the exit code of the rank's process after ``error``: the code that user code passed to ``sys.exit``, if it may have
+    a meaning of its own (``policy.exit_codes``), else the code of ``cause``."""
     given = script_exit_code(error.code) if isinstance(error, ScriptExit | SystemExit) else None
     return EXIT_CODES[cause] if given is None else given
 
 
 def cause_of(error: BaseException) -> tuple[Cause, str]:
-    """The cause of an attempt's end by ``error``, and a readable message. The causes are the keys of ``EXIT_CODES``."""
+    """Return the cause of an attempt's end by ``error``, and a readable message. The causes are the keys of ``EXIT_CODES``."""
     if isinstance(error, UserError):
         return Cause.USER_ERROR, error.detail
     if isinstance(error, CheckpointError):
@@ -88,7 +89,8 @@ def cause_of(error: BaseException) -> tuple[Cause, str]:
 
 
 def write_result(paths: AttemptPaths, result: RankResult) -> None:
-    """Free the disk space reserved for the result, and write it. A failed write is logged, and the rank ends all the same."""
+    """Free the disk space reserved for the rank's result file, and write the file. A failed write is printed to stderr and not
+    raised."""
     path = paths.rank_result(result.rank)
     release(path)
     try:
@@ -99,7 +101,8 @@ def write_result(paths: AttemptPaths, result: RankResult) -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process without running destructors: at interpreter shutdown, torch's threads may abort the process."""
+    """End the process with ``code`` at once, after flushing its output, without running destructors or exit handlers: at
+    interpreter shutdown, torch's threads may abort the process."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

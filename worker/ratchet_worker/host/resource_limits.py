@@ -15,7 +15,8 @@ from ratchet_contract.protocol.messages import LaunchFile
 
 
 def apply(launch: LaunchFile) -> None:
-    """Set the limits for this process and all that it starts. Raises ``UserError`` if the machine allows less than requested."""
+    """Set the limits of the spec on open files and memory, hard and soft, for this process and all that it starts. Raises
+    ``UserError`` if the machine allows less than requested."""
     wanted = launch.spec.resources
     if wanted.open_files is not None:
         _set(resource.RLIMIT_NOFILE, wanted.open_files, f"resources.open_files is {wanted.open_files}")
@@ -25,6 +26,8 @@ def apply(launch: LaunchFile) -> None:
 
 
 def _set(kind: int, value: int, what: str) -> None:
+    """Set the hard and soft limit of ``kind`` to ``value``. Raises ``UserError``, with ``what`` in its text, if the machine
+    allows less."""
     _, most = resource.getrlimit(kind)
     if most != resource.RLIM_INFINITY and value > most:
         raise UserError(f"{what}, but this machine allows at most {most}: request less, or raise its limit")

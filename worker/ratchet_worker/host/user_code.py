@@ -18,13 +18,15 @@ from ratchet_contract.spec.job import TaskSpec
 
 
 def add_to_path(code: Path) -> None:
-    """Put the code snapshot first on ``sys.path``, so that a user's ``hooks.py`` or ``worker.py`` takes precedence."""
+    """Put the directory ``code``, the code snapshot, first on ``sys.path``, and remove the current directory from it, so that a
+    user's ``hooks.py`` or ``worker.py`` takes precedence."""
     text = str(code)
     sys.path[:] = [text, *(p for p in sys.path if p not in (text, ""))]
 
 
 def make_task(spec: TaskSpec, code: Path) -> Any:
-    """Construct the task object of an entrypoint with its arguments. Exceptions of its constructor propagate."""
+    """Import the entrypoint, construct the task object with its arguments, and return it. Raises ``UserError`` if the entrypoint
+    is missing or is no task, or does not take the arguments. Exceptions of its constructor propagate."""
     module_name, _, attribute = spec.entrypoint.partition(":")
     found: Any = _import(module_name, code)
     for part in attribute.split("."):
@@ -54,6 +56,8 @@ def make_task(spec: TaskSpec, code: Path) -> Any:
 
 
 def _import(name: str, code: Path) -> Any:
+    """Import the user's module ``name``. Raises ``UserError``, with advice, if it or a module that it imports is missing or
+    cannot be imported; other exceptions propagate."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -71,7 +75,8 @@ def _import(name: str, code: Path) -> Any:
 
 
 def import_error(what: str, error: ModuleNotFoundError | SyntaxError, code: Path) -> UserError:
-    """The ``UserError`` for ``what``, which failed with ``error`` and would fail again on every retry."""
+    """Return the ``UserError`` for ``what``, which failed with ``error`` and would fail again on every retry. ``code``: the code
+    directory."""
     if isinstance(error, SyntaxError):
         return UserError(f"{what} failed: SyntaxError: {error}", code="import-failed")
     return UserError(
@@ -83,22 +88,24 @@ def import_error(what: str, error: ModuleNotFoundError | SyntaxError, code: Path
 
 
 def shadowing_advice(error: BaseException) -> str | None:
-    """Advice if a name of ``import ratchet`` is missing because a module of the user has the same name, else None."""
+    """Return advice if a name of ``import ratchet`` is missing because a module of the user has the same name, else None."""
     return shadow_advice(error, getattr(sys.modules.get(PACKAGE), "__file__", None))
 
 
 def _pip_install(module: str | None) -> str:
+    """The pip command that installs the package of ``module`` for this interpreter."""
     top = (module or "").partition(".")[0]
     return shlex.join([sys.executable, "-m", "pip", "install", requirement(top)])
 
 
 def _names_in(code: Path) -> str:
+    """The names of up to 20 entries of the code directory, for messages."""
     return ", ".join(sorted(p.name for p in code.iterdir())[:20]) or "nothing"
 
 
 def _check_arguments(factory: Any, spec: TaskSpec) -> None:
-    """Check the arguments before the call, so that a ``TypeError`` raised inside the constructor is not mistaken for wrong
-    arguments."""
+    """Raise ``UserError`` if ``factory`` does not take the spec's arguments. It is checked before the call, so that a
+    ``TypeError`` raised inside the constructor is not mistaken for wrong arguments."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
@@ -112,7 +119,8 @@ def _check_arguments(factory: Any, spec: TaskSpec) -> None:
 
 
 def is_unmanaged(script: Sequence[str], code: Path) -> bool:
-    """True if the main file does not mention the Session's package. False if it is unreadable: running it raises the error."""
+    """True if the script's main file does not mention the Session's package, so that it runs without one. False if the file is
+    unreadable: running it raises the error."""
     try:
         return unmanaged_script.is_unmanaged((code / script[0]).read_bytes())
     except OSError:
@@ -120,7 +128,9 @@ def is_unmanaged(script: Sequence[str], code: Path) -> bool:
 
 
 def run_script(script: Sequence[str], code: Path) -> None:
-    """Run ``python script.py args ...`` in this process. All exceptions of the script propagate, including ``SystemExit``."""
+    """Run ``python script.py args ...`` in this process; ``script``: the file's path in the directory ``code``, and its
+    arguments. Raises ``UserError`` if the file is missing or is not valid Python. All exceptions of the script propagate,
+    including ``SystemExit``."""
     path = code / script[0]
     if not path.is_file():
         raise UserError(

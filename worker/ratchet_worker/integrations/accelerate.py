@@ -52,8 +52,9 @@ _DDP_ALONE: Final = ("deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """See the module's docstring. ``session``: the rank's ``Session``, made here if the script has none yet. Raises ``UserError``
-    for arguments that the spec decides, and for features that a Session cannot resume."""
+    """Accelerate's ``Accelerator`` that trains within the rank's ``Session``; takes the same arguments. ``session``: that
+    Session, made here if the script has none yet. Raises ``UserError`` for arguments that the spec decides, and for features that
+    a Session cannot resume."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.session = rank_session()
@@ -68,6 +69,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.session.prepare(self.scaler)
 
     def _refuse_arguments(self) -> None:
+        """Raise ``UserError`` for an argument that the spec decides, for a feature that a Session cannot resume, and for other
+        ranks than the Session's."""
         if self.ddp_handler is not None:
             raise UserError(
                 "DistributedDataParallelKwargs: hook and DDP's settings are those of the job's spec (hook, ddp); drop it. "
@@ -88,10 +91,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def _loop(self) -> EpochLoop:
+        """The loop of the Session's ``epochs``."""
         return self.session._epoch_loop
 
     def epochs(self, total: int) -> Iterator[int]:
-        """``Session.epochs``: numbers of the epochs to do, from the restored one to ``total`` - 1."""
+        """Yield the numbers of the epochs to do, from the restored one to ``total`` - 1, as ``Session.epochs`` does."""
         return self.session.epochs(total)
 
     # --- prepare -------------------------------------------------------------------------------------------------------
@@ -100,26 +104,30 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Accelerate's, wrapped in the job's DDP."""
+        """Prepare the model as Accelerate does, but in the job's DDP. With ``evaluation_mode``, and for a model that is prepared
+        already, without DDP."""
         if evaluation_mode or getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepare_model(self, model, self.session.prepare, device_placement)
 
     @override
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """Prepare the optimizer as Accelerate does, and register it with the Session."""
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             self.session.prepare(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
 
     @override
     def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare the scheduler as Accelerate does, and register it with the Session."""
         if not getattr(scheduler, "_is_accelerate_prepared", False):
             self.session.prepare(scheduler)
         return super().prepare_scheduler(scheduler)
 
     @override
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's. The first DataLoader is the training's: its batches are the job's steps."""
+        """Prepare the DataLoader as Accelerate does. The first one is the training's: it is returned as a ``TrainingLoader``,
+        whose batches are the job's steps."""
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if prepared is data_loader or self._loop.loader is not None:
             return prepared
@@ -128,6 +136,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def register_for_checkpointing(self, *objects: Any) -> None:
+        """Register the objects as Accelerate does, and with the Session, so that the job restores them."""
         super().register_for_checkpointing(*objects)
         others = [one for one in objects if not getattr(one, "_is_accelerate_prepared", False)]
         if others:
@@ -137,7 +146,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Accelerate's. Raises ``UserError`` where the batch is not from the training's loader: no step would be counted."""
+        """Do the backward pass as Accelerate does. Raises ``UserError`` if this step has taken no batch of the training's loader:
+        no step would be counted."""
         if not self.session._runtime.has_taken_batch:
             raise UserError(
                 "accelerator.backward() without a batch of the training DataLoader in this step. The first DataLoader passed "
@@ -147,12 +157,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported; always raises ``UserError``."""
         raise UserError(
             "join_uneven_inputs: all ranks of a job do the same steps; leave even_batches at True and drop it"
         )
 
     @override
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Skip batches as Accelerate does. Raises ``UserError`` for the training's DataLoader, which a resumed job continues by
+        itself."""
         if isinstance(dataloader, TrainingLoader) and num_batches:
             raise UserError(
                 "skip_first_batches of the training's DataLoader: a resumed job continues within its epoch by itself; drop it, "
@@ -162,7 +175,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Accelerate's; numbers are also logged as metrics of the job."""
+        """Log ``values`` as Accelerate does; numbers and tensors of one element are also logged as metrics of the job while it
+        trains."""
         super().log(values, step, log_kwargs or {})
         runtime = self.session._runtime
         if runtime.restored and not runtime.finished:
@@ -172,7 +186,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def end_training(self) -> None:
-        """End the trackers, and the job where its loop was left early. The process group is kept until the process ends."""
+        """End the trackers, and mark the job as done, also if its loop was left early. The process group is kept until the
+        process ends."""
         for tracker in self.trackers:
             tracker.finish()
         self.session.finish()
@@ -181,7 +196,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Accelerate's. A step that is redone after a kill writes its files again."""
+        """Save as Accelerate does. A step that is redone after a kill writes into its existing numbered directory again, where
+        Accelerate would raise an error."""
         project = self.project_configuration
         if project.automatic_checkpoint_naming and self.session._runtime.launch.attempt > 1:
             folder = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
@@ -197,8 +213,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Accelerate's, before the first step of a job: load the state to begin with. A resumed job has its own state: it ignores
-        ``input_dir``, and reports this. Raises ``UserError`` after the first step."""
+        """Before the first step of a job, load the state to begin with, as Accelerate does. A resumed job has its own state: it
+        loads nothing from ``input_dir``, and reports this. Raises ``UserError`` after the first step."""
         runtime = self.session._runtime
         if runtime.restored:
             raise UserError("call load_state before the first step: a job continues from its own checkpoints by itself")
@@ -212,7 +228,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def rank_session(make: Callable[[], Session] = Session) -> Session:
-    """Return ``make()``. A process group that Accelerate has started, with the same ranks, is replaced by the Session's."""
+    """Return ``make()``. If Accelerate has started a process group already, the group is closed first and replaced by the
+    Session's."""
     try:
         return make()
     except UserError as error:
@@ -225,8 +242,8 @@ def rank_session(make: Callable[[], Session] = Session) -> Session:
 def prepare_model(
     accelerator: Any, model: nn.Module, wrap: Callable[[nn.Module], nn.Module], device_placement: bool | None = None
 ) -> Any:
-    """Accelerate's, with ``wrap`` in place of its DDP: outside autocast, which evaluations of the unwrapped model have too, and
-    inside torch.compile."""
+    """Prepare ``model`` as Accelerate does, with ``wrap(model)`` in place of Accelerate's DDP. ``wrap`` is called on the model
+    with autocast, which evaluations of the unwrapped model have too, and before torch.compile."""
     plugin = accelerator.state.dynamo_plugin
     backend, plugin.backend = plugin.backend, DynamoBackend.NO
     try:
@@ -241,11 +258,12 @@ def prepare_model(
 
 
 def _matches_session(session: Session, state: Any) -> bool:
+    """True if Accelerate's ``state`` has the Session's number of ranks and type of device."""
     return bool(state.num_processes == session.world_size and state.device.type == session.device.type)
 
 
 def check_same_ranks(session: Session, accelerator: Any) -> None:
-    """Raises ``UserError`` where Accelerate's ranks or device differ from the Session's."""
+    """Raise ``UserError`` if Accelerate's number of ranks or type of device differs from the Session's."""
     if not _matches_session(session, accelerator):
         raise UserError(
             f"Accelerate runs {accelerator.num_processes} processes on {accelerator.device.type}, the job {session.world_size} "
@@ -255,8 +273,8 @@ def check_same_ranks(session: Session, accelerator: Any) -> None:
 
 
 class TrainingLoader(DataLoaderShard):  # type: ignore[misc]
-    """The training's DataLoader as Accelerate prepared it, with an iteration that marks the steps. ``iteration``: Accelerate's
-    counter of passes that were not left early."""
+    """The training's DataLoader as Accelerate prepared it, with an iteration that marks the job's steps. ``iteration``:
+    Accelerate's counter of passes that were not left early. Raises ``UserError`` for a loader that one rank reads for all."""
 
     def __init__(self, loop: EpochLoop, prepared: Any) -> None:
         if type(prepared) is not DataLoaderShard:
@@ -280,7 +298,7 @@ class TrainingLoader(DataLoaderShard):  # type: ignore[misc]
 
 
 class _Pass(Pass):
-    """Does what ``DataLoaderShard.__iter__`` does."""
+    """A pass over the training's loader that does, around each batch, what ``DataLoaderShard.__iter__`` does."""
 
     def __init__(self, loop: EpochLoop, loader: TrainingLoader) -> None:
         super().__init__(loop)
@@ -288,29 +306,35 @@ class _Pass(Pass):
 
     @override
     def on_begin(self) -> None:
+        """Begin a pass over the loader, which may continue in the middle of an epoch."""
         data_loader_shard.begin_pass(self._loader, is_resumed=self._loader.start > 0)
 
     @override
     def transform(self, batch: Any, more: Callable[[], bool]) -> Any:
+        """Return ``batch`` on the loader's device; ``more`` loads the next batch first."""
         return data_loader_shard.deliver_batch(self._loader, batch, more)
 
     @override
     def on_end(self) -> None:
+        """Count the pass and end it, when it was not left early."""
         self._loader.iteration += 1
         self._loader.end()
 
     @override
     def plain_iterator(self) -> Iterator[Any]:
+        """The loader's own iterator, for a pass that is not training."""
         return DataLoaderShard.__iter__(self._loader)  # type: ignore[no-any-return]
 
 
 class _Counts:
-    """An Accelerator's counters, and flags that its last batch has set."""
+    """An Accelerator's counters, and flags that its last batch has set, as an object with state that the Session saves."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
+        """The counters and flags: batches of the open step, skipped optimizer steps, passes of the training's loader and
+        saves."""
         one = self._accelerator
         return {
             "step": one.step,
@@ -321,6 +345,7 @@ class _Counts:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the counters and flags of the Accelerator, its optimizers and loaders to the recorded ones."""
         one = self._accelerator
         one.step, one.sync_gradients = state["step"], state["sync_gradients"]
         for optimizer, skipped in zip(one._optimizers, state["skipped"], strict=True):

@@ -13,7 +13,8 @@ from ratchet_contract.errors import UserError
 
 
 def prepare_loader(loader: Any) -> None:
-    """Prepare ``loader`` for its first pass. Raises ``UserError`` where ranks would have different numbers of batches."""
+    """Prepare ``loader`` for its first pass: make the generator of its sampler now, so that a resume finds it. Raises
+    ``UserError`` if ranks would have different numbers of batches."""
     sharded = loader.batch_sampler
     whole = not isinstance(sharded, BatchSamplerShard) or sharded.even_batches or sharded.drop_last
     if not whole and sharded.total_length % sharded.num_processes != 0:
@@ -25,7 +26,8 @@ def prepare_loader(loader: Any) -> None:
 
 
 def begin_pass(loader: Any, *, is_resumed: bool) -> None:
-    """Begin a pass; ``is_resumed``: it continues in the middle of its epoch, after a resume."""
+    """Begin a pass over ``loader``: synchronise generators over the ranks as Accelerate does, and set the epoch. ``is_resumed``:
+    the pass continues in the middle of its epoch, after a resume; generators are then not synchronised."""
     if loader.rng_types is not None and not is_resumed:
         synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
     loader.begin()
@@ -33,8 +35,8 @@ def begin_pass(loader: Any, *, is_resumed: bool) -> None:
 
 
 def deliver_batch(loader: Any, batch: Any, more: Callable[[], bool]) -> Any:
-    """Return what the training receives for ``batch``. ``more`` loads the next batch, so that it exists before this one is handed
-    out."""
+    """Return ``batch`` on the loader's device, for the training. ``more`` loads the next batch, so that it exists before this one
+    is handed out, and returns False after the last; the loader's ``end_of_dataloader`` is set by it."""
     if loader.device is not None:
         batch = send_to_device(batch, loader.device, non_blocking=loader._non_blocking)
     loader.end_of_dataloader = not more()

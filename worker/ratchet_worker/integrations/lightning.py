@@ -119,7 +119,9 @@ _CONNECTOR: Final = (
 
 
 class SessionStrategy(DDPStrategy):
-    """See the module's docstring. One per run; ``session``: one that the script has made, with arguments."""
+    """Lightning's strategy that trains with DDP within a ``Session``: the Trainer's optimizer steps are the job's steps, saved
+    and restored with the Trainer's own state. One per run. ``session``: a Session that the script has made, with arguments; None:
+    the strategy makes one."""
 
     def __init__(self, session: Session | None = None) -> None:
         started = names.RANK in os.environ
@@ -139,7 +141,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def set_world_ranks(self) -> None:
-        """Raises ``UserError`` where the Trainer requests other ranks than there are."""
+        """Set the ranks of the Trainer to those of the job. Raises ``UserError`` if the Trainer requests another number of ranks
+        than there is."""
         assert self.parallel_devices is not None
         there, here = (int(os.environ.get(name, 1)) for name in (names.WORLD_SIZE, names.LOCAL_WORLD_SIZE))
         if names.RANK not in os.environ:
@@ -161,13 +164,13 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """Nothing to launch: the ranks are running."""
+        """Do nothing: the ranks are running already."""
 
     # --- the way in ----------------------------------------------------------------------------------------------------
 
     @property
     def session(self) -> Session:
-        """The Session, made when the Trainer sets up. Raises ``UserError`` before."""
+        """The Session, made when the Trainer sets up. Raises ``UserError`` before that."""
         if self._session is None:
             raise UserError(
                 "the Session of a SessionStrategy is created by trainer.fit: use it only after trainer.fit has begun"
@@ -180,6 +183,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
+        """Make the Session if the script has made none, which starts the process group, and rewind the files once. Raises
+        ``UserError`` if the Trainer and the Session use different types of devices."""
         if self._session is None:
             self._session = Session()
         device = self._session.device
@@ -204,8 +209,9 @@ class SessionStrategy(DDPStrategy):
                 connector.log_metrics = partial(self._log, connector.log_metrics)
 
     def _rewind_files(self, trainer: Any) -> None:
-        """Rewind the files before the first callback or logger writes one, which may be in a validation before ``fit``. In a
-        resumed attempt the loggers are muted until everything is restored: values before that point have been logged."""
+        """Rewind checkpoint and log files to the step that this attempt begins with, before the first callback or logger writes
+        one, which may be in a validation before ``fit``. In a resumed attempt the loggers are muted until everything is restored:
+        values before that point have been logged. A collective."""
         runtime, versions = self._runtime, list[Any]()
         if self.is_global_zero:
             journal = JobPaths(Path(runtime.launch.job_root)).framework_files
@@ -222,7 +228,7 @@ class SessionStrategy(DDPStrategy):
             mute(trainer.loggers)
 
     def _recorded_state(self) -> dict[str, Any]:
-        """The Trainer's state that this attempt starts from."""
+        """The Trainer's state in the checkpoint that this attempt starts from; empty without a checkpoint."""
         if self._runtime.chosen.manifest is None:
             return {}
         held = self._runtime.chosen.loaded[-1]
@@ -231,6 +237,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        """Set up the Trainer as Lightning does; for ``fit``, also register its state with the Session. Raises ``UserError`` for a
+        second ``fit`` and for features that are not supported."""
         if trainer.state.fn == TrainerFn.FITTING:
             if self._progress is not None or self._runtime.restored:
                 raise UserError("call trainer.fit only once per job, for all epochs")
@@ -242,13 +250,16 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        """Wrap the model in the Session's DDP."""
         return self.session.wrap(model)
 
     @override
     def _register_ddp_hooks(self) -> None:
-        """Nothing to do: the Session has registered the hook."""
+        """Do nothing: the Session has registered the hook."""
 
     def _register(self, trainer: Any) -> None:
+        """Register optimizers, schedulers, the scaler and the Trainer's own state with the Session, and prepare the Trainer for
+        the epoch that is resumed."""
         state: dict[str, Any] = {}
         for number, optimizer in enumerate(self.optimizers):
             plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -271,11 +282,13 @@ class SessionStrategy(DDPStrategy):
         self._restore_if_done()
 
     def _note_built(self) -> None:
-        """Called before hooks that depend on the epoch, since each attempt may begin with another epoch."""
+        """Record the current content of what the script has built, as the content from which changes count. Called before hooks
+        that depend on the epoch, since each attempt may begin with another epoch."""
         self._runtime.state.note_built(undo=self.session.resumed and not self._runtime.restored)
 
     def _try_out(self, find: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """A finder trains, and undoes it. What it found in an earlier attempt is in the restored state."""
+        """Call ``find`` of a finder, which trains and undoes it, with ``is_trying_out`` set. Does nothing in a resumed attempt:
+        what the finder found in an earlier attempt is in the restored state."""
         if self.session.resumed and not self._runtime.restored:
             return
         self.is_trying_out = True
@@ -285,8 +298,8 @@ class SessionStrategy(DDPStrategy):
             self.is_trying_out = False
 
     def _total(self) -> int | None:
-        """Number of steps of the whole job, where the Trainer's limits determine it; a module with manual optimization steps at
-        any batch."""
+        """The number of steps of the whole job, if the Trainer's limits determine it; else None, as for a module with manual
+        optimization, which steps at any batch."""
         trainer = self._trainer()
         if not trainer.lightning_module.automatic_optimization or self._batches is None:
             return None
@@ -300,6 +313,7 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        """Return the training's loader as ``Batches``, registered as the job's data, and any other loader as it is."""
         trainer = self._trainer()
         if trainer.state.fn != TrainerFn.FITTING or trainer.state.stage != RunningStage.TRAINING:
             return dataloader
@@ -316,8 +330,8 @@ class SessionStrategy(DDPStrategy):
         return batches
 
     def _restore_if_done(self) -> None:
-        """A Trainer that has nothing left to do requests no batch, so its state is restored here. Raises ``UserError`` where the
-        run has ended but the Trainer is to continue."""
+        """Restore the state if the Trainer has nothing left to do, since it then requests no batch; the job is then finished.
+        Raises ``UserError`` if the run has ended but the Trainer is to continue."""
         if self._progress is None or self._batches is None or self._runtime.restored or self.is_trying_out:
             return
         loop, manifest = self._trainer().fit_loop, self._runtime.chosen.manifest
@@ -336,6 +350,7 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
+        """Begin the training as Lightning does, and reinstall the SIGTERM handler that Lightning has replaced."""
         super().on_train_start()
         if self.is_trying_out:
             return
@@ -347,15 +362,17 @@ class SessionStrategy(DDPStrategy):
 
     @property
     def is_fresh(self) -> bool:
-        """See ``Batches``."""
+        """See ``lightning_data.Trainer``: this attempt starts without a checkpoint and has not begun."""
         return not (self._runtime.restored or self.session.resumed or self.is_trying_out)
 
     @property
     def has_begun(self) -> bool:
+        """See ``lightning_data.Trainer``: the state is restored, so training has begun."""
         return self._runtime.restored and not self.is_trying_out
 
     def restore(self) -> None:
-        """Restore the state before the first batch, when everything exists."""
+        """Restore the state before the first batch, when everything exists; does nothing later. Raises ``UserError`` for several
+        training loaders, for a ``training_step`` that takes an iterator, and for state that cannot be stored."""
         if self._runtime.restored:
             return
         trainer = self._trainer()
@@ -374,7 +391,8 @@ class SessionStrategy(DDPStrategy):
         self._batches.set_epoch(self._batches.data.epoch)
 
     def next_step(self) -> None:
-        """The Trainer requests a batch: end the step that is done and begin the next one. Raises ``Stopped``."""
+        """End the step that is done and begin the next one; does nothing if the Trainer's ``global_step`` has not changed since
+        the last step began. Called when the Trainer requests a batch. Raises ``Stopped``."""
         trainer = self._trainer()
         self._runtime.counter.tick()
         if self._global_step == trainer.global_step:
@@ -388,6 +406,7 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Validate a batch as Lightning does, and count progress, so that a long validation does not look like a hang."""
         self._runtime.counter.tick()  # a long validation is no hang
         if self._runtime.restored and not self._runtime.finished:
             self._runtime.trial.record_evaluation(self._runtime.step, self._runtime.checkpointer.drain)
@@ -395,17 +414,19 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Test a batch as Lightning does, and count progress."""
         self._runtime.counter.tick()
         return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict a batch as Lightning does, and count progress."""
         self._runtime.counter.tick()
         return super().predict_step(*args, **kwargs)
 
     @override
     def on_train_end(self) -> None:
-        """Before Lightning takes the model off its device: end the last step and save the final checkpoint."""
+        """End the last step and save the final checkpoint, before Lightning takes the model off its device."""
         super().on_train_end()
         if not self.is_trying_out:
             self.session.finish()
@@ -414,7 +435,7 @@ class SessionStrategy(DDPStrategy):
                 self._files.record_end()
 
     def _log(self, log: Callable[..., None], metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log the module's values as the job's metrics, even where the Trainer has no logger."""
+        """Log ``metrics`` by the Trainer's ``log``, and as the job's metrics, even if the Trainer has no logger."""
         log(metrics, step)
         if metrics and not self.is_trying_out:
             _log_in_training(self.session, metrics)
@@ -422,6 +443,7 @@ class SessionStrategy(DDPStrategy):
     # --- files ---------------------------------------------------------------------------------------------------------
 
     def _finalize_files(self) -> None:
+        """Make removals of files final up to the step of the last committed checkpoint."""
         step = self._runtime.checkpointer.last.step
         if self._files is not None and step != self._committed_step:
             self._files.finalize(step)
@@ -429,23 +451,29 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint file of Lightning, after it was recorded for ``rewind``."""
         if self._files is not None and not self.is_trying_out:
             self._files.record_write(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
+        """Hide a checkpoint file of Lightning until a checkpoint of the job includes this step; remove it at once where files are
+        not tracked."""
         hides = self._files is not None and not self.is_trying_out and not self._runtime.finished
         if not hides or self._files is None or not self._files.hide(filepath):
             super().remove_checkpoint(filepath)
 
     def _link(self, link: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
+        """Create a link to a checkpoint file of Lightning, after it was recorded for ``rewind``."""
         if self._files is not None:
             self._files.record_write(linkpath)
         link(trainer, filepath, linkpath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint as Lightning does, outside ``fit``. In ``fit`` raise ``UserError`` for ``ckpt_path``: the job resumes
+        from its own checkpoints. A request that ``OnExceptionCheckpoint`` causes gives an empty checkpoint."""
         trainer = self._trainer()
         if self.is_trying_out or trainer.state.fn != TrainerFn.FITTING:
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -471,9 +499,9 @@ class _Nothing(dict[str, Any]):
 
 
 class SessionLogger(Logger):
-    """Logs the values that callbacks and the script pass to the Trainer's loggers as the job's metrics. The values that the
-    module logs are metrics even without it. Used as ``Trainer(logger=SessionLogger(), ...)`` together with SessionStrategy, which
-    sets its ``session``."""
+    """A logger of Lightning that logs the values that callbacks and the script pass to the Trainer's loggers as the job's
+    metrics. The values that the module logs are metrics even without it. Used as ``Trainer(logger=SessionLogger(), ...)``
+    together with ``SessionStrategy``, which sets its ``session``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -492,10 +520,12 @@ class SessionLogger(Logger):
 
     @override
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: hyperparameters belong to the script and the spec, which the service keeps."""
+        """Do nothing: hyperparameters belong to the script and the spec, which the service keeps."""
 
     @override
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Log ``metrics`` as the job's metrics of the open step; ``step`` is ignored. Raises ``UserError`` without a
+        ``SessionStrategy``."""
         if self.session is None:
             raise UserError("SessionLogger needs Trainer(strategy=SessionStrategy())")
         _log_in_training(self.session, metrics)
@@ -503,13 +533,14 @@ class SessionLogger(Logger):
 
 def _log_in_training(session: Session, metrics: Mapping[str, Any]) -> None:
     """Log metrics of the open step, which is the one that Lightning has logged. Values logged before or after the training belong
-    to no step: the module may have other weights there (``validate``, ``ckpt_path="best"``)."""
+    to no step and are ignored: the module may have other weights there (``validate``, ``ckpt_path="best"``)."""
     if session._runtime.restored and not session._runtime.finished:
         session.log({**metrics})
 
 
 class _Progress:
-    """The Trainer's own state: its loops' counters, logged values, its callbacks, and whether one has requested a stop."""
+    """The Trainer's own state as an object that the Session saves: its loops' counters, logged values, its callbacks, and whether
+    one has requested a stop."""
 
     def __init__(self, session: Session, trainer: Any) -> None:
         self._session, self._trainer = session, trainer
@@ -519,7 +550,8 @@ class _Progress:
     # --- the way in ----------------------------------------------------------------------------------------------------
 
     def begin_recorded_epoch(self, state: dict[str, Any]) -> None:
-        """Make the Trainer begin the recorded epoch again, as it did then, without the sanity check of the validation."""
+        """Set the Trainer's counters from the recorded ``state``, so that it begins the recorded epoch as it did then, without
+        the sanity check of the validation."""
         state, loop = self._localize_paths(state), self._trainer.fit_loop
         _load_loop(loop, state["fit_loop"])
         for tracker in (loop.epoch_progress.total, loop.epoch_progress.current):
@@ -533,7 +565,8 @@ class _Progress:
                 )  # it makes its scheduler from this state
 
     def check_storable(self) -> None:
-        """Raises ``UserError`` naming the part of a callback's or the module's addition to a checkpoint that cannot be stored."""
+        """Raise ``UserError`` if the state cannot be stored. It names the part of a callback's or the module's addition to a
+        checkpoint."""
         try:
             encode(self.state_dict(), root="lightning")
         except HookStateError as error:
@@ -544,6 +577,7 @@ class _Progress:
     # --- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state, with paths relative to the working directory. Calls the hooks ``on_save_checkpoint``."""
         trainer, module = self._trainer, self._trainer.lightning_module
         checkpoint = self._checkpoint()
         additions = Additions(checkpoint)
@@ -574,7 +608,8 @@ class _Progress:
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ``ValueError`` where an epoch has another number of steps than the recorded one."""
+        """Restore the state. Calls the hooks ``on_load_checkpoint`` and lets the loggers log again. Raises ``ValueError`` if an
+        epoch has another number of steps than the recorded one, or the number of ranks has changed within an epoch."""
         state = self._localize_paths(state)
         trainer: Any = self._trainer
         check_same_epochs(
@@ -603,7 +638,8 @@ class _Progress:
         unmute(trainer.loggers)
 
     def _localize_paths(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` with file paths in this job's working directory, or, at a fork's start, in that of its parent job."""
+        """Return ``state`` with absolute file paths in this job's working directory or, at a fork's start, in that of its parent
+        job."""
         runtime = self._session._runtime
         workdir, manifest = Path(runtime.launch.workdir), runtime.chosen.manifest
         if manifest is not None and not continues_own_job(self._session):
@@ -612,8 +648,8 @@ class _Progress:
         return found
 
     def _check_same_ranks(self, batches: int) -> None:
-        """On other ranks the data begin the epoch again, but the Trainer would continue after the ``batches`` that were used.
-        Raises ``ValueError``."""
+        """Raise ``ValueError`` if the number of ranks has changed and ``batches`` of the epoch are used: the data would begin the
+        epoch again, but the Trainer would continue after these batches."""
         manifest = self._session._runtime.chosen.manifest
         if batches and manifest is not None and manifest.world_size != self._session.world_size:
             raise ValueError(
@@ -622,6 +658,8 @@ class _Progress:
             )
 
     def _load_hooks(self, state: dict[str, Any]) -> None:
+        """Restore the data module and the callbacks, and call ``on_load_checkpoint`` with the checkpoint as
+        ``on_save_checkpoint`` left it."""
         trainer = self._trainer
         if trainer.datamodule is not None and "datamodule" in state:
             trainer.datamodule.load_state_dict(state["datamodule"])
@@ -639,7 +677,7 @@ class _Progress:
                 callback.n_averaged.fill_(callback._init_n_averaged)
 
     def _checkpoint(self) -> dict[str, Any]:
-        """A checkpoint as Lightning makes it, before the hooks."""
+        """A checkpoint as Lightning makes it, before the hooks change it."""
         trainer = self._trainer
         module = trainer.lightning_module
         return {
@@ -655,16 +693,18 @@ class _Progress:
         }
 
     def _results(self) -> list[Any]:
+        """The collections of logged values: those of the training and of the validation."""
         loop = self._trainer.fit_loop.epoch_loop
         return [loop._results, loop.val_loop._results]
 
     def _epoch_facts(self) -> dict[str, int]:
+        """The numbers that must not change at a resume: the batches of an epoch."""
         data: Any = self._session._runtime.state.data
         return {"batches_per_epoch": int(data.steps_per_epoch)}
 
 
 def _load_loop(loop: _Loop, state: dict[str, Any]) -> None:
-    """Load the counters alone, so that the Trainer does not act as if it resumed."""
+    """Load the counters of a loop and of the loops inside it, without the Trainer acting as if it resumed."""
     loop.load_state_dict(state)
     loops = [loop]
     for one in loops:
@@ -673,7 +713,7 @@ def _load_loop(loop: _Loop, state: dict[str, Any]) -> None:
 
 
 def _batches_per_step(trainer: Any, epoch: int) -> int:
-    """Number of batches of one step in ``epoch``."""
+    """The number of batches of one optimizer step in ``epoch``."""
     for callback in trainer.callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
             return callback.get_accumulate_grad_batches(epoch)
@@ -681,6 +721,7 @@ def _batches_per_step(trainer: Any, epoch: int) -> int:
 
 
 def _check_supported(trainer: Any) -> None:
+    """Raise ``UserError`` for a callback or setting that a job cannot resume."""
     if not trainer.lightning_module.automatic_optimization and trainer.strategy._runtime.launch.spec.ddp.static_graph:
         raise UserError(
             "automatic_optimization = False with ddp.static_graph: Lightning drives DDP's reducer by itself; drop static_graph"

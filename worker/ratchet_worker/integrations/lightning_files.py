@@ -27,8 +27,9 @@ _WORKDIR_PLACEHOLDER: Final = "{workdir}"
 
 
 class CheckpointFiles:
-    """The checkpoint files, on the rank that writes them. ``journal``: in the job's directory, a line per file with the step that
-    wrote or removed it; ``step``: returns the open step. Files outside local file systems are not tracked."""
+    """Tracks the checkpoint files of callbacks, on the rank that writes them. ``journal``: a file in the job's directory, with a
+    line per checkpoint file that names the step which wrote or removed it; ``step``: returns the open step. Files outside local
+    file systems are not tracked."""
 
     def __init__(self, journal: Path, step: Callable[[], int]) -> None:
         self._journal, self._step = journal, step
@@ -36,8 +37,10 @@ class CheckpointFiles:
         self._versions: list[Any] | None = None
 
     def rewind(self, base: int) -> None:
-        """Restore the files as they were after step ``base``. Those of later steps are kept aside until these steps are redone.
-        Exception: files of a training that had ended and whose checkpoints were deleted to begin another one are left alone."""
+        """Restore the files as they were after step ``base``: put back those that later steps removed, and move those that later
+        steps wrote aside, where they are kept until these steps are redone. Files that steps up to ``base`` had hidden are
+        deleted. Exception: after a training that had ended and whose checkpoints were deleted to begin another one, files are
+        left alone."""
         entries = self._read()
         if not base and any(entry["kind"] == ENDED for entry in entries):
             entries = []
@@ -64,20 +67,21 @@ class CheckpointFiles:
             write_atomic(self._journal, "".join(map(_line, self._entries)).encode(), durable=True)
 
     def versions(self, found: list[Any]) -> list[Any]:
-        """The versions in the loggers' directory names: those that the job's first attempt used; ``found`` in that attempt
-        itself."""
+        """Return the versions in the loggers' directory names: those that the job's first attempt used. In that attempt itself
+        these are ``found``, which is then recorded."""
         if self._versions is None:
             self._versions = found
             self._add({"kind": LOGS, "step": 0, "path": "", "versions": found})
         return self._versions
 
     def record_write(self, path: Any) -> None:
-        """Record that ``path`` is about to be written."""
+        """Record that ``path`` is about to be written, unless it exists already or is not local."""
         if _is_local_file_protocol(path) and not os.path.lexists(path):
             self._add({"kind": WRITTEN, "step": self._step(), "path": str(Path(path).absolute())})
 
     def hide(self, path: Any) -> bool:
-        """Hide ``path``. Returns False if the caller is to remove it."""
+        """Hide ``path`` instead of removing it: rename it, so that ``rewind`` can put it back. Returns False, and does nothing,
+        if ``path`` is not local or does not exist; the caller then removes it."""
         if not _is_local_file_protocol(path) or not Path(path).exists():
             return False
         entry = {"kind": REMOVED, "step": self._step(), "path": str(Path(path).absolute())}
@@ -87,22 +91,23 @@ class CheckpointFiles:
         return True
 
     def finalize(self, step: int) -> None:
-        """Finalise: a checkpoint of ``step`` exists, so files hidden up to that step are deleted."""
+        """Delete the files hidden or moved aside up to ``step``, since a checkpoint of that step exists."""
         done = [entry for entry in self._entries if entry["kind"] in (REMOVED, LOST) and entry["step"] <= step]
         for entry in done:
             _delete(_aside_path(entry))
             self._entries.remove(entry)
 
     def record_end(self) -> None:
-        """Record that the final checkpoint, and all files, exist."""
+        """Record that the training has ended: the final checkpoint, and all files, exist."""
         self._add({"kind": ENDED, "step": self._step(), "path": ""})
 
     def _read(self) -> list[dict[str, Any]]:
-        """The journal's entries. A line that a kill has cut off is of a file that was not touched yet."""
+        """The journal's entries, oldest first. A line that a kill has cut off is left out: its file was not touched yet."""
         text = self._journal.read_text() if self._journal.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def _add(self, entry: dict[str, Any]) -> None:
+        """Append an entry to the journal, durably."""
         self._entries.append(entry)
         with self._journal.open("a") as journal:
             journal.write(_line(entry))
@@ -115,11 +120,13 @@ def _line(entry: dict[str, Any]) -> str:
 
 
 def _aside_path(entry: dict[str, Any]) -> Path:
+    """The path, in the same directory, under which the file of an entry is hidden."""
     path = Path(entry["path"])
     return path.with_name(f".{path.name}.step-{entry['step']}") if path.name else path
 
 
 def _delete(path: Path) -> None:
+    """Delete a file, link or whole directory; nothing if it does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -130,8 +137,8 @@ def _delete(path: Path) -> None:
 
 
 def relative_paths(value: Any, workdir: Path) -> Any:
-    """``value`` with paths below the job's working directory made relative, so that two jobs that train alike have the same
-    state."""
+    """Return ``value`` with paths below the job's working directory ``workdir`` made relative to a placeholder, so that two jobs
+    that train alike have the same state."""
     root = str(workdir.resolve())
     return _replace_strings(
         value, lambda text: _WORKDIR_PLACEHOLDER + text[len(root) :] if f"{text}/".startswith(f"{root}/") else text
@@ -139,7 +146,7 @@ def relative_paths(value: Any, workdir: Path) -> Any:
 
 
 def absolute_paths(value: Any, workdir: Path) -> Any:
-    """Inverse of ``relative_paths``, for this ``workdir``."""
+    """Return ``value`` with the paths that ``relative_paths`` made relative, now below ``workdir``."""
     root = str(workdir.resolve())
     return _replace_strings(
         value, lambda text: root + text[len(_WORKDIR_PLACEHOLDER) :] if text.startswith(_WORKDIR_PLACEHOLDER) else text
@@ -147,7 +154,7 @@ def absolute_paths(value: Any, workdir: Path) -> Any:
 
 
 def _replace_strings(value: Any, replace: Callable[[str], str]) -> Any:
-    """Replace strings in the containers of a state, including keys."""
+    """Return ``value`` with ``replace`` applied to all strings in its dicts and lists, including keys."""
     if type(value) is str:
         return replace(value)
     if type(value) is dict:
@@ -161,33 +168,37 @@ def _replace_strings(value: Any, replace: Callable[[str], str]) -> Any:
 
 
 def open_versions(loggers: Iterable[Logger]) -> list[Any]:
-    """For each logger, the version that it would put into its directory's name; None where the script sets one, or it has
+    """Return, for each logger, the version that it would put into its directory's name; None if the script sets one, or it has
     none."""
     return [logger.version if vars(logger).get("_version", _UNKNOWN) is None else None for logger in loggers]
 
 
 def set_versions(loggers: Iterable[Logger], versions: list[Any]) -> None:
+    """Set the loggers' versions; None leaves a logger's own."""
     for logger, version in zip(loggers, versions, strict=False):
         if version is not None:
             vars(logger)["_version"] = version
 
 
 def mute(loggers: Iterable[Logger]) -> None:
+    """Make the loggers drop metrics until ``unmute``."""
     for logger in loggers:
         vars(logger)["log_metrics"] = lambda *_, **__: None
 
 
 def unmute(loggers: Iterable[Logger]) -> None:
+    """Undo ``mute``."""
     for logger in loggers:
         vars(logger).pop("log_metrics", None)
 
 
 def csv_rows(loggers: Iterable[Logger]) -> list[int]:
-    """For each logger, the number of rows in its file, after writing buffered ones; 0 where it has no file."""
+    """Return, for each logger, the number of rows in its CSV file, after writing buffered ones; 0 if it has no file."""
     return [_rows(logger) for logger in loggers]
 
 
 def _rows(logger: Logger) -> int:
+    """The number of rows in the logger's CSV file, without the header, after writing buffered ones; 0 if it has none."""
     experiment = logger._experiment if isinstance(logger, CSVLogger) else None
     if experiment is None:
         return 0
@@ -200,13 +211,15 @@ def _rows(logger: Logger) -> int:
 
 
 def rewind_csv(loggers: Iterable[Logger], rows: list[int]) -> None:
-    """Truncate the loggers' files to ``rows`` rows: Lightning begins a new file, and redone steps write their rows again."""
+    """Truncate the loggers' CSV files to ``rows`` rows: Lightning begins a new file, and redone steps write their rows again."""
     for logger, number in zip(loggers, rows, strict=False):
         if isinstance(logger, CSVLogger) and number:
             _rewind_csv(logger, number)
 
 
 def _rewind_csv(logger: CSVLogger, rows: int) -> None:
+    """Let the logger begin its file, and put the first ``rows`` rows of the earlier file into it. The earlier file is kept under
+    another name meanwhile, so that a kill in between loses nothing."""
     file = Path(logger.log_dir, "metrics.csv")
     before = file.with_name(
         ".metrics.csv.before"

@@ -48,17 +48,20 @@ _CALLBACK_STATE: Final[dict[type, tuple[str, ...]]] = {
 
 
 def metric_states(module: nn.Module) -> State:
-    """State of every metric in ``module``, by path. Its ``state_dict`` would have only what is persistent."""
+    """Return the state of every torchmetrics metric in ``module``, by path. A metric's ``state_dict`` would have only what is
+    persistent."""
     return {path: _metric(m) for path, m in module.named_modules() if isinstance(m, Metric)}
 
 
 def restore_metrics(module: nn.Module, state: State) -> None:
+    """Set the metrics in ``module`` to the states that ``metric_states`` returned; metrics without a state stay as they are."""
     for path, metric in module.named_modules():
         if isinstance(metric, Metric) and path in state:
             _restore_metric(metric, state[path])
 
 
 def _metric(metric: Metric) -> State:
+    """The state of one metric: its values, its attributes that are numbers, and its cached results."""
     return {
         "values": {name: getattr(metric, name) for name in metric._defaults},
         "numbers": {name: value for name, value in vars(metric).items() if type(value) in (int, float)},
@@ -67,10 +70,12 @@ def _metric(metric: Metric) -> State:
 
 
 def _is_plain(metric: Metric, name: str) -> bool:
+    """True if the metric's attribute is a tensor, a number or None, or is missing."""
     return isinstance(getattr(metric, name, None), torch.Tensor | float | int | None)
 
 
 def _restore_metric(metric: Metric, state: State) -> None:
+    """Set the metric's attributes to the state that ``_metric`` returned."""
     metric._computed = None
     for name, value in {**state["values"], **state["numbers"], **state["caches"]}.items():
         setattr(metric, name, value)
@@ -80,12 +85,13 @@ def _restore_metric(metric: Metric, state: State) -> None:
 
 
 def result_states(results: _ResultCollection) -> State:
-    """State of the logged values, by key. Raises ``UserError`` for a value that is reduced over a process group of its own, which
-    no other process can look up."""
+    """Return the state of the logged values, by key. Raises ``UserError`` for a value that is reduced over a process group of its
+    own, which no other process can look up."""
     return {key: _result(result) for key, result in results.items()}
 
 
 def _result(result: _ResultMetric) -> State:
+    """The state of one logged value, with how it is reduced and logged. Raises ``UserError`` for a process group of its own."""
     meta = result.meta
     if meta.sync.group not in (None, torch.distributed.group.WORLD):
         raise UserError(
@@ -107,8 +113,8 @@ def _result(result: _ResultMetric) -> State:
 
 
 def restore_results(results: _ResultCollection, state: State, module: nn.Module, reduce: Callable[..., Any]) -> None:
-    """Restore the logged values. ``reduce``: the strategy's. Metric objects that ``module`` has logged are looked up by their
-    names in it."""
+    """Replace the logged values by those in ``state``. ``reduce``: the strategy's function that reduces over ranks. Metric
+    objects that ``module`` has logged are looked up by their names in it."""
     results.clear()
     for key, saved in state.items():
         built_in, name = saved["reduce"]
@@ -129,7 +135,8 @@ def restore_results(results: _ResultCollection, state: State, module: nn.Module,
 
 class Attributes:
     """Attributes of the Trainer and of callbacks that change in training: numbers, strings, tensors, arrays, and containers of
-    these. Of ``named`` objects the listed ones, of callbacks all that no class of Lightning names itself."""
+    these. ``named``: objects by name, each with the attributes to save. Of ``callbacks``, all attributes are saved that no class
+    of Lightning names itself. The values at construction count as unchanged."""
 
     def __init__(self, named: Mapping[str, tuple[object, Iterable[str]]], callbacks: Iterable[Callback]) -> None:
         self._named = [(name, item, tuple(keys)) for name, (item, keys) in named.items()]
@@ -139,6 +146,7 @@ class Attributes:
         }  # before any hook of the training
 
     def state(self) -> State:
+        """The attributes, by path, whose values differ from those at construction."""
         return {
             path: value
             for path, _, _, value in self._storable_attributes()
@@ -161,11 +169,12 @@ class Attributes:
                 _set(owners[owner], key, state[path])
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
+        """The objects with their names; callbacks are named by number and class."""
         yield from ((name, item) for name, item, _ in self._named)
         yield from ((f"{n}:{type(callback).__qualname__}", callback) for n, callback in enumerate(self._callbacks))
 
     def _storable_attributes(self) -> Iterator[tuple[str, Any, str, Any]]:
-        """Path, object, name and value of each attribute that can be stored."""
+        """Yield path, object, name and value of each attribute that can be stored; a metric's value is its state."""
         keys = [k for _, _, k in self._named] + [_own_names(callback) for callback in self._callbacks]
         for (path, item), names in zip(self._owners(), keys, strict=True):
             for name in names:
@@ -177,6 +186,7 @@ class Attributes:
 
 
 def _set(item: Any, name: str, value: Any) -> None:
+    """Set an attribute; for a metric, restore the metric's state."""
     if isinstance(vars(item).get(name), Metric):
         restore_metrics(vars(item)[name], value)
     else:
@@ -184,7 +194,7 @@ def _set(item: Any, name: str, value: Any) -> None:
 
 
 def _own_names(callback: Callback) -> list[str]:
-    """Attributes of a callback's instance that are the user's, and those that Lightning's classes do not save."""
+    """The attributes of a callback's instance that the user's code added, and those that Lightning's classes do not save."""
     theirs = [kind for kind in type(callback).__mro__ if kind.__module__.startswith("lightning.")]
     known = {name for kind in theirs for function in vars(kind).values() for name in _names_in(function)}
     forgotten = [name for kind in theirs for name in _CALLBACK_STATE.get(kind, ())]
@@ -193,6 +203,7 @@ def _own_names(callback: Callback) -> list[str]:
 
 
 def _names_in(function: Any) -> tuple[str, ...]:
+    """The names that the code of a function, property or method uses."""
     function = getattr(function, "fget", None) or getattr(function, "__func__", function)
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -201,6 +212,7 @@ def _names_in(function: Any) -> tuple[str, ...]:
 
 
 def _storable(value: Any) -> bool:
+    """True if ``value`` can be encoded for a checkpoint."""
     try:
         encode(value, root="")
     except HookStateError:
@@ -209,11 +221,13 @@ def _storable(value: Any) -> bool:
 
 
 def _encode_copy(value: Any) -> tuple[Tensors, Any]:
+    """Encode ``value``, with copies of its tensors."""
     tensors, data = encode(value, root="")
     return {name: tensor.clone() for name, tensor in tensors.items()}, data
 
 
 def _is_same(before: tuple[Tensors, Any] | None, value: Any) -> bool:
+    """True if ``value`` has the encoded content ``before``; False for None."""
     if before is None:
         return False
     tensors, data = encode(value, root="")
@@ -225,9 +239,10 @@ def _is_same(before: tuple[Tensors, Any] | None, value: Any) -> bool:
 
 
 class Additions:
-    """The hooks' changes to a checkpoint: the keys they added, replaced or removed, without the original content.
+    """The changes that hooks make to a checkpoint: the keys they added, replaced or removed, without the original content.
 
-    ``checkpoint`` is shared with the hooks. Within ``state_dict`` and ``callbacks`` changes are tracked per entry.
+    ``checkpoint`` is shared with the hooks, which change it in place. Within ``state_dict`` and ``callbacks`` changes are tracked
+    per entry.
     """
 
     TRACKED_PARTS: Final = ("state_dict", "callbacks")
@@ -238,7 +253,7 @@ class Additions:
         self._parts = {key: dict(checkpoint[key]) for key in self.TRACKED_PARTS}
 
     def changes(self) -> State:
-        """The changes; call it after the hooks have run."""
+        """Return the changes since construction; call it after the hooks have run."""
         now = self._checkpoint
         return {
             "put": {
@@ -256,7 +271,8 @@ class Additions:
         }
 
     def _without_weights(self, value: Any) -> State:
-        """Avoid storing tensors twice that are the module's own, under their own names."""
+        """Return ``value`` for storage, with references in place of tensors that are the module's own under their own names, so
+        that these are not stored twice."""
         for key in self.TRACKED_PARTS:
             if value is self._before[key]:
                 return {"is": key}
@@ -268,7 +284,7 @@ class Additions:
 
     @classmethod
     def apply(cls, checkpoint: State, found: State) -> State:
-        """``checkpoint`` as the hooks left it, for ``on_load_checkpoint``."""
+        """Make the changes ``found`` in ``checkpoint`` and return it, as the hooks left it, for ``on_load_checkpoint``."""
         weights, before = dict(checkpoint["state_dict"]), dict(checkpoint)
         for key, (changed, gone) in found["parts"].items():
             checkpoint[key].update(changed)
@@ -287,6 +303,7 @@ class Additions:
 
 
 def _share_memory(a: Any, b: Any) -> bool:
+    """True if both are tensors of the same memory, shape, strides and type."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
     same = (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)

@@ -11,8 +11,8 @@ from ratchet_worker.state import rng
 
 
 def continues_own_job(session: Session) -> bool:
-    """True if this attempt starts from a checkpoint of its own job. A fork starts from another job's, and may train longer than
-    that."""
+    """True if this attempt starts from a checkpoint of its own job. False without a checkpoint, and at the start of a fork, which
+    begins from another job's checkpoint and may train longer than that job."""
     runtime = session._runtime
     manifest = runtime.chosen.manifest
     return manifest is not None and manifest.job_id == runtime.launch.job_id
@@ -23,9 +23,9 @@ def check_same_epochs(
     now: Mapping[str, int],
     data: str = "data of a fixed global batch: session.register(data=TrainLoader(..., batch_is='global'))",
 ) -> None:
-    """Raises ``ValueError`` where an epoch has another number of steps than the ``recorded`` one: the package counts in epochs,
-    and what it does at an epoch's end would happen at another step or not at all. ``data``: data that keep the number, for the
-    message."""
+    """Raise ``ValueError`` if a number in ``now``, such as the steps of an epoch, differs from the ``recorded`` one. The package
+    counts in epochs, and what it does at an epoch's end would happen at another step or not at all. ``data``: data that keep the
+    number, for the message."""
     for name, value in now.items():
         if recorded[name] != value:
             raise ValueError(
@@ -34,7 +34,8 @@ def check_same_epochs(
 
 
 class Steps:
-    """``settle`` undoes what the package itself changed between ``restore`` and its first step."""
+    """The steps of ``session``, for a package that has its own loop. ``package``: its name for messages. ``undo_package_changes``
+    is called before the first step and undoes what the package itself changed since ``restore``."""
 
     def __init__(self, session: Session, package: str, undo_package_changes: Callable[[], None]) -> None:
         self._session, self._package, self._undo_package_changes = session, package, undo_package_changes
@@ -42,8 +43,8 @@ class Steps:
         self._generators: dict[str, Any] | None = None
 
     def restore(self, total: int | None) -> None:
-        """Restore the state, after everything is registered. ``total``: number of steps of the whole job, None where the package
-        cannot determine it."""
+        """Restore the state, after everything is registered. ``total``: number of steps of the whole job, None if the package
+        cannot determine it. Raises like ``Session.restore``."""
         self._session.restore(total)
         if self._session._runtime.done:
             self._session._runtime.mark_nothing_left()
@@ -51,7 +52,8 @@ class Steps:
             self._generators = rng.capture(self._session.device)
 
     def next_step(self) -> None:
-        """End the open step, if any, and begin another. Raises ``Stopped``, and ``UserError`` after the last step."""
+        """End the open step, if there is one, and begin another. Before the first step of a resumed attempt, the generators are
+        restored once more. Raises ``Stopped``, and ``UserError`` after the last step."""
         if self._steps is None:
             self._steps = self._session.steps(self._session._runtime.total)
             self._undo_package_changes()

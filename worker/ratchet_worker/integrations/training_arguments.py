@@ -26,7 +26,7 @@ _DDP: Final = {
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raises ``UserError`` for an argument that no resume could honour."""
+    """Raise ``UserError`` for an argument that no resume could honour, and for one process with several GPUs."""
     for name, why in _REFUSED.items():
         if getattr(args, name, None):
             raise UserError(f"{name}: {why}")
@@ -41,15 +41,15 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def ddp_arguments(args: TrainingArguments) -> dict[str, Any]:
-    """``ddp`` for ``Session``, from ``args``. ``find_unused_parameters`` is left out, since the Trainer has a default of its own
-    for it."""
+    """Return ``ddp`` for ``Session``, from the arguments of ``args`` that are set. ``find_unused_parameters`` is left out, since
+    the Trainer has a default of its own for it."""
     return {theirs: value for ours, theirs in _DDP.items() if (value := getattr(args, ours)) is not None}
 
 
 def make_generator(collator: Any, workers: int) -> None:
-    """Make the generator of a transformers collator with a ``seed`` now: otherwise the collator makes it with its first batch,
-    which is too late for a resume to find it. Raises ``UserError`` where that would be in a DataLoader worker, whose state is
-    lost."""
+    """Make the generator of a transformers collator now, if the collator has a ``seed``: otherwise it would be made with the
+    first batch, which is too late for a resume to find it. Does nothing for another collator. Raises ``UserError`` if there are
+    DataLoader ``workers``: the generator would be made in them, and its state is lost."""
     if getattr(collator, "seed", None) is None or not hasattr(collator, "create_rng"):
         return
     if workers > 0:

@@ -15,8 +15,8 @@ from ratchet_worker.integrations import data_loader_shard
 
 
 class TrainingBatches:
-    """``loader``, with a ``position`` that checkpoints save. A pass begins with an epoch, or, after a resume, within one. Length
-    and attributes are the loader's. Raises ``UserError`` for a loader whose position cannot be restored."""
+    """The batches of ``loader``, with a ``position`` that checkpoints save. A pass begins with an epoch or, after a resume,
+    within one. Length and attributes are the loader's. Raises ``UserError`` for a loader whose position cannot be restored."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -40,7 +40,8 @@ class TrainingBatches:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch, or the next one. Nothing is drawn before the first batch is requested."""
+        """Yield the rest of the epoch, or the next one. Nothing is drawn before the first batch is requested. The position moves
+        to the next epoch before the last batch is yielded."""
         position = self.position
         if self._ahead:
             data_loader_shard.begin_pass(self._loader, is_resumed=position.position > 0)

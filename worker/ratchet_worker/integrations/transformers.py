@@ -71,7 +71,8 @@ _PROGRESS: Final = (
 
 
 class Trainer(transformers.Trainer):
-    """See the module's docstring. Takes the arguments of the original Trainer. Raises ``UserError``."""
+    """Hugging Face's ``Trainer`` that trains within the rank's ``Session``; takes the original's arguments. Raises ``UserError``
+    for arguments that no resume could honour."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._session: Session | None = None  # set by train()
@@ -83,12 +84,13 @@ class Trainer(transformers.Trainer):
 
     @override
     def create_accelerator_and_postprocess(self) -> None:
+        """Check the arguments, then create the accelerator as the original does. Raises ``UserError``."""
         check_arguments(self.args)  # before the Trainer uses its arguments
         super().create_accelerator_and_postprocess()
 
     @property
     def session(self) -> Session:
-        """The rank's Session, during ``train()`` and after it."""
+        """The rank's Session, during ``train()`` and after it; not available before."""
         assert self._session is not None
         return self._session
 
@@ -105,8 +107,9 @@ class Trainer(transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """The Trainer's, once per job. A job resumes from its own checkpoints: ``resume_from_checkpoint`` is not read, which is
-        reported. Raises ``UserError`` for arguments that cannot be honoured, and ``Stopped``."""
+        """Train as the original does, once per job. A job resumes from its own checkpoints: ``resume_from_checkpoint`` is not
+        read, which is reported. Raises ``UserError`` for arguments that cannot be honoured and at a second call, and
+        ``Stopped``."""
         if trial is not None:
             raise UserError(f"trial: {SEARCH}")
         directory = Path(str(self.args.output_dir), f"_{RUN_DIRECTORY}")  # push_to_hub skips names that begin with "_"
@@ -126,7 +129,8 @@ class Trainer(transformers.Trainer):
             return super().train(None, None, ignore_keys_for_eval)
 
     def _check_start(self, checkpoint: str | bool | None) -> None:
-        """Raises ``UserError`` for a ``checkpoint`` that this job has not written, where the job begins at step 0."""
+        """Raise ``UserError`` if the job begins at step 0 and ``checkpoint`` was not written by it; else report that
+        ``checkpoint`` is not read. True stands for the newest checkpoint in ``output_dir``."""
         if checkpoint is True:
             output = Path(str(self.args.output_dir))
             checkpoint = get_last_checkpoint(str(output)) if output.is_dir() else None  # type: ignore[no-untyped-call]
@@ -147,13 +151,15 @@ class Trainer(transformers.Trainer):
 
     @override
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported; always raises ``UserError``."""
         raise UserError(f"hyperparameter_search: {SEARCH}")
 
     @override
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """Return the epoch to begin with; ``_run_epoch`` handles the rest of that epoch."""
+        """Return the epoch to begin with, and 0 as the number of steps to skip in it: ``_run_epoch`` handles the rest of that
+        epoch."""
         super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
         self._progress.steps_per_epoch = num_update_steps_per_epoch
         # The Trainer sets these, to the same values, after the restore; but the state is read before that.
@@ -163,8 +169,8 @@ class Trainer(transformers.Trainer):
 
     @override
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Wrap the model in DDP with the spec's settings. DDP looks for unused parameters if the Trainer or the spec requests
-        it."""
+        """Wrap the model in DDP with the spec's settings, at the first call for training; otherwise do what the original does.
+        DDP looks for unused parameters if the Trainer or the spec requests it."""
         if not training or self._runtime.state.ddp is not None:
             wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
             return wrapped
@@ -176,6 +182,8 @@ class Trainer(transformers.Trainer):
 
     @override
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, *args: Any) -> tuple[nn.Module, Any]:
+        """Prepare as the original does, register the state with the Session and restore it. Returns the model and the loader as
+        ``TrainingBatches``."""
         make_generator(self.data_collator, self.args.dataloader_num_workers)
         batches = TrainingBatches(train_dataloader)
         model, _ = super()._prepare_for_training(max_steps, batches, *args)  # type: ignore[no-untyped-call]
@@ -191,8 +199,8 @@ class Trainer(transformers.Trainer):
 
     @override
     def _run_epoch(self, **given: Any) -> None:  # type: ignore[override]
-        """Train an epoch, or the rest of it: the data are already at their position, so the loop gets fewer steps instead of a
-        skip."""
+        """Train an epoch, or the rest of it. The data are already at their position, so the original's loop gets fewer steps
+        instead of a skip. Does nothing if the job is done. Raises ``UserError`` if a callback ends an epoch early."""
         if self._runtime.done or self._progress.ended:
             self.control.should_training_stop = True
             return
@@ -210,7 +218,8 @@ class Trainer(transformers.Trainer):
 
     @override
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """A step begins here, and the previous one ends. Raises ``Stopped``."""
+        """End the previous step, begin a new one, and return its batches. Raises ``Stopped``, and ``UserError`` if the data end
+        before their epoch."""
         self._steps.next_step()
         self._runtime.trial.count_batches(num_batches)
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -228,12 +237,12 @@ class Trainer(transformers.Trainer):
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
-    """``Trainer``, with generation in evaluations."""
+    """``Trainer`` in this module, with generation in evaluations, as in transformers' ``Seq2SeqTrainer``."""
 
 
 def _is_written_by(checkpoint: Path, launch: LaunchFile) -> bool:
-    """True if this job has written this checkpoint of the Trainer. An incomplete one was left by a kill, in an earlier
-    attempt."""
+    """True if this job has written the Trainer's ``checkpoint`` (a directory). For an incomplete one, which a kill has left, True
+    if this is not the job's first attempt."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
     except (OSError, ValueError):
@@ -243,16 +252,18 @@ def _is_written_by(checkpoint: Path, launch: LaunchFile) -> bool:
 
 
 class RatchetJob(TrainerCallback, ExportableState):
-    """Progress ticks and metrics. Its ``state`` records in the Trainer's checkpoints which job wrote them."""
+    """A callback that counts progress and logs the Trainer's values as the job's metrics. Its ``state`` records in the Trainer's
+    checkpoints which job wrote them."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def state(self) -> dict[str, Any]:
+        """The callback's state for the Trainer's checkpoints: the id of this job."""
         return {"args": {}, "attributes": {"job_id": self._trainer._runtime.launch.job_id}}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Correct the epoch: the Trainer has counted from where this attempt began it."""
+        """Correct the Trainer's fraction of the epoch, which it has counted from where this attempt began the epoch."""
         progress = self._trainer._progress
         epoch, batches = progress.epoch
         done = (state.global_step - epoch * progress.steps_per_epoch) * args.gradient_accumulation_steps
@@ -261,6 +272,8 @@ class RatchetJob(TrainerCallback, ExportableState):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
+        """Log the numbers in ``logs`` as the job's metrics, while training. Values of a step that was logged before the resume
+        are left out."""
         trainer = self._trainer
         if trainer._session is None or not (trainer.is_in_train and trainer._runtime.restored):
             return
@@ -273,6 +286,7 @@ class RatchetJob(TrainerCallback, ExportableState):
     def _tick(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:  # many batches, or a long evaluation, are no hang
+        """Count progress, so that many batches in a step or a long evaluation do not look like a hang."""
         self._trainer._runtime.counter.tick()
 
     on_substep_end: Callable[..., None] = _tick
@@ -280,6 +294,7 @@ class RatchetJob(TrainerCallback, ExportableState):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Count progress in an evaluation, and record it for a trial."""
         if self._trainer._session is None:
             return
         runtime = self._trainer._runtime
@@ -289,7 +304,8 @@ class RatchetJob(TrainerCallback, ExportableState):
 
 
 class _Progress:
-    """The Trainer's own state: its counters, its log, and its callbacks' state. Without measured times and memory."""
+    """The Trainer's own state as an object that the Session saves: its counters, its log, and its callbacks' state, without
+    measured times and memory."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -300,10 +316,12 @@ class _Progress:
 
     @property
     def is_before_first_step(self) -> bool:
-        """True while no step has begun since the restore: what runs then is ``eval_on_start``."""
+        """True while no step has begun since a checkpoint was restored: what runs then is ``eval_on_start``. False without a
+        checkpoint."""
         return self._loaded is not None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the Trainer's counters, log and loss, and the attributes of callbacks with a state."""
         trainer = self._trainer
         state: dict[str, Any] = {name: deepcopy(getattr(trainer.state, name)) for name in _PROGRESS}
         state["log_history"] = [_without_measurements(entry) for entry in state["log_history"]]
@@ -321,7 +339,8 @@ class _Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ``ValueError`` where an epoch has another number of steps than the recorded one."""
+        """Restore the state, and keep it for ``undo_trainer_changes``. Raises ``ValueError`` if an epoch or a step has another
+        size than the recorded one."""
         now = {"steps_per_epoch": self.steps_per_epoch}
         now["gradient_accumulation_steps"] = self._trainer.args.gradient_accumulation_steps
         for name, value in now.items():
@@ -336,7 +355,7 @@ class _Progress:
 
     def undo_trainer_changes(self) -> None:
         """Undo what the Trainer did between the restore and the first step: counters set to 0, and ``eval_on_start``, which runs
-        in every attempt, with its effects on callbacks."""
+        in every attempt, with its effects on callbacks. Does nothing without a restore, and the second time."""
         if self._loaded is None:
             return
         self._apply_loaded()
@@ -347,6 +366,7 @@ class _Progress:
         trainer._initial_global_step = 0  # training_loss is the mean over all of the job's steps
 
     def _apply_loaded(self) -> None:
+        """Set the Trainer's counters, log and callbacks to copies of the loaded state."""
         assert self._loaded is not None
         state: Any = self._trainer.state
         of_this_job = state.stateful_callbacks
@@ -359,7 +379,8 @@ class _Progress:
                 setattr(callback, attribute, deepcopy(value))
 
     def _callbacks(self) -> Iterator[tuple[str, Any]]:
-        """Callbacks with a state, by class and index among those of their class."""
+        """Yield the callbacks with a state, with names made of class and index among those of their class; without
+        ``RatchetJob``."""
         seen: dict[str, int] = {}
         for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, ExportableState) and not isinstance(callback, RatchetJob):
@@ -369,4 +390,5 @@ class _Progress:
 
 
 def _without_measurements(entry: dict[str, Any]) -> dict[str, Any]:
+    """The log entry without measured times, speeds and memory, which differ in each run."""
     return {k: v for k, v in entry.items() if not k.endswith(("_runtime", "_per_second")) and "_mem_" not in k}

@@ -13,12 +13,17 @@ _RESERVE_BYTES: Final = 128 * 1024
 
 
 def now() -> str:
-    """The current UTC time in RFC 3339 format, with microseconds and ``Z``."""
+    """Return the current UTC time as text in RFC 3339 format, with microseconds and ``Z``."""
     return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Write ``data`` to ``path`` atomically, by rename; ``durable`` also syncs file and directory. Raises ``OSError``."""
+    """Write ``data`` to ``path`` atomically: to a temporary file next to it, which is renamed. Creates missing parent
+    directories.
+
+    ``durable``: also sync file and directory to the disk. Raises ``OSError``. The temporary file is then deleted and the old
+    file stays, unless only the sync of the directory has failed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -40,8 +45,11 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def reserve(path: Path) -> None:
-    """Reserve disk space for the result file ``path``, since the job itself may fill the disk. If the disk is full already,
-    nothing is reserved: the job's checkpoint saves fail and report it."""
+    """Reserve disk space for the result file ``path``, in a file next to it (``.reserve``), since the job itself may fill the
+    disk.
+
+    If the disk is full already, nothing is reserved and no error is raised: the job's checkpoint saves fail and report it.
+    """
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".reserve").open("wb") as file:
@@ -49,12 +57,13 @@ def reserve(path: Path) -> None:
 
 
 def release(path: Path) -> None:
-    """Free the space that ``reserve`` holds, immediately before ``path`` is written."""
+    """Delete the file with which ``reserve`` holds space for ``path``; call it immediately before ``path`` is written. Never
+    raises ``OSError``."""
     with suppress(OSError):
         path.with_suffix(".reserve").unlink()
 
 
 def log_message(text: str) -> None:
-    """Write one line to the agent's log."""
+    """Write ``text`` with the time as one line to stderr, which is the agent's log. A failure to write is ignored."""
     with suppress(OSError, ValueError):  # a full disk must not end the supervision
         print(f"{now()} ratchet agent: {text}", file=sys.stderr, flush=True)

@@ -11,19 +11,21 @@ from ratchet_worker.ipc.atomic_files import write_atomic
 
 
 def write_control(path: Path, control: Control) -> None:
-    """Replace the desired state. Raises ``OSError`` if the write fails; the old desired state then stays in force."""
+    """Replace the desired state in the file ``path``. Raises ``OSError`` if the write fails; the old desired state then stays in
+    force."""
     write_atomic(path, control.model_dump_json().encode())
 
 
 class ControlReader:
-    """Returns each change once. Not thread-safe: use one reader per thread."""
+    """Reads ``control.json`` and returns each change once. Not thread-safe: use one reader per thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last_mark: tuple[int, int, int] | None = None
 
     def poll(self) -> Control | None:
-        """The desired state if the file has changed since the last call; None if it has not, is missing or is unreadable."""
+        """Return the desired state if the file has changed since the last call that returned one; else None. Also None if the
+        file is missing or unreadable: the next call tries again."""
         try:
             stat = self._path.stat()
             mark = (stat.st_mtime_ns, stat.st_ino, stat.st_size)

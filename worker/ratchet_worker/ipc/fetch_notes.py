@@ -12,12 +12,13 @@ from ratchet_worker.ipc.atomic_files import write_atomic
 
 
 def write_notes(paths: AttemptPaths, notes: Sequence[str]) -> None:
-    """Write ``notes`` to the attempt's file. Raises ``OSError``."""
+    """Write ``notes`` to the attempt's file, for the ranks. Raises ``OSError``."""
     write_atomic(paths.fetch_notes_file, json.dumps(list(notes)).encode())
 
 
 def read_notes(launch: LaunchFile) -> list[str]:
-    """The notes; empty if the object store was not queried, or if the file cannot be read (the notes are also sent as events)."""
+    """Return the notes that node 0's agent has written for this attempt. Empty if the object store was not queried, or if the
+    file cannot be read (the notes are also sent as events)."""
     try:
         found = json.loads(AttemptPaths(Path(launch.attempt_dir)).fetch_notes_file.read_bytes())
         return [str(note) for note in found]

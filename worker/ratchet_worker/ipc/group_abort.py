@@ -22,8 +22,12 @@ ABORT_SIGNAL: Final = int(signal.SIGRTMIN) + 13
 
 
 def request_abort(pid: int, log: Path, text: str) -> None:
-    """In the agent: write ``text`` to the rank's ``log`` and signal the rank to abort. The signal kills a rank that has not
-    called ``answer`` yet; such a rank has no process group."""
+    """Request, as the agent, that rank process ``pid`` aborts its process groups; do not wait for it. ``text``: written to the
+    rank's ``log`` first.
+
+    The signal kills a rank that has not called ``GroupAbort.start`` yet; such a rank has no process group. No effect if the
+    process has ended.
+    """
     with suppress(OSError), log.open("ab", buffering=0) as file:
         file.write(f"ratchet: {text}\n".encode())
     with suppress(ProcessLookupError):
@@ -31,25 +35,30 @@ def request_abort(pid: int, log: Path, text: str) -> None:
 
 
 class GroupAbort:
-    """The rank's side."""
+    """The rank's side of an abort: a thread that waits for the agent's request, aborts all process groups and halts the
+    process."""
 
     def __init__(self) -> None:
         self._aborting = False
 
     def start(self) -> None:
-        """Start the thread that handles ``request_abort``. Call this in the main thread before any other thread is started: all
-        threads must block the signal."""
+        """Start the thread that handles the agent's ``request_abort``. Call it in the main thread before any other thread is
+        started: all threads must block the signal."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {ABORT_SIGNAL})
         threading.Thread(target=self._run, name="ratchet-abort", daemon=True).start()
 
     def block_if_aborting(self) -> None:
-        """Block forever if an abort has begun; otherwise return at once. Called before a rank publishes anything (a step's end,
-        reports, its part of a save, its result): an aborted NCCL collective returns without an error, with arbitrary values in
-        its output. May be called from any thread."""
+        """Block forever if an abort has begun; otherwise return at once. May be called from any thread.
+
+        It is called before a rank publishes anything (a step's end, reports, its part of a save, its result): an aborted NCCL
+        collective returns without an error, with arbitrary values in its output.
+        """
         if self._aborting:
             threading.Event().wait()
 
     def _run(self) -> None:
+        """Wait for the signal, abort all process groups, and halt this process with SIGSTOP. If the abort fails, the error is
+        logged and the process is not halted."""
         signal.sigwait({ABORT_SIGNAL})
         self._aborting = True
         torch_distributed = sys.modules.get("torch.distributed")
@@ -66,6 +75,7 @@ class GroupAbort:
 
 
 def _log(text: str) -> None:
-    """Write a line to the rank's log. Does not use ``print``: the main thread may hold the lock of ``sys.stderr``."""
+    """Write a line to the rank's log; a failure is ignored. Does not use ``print``: the main thread may hold the lock of
+    ``sys.stderr``."""
     with suppress(OSError):
         os.write(2, f"ratchet: {text}\n".encode())

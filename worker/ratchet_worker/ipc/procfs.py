@@ -19,6 +19,7 @@ _PROC: Final = Path("/proc")
 
 
 def _prctl(option: int, value: int) -> None:
+    """Call prctl(2) for this process. Raises ``OSError``."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         code = ctypes.get_errno()
@@ -26,9 +27,11 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(expected_ppid: int) -> None:
-    """Have the kernel SIGKILL this process when the parent's *thread* that forked it ends; a rank's first action.
+    """Have the kernel kill this process (SIGKILL) when its parent ends, precisely: when the parent's *thread* that forked it
+    ends. Call it first in a rank.
 
-    Does not return if the parent has already ended. A later change of credentials would clear the setting (prctl(2)).
+    ``expected_ppid``: the parent's pid. If the parent has already ended, this process is killed at once. Raises ``OSError``. A
+    later change of credentials would clear the setting (prctl(2)).
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected_ppid:
@@ -36,12 +39,13 @@ def die_with_parent(expected_ppid: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Make this process the new parent of its orphaned descendants, so that all of them can be found."""
+    """Make this process the new parent of descendants whose own parent ends, so that all of them can be found. Raises
+    ``OSError``."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from number 3 (state) on, or None if the process does not exist."""
+    """Return the fields of ``/proc/<pid>/stat`` from number 3 (state) on; None if the process does not exist."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -49,7 +53,8 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def start_time(pid: int) -> int:
-    """Field 22: clock ticks since boot; together with the pid it identifies a process uniquely. Raises ``ProcessLookupError``."""
+    """Return when the process started, in clock ticks since boot (field 22 of its stat file). Together with the pid it identifies
+    a process uniquely. Raises ``ProcessLookupError`` if the process does not exist."""
     fields = _stat(pid)
     if fields is None:
         raise ProcessLookupError(pid)
@@ -57,25 +62,27 @@ def start_time(pid: int) -> int:
 
 
 def state(pid: int) -> str | None:
-    """One letter of proc(5): R, S, D, T (stopped), t (traced), Z ...; None if the process does not exist."""
+    """Return the state of a process as one letter of proc(5): R, S, D, T (stopped), t (traced), Z ...; None if the process does
+    not exist."""
     fields = _stat(pid)
     return fields[0] if fields else None
 
 
 def is_exiting(pid: int) -> bool:
-    """True if the process is dead or exiting: a signal sent now is not the cause of its end."""
+    """True if the process has ended, is a zombie, or is exiting: a signal sent now is not the cause of its end."""
     fields = _stat(pid)
     return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
 
 
 def pids() -> Iterator[int]:
+    """Yield the pids of all processes that this process can see."""
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
             yield int(entry.name)
 
 
 def descendants(root: int) -> set[int]:
-    """All processes below ``root``, zombies included."""
+    """Return the pids of all processes below ``root``, zombies included, without ``root`` itself."""
     parents = {pid: int(fields[1]) for pid in pids() if (fields := _stat(pid)) is not None}
     found = {root}
     while more := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
@@ -84,7 +91,8 @@ def descendants(root: int) -> set[int]:
 
 
 def has_variable(pid: int, assignment: bytes) -> bool:
-    """True if ``NAME=value`` is in the initial environment of ``pid``; False if that cannot be read."""
+    """True if ``assignment`` (``NAME=value``) is in the environment with which ``pid`` was started; False if that cannot be
+    read."""
     try:
         return assignment in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -92,16 +100,19 @@ def has_variable(pid: int, assignment: bytes) -> bool:
 
 
 def kill_group(pgid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Signal a process group; do nothing if it no longer exists."""
+    """Send the signal ``number`` to all processes of a process group. Do nothing if the group does not exist or may not be
+    signalled."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pgid, number)
 
 
 def kill_stragglers(variable: str, value: str, *, timeout: float = 5.0) -> list[int]:
-    """SIGKILL every process started with ``variable=value`` and every descendant of this process, repeatedly until none is left.
+    """Kill (SIGKILL) every process that was started with the environment variable ``variable=value`` and every descendant of
+    this process, repeatedly until none is left.
 
-    Requires ``become_subreaper``, to find processes that changed their session and environment. Returns the pids that are still
-    alive after ``timeout`` seconds (in an uninterruptible system call). Does not kill this process.
+    Requires an earlier ``become_subreaper``, to find processes that changed their session and environment. Also reaps all dead
+    children. Blocks for up to ``timeout`` seconds, and returns the pids that are still alive then (in an uninterruptible system
+    call); empty if none is. Does not kill this process.
     """
     assignment = os.fsencode(f"{variable}={value}")
     own = os.getpid()
@@ -119,9 +130,11 @@ def kill_stragglers(variable: str, value: str, *, timeout: float = 5.0) -> list[
 
 
 def reap_orphans(owned_pids: Callable[[], set[int]]) -> None:
-    """Reap dead children that this process adopted as orphans, except the pids that ``owned_pids`` returns, which their owners
-    reap. ``owned_pids`` is called after the dead children are listed: a child that has just been adopted may belong to an
-    owner."""
+    """Reap dead children of this process that it adopted as orphans, so that they do not stay zombies.
+
+    ``owned_pids``: returns the pids of children that other code reaps; these are left alone. It is called after the dead
+    children are listed, since a child that has just been adopted may belong to an owner.
+    """
     own = os.getpid()
     dead = {pid for pid in pids() if (fields := _stat(pid)) and fields[0] == "Z" and int(fields[1]) == own}
     for pid in dead - owned_pids():
@@ -130,7 +143,8 @@ def reap_orphans(owned_pids: Callable[[], set[int]]) -> None:
 
 
 class OomWatch:
-    """Detects kills by the kernel's out-of-memory killer, from the ``oom_kill`` count of this cgroup, or else of the machine."""
+    """Detects that the kernel's out-of-memory killer has killed a process, from the ``oom_kill`` count of this process's cgroup,
+    or else of the machine."""
 
     def __init__(self) -> None:
         self._source = _oom_source()
@@ -138,7 +152,8 @@ class OomWatch:
         self._grew_at: float | None = None
 
     def killed_recently(self, seconds: float = 10.0) -> bool:
-        """True if this call, or an earlier one less than ``seconds`` ago, has seen the count grow."""
+        """True if the count has grown since the previous call (or since the start), or was seen to grow less than ``seconds``
+        ago."""
         count, now = self._count(), time.monotonic()
         if count > self._last:
             self._grew_at = now
@@ -146,6 +161,7 @@ class OomWatch:
         return self._grew_at is not None and now - self._grew_at < seconds
 
     def _count(self) -> int:
+        """Return the current count; 0 if it cannot be read."""
         try:
             for line in self._source.read_text().splitlines():
                 name, _, value = line.partition(" ")
@@ -157,6 +173,7 @@ class OomWatch:
 
 
 def _oom_source() -> Path:
+    """Return the file that has the ``oom_kill`` count: of this process's cgroup if it exists, else ``/proc/vmstat``."""
     mount = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError):
         for line in (_PROC / "self/cgroup").read_text().splitlines():
@@ -173,5 +190,5 @@ def _oom_source() -> Path:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory of temporary files, skipping what cannot be deleted."""
+    """Delete a directory with everything in it. What cannot be deleted is skipped without an error."""
     shutil.rmtree(path, ignore_errors=True)

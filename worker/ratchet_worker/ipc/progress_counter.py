@@ -26,7 +26,7 @@ from ratchet_contract.protocol.counter_layout import (
 
 
 class Stage(IntEnum):
-    """What a rank is doing."""
+    """What a rank is doing; the agent's deadline depends on it."""
 
     STARTUP = 0
     TRAINING = 1
@@ -37,7 +37,8 @@ class Stage(IntEnum):
 
 
 class Reading(NamedTuple):
-    """One reading of a counter. Steps are global step numbers; 0 until the first step of this attempt is started/finished."""
+    """One reading of a rank's counter. ``ticks`` grows with any progress. ``started`` and ``finished``: global step numbers of
+    the last step that was started or finished; 0 until the attempt's first."""
 
     ticks: int
     started: int
@@ -46,10 +47,12 @@ class Reading(NamedTuple):
 
 
 class StepCounter:
-    """The rank's side. One thread writes; only ``tick`` may also be called from the rank's other threads."""
+    """The rank's side, which writes the counter. Only one thread may use it, except that the rank's other threads may also call
+    ``tick``."""
 
     def __init__(self, path: Path) -> None:
-        """Create ``path`` with its space allocated: a full disk must fail here, not as a SIGBUS in the middle of a step."""
+        """Create the file ``path``, or overwrite it, with its space allocated: a full disk must fail here, not as a SIGBUS in the
+        middle of a step. Raises ``OSError``."""
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
@@ -63,44 +66,48 @@ class StepCounter:
 
     @classmethod
     def create(cls, path: Path) -> StepCounter:
+        """Return a counter in a new file ``path``. Raises ``OSError``."""
         return cls(path)
 
     def tick(self) -> None:
-        """Record progress other than a step: an evaluation batch, a part of a checkpoint."""
+        """Record progress other than a step, such as an evaluation batch or a part of a checkpoint."""
         self._words[TICKS] += 1
 
     def start_step(self, step: int) -> None:
-        """Record the start of the global step ``step`` (the first is 1)."""
+        """Record the start of the global step ``step`` (the job's first is 1). Counts as progress."""
         self._words[STARTED] = step
         self._words[TICKS] += 1
 
     def finish_step(self, step: int) -> None:
+        """Record the end of the global step ``step``. Counts as progress."""
         self._words[FINISHED] = step
         self._words[TICKS] += 1
 
     def set_saved_within(self, step: int) -> None:
-        """Record that ``checkpoint()`` has ended and saves ``step`` while the loop body continues after it. 0: the body has
+        """Record that ``checkpoint()`` has ended and has saved ``step``, while the loop body continues after it. 0: the body has
         ended."""
         self._words[SAVED_WITHIN] = step
 
     def enter_stage(self, stage: Stage) -> None:
-        """Enter ``enter_stage``, which also counts as progress."""
+        """Record that the rank is in ``stage`` from now on. Counts as progress."""
         self._words[STAGE] = stage
         self._words[TICKS] += 1
 
     def close(self) -> None:
+        """Release the mapped memory; the file stays. The counter cannot be used afterwards."""
         self._words.release()
         self._map.close()
 
 
 class CounterReader:
-    """The reading side (agent, tests, tools). Keeps no file open."""
+    """Reads a rank's counter (agent, tests, tools). Keeps no file open."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> Reading | None:
-        """The current counter, or None until the rank has created it."""
+        """Return the current values; None if the rank has not created the counter yet, or not completely. Raises ``OSError`` for
+        another failure to read."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:

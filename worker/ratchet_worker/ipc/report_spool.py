@@ -28,10 +28,11 @@ _MESSAGE: Final[TypeAdapter[RankMessage]] = TypeAdapter(RankMessage)
 
 
 class Spool:
-    """The rank's side: ``append`` never raises and waits for nothing but the page cache."""
+    """The rank's side, which writes messages. ``append`` never raises, and waits for nothing but the page cache. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        """Open ``path`` for appending; create it if missing. Raises ``OSError``: a rank that cannot report should not start."""
+        """Open ``path`` for appending, and create it if it is missing. Raises ``OSError``: a rank that cannot report should not
+        start."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -42,8 +43,12 @@ class Spool:
         self._failing = False
 
     def append(self, message: RankMessage) -> None:
-        """Append ``message`` as one line with one ``write``. Lines that cannot be written wait in memory; the next call writes
-        them first, in order."""
+        """Append ``message`` as one line. If the disk does not take it, the line waits in memory; a later call writes the
+        waiting lines first, in order.
+
+        Above 16 MiB of waiting lines, messages of ``LOW_PRIORITY_KINDS`` are dropped. A message that JSON cannot carry is logged
+        and lost. No effect after ``close``.
+        """
         try:
             line = message.model_dump_json().encode() + b"\n"
         except Exception as error:  # a value that JSON cannot carry must not end the training
@@ -60,14 +65,15 @@ class Spool:
             self._drain()
 
     def flush(self) -> bool:
-        """Retry the writes that wait in memory; True if none is left."""
+        """Try again to write the lines that wait in memory. Return True if none is left."""
         with self._lock:
             if self._fd >= 0:
                 self._drain()
             return not self._pending
 
     def close(self) -> None:
-        """Retry the waiting writes once, log how many messages are lost, and close."""
+        """Try once more to write the waiting lines, log how many messages are lost, and close the file. No effect if it is closed
+        already."""
         with self._lock:
             if self._fd < 0:
                 return
@@ -79,6 +85,8 @@ class Spool:
             self._fd = -1
 
     def _drain(self) -> None:
+        """Write the waiting lines in order until none is left or a write fails. The first failure, and the recovery from it, are
+        logged."""
         while self._pending:
             line = self._pending[0]
             try:
@@ -99,14 +107,16 @@ class Spool:
             self._log(f"{self._path} can be written again; {shed} metrics and progress messages were dropped")
 
     def _log(self, text: str) -> None:
+        """Write a line to the rank's log (stderr); a failure is ignored."""
         with suppress(OSError, ValueError):  # the log may be on the same full disk
             print(f"ratchet: spool: {text}", file=sys.stderr, flush=True)
 
 
 def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[bytes]:
-    """Complete lines from byte ``offset`` on, without newlines: at most ``max_lines``, about ``max_bytes`` in total.
+    """Return the complete lines of the file from byte ``offset`` on, without their newlines: at most ``max_lines``, and about
+    ``max_bytes`` in total.
 
-    Returns at least one line if a complete one exists; ``[]`` if the file is missing.
+    At least one line is returned if a complete one exists, however long. Empty if there is none or the file is missing.
     """
     lines: list[bytes] = []
     total = 0
@@ -129,7 +139,8 @@ def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[
 
 
 class SpoolReader:
-    """The agent's side: reads the lines of one rank that are not acknowledged yet."""
+    """The agent's side: reads the lines of one rank that the service has not acknowledged yet. ``acked``: the sequence number of
+    the last acknowledged line; 0: none."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path = path
@@ -138,7 +149,8 @@ class SpoolReader:
         self.acked = 0
 
     def batch(self, max_lines: int = 500, max_bytes: int = 256 * 1024) -> tuple[RankBatch | None, int]:
-        """The next unacknowledged lines, or None, and their size in bytes."""
+        """Return the next unacknowledged lines as a batch, and their size in bytes; ``(None, 0)`` if there are none. The same
+        lines are returned again until ``ack``."""
         lines = read_lines(self._path, self._offset, max_lines, max_bytes)
         if not lines:
             return None, 0
@@ -146,12 +158,16 @@ class SpoolReader:
         return RankBatch(rank=self._rank, from_seq=self.acked + 1, messages=messages), sum(map(len, lines)) + len(lines)
 
     def has_more(self, size: int) -> bool:
-        """True if complete lines follow the next ``size`` bytes; ``size`` is the one that ``batch`` returned."""
+        """True if complete lines follow the next ``size`` bytes of unacknowledged ones. ``size``: as ``batch`` has returned it;
+        0: from the first one on."""
         return bool(read_lines(self._path, self._offset + size, 1, 1))
 
     def ack(self, seq: int) -> None:
-        """Record that the service has stored all lines up to ``seq``, which may be more than this reader has sent, or fewer than
-        it has seen acknowledged."""
+        """Record that the service has stored all lines up to the sequence number ``seq``, so that ``batch`` continues after it.
+
+        ``seq`` may be beyond what this reader has sent. It may also be smaller than that of an earlier call: the lines after it
+        are then sent again.
+        """
         if seq < self.acked:
             self._offset = self.acked = 0
         while self.acked < seq:
@@ -162,6 +178,8 @@ class SpoolReader:
             self.acked += len(lines)
 
     def _parse(self, line: bytes, seq: int) -> RankMessage:
+        """Return the message in ``line``. An invalid line becomes a note that takes its number ``seq``, so that the following
+        lines are not lost."""
         try:
             return _MESSAGE.validate_json(line)
         except ValidationError as error:  # a note takes this line's number, so the following lines are not lost

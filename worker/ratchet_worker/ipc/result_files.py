@@ -20,14 +20,19 @@ _TIE: Final = 0.01  # seconds; the kernel's clock for file times is no finer tha
 
 
 def write_rank_result(path: Path, result: RankResult) -> None:
-    """Write a rank's result by rename, before the rank leaves the process group: the file times show which rank failed first."""
+    """Write a rank's result to ``path``, by rename. Of a long traceback only the last ``TRACEBACK_LIMIT`` characters are
+    written. Raises ``OSError``.
+
+    Call it before the rank leaves the process group: the file times show which rank failed first.
+    """
     if result.traceback is not None and len(result.traceback) > TRACEBACK_LIMIT:
         result = result.model_copy(update={"traceback": result.traceback[-TRACEBACK_LIMIT:]})
     write_atomic(path, result.model_dump_json().encode())
 
 
 def read_rank_result(path: Path) -> tuple[RankResult, float] | None:
-    """The result and the time of its writing (Unix seconds); None if it is missing or incomplete."""
+    """Return a rank's result, and the time at which it was written (Unix seconds). None if the file is missing, unreadable or
+    incomplete."""
     try:
         return RankResult.model_validate_json(path.read_bytes()), path.stat().st_mtime
     except (OSError, ValidationError):
@@ -36,7 +41,7 @@ def read_rank_result(path: Path) -> tuple[RankResult, float] | None:
 
 @dataclass(frozen=True)
 class Ended:
-    """One rank's end. ``at``: the time of its result, or of its death if that is earlier (Unix seconds)."""
+    """The end of one rank. ``at``: Unix seconds of its result, or of its death if that is earlier."""
 
     end: RankEnd
     at: float
@@ -44,13 +49,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the agent knows in addition to the ranks' ends.
+    """What the agent knows in addition to the ranks' ends. Times are Unix seconds.
 
-    ``fenced``: why the attempt is fenced; ``hung``: the hung ranks; ``hung_since``: when they last made progress; ``overdue``:
-    the grace period of the stop expired and the agent killed ranks; ``progressed``: some rank made progress after the stop
-    request; ``oom``: ranks that died while the kernel's out-of-memory killer was active; ``peer_end``: ranks were killed because
-    another node had failed; ``killed_at``: when the agent killed ranks, for any reason; ``aborts``: which ranks aborted their
-    process groups before that. Times are Unix seconds.
+    ``fenced``: why the attempt is fenced; None: it is not. ``hung``: the hung ranks; ``hang_message``: what is reported about
+    them; ``hung_since``: when they last made progress. ``peer_end``: the message about another node that had failed, because of
+    which ranks were killed. ``killed_at``: when the agent killed ranks, for any reason. ``oom``: ranks that died while the
+    kernel's out-of-memory killer was active. ``stop``: the stop request. ``overdue``: the grace period of the stop has expired,
+    and the agent killed ranks. ``progressed``: some rank made progress after the stop request. ``aborts``: which ranks aborted
+    their process groups before they were killed.
     """
 
     fenced: str | None = None
@@ -67,8 +73,11 @@ class Evidence:
 
 
 class Conclusion(NamedTuple):
-    """Why an attempt ended. ``began_at``: when the event that ended the ranks began (Unix seconds); ``secondary``: another node's
-    failure ended the ranks."""
+    """Why an attempt ended. ``rank``: the rank that caused it; None: no single one. ``exit_code``: that rank's.
+
+    ``began_at``: when the event that ended the ranks began (Unix seconds). ``secondary``: the ranks were ended only because
+    another node had failed.
+    """
 
     cause: Cause
     rank: int | None
@@ -79,7 +88,7 @@ class Conclusion(NamedTuple):
 
 
 class NotStarted(Exception):
-    """The attempt ended before any rank was started."""
+    """Raised if the attempt ends before any rank is started. ``conclusion``: why."""
 
     def __init__(self, conclusion: Conclusion) -> None:
         super().__init__(conclusion.message)
@@ -87,10 +96,10 @@ class NotStarted(Exception):
 
 
 def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusion:
-    """Return one cause for the attempt, the rank it comes from, that rank's exit code and a message.
+    """Return the one cause of the attempt's end, with the rank it comes from, that rank's exit code, a message and a time.
 
-    The agent's own decisions (fenced, hang, another node's end) come first, then the earliest failure, then an overdue stop, then
-    stops and completions by ``CAUSE_PRECEDENCE``.
+    The agent's own decisions (fenced, hang, another node's end) come first, then the earliest failure of a rank, then an overdue
+    stop, then stops and completions by ``CAUSE_PRECEDENCE``. The cause is unknown if ranks ended without reporting one.
     """
     codes = {e.end.rank: e.end.exit_code for e in ends}
     if evidence.fenced is not None:
@@ -116,9 +125,10 @@ def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusi
 
 
 def cause_of(end: RankEnd, *, oom: bool = False) -> Cause | None:
-    """The cause of one rank's end; None if the agent killed it before it had written a result.
+    """Return the cause of one rank's end; None if the agent killed the rank before it had written a result.
 
-    The result is authoritative. Without one, exit code 0 is no success: the process ended without the runtime's knowledge.
+    The result is authoritative. Without one, the exit code decides; 0 is no success then, since the process ended without the
+    runtime's knowledge. ``oom``: the kernel's out-of-memory killer was active when the rank died.
     """
     if end.result is not None:
         return end.result.cause
@@ -134,16 +144,17 @@ def cause_of(end: RankEnd, *, oom: bool = False) -> Cause | None:
 
 
 def is_fine(end: RankEnd) -> bool:
-    """True if the rank completed or stopped as agreed, so the others may continue to their own end."""
+    """True if the rank completed or stopped as agreed, so that the other ranks may continue to their own end."""
     cause = cause_of(end)
     return cause is not None and cause.outcome not in (Outcome.FAILED, Outcome.LOST)
 
 
 def _root_failure(failures: Sequence[tuple[Cause, Ended]]) -> tuple[Cause, Ended]:
-    """The failure that caused the others.
+    """Return the one of ``failures`` that caused the others, with its cause.
 
     Survivors of a dead rank raise exceptions about broken connections (or abort, under NCCL), sometimes before the agent notices
-    the death itself. No rank is killed, runs out of memory or fails to import *because of* a broken connection.
+    the death itself. But no rank is killed, runs out of memory or fails to import *because of* a broken connection, so such
+    failures come before all others, and the earliest of them counts.
     """
     roots = [(c, e) for c, e in failures if c in (Cause.OOM, Cause.USER_ERROR) or _is_killed(c, e.end)]
     candidates = roots or list(failures)
@@ -153,10 +164,13 @@ def _root_failure(failures: Sequence[tuple[Cause, Ended]]) -> tuple[Cause, Ended
 
 
 def _is_killed(cause: Cause, end: RankEnd) -> bool:
+    """True if the rank was killed by a signal other than SIGABRT, before it had written a result."""
     return cause is Cause.RANK_KILLED and end.result is None and end.exit_code != -signal.SIGABRT
 
 
 def _overdue_conclusion(stop: Control, progressed: bool, ranks: Sequence[int]) -> Conclusion:
+    """Return the conclusion for a stop whose grace period has expired: a hang if a preemption was requested and no rank made
+    progress, else the stop's cause. ``ranks``: those that were killed."""
     cause = stop.cause or default_cause(stop.desired)
     names = ", ".join(map(str, ranks))
     text = f"no agreed stop within the grace (policy.stop_grace); killed ranks {names}; the last checkpoint counts"
@@ -166,13 +180,14 @@ def _overdue_conclusion(stop: Control, progressed: bool, ranks: Sequence[int]) -
 
 
 def peer_failure(sentence: str, at: float | None) -> Conclusion:
-    """The conclusion for ranks that were ended, or not started, because another node had failed."""
+    """Return the conclusion for ranks that were ended, or not started, because another node had failed. ``sentence``: about that
+    failure; ``at``: when (Unix seconds)."""
     text = f"ended because another node had failed: {sentence}"
     return Conclusion(Cause.UNKNOWN, None, None, text[:4000], at, secondary=True)
 
 
 def default_cause(desired: Desired) -> Cause:
-    """The cause of a stop request that names none."""
+    """Return the cause that is recorded for a stop request that names none."""
     return {
         Desired.CANCEL: Cause.API_CANCEL,
         Desired.SUSPEND: Cause.API_SUSPEND,
@@ -186,6 +201,7 @@ def _conclusion(cause: Cause, ended: Ended) -> Conclusion:
 
 
 def _end_message(cause: Cause, end: RankEnd) -> str:
+    """Return the message about the attempt's end that follows from one rank's end with ``cause``."""
     if cause is Cause.COMPLETED:
         return "all ranks completed"
     if end.result is not None:

@@ -25,21 +25,25 @@ _TICK: Final = 0.02
 
 
 def install_handlers() -> None:
-    """In a rank, before anything else: install the handlers that write the stacks."""
+    """Install signal handlers that write the Python stacks of all threads to stderr, which is the rank's log. Called in a rank,
+    before anything else."""
     for number in (STACKS_SIGNAL, signal.SIGUSR1):
         faulthandler.register(number, all_threads=True)
 
 
 def request_dump(pid: int) -> None:
-    """Request the stacks of ``pid``. In a halted process the signal stays pending, and is handled first when SIGCONT continues
-    the process."""
+    """Request, by a signal, that process ``pid`` writes its stacks; do not wait for it. No effect if the process has ended.
+
+    A halted process is continued: the signal is handled first.
+    """
     with suppress(ProcessLookupError):
         os.kill(pid, STACKS_SIGNAL)
         os.kill(pid, signal.SIGCONT)
 
 
 class Asked(Protocol):
-    """The part of ``rank_starter.RankProcess`` that is needed here."""
+    """The methods of ``rank_starter.RankProcess``, the agent's handle of a rank process, that are needed here. ``exit_code``
+    returns None while the process runs."""
 
     @property
     def pid(self) -> int: ...
@@ -50,6 +54,8 @@ class Asked(Protocol):
 
 
 class Target(NamedTuple):
+    """A rank process whose stacks are requested, and the log to which it writes them."""
+
     process: Asked
     log: Path
 
@@ -57,9 +63,12 @@ class Target(NamedTuple):
 def capture_stacks(
     targets: Mapping[int, Target], why: str, timeout: float, quiet_seconds: float = _QUIET
 ) -> dict[int, str]:
-    """Have all ``targets`` write their stacks, under a heading with ``why``. Returns when each rank has written them or ended, or
-    after ``timeout`` seconds. A dump is complete when nothing more is written for ``quiet_seconds`` seconds. The result maps each
-    rank that wrote no stacks to a description of its state, which is also appended to its log."""
+    """Have all ``targets`` (by rank) write their stacks to their logs, and wait until each has written them or ended, for at
+    most ``timeout`` seconds.
+
+    ``why``: the reason, for a heading in each log. A dump is complete when nothing more is written for ``quiet_seconds``
+    seconds. Return, for each rank that wrote no stacks, a description of its state, which is also appended to its log.
+    """
     sizes = {}
     for rank, target in targets.items():
         _append(target.log, f"ratchet: {why}; rank {rank} writes the stacks of its threads:\n")
@@ -90,6 +99,7 @@ def capture_stacks(
 
 
 def _state(process: Asked) -> str:
+    """Return a description of a process that wrote no stacks: that it has ended, or its state in the kernel."""
     if process.exit_code() is not None:
         return "it could not handle signals yet, and the request's signal ended it"
     facts = []
@@ -103,7 +113,7 @@ def _state(process: Asked) -> str:
 
 
 def _kernel_stack(pid: int) -> str:
-    """The kernel stack of ``pid``; empty without root privileges, since only root may read it."""
+    """Return the kernel stack of ``pid``; empty without root privileges, since only root may read it."""
     try:
         return Path(f"/proc/{pid}/stack").read_text()
     except OSError:
@@ -116,6 +126,7 @@ def _append(log: Path, text: str) -> None:
 
 
 def _size(log: Path) -> int:
+    """Return the size of the log in bytes; 0 if it cannot be read."""
     try:
         return log.stat().st_size
     except OSError:
@@ -123,6 +134,7 @@ def _size(log: Path) -> int:
 
 
 def _has_written(log: Path, offset: int) -> bool:
+    """True if a stack dump is in the log from byte ``offset`` on."""
     try:
         with log.open("rb") as file:
             file.seek(offset)

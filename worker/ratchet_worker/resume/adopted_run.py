@@ -20,8 +20,11 @@ UNCHECKED_NOTE = (
 
 
 class Adopted:
-    """Create it when the script makes its Session, since the same code is imported then as at that point of the run. ``launch``:
-    the launch file as the run would have written it, as far as a resume compares it; ``paths``: those of the copy of the run."""
+    """What an adopted run would have recorded for this job: a resume compares that with what the run did record.
+
+    Create it when the script makes its Session, since the same code is imported then as at that point of the run. ``launch``:
+    the launch file as the run would have written it, as far as a resume compares it. ``paths``: those of the copy of the run.
+    """
 
     def __init__(self, launch: LaunchFile) -> None:
         assert launch.fork is not None and launch.spec.script is not None
@@ -32,13 +35,13 @@ class Adopted:
         self.launch = launch.model_copy(update={"spec": spec, "resolved": resolved})
 
     def attempts(self) -> Iterator[AttemptPaths]:
-        """The starts of the run whose steps may be replayed, newest first."""
+        """Yield the paths of the run's starts (its attempts), newest first. Their steps may be replayed."""
         found = [int(path.name) for path in (self.paths.root / "attempts").iterdir()]
         yield from (self.paths.attempt(number) for number in sorted(found, reverse=True))
 
 
 def find_adopted(launch: LaunchFile, chosen: Chosen) -> Adopted | None:
-    """The adopted run; None if the attempt does not start from the checkpoint of such a run."""
+    """Return the adopted run from whose checkpoint the attempt starts; None if it starts from anything else."""
     fork = launch.fork
     if fork is None or fork.adopted is None or chosen.base.digest != fork.digest:
         return None

@@ -39,10 +39,12 @@ Message = dict[str, Any]
 
 
 def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen:
-    """The newest undamaged checkpoint of the lineage (or the fork's source), every byte verified, with this rank's part of it.
+    """Return the newest undamaged checkpoint of the lineage (or the fork's source), every byte verified, with this rank's part
+    of it. From scratch if there is none.
 
-    Rank 0 quarantines and reports damaged checkpoints, and the next older one is tried; all ranks agree on each. Raises, on all
-    ranks, ``CheckpointError`` if a checkpoint must not be skipped silently, ``UserError`` for a fork whose source is damaged.
+    All ranks must call it; all agree on the result. A damaged checkpoint is moved to quarantine and reported by rank 0, and the
+    next older one is tried. Raises, on all ranks, ``CheckpointError`` if a checkpoint must not be skipped silently (it cannot be
+    read, for example), ``UserError`` for a fork whose source is damaged and for a refused file system.
     """
     side = _RankZero(launch, reporter)
     timeout = 0.0 if launch.node == 0 else _VISIBILITY_TIMEOUT
@@ -70,7 +72,8 @@ def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen
 
 
 def _read_part(chosen: Chosen, exchange: Exchange) -> Snapshot:
-    """Read this rank's state, or in a group of another size that of one old rank; verify all files assigned to this rank."""
+    """Return this rank's state in the checkpoint; in a group of another size, that of one old rank. Also verifies all files that
+    are assigned to this rank. Raises ``CheckpointError``."""
     assert chosen.manifest is not None
     old = chosen.manifest.world_size
     source = exchange.rank % old
@@ -78,8 +81,11 @@ def _read_part(chosen: Chosen, exchange: Exchange) -> Snapshot:
 
 
 def _read_visible(chosen: Chosen, directory: Path, digest: str, timeout: float) -> Chosen:
-    """``chosen`` with the manifest that rank 0 has found. While the manifest or some of its files are not visible yet, retry for
-    ``timeout`` seconds. Raises ``CheckpointError``."""
+    """Return ``chosen`` with the manifest, in ``directory``, that rank 0 has found. ``digest``: of that manifest.
+
+    While the manifest is missing or another one, or some files are missing or incomplete on this node, retry for ``timeout``
+    seconds: its file system may show them late. Raises ``CheckpointError`` if that does not change.
+    """
     end = time.monotonic() + timeout
     while True:
         for folder in (directory.parent, directory):
@@ -103,7 +109,7 @@ def _read_visible(chosen: Chosen, directory: Path, digest: str, timeout: float) 
 
 
 class _RankZero:
-    """Rank 0's side: selects the next candidate and handles damaged ones."""
+    """Rank 0's side: selects the next checkpoint to try, and handles a damaged one."""
 
     def __init__(self, launch: LaunchFile, reporter: Reporter) -> None:
         self._launch, self._reporter = launch, reporter
@@ -112,7 +118,11 @@ class _RankZero:
         self._candidate: tuple[Path, Manifest] | None = None
 
     def next_candidate(self, problems: list[Message | None]) -> Message:
-        """The message to all ranks: the next candidate or the outcome. ``problems``: the ranks' problems with the last one."""
+        """Return the message to all ranks: the next checkpoint to try (``directory`` None: start from scratch), or an ``error``
+        that ends the attempt.
+
+        ``problems``: by rank, the problem with the previous candidate, or None. Damage of that candidate is handled first.
+        """
         out: Message = {"error": None, "directory": None, "digest": None, "quarantined": self._quarantined, "notes": []}
         try:
             if self._candidate is not None:
@@ -127,7 +137,8 @@ class _RankZero:
         return {**out, "notes": [*read_notes(self._launch), *notes]}
 
     def _check_file_system(self) -> None:
-        """Raise ``UserError`` for a file system that cannot provide the durability that a save promises."""
+        """Raise ``UserError`` for a file system that cannot provide the durability that a save promises. Creates the directory of
+        checkpoints. What is only doubtful is reported as a note."""
         try:
             ensure_dir(self._job.checkpoints)
             verdict = check_directory(self._job.checkpoints)
@@ -140,7 +151,8 @@ class _RankZero:
             self._reporter.note("file-system", str(verdict))
 
     def _find(self) -> list[str]:
-        """Set the next candidate and return notes on it."""
+        """Find the next candidate, store it in ``_candidate`` (None: start from scratch), and return notes on it for the report.
+        Checkpoints that are found damaged are moved to quarantine and reported."""
         launch, job, fork = self._launch, self._job, self._launch.fork
         manifest, moved = find_base(
             job.checkpoints,
@@ -170,8 +182,12 @@ class _RankZero:
         return [f"there is no {valid}checkpoint of earlier attempts; the job starts over"]
 
     def _handle_damage(self, directory: Path, manifest: Manifest, problems: list[Message | None]) -> None:
-        """Handle the damage that some rank has found: quarantine the checkpoint if rank 0 finds damage, too, else raise. If only
-        another node reads it wrongly, that node is suspect, not the checkpoint, which may be the last good one."""
+        """Handle the damage that some rank has found in the candidate: move it to quarantine if rank 0 finds damage, too.
+
+        If only another node reads it wrongly, that node is suspect, not the checkpoint, which may be the last good one: raises
+        ``CheckpointError``. Raises ``UserError`` if the checkpoint is a fork's source. No effect if it was deleted while it was
+        read.
+        """
         if not (directory / MANIFEST_NAME).exists():  # deleted while it was read
             return
         rank, found = next((r, p) for r, p in enumerate(problems) if p is not None)
@@ -190,20 +206,24 @@ class _RankZero:
         )
 
     def _report_quarantined(self, step: int, attempt: int, error: str, path: Path) -> None:
+        """Report a checkpoint that was moved to ``path``, and list it for the resume report."""
         self._reporter.report_quarantined(step, attempt, error)
         self._quarantined.append(f"{path.name}: {error}")
 
 
 def _root_base(launch: LaunchFile) -> Base | None:
-    """The base of the job's first checkpoint. None if unknown here, as for a fork that has checkpoints of its own: its source is
-    not named any more."""
+    """Return what the job's first checkpoint continues from: for a fork its source, else nothing (an empty ``Base``).
+
+    None if that is not known here, as for a fork that has checkpoints of its own: its source is not named any more.
+    """
     if launch.fork is not None:
         return Base(step=launch.fork.step, attempt=launch.fork.attempt, digest=launch.fork.digest)
     return Base() if min((segment.after_step for segment in launch.lineage), default=0) == 0 else None
 
 
 def _find_damage(directory: Path, manifest: Manifest) -> str | None:
-    """Verify every byte; return the damage found, or None. Raises ``CheckpointError`` if verification is not possible."""
+    """Read and verify every byte of a checkpoint. Return a description of the damage, or None. Raises ``CheckpointError`` if the
+    files cannot be read."""
     try:
         verify_files(directory, manifest)
     except CheckpointError as error:
@@ -214,6 +234,8 @@ def _find_damage(directory: Path, manifest: Manifest) -> str | None:
 
 
 def _read_fork_source(fork: ForkSource) -> tuple[Path, Manifest]:
+    """Return directory and manifest of the checkpoint that the job was forked from. Raises ``UserError`` if it is missing,
+    damaged or another one than the recorded one, ``CheckpointError`` if it cannot be read."""
     directory = JobPaths(Path(fork.job_root)).checkpoint(fork.step, fork.attempt)
     try:
         manifest = read_manifest(directory)
@@ -228,6 +250,7 @@ def _read_fork_source(fork: ForkSource) -> tuple[Path, Manifest]:
 
 
 def _unusable_source(detail: str, fork: ForkSource) -> UserError:
+    """Return the error for a fork's source, or the copy of an adopted run, that is damaged or missing."""
     what, cure = "the source of the fork", "fork from another checkpoint"
     if fork.adopted is not None:
         what, cure = f"the copy of the run adopted from {fork.adopted}", "submit the job again, with --adopt"
@@ -235,6 +258,7 @@ def _unusable_source(detail: str, fork: ForkSource) -> UserError:
 
 
 def _error_message(error: RatchetError) -> Message:
+    """Return ``error`` as JSON, for all ranks. Inverse of ``_error_from_message``."""
     return {"detail": error.detail, "code": error.code, "user": isinstance(error, UserError)}
 
 

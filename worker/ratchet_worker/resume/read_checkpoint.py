@@ -28,8 +28,11 @@ from ratchet_worker.state.snapshot import Snapshot, byte_view, empty
 
 @dataclass(frozen=True)
 class Chosen:
-    """What this attempt starts from; ``manifest`` None: from scratch. The same on every rank, except ``loaded``: the part that
-    this rank has read already."""
+    """What this attempt starts from. ``manifest`` and ``directory`` are None if it starts from scratch.
+
+    The same on every rank, except ``loaded``: the part that this rank has read already, in a list so that ``take`` can empty it.
+    ``quarantined``: the damaged checkpoints that were moved away. ``notes``: for the resume report.
+    """
 
     base: Base = field(default_factory=Base)
     manifest: Manifest | None = None
@@ -39,7 +42,8 @@ class Chosen:
     loaded: list[Snapshot] = field(default_factory=list)
 
     def take(self) -> Snapshot:
-        """Return what this rank has read and drop the reference here, so that only the caller holds it. Call it once."""
+        """Return the state that this rank has read, and drop the reference here, so that only the caller holds it. Call it only
+        once."""
         return self.loaded.pop()
 
 
@@ -51,20 +55,25 @@ def read(
     shared: bool = True,
     verified_ranks: Collection[int] = (),
 ) -> dict[int, Snapshot]:
-    """Snapshots of ``ranks`` as they were saved; ``select`` selects private components by name. With ``shared``, the shared
-    tensors are in every snapshot returned. ``verified_ranks``: ranks whose files are verified completely, including parts that
-    are not wanted. Raises ``CheckpointError``."""
+    """Read the states that ``ranks`` saved; return a snapshot by rank. ``chosen`` must have a manifest.
+
+    ``select``: returns True for the private components, by name, to read. ``shared`` False: leave out the shared tensors, which
+    otherwise are in every snapshot returned. ``verified_ranks``: ranks whose files are verified completely, including parts that
+    are not returned. Raises ``CheckpointError`` for a file that is damaged or cannot be read.
+    """
     manifest, directory = chosen.manifest, chosen.directory
     assert manifest is not None and directory is not None
     tensors: dict[str, torch.Tensor] = {}
 
     def takes(entry: TensorEntry) -> bool:
+        """True if the tensor of ``entry`` is to be returned."""
         if entry.name.startswith(SHARED_PREFIX):
             return shared
         rank, _, rest = entry.name.removeprefix(RANK_PREFIX).partition("/")
         return int(rank) in ranks and select(rest.partition("/")[0])
 
     def place(entry: TensorEntry) -> memoryview:
+        """Return the memory into which the elements of ``entry`` are read; it allocates the whole tensor first."""
         if entry.name not in tensors:
             tensors[entry.name] = empty(entry.dtype, entry.shape)
         tensor = tensors[entry.name]
@@ -80,8 +89,8 @@ def read(
 
 @contextmanager
 def _uninitialized_tensors() -> Iterator[None]:
-    """Leave new tensors uninitialised, although deterministic algorithms would fill them: all of these are overwritten by the
-    read or never used."""
+    """In this block, leave new tensors uninitialised, although deterministic algorithms would fill them: all of them are
+    overwritten by the read or never used."""
     settings: Any = deterministic  # the module's attributes are created at import
     before = settings.fill_uninitialized_memory
     if before and torch.are_deterministic_algorithms_enabled():
@@ -93,6 +102,7 @@ def _uninitialized_tensors() -> Iterator[None]:
 
 
 def _snapshot(rank: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Snapshot:
+    """Return the snapshot of ``rank``. ``tensors``: all that were read, by stored name; ``state``: the rank's JSON."""
     prefix = f"{RANK_PREFIX}{rank}/"
     return Snapshot(
         shared={n.removeprefix(SHARED_PREFIX): t for n, t in tensors.items() if n.startswith(SHARED_PREFIX)},
@@ -110,12 +120,14 @@ def differences(
     data_digest: str | None,
     own: Record | None = None,
 ) -> list[EnvironmentDifference]:
-    """All differences between what was recorded and the present: the environment, the spec, and digests of code and data.
+    """Return all differences between what the checkpoint recorded and the present: environment, spec, and digests of code and
+    data. Sorted by key.
 
-    ``directory``: the checkpoint's directory. ``own``: what this rank itself had recorded (its GPU, the digest of its share of
-    the data); without it, rank 0's facts are used. Specs that differ only in the number of ranks count as equal: ``world_size``
-    and ``ranks_per_node`` show that difference. ``packages``: the packages of this process; they are not compared with a
-    checkpoint of a Ratchet version that recorded none."""
+    ``directory``: the checkpoint's. ``current``: this process's facts. ``own``: what this rank itself had recorded (its GPU, the
+    digest of its share of the data); None: rank 0's facts are used. ``packages``: the packages of this process; they are not
+    compared with a checkpoint of a Ratchet version that recorded none. Specs that differ only in the number of ranks count as
+    equal: ``world_size`` and ``ranks_per_node`` show that difference.
+    """
     recorded = {
         **(own if own is not None else {**compared_facts(manifest.environment), "data_digest": manifest.data_digest}),
         "code_digest": manifest.code_digest,
@@ -132,21 +144,25 @@ def differences(
 
 
 def is_same_spec_ignoring_ranks(manifest: Manifest, launch: LaunchFile, *, any_hook: bool = False) -> bool:
-    """True if the checkpoint was made under the same spec, ignoring the number of ranks (and with ``any_hook`` the hook)."""
+    """True if the checkpoint was made under the spec of ``launch``, ignoring the number of ranks, and with ``any_hook`` also the
+    hook."""
     hook = recorded_hook(manifest) if any_hook else None
     return _spec_with_recorded_ranks(manifest, launch, {"hook": hook} if hook else {}).digest() == manifest.spec_digest
 
 
 def _spec_with_recorded_ranks(manifest: Manifest, launch: LaunchFile, updates: Mapping[str, Any]) -> JobSpec:
-    """This attempt's spec with the checkpoint's number of ranks, updated by ``updates``."""
+    """Return this attempt's spec with the checkpoint's number of ranks and the values in ``updates``."""
     world = launch.spec.world
     ranks = {"world": world.model_copy(update={"ranks_per_node": manifest.world_size // world.nodes})}
     return launch.spec.model_copy(update={**ranks, **updates})
 
 
 def _spec_differences(manifest: Manifest, directory: Path, launch: LaunchFile) -> list[EnvironmentDifference]:
-    """The fields of the spec that differ from those of the attempt that saved the checkpoint; if that attempt's launch file is
-    not available, the two digests. Values of ``env`` may be secrets and are not shown."""
+    """Return the fields of the spec that differ from those of the attempt that saved the checkpoint. Values of ``env`` may be
+    secrets and are not shown.
+
+    If that attempt's launch file is not available, return the two digests instead. Empty if the specs are the same.
+    """
     now = _spec_with_recorded_ranks(manifest, launch, {})
     if now.digest() == manifest.spec_digest:
         return []
@@ -169,7 +185,7 @@ def _spec_differences(manifest: Manifest, directory: Path, launch: LaunchFile) -
 
 
 def _flatten(part: Mapping[str, Any], prefix: str = "") -> Record:
-    """The fields of a spec by name, nested ones with dotted names; lists as JSON."""
+    """Return the fields of a spec by name. Nested fields have dotted names, which begin with ``prefix``; lists are JSON text."""
     found: Record = {}
     for key, value in part.items():
         if isinstance(value, dict) and value:
@@ -180,10 +196,10 @@ def _flatten(part: Mapping[str, Any], prefix: str = "") -> Record:
 
 
 def recorded_hook(manifest: Manifest) -> HookSpec | None:
-    """The hook that made the checkpoint; None if it is from a later version, or unknown to this one."""
+    """Return the spec of the hook that made the checkpoint. None if this version does not know the hook or its parameters."""
     return recorded_spec({**manifest.hook.parameters, "name": manifest.hook.name})
 
 
 def recorded_hook_change(manifest: Manifest, launch: LaunchFile) -> HookChange | None:
-    """The change from the hook that made the checkpoint to the hook of the spec; None if they are the same."""
+    """Return the change from the hook that made the checkpoint to the hook of this attempt's spec. None if they are the same."""
     return hook_change(manifest.hook.name, manifest.hook.parameters, launch.spec.hook)

@@ -39,7 +39,9 @@ _MAX_NAMES: Final = 3
 
 @dataclass
 class Imported:
-    """What was imported from the file, and the state that the optimizers are still to load."""
+    """What was imported from a file. ``source``: the file's name and digest. ``model``: a sentence for the report. ``optimizer``:
+    the optimizer's state, which is still to be loaded; None: it is not wanted. ``has_hook``: the file has a hook's state, which
+    is not used."""
 
     source: str
     model: str
@@ -48,7 +50,8 @@ class Imported:
 
 
 def load(launch: LaunchFile, module: nn.Module) -> Imported:
-    """Load the file's model into ``module``, identically on every rank.
+    """Load the model in the job's start file into ``module``, identically on every rank. Return what was imported; the
+    optimizer's state in it is not loaded yet.
 
     Raises ``UserError`` for a file that is unsafe or incomplete, and for a model that does not fit, naming the key.
     """
@@ -69,7 +72,8 @@ def load(launch: LaunchFile, module: nn.Module) -> Imported:
 
 
 def read(file: Path, name: str) -> Mapping[str, Any]:
-    """The file's content on the CPU; ``name``: the user's name for the file. Raises ``UserError``; runs no code from the file."""
+    """Return the content of ``file``, on the CPU, without running code from it. ``name``: the user's name for the file, whose
+    ending decides the format. Raises ``UserError`` if the file is unsafe, incomplete or no mapping."""
     if name.endswith(".safetensors"):
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -100,15 +104,16 @@ def read(file: Path, name: str) -> Mapping[str, Any]:
 
 
 def _plain_classes() -> list[Any]:
-    """Classes that checkpoints often hold besides tensors and that are harmless to construct: numpy's numbers and arrays, and
-    ``argparse.Namespace``."""
+    """Return classes that checkpoints often hold besides tensors and that are harmless to construct: numpy's numbers and arrays,
+    and ``argparse.Namespace``."""
     from numpy._core.multiarray import _reconstruct, scalar
 
     return [_reconstruct, scalar, np.ndarray, np.dtype, *(type(np.dtype(c)) for c in _NUMBERS), argparse.Namespace]
 
 
 def _unsafe_globals(file: Path, error: Exception) -> str:
-    """The names of the unsafe globals, found without loading the file."""
+    """Return the names of the unsafe globals in ``file``, as text; they are found without loading it. ``error``: the refusal,
+    used if the file cannot be searched."""
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # an old or broken format
@@ -118,7 +123,8 @@ def _unsafe_globals(file: Path, error: Exception) -> str:
 
 
 def find_state_dict(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The state_dict in a checkpoint: under one of the usual keys, or the whole checkpoint. Raises ``UserError``."""
+    """Return the model's state_dict in the checkpoint ``data``: under one of the usual keys, or the whole checkpoint. ``name``:
+    the file's. Raises ``UserError`` if there is none."""
     for key in _MODELS:
         inner = data.get(key)
         if isinstance(inner, Mapping) and any(isinstance(v, torch.Tensor) for v in inner.values()):
@@ -133,7 +139,11 @@ def find_state_dict(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def load_into(module: nn.Module, found: dict[str, Any], name: str) -> list[str]:
-    """Copy ``found`` into ``module``; return notes on casts and on missing extra state. Raises ``UserError`` naming keys."""
+    """Copy the state_dict ``found`` into ``module``. Return notes on casts and on missing extra state, for the report.
+
+    ``name``: the file's. Raises ``UserError``, naming keys, if a tensor is missing, unknown or of another shape, or if tensors
+    that the model ties differ.
+    """
     live = module.state_dict(keep_vars=True)
     found = _match_keys(found, live)
     extra = {key for key in live if key.rpartition(".")[2] == "_extra_state"}
@@ -170,8 +180,8 @@ def load_into(module: nn.Module, found: dict[str, Any], name: str) -> list[str]:
 
 
 def _match_keys(found: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """``found`` with keys matched to those of ``live``, ignoring the prefixes of DDP (``module.``) and torch.compile
-    (``_orig_mod.``) on either side."""
+    """Return ``found`` with the keys that ``live`` has, where they differ only in the prefixes of DDP (``module.``) and
+    torch.compile (``_orig_mod.``) on either side. A key without a match is returned without prefix."""
     if set(found) == set(live):
         return found
     ours = {key.replace("_orig_mod.", ""): key for key in live}
@@ -184,7 +194,7 @@ def _match_keys(found: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any
 
 
 def _tied_keys(live: Mapping[str, Any]) -> dict[str, list[str]]:
-    """For each key of a tensor with several keys, the other keys of that tensor."""
+    """Return, for each key of a tensor that has several keys, the other keys of that tensor."""
     by_tensor: dict[int, list[str]] = {}
     for key, value in live.items():
         if isinstance(value, torch.Tensor):
@@ -193,6 +203,8 @@ def _tied_keys(live: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _check(key: str, value: Any, live: Any, name: str) -> None:
+    """Raises ``UserError`` if ``value`` cannot be copied into the model's ``live``: one is no tensor, the shapes differ, or only
+    one is complex. ``key``: of both; ``name``: the file's."""
     if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor):
         raise _import_error(
             "import-mismatch", f"{key} of {name} is a {type(value).__name__}, in the model a {type(live).__name__}"
@@ -204,7 +216,12 @@ def _check(key: str, value: Any, live: Any, name: str) -> None:
 
 def report(imported: Imported, rank: int, optimizers: Mapping[str, Optimizer], others: Iterable[str], *, stateful_hook: bool
            ) -> list[ComponentReport]:  # fmt: skip
-    """Load the optimizer's state, and report what every component starts with. Raises ``UserError``."""
+    """Load the imported optimizer's state into the optimizer that is registered as ``optimizer``, and return a report of what
+    each component starts with.
+
+    ``others``: further registered components, which start with their initial state. ``stateful_hook``: the hook keeps a state.
+    Raises ``UserError`` if the optimizer's state does not fit, or no optimizer of that name is registered.
+    """
 
     def of(component: str, reason: str, *, taken: bool = False) -> ComponentReport:
         status: Any = "imported" if taken else "absent"
@@ -233,6 +250,8 @@ def report(imported: Imported, rank: int, optimizers: Mapping[str, Optimizer], o
 
 
 def _load_optimizer(optimizer: Optimizer, imported: Imported) -> None:
+    """Load the imported state into ``optimizer``. Raises ``UserError`` if it does not fit, also in the shapes, which
+    ``load_state_dict`` does not check."""
     try:
         optimizer.load_state_dict(dict(imported.optimizer))
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
@@ -247,10 +266,12 @@ def _load_optimizer(optimizer: Optimizer, imported: Imported) -> None:
 
 
 def _format_names(names: Iterable[str]) -> str:
+    """Return the sorted names as text; only the first three, and the number of the others."""
     return join_first([repr(name) for name in sorted(names)], _MAX_NAMES)
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of the error's message, at most 300 characters; its type's name if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 

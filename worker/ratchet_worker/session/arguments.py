@@ -20,17 +20,18 @@ _POLICY: Final = "on_hook_mismatch"
 
 @dataclass(frozen=True)
 class SessionArguments:
-    """``specified``: the arguments that the script passed, by the spec's keys; those left out are absent. ``on_hook_mismatch`` is
-    a key of ``policy``. ``yields_to_script``: an integration package passed them, in place of a script that has made no
-    Session."""
+    """The arguments that a script passed to ``Session()``. ``directory``: where a run without a service saves. ``specified``: the
+    other arguments that the script passed, by the spec's keys; those left out are absent. ``on_hook_mismatch`` is a key of
+    ``policy``. ``yields_to_script``: an integration package passed them, in place of a script that has made no Session."""
 
     directory: Path = Path(RUN_DIRECTORY)
     specified: dict[str, Any] = field(default_factory=dict)
     yields_to_script: bool = False
 
     def spec(self, data: Mapping[str, Any]) -> JobSpec:
-        """Return the spec of ``data`` with the script's arguments in place of its values; of a mapping (``checkpoint``) only the
-        keys that the script passed are replaced. Raises ``UserError``."""
+        """Return the spec made of ``data`` (the content of a spec) with the script's arguments in place of its values; of a
+        mapping (``checkpoint``) only the keys that the script passed are replaced. Raises ``UserError`` if the result is not a
+        valid spec."""
         out = {**data}
         for key, value in self.specified.items():
             if key == _POLICY:
@@ -45,7 +46,8 @@ class SessionArguments:
             raise UserError(f"the arguments of Session(): {error.detail}", code="session-arguments") from None
 
     def differences(self, spec: JobSpec) -> list[str]:
-        """The keys whose values in the script and in the job's ``spec`` differ, with both values. Raises ``UserError``."""
+        """Return a text for each key whose values in the script and in the job's ``spec`` differ, with both values. Arguments
+        that the script did not pass never differ. Raises ``UserError``."""
         if not self.specified:
             return []
         jobs = spec.model_dump(mode="json")

@@ -19,8 +19,9 @@ from ratchet_worker.training.replay_proof import INEXACT, describe_inexact
 
 
 class ConsoleReport(Spool):
-    """``display_path``: the run's directory as the user wrote it; ``all_ranks``: called when this rank has compared all redone
-    steps and found no difference; returns True on the last rank that calls it."""
+    """A rank's spool that also prints the messages for the user on stderr. ``displayed_path``: the run's directory as the user
+    wrote it. ``all_ranks_proved``: called once this rank has compared all redone steps and found no difference; it returns True
+    on the last rank that calls it, which prints the line."""
 
     def __init__(self, path: Path, displayed_path: str, all_ranks_proved: Callable[[], bool]) -> None:
         super().__init__(path)
@@ -29,11 +30,13 @@ class ConsoleReport(Spool):
         self._proved = False
 
     def append(self, message: m.RankMessage) -> None:
+        """Write the message to the spool, and print its lines, if it has any."""
         super().append(message)
         for line in self._lines(message):
             print_line(line)
 
     def close(self) -> None:
+        """Close the spool. If only some of the redone steps were compared, rank 0 first prints how many and why."""
         found, self._last_redone = self._last_redone, None
         if found is not None and found.rank == 0 and found.reason is not None and 0 < found.compared < found.steps:
             print_line(
@@ -42,6 +45,7 @@ class ConsoleReport(Spool):
         super().close()
 
     def _lines(self, message: m.RankMessage) -> list[str]:
+        """The lines to print for a message; empty for those that only a service shows."""
         match message:
             case m.Resumed():
                 return self._resumed_lines(message)
@@ -60,6 +64,7 @@ class ConsoleReport(Spool):
         return []
 
     def _resumed_lines(self, message: m.Resumed) -> list[str]:
+        """The lines for the start of a run: where it begins or resumes, and whether the resume is exact."""
         report = message.report
         if report.verdict == "fresh":
             return [f"begins at step 0: there is no checkpoint in {self._displayed_path}"]
@@ -74,6 +79,8 @@ class ConsoleReport(Spool):
         return [head, *(f"note: {note}" for note in notes)]
 
     def _compared_lines(self, message: m.RedoneSteps) -> list[str]:
+        """The line, at most one, on the comparison of redone steps: the first difference, why nothing is compared (rank 0 only),
+        or that all are the same (the last rank only). Each is printed once."""
         before, self._last_redone = self._last_redone, message
         if message.first_difference is not None:
             told = before is not None and before.first_difference is not None
@@ -105,6 +112,7 @@ def display_path(directory: Path) -> str:
 
 
 def _relative(path: Path) -> str:
+    """``path`` as text, with ``./`` before a relative path that does not begin with ``..``."""
     return str(path) if path.is_absolute() or path.parts[:1] == ("..",) else f"./{path}"
 
 

@@ -35,8 +35,9 @@ from ratchet_worker.ipc.atomic_files import write_atomic
 
 
 class StandaloneDirectory:
-    """The directory, locked by this process until ``close`` or the end of the process. Raises ``UserError`` where another process
-    holds the lock (``directory-in-use``) or the directory does not belong to a run (``directory-of-others``), and ``OSError``."""
+    """The directory of a run without a service, created if it is missing and locked by this process until ``close`` or the end of
+    the process. Raises ``UserError`` if another process holds the lock (``directory-in-use``) or the directory does not belong to
+    a run (``directory-of-others``), and ``OSError``."""
 
     def __init__(self, root: Path) -> None:
         self.paths = JobPaths(root)
@@ -58,14 +59,15 @@ class StandaloneDirectory:
             raise
 
     def close(self) -> None:
-        """Release the directory's lock."""
+        """Release the directory's lock. Safe to call repeatedly."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def begin_attempt(self, facts: Mapping[str, Any]) -> LaunchFile:
-        """Create the next attempt and write its ``launch.json``. ``facts``: the fields of the launch file that do not follow from
-        the directory. Raises ``UserError`` where the directory has checkpoints but not the attempts that wrote them."""
+        """Create the next attempt, write its ``launch.json`` and return the content. ``facts``: the fields of the launch file
+        that do not follow from the directory. Raises ``UserError`` if the directory has checkpoints but not the attempts that
+        wrote them."""
         attempts = [e for _, e, at in checkpoint_dirs(self.paths.checkpoints) if (at / MANIFEST_NAME).exists()]
         attempt = max([*self._run.attempt_numbers(), *attempts], default=0) + 1
         segments = lineage(self._run.bases())
@@ -91,6 +93,8 @@ class StandaloneDirectory:
         return launch
 
     def _read_or_create_id(self) -> str:
+        """The run's id; an empty directory gets a new one, which is written durably. Raises ``UserError`` if the directory has
+        checkpoints or attempts but no id."""
         if found := self._run.id():
             return found
         theirs = [path for path in (self.paths.checkpoints, self.paths.root / "attempts") if path.exists()]
@@ -105,8 +109,9 @@ class StandaloneDirectory:
         return made
 
     def delete_surplus(self, spec: CheckpointSpec) -> list[str]:
-        """Delete the checkpoints that the spec does not keep. Called before a start trains and after its last save; while a start
-        trains, it deletes only what it wrote itself. Returns a sentence for each checkpoint that could not be deleted."""
+        """Delete the checkpoints that the spec does not keep, and the unfinished ones of earlier starts. Call it before a start
+        trains and after its last save; in between, a start deletes only what it wrote itself. Returns a sentence for each
+        checkpoint that could not be deleted."""
         notes, bases = [], self._run.bases()
         try:
             sweep(self.paths.checkpoints, dead_attempts=[*self._run.attempt_numbers()])
@@ -124,8 +129,8 @@ class StandaloneDirectory:
         return notes
 
     def _metric_values(self, best: BestSpec, found: Collection[Id], bases: Mapping[int, Base]) -> dict[Id, float]:
-        """The metric's values logged at exactly a checkpoint's step, by the attempt that wrote it or by one that started from
-        it."""
+        """The value of the metric ``best`` for each checkpoint of ``found`` that has one: the value logged at exactly the
+        checkpoint's step, by the attempt that wrote it or by one that started from it."""
         values: dict[Id, float] = {}
         for attempt, base in sorted(bases.items()):
             for step, logged in self._logged_metrics(attempt):
@@ -135,6 +140,7 @@ class StandaloneDirectory:
         return values
 
     def _logged_metrics(self, attempt: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield step and metrics of each log message that rank 0 wrote in ``attempt``; nothing if its spool does not exist."""
         spool = self.paths.attempt(attempt).spool(0)
         if not spool.exists():
             return

@@ -25,13 +25,14 @@ _MIN_RANDOM_SEED: Final = 2**32
 
 
 class _OwnRandom:
-    """The state of ``random`` before any seeding. Python reseeds ``random`` in a forked process."""
+    """The state of ``random`` before any seeding. It is recorded again in a forked process, where Python reseeds ``random``."""
 
     def __init__(self) -> None:
         self.record_state()
         os.register_at_fork(after_in_child=self.record_state)
 
     def record_state(self) -> None:
+        """Record the current state of ``random``."""
         self.state = random.getstate()
 
 
@@ -39,8 +40,8 @@ _RANDOM: Final = _OwnRandom()
 
 
 class ScriptSeeds:
-    """Seeds, for each Session, the generators that the script has not seeded itself. There is one per process, which may make
-    several Sessions, one after the other. ``drawn``: names of generators from which the script drew before the first Session
+    """Seeds, for each Session, the generators that the script has not seeded itself. There is one object per process, which may
+    make several Sessions, one after the other. ``drawn``: names of generators from which the script drew before the first Session
     without having seeded them."""
 
     def __init__(self) -> None:
@@ -50,7 +51,8 @@ class ScriptSeeds:
         self._first = True
 
     def seed_others(self, seed: int, rank: int) -> list[str]:
-        """Seed the generators that the script has not seeded. Returns the names of those that it has."""
+        """Seed the generators of torch, numpy and ``random`` that the script has not seeded, as for ``rank`` of a job with
+        ``seed``. Returns the names of those that the script has seeded, which are not changed."""
         seeds, script = Seeds.for_rank(seed, rank), list[str]()
         first, self._first = self._first, False
         if torch.initial_seed() not in self._torch:
@@ -77,12 +79,13 @@ class ScriptSeeds:
         return script
 
     def on_run_end(self) -> None:
-        """Draws from ``random`` in a run that had seeded it do not count as a seed of the script."""
+        """Record the state of ``random`` at the end of a run that had seeded it, so that the run's draws do not count as a seed
+        of the script."""
         if self._random_is_own:
             self._random, self._random_is_own = random.getstate(), False
 
 
 def _is_undrawn(numpys: Any) -> bool:
-    """True if nothing has been drawn from it."""
+    """True if nothing has been drawn from numpy's bit generator since it was seeded."""
     made, now = (one.state["state"] for one in (np.random.MT19937(numpys.seed_seq), numpys))
     return bool(made["pos"] == now["pos"] and np.array_equal(made["key"], now["key"]))

@@ -134,8 +134,8 @@ class Session:
 
     @classmethod
     def _for_package(cls, directory: Path, ddp: dict[str, Any]) -> Session:
-        """The Session of an integration package: a new one where the script has made none, else the script's, whose arguments
-        take precedence."""
+        """Return the Session of an integration package: a new one if the script has made none, else the script's, whose arguments
+        take precedence. ``ddp``: DDP settings of the package, empty for none."""
         if cls._opener is None:
             cls._opener = Standalone().open
         session = cls.__new__(cls)
@@ -170,8 +170,8 @@ class Session:
 
     def finish(self) -> None:
         """Mark the job as done, after the same step on every rank, and save the final checkpoint. Leaving the block without an
-        exception does it too. In a thread other than the one that does the steps it waits for the last of ``total`` steps, and
-        raises ``RuntimeError`` where that thread ends earlier."""
+        exception does it too. Does nothing if the state was never restored. In a thread other than the one that does the steps it
+        waits for the last of ``total`` steps, and raises ``RuntimeError`` if that thread ends earlier."""
         if self._runtime.restored:
             self._runtime.finish()
 
@@ -267,8 +267,8 @@ class Session:
         self._runtime.state.hidden.ignored[path] = reason
 
     def batches(self) -> Iterator[Any]:
-        """Batches of the registered data, epoch after epoch, from the restored position. Raises ``UserError`` if no ``data`` are
-        registered."""
+        """Yield batches of the registered data, epoch after epoch, from the restored position. Raises ``UserError`` if no
+        ``data`` are registered."""
         data = self._runtime.state.data
         if data is None:
             raise UserError("register(data=...) first; batches() yields the batches of the registered data")
@@ -286,9 +286,10 @@ class Session:
     # --- the loop ------------------------------------------------------------------------------------------------------
 
     def steps(self, total: int | None = None) -> Iterator[int]:
-        """Numbers of the steps to do, from the restored one to ``total`` - 1 (None: until the script breaks). A step ends when
-        the next one is requested: it is then counted, and saved or stopped at if due. Raises ``Stopped``, which ends the script,
-        where the ranks agreed to stop, and ``UserError`` for a ``total`` below 1 and for a second loop after the last step."""
+        """Yield the numbers of the steps to do, from the restored one to ``total`` - 1 (None: until the script breaks). A step
+        ends when the next one is requested: it is then counted, and saved or stopped at if due. Raises ``Stopped``, which ends
+        the script, if the ranks agreed to stop, and ``UserError`` for a ``total`` below 1 and for a second loop after the last
+        step."""
         runtime = self._runtime
         if total is not None and total < 1:
             raise UserError(f"total must be at least 1, not {total}")
@@ -305,15 +306,16 @@ class Session:
             runtime.end_step()
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Numbers of the epochs to do, from the restored one to ``total`` - 1. Iterate over the prepared loader once in each; a
-        further pass over it is not training and belongs to the open step. The step of an epoch's last batch ends when the next
-        epoch is requested, or after the last epoch: the code after the loop over its batches belongs to it. The epoch is set on
-        samplers (``set_epoch``). ``break`` on all ranks ends the job early. Raises the same errors as ``steps``."""
+        """Yield the numbers of the epochs to do, from the restored one to ``total`` - 1. Iterate over the prepared loader once in
+        each; a further pass over it is not training and belongs to the open step. The step of an epoch's last batch ends when the
+        next epoch is requested, or after the last epoch: the code after the loop over its batches belongs to it. The epoch is set
+        on samplers (``set_epoch``). ``break`` on all ranks ends the job early. Raises the same errors as ``steps``."""
         return self._epoch_loop.epochs(total, self.restore)
 
     def enumerate(self, batches: Iterable[Item], start: int = 0) -> Iterator[tuple[int, Item]]:
-        """Enumerate ``batches``, the prepared loader or a progress bar around it, by their numbers in the epoch, counted from
-        ``start``. The numbers continue after a resume. (So do those of Python's ``enumerate`` directly around the loader.)"""
+        """Yield (number, batch) for ``batches``, which is the prepared loader or a progress bar around it. Numbers are those in
+        the epoch, counted from ``start``, and continue after a resume. (So do those of Python's ``enumerate`` directly around the
+        loader.)"""
         return self._epoch_loop.enumerate_batches(batches, start)
 
     def checkpoint(self) -> bool:
@@ -323,10 +325,10 @@ class Session:
         return self._runtime.checkpoint()
 
     def evaluation(self) -> AbstractContextManager[Evaluation]:
-        """Context manager for evaluation: eval mode, no gradients, rank 0's buffers; the training state is unchanged afterwards.
-        Every rank enters it after the same step. Its value has ``batches(items)``, which checks for a stop between two items,
-        ``gather(value)`` (every rank's JSON value, in rank order) and ``averages({name: (sum, weight)})`` (sum of sums / sum of
-        weights over all ranks)."""
+        """Return a context manager for an evaluation: eval mode, no gradients, rank 0's buffers; the training state is unchanged
+        afterwards. Every rank enters it after the same step. Its value has ``batches(items)``, which checks for a stop between
+        two items, ``gather(value)`` (every rank's JSON value, in rank order) and ``averages({name: (sum, weight)})`` (sum of sums
+        / sum of weights over all ranks)."""
         return self._runtime.evaluating()
 
     @overload

@@ -77,8 +77,8 @@ class Place:
 
     @classmethod
     def current(cls) -> Place:
-        """The place of this process. Raises ``UserError`` where torchrun's variables are incomplete, or do not describe a group
-        with the same number of ranks on each node."""
+        """Return the place of this process; without torchrun's variables it is the only rank. Raises ``UserError`` if the
+        variables are incomplete, or do not describe a group with the same number of ranks on each node."""
         env = os.environ
         if names.RANK not in env:
             return cls(Identity(0, 0, 1, "127.0.0.1", 0, None), 1, 0, False, _main_file())
@@ -103,15 +103,18 @@ class Place:
 
     @property
     def owns_process(self) -> bool:
+        """True if the process runs the user's script; False at a prompt, in a notebook and under a program such as pytest."""
         return self.script is not None
 
     @property
     def ranks_per_node(self) -> int:
+        """The number of ranks on each node."""
         return self.identity.world_size // self.nodes
 
 
 class Standalone:
-    """The runs of this process, one after the other. A run ends when its Session's block is left, or with the process."""
+    """The runs of this process without a service, one after the other. A run ends when its Session's block is left, or with the
+    process."""
 
     def __init__(self) -> None:
         self._run: _Run | None = None
@@ -124,8 +127,9 @@ class Standalone:
         atexit.register(self._at_exit)
 
     def open(self, arguments: SessionArguments) -> Runtime:
-        """Return the current run, or a new one: on every rank, on the main thread. Raises ``UserError`` and
-        ``CheckpointError``."""
+        """Return the runtime of the current run, or of a new run if there is none, it is over, or an error has ended it at a
+        prompt. A new run must be opened on every rank, on the main thread. Raises ``UserError`` and ``CheckpointError``;
+        ``UserError`` also if a run with other arguments is still open."""
         run = self._run
         failed = run is not None and not arguments.yields_to_script and run.has_failed_at_prompt
         if run is not None and run.runtime is not None and not run.is_over and not failed:
@@ -152,18 +156,20 @@ class Standalone:
         return runtime
 
     def _at_exit(self) -> None:
+        """End the last run when the interpreter exits; not in a forked process."""
         if self._run is not None and os.getpid() == self._pid:
             self._run.end(None, wait_for_ranks=not hasattr(sys, "last_value"))
             self._run.exit_if_stopped_in_thread()
 
 
 def _last_cell_error() -> BaseException | None:
-    """The last error that ended a cell. Some users delete it, to free the memory that its frames hold."""
+    """The last error that ended a cell at a prompt or in a notebook; None if there is none. Some users delete it, to free the
+    memory that its frames hold."""
     return getattr(sys, "last_value", None)
 
 
 class _Run:
-    """One rank's part in one start."""
+    """One rank's part in one start of a run without a service. ``runtime`` is None until ``open`` has succeeded."""
 
     def __init__(self, place: Place, clients: Clients, arguments: SessionArguments, seeds: ScriptSeeds) -> None:
         self._place, self._clients, self._arguments, self._seeds = place, clients, arguments, seeds
@@ -182,6 +188,8 @@ class _Run:
 
     @property
     def is_over(self) -> bool:
+        """True if the run was closed or has finished, so that the next Session begins another start; at a prompt also if it was
+        stopped."""
         if self._closed or self.runtime is None:
             return self._closed
         # At a prompt a stop ends a cell, and the next cell is another start.
@@ -195,6 +203,7 @@ class _Run:
         return begun and not self._place.owns_process and error is not None and id(error) != self._error_before
 
     def open(self) -> Runtime:
+        """Start the run and return its runtime; a collective. If it fails, the run is ended on this rank and the error raised."""
         try:
             return self._open()
         except BaseException as error:
@@ -202,6 +211,8 @@ class _Run:
             raise
 
     def _open(self) -> Runtime:
+        """Agree on the launch file with the other ranks, prepare the process, and start the runtime. Raises ``UserError`` and
+        ``CheckpointError``."""
         place, identity = self._place, self._place.identity
         check_no_process_group()
         self._own_group = True
@@ -233,6 +244,8 @@ class _Run:
         return runtime
 
     def _seed(self, seed: int) -> None:
+        """Seed the generators that the script has not seeded. Rank 0 prints the names of the others if the script passed ``seed``
+        as well."""
         script = self._seeds.seed_others(seed, self._place.identity.rank)
         import_draws.undo_import_draws()
         if (
@@ -247,8 +260,9 @@ class _Run:
             )
 
     def _launch(self, exchange: Exchange) -> LaunchFile:
-        """Rank 0 makes the launch file, and all ranks agree on it. Raises ``UserError`` and ``CheckpointError`` on all ranks
-        alike."""
+        """Have rank 0 create the attempt, and return its launch file on all ranks. Raises ``UserError`` and ``CheckpointError``.
+        An error of rank 0 is raised on all ranks, on the others as ``UserError``; an error of another rank, such as other
+        arguments than rank 0's, only there."""
         told: dict[str, Any] = {}
         spec = error = None
         try:
@@ -271,6 +285,7 @@ class _Run:
         return launch
 
     def _begin(self, spec: JobSpec) -> dict[str, Any]:
+        """Lock the directory and create the attempt, on rank 0; return the message for the other ranks. Raises ``UserError``."""
         place = self._place
         directory = self._arguments.directory.absolute()
         facts = {
@@ -293,7 +308,8 @@ class _Run:
         return {"launch": launch.model_dump(mode="json")}
 
     def _spec(self) -> JobSpec:
-        """The spec of the arguments, with its defaults. Raises ``UserError``."""
+        """The spec made of the script's arguments and the defaults. Raises ``UserError`` for arguments that a run without a
+        service cannot have, and for too few GPUs."""
         place = self._place
         script = ["session.py"] if place.script is None else [place.script.name, *sys.argv[1:]]
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -321,6 +337,9 @@ class _Run:
     # --- stops ---------------------------------------------------------------------------------------------------------
 
     def _listen(self, seconds: float) -> StopRequests:
+        """Wait at most ``seconds`` and return the stop and checkpoint requests received so far by signals. After a second
+        interrupt the process ends at once; at a prompt or under a program, the interrupt is passed on to Python instead. Called
+        on the side thread."""
         before = self._listener.interrupt_count
         cause, requests = self._listener.wait(seconds)
         if before == 0 < self._listener.interrupt_count and self._place.identity.rank == 0:
@@ -333,7 +352,8 @@ class _Run:
         return StopRequests(cause, requests)
 
     def _on_early_decision(self, decision: Decision) -> None:
-        """On the side thread: act on a stop before the first step. The main thread may be anywhere."""
+        """Act on a stop before the first step: write the result and end the process. At a prompt or under a program, an interrupt
+        is passed on to Python instead. Called on the side thread; the main thread may be anywhere."""
         if decision.stop is None:
             return
         text = f"stopped before the first step ({decision.stop})"
@@ -345,20 +365,26 @@ class _Run:
         exit_process(EXIT_PREEMPTED)
 
     def _all_ranks_proved(self) -> bool:
+        """Count this rank as one that has compared all its redone steps; True on the last rank."""
         return self._clients.main.add("proved", 1) == self._place.identity.world_size
 
     # --- ends ----------------------------------------------------------------------------------------------------------
 
     def on_exit(self, error: BaseException | None) -> None:
-        """The Session's block was left. After the end of the run the process group is kept, for the script's further use."""
+        """Act on the end of the Session's block, which ``error`` ended (None: no error). After a finished run the process group
+        is kept, for the script's further use; otherwise the run ends on this rank."""
         if error is None and self.runtime is not None and self.runtime.finished:
             self._close(Cause.COMPLETED, None)
         else:
             self.end(error)
 
     def end(self, error: BaseException | None, *, wait_for_ranks: bool = True) -> None:
-        """End the run on this rank, in whatever state it is. Idempotent. ``wait_for_ranks`` False: an error after the training
-        ends this process, and other ranks may never reach their end: torchrun must see the error, and ends them."""
+        """End the run on this rank, in whatever state it is: write the result, release signal handlers and directory, stop the
+        side thread, and leave the process group. Safe to call repeatedly.
+
+        ``wait_for_ranks``: wait for the other ranks before the group is closed. It is False after an error that followed the
+        training: it ends this process, and other ranks may never reach their end, so torchrun must see the error to end them.
+        """
         if self._ended:
             return
         self._ended = True
@@ -380,7 +406,8 @@ class _Run:
                 destroy_process_group()  # with other ranks, they may wait in a collective, which ends with this process
 
     def exit_if_stopped_in_thread(self) -> None:
-        """Python ignores a ``SystemExit`` raised in a thread other than the main one."""
+        """End the process with the exit code of a stop if a stop was raised in a thread other than the main one: Python ignores a
+        ``SystemExit`` there. Does nothing if the process is not the script's own."""
         runtime = self.runtime
         if runtime is None or runtime.stopped is None or runtime.trainer is threading.main_thread():
             return
@@ -388,9 +415,12 @@ class _Run:
             exit_process(EXIT_PREEMPTED)
 
     def _stop_or_error(self, error: BaseException | None) -> BaseException | None:
+        """``error``, or the stop that has ended the steps if ``error`` is None; None without either."""
         return error or (None if self.runtime is None else self.runtime.stopped)
 
     def _outcome(self, error: BaseException | None) -> tuple[Cause, str | None]:
+        """The cause and message for the result: completed if all steps are done and nothing was raised, else from the stop or
+        ``error``."""
         runtime, error = self.runtime, self._stop_or_error(error)
         if runtime is not None and runtime.restored and (runtime.finished or runtime.done) and error is None:
             return Cause.COMPLETED, None
@@ -401,7 +431,9 @@ class _Run:
         return Cause.EXCEPTION, "the process continued without ending the run: its Session's block was not left"
 
     def _close(self, cause: Cause, message: str | None) -> None:
-        """Write the result, and give back the signal handlers and the directory."""
+        """Write the result, restore the signal handlers, delete surplus checkpoints (after a stop or completion) and release the
+        directory. Does nothing the second time. After another end than completion, rank 0 prints where the next start
+        continues."""
         if self._closed:
             return
         self._closed = True
@@ -425,6 +457,8 @@ class _Run:
             self._directory.close()
 
     def _report_next_start(self, runtime: Runtime) -> None:
+        """Print, on rank 0, from which checkpoint the next start continues. With one rank it first waits for an unfinished
+        save."""
         if runtime.stopped is not None:
             text, at = f"stopped after step {runtime.step}", f"step {runtime.checkpointer.last.step} of"
         else:
@@ -440,6 +474,7 @@ class _Run:
             print_line(f"{text}: the next start continues from {at} {self._displayed_path}")
 
     def _report_nothing_left(self) -> None:
+        """Print, on rank 0, that the run has ended already and this start has no step to do."""
         runtime = self.runtime
         assert runtime is not None
         if runtime.rank != 0:
@@ -454,13 +489,14 @@ class _Run:
         )
 
     def _delete_surplus(self) -> None:
-        """Delete old checkpoints, on rank 0 of a start that trains: one that is refused, or has nothing left to do, deletes
-        nothing."""
+        """Delete the checkpoints that the spec does not keep, on rank 0, and print those that could not be deleted. It is called
+        only for a start that trains: a start that is refused, or has nothing left to do, deletes nothing."""
         if self._directory is not None and self.runtime is not None:
             for note in self._directory.delete_surplus(self.runtime.launch.spec.checkpoint):
                 print_line(note)
 
     def _write_result(self, cause: Cause, message: str | None) -> None:
+        """Write this rank's result file; nothing if the attempt was not created."""
         if self._paths is not None:
             step = 0 if self.runtime is None else self.runtime.step
             rank = self._place.identity.rank
@@ -468,7 +504,8 @@ class _Run:
 
 
 class _Stores:
-    """The ranks' rendezvous store, for all runs of the process: torchrun's where it serves one, else rank 0's."""
+    """The ranks' rendezvous store, for all runs of the process: torchrun's if its agent serves one, else one that rank 0
+    serves."""
 
     def __init__(self, place: Place) -> None:
         self._place, identity = place, place.identity
@@ -480,8 +517,8 @@ class _Stores:
             self._server, self._port = server, server.port
 
     def clients(self, number: int) -> Clients:
-        """Store clients for run ``number`` of the process. The prefix has torchrun's restart count: after a restart the store
-        still holds the earlier start's values."""
+        """Connect to the store and return clients for run ``number`` of the process. The keys' prefix has torchrun's restart
+        count: after a restart the store still holds the earlier start's values."""
         restarts = os.environ.get(names.TORCHELASTIC_RESTART_COUNT, "0")
 
         def client() -> Store:
@@ -492,6 +529,8 @@ class _Stores:
 
 
 def _check_run_possible() -> None:
+    """Raise ``UserError`` if this process cannot begin a run: it was started by a rank or by the script, or this is not the main
+    thread."""
     if job := os.environ.get(names.JOB_ID):
         raise UserError(
             f"this process was started by a rank of job {job}, and is no rank: make the Session in the script that the job "
@@ -513,6 +552,8 @@ def _check_run_possible() -> None:
 
 
 def _main_file() -> Path | None:
+    """The main file of the process as an absolute path; None if there is none (a prompt) or it belongs to an installed
+    program."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if file is None or not (path := Path(file).absolute()).is_file():  # "<stdin>"
         return None
@@ -521,6 +562,8 @@ def _main_file() -> Path | None:
 
 
 def _resolve(spec: JobSpec, place: Place) -> Resolved:
+    """What a service resolves at submission: device, backend, threads per rank, interpreter and the digest of the imported
+    code."""
     device = spec.world.device
     backend = spec.ddp.backend
     threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -535,7 +578,8 @@ def _resolve(spec: JobSpec, place: Place) -> Resolved:
 
 
 def _caveats(launch: LaunchFile, place: Place, drawn: list[str]) -> list[str]:
-    """The things that the verdict on a resume does not cover."""
+    """One note, in a list, that names what the verdict on a resume does not cover. ``drawn``: the unseeded generators that were
+    used."""
     unseen = "code that was not imported yet when Session() was called" + " and the main file" * (place.script is None)
     out = [unseen if launch.resolved.code_digest is not None else "the code, which has no file"]
     if os.environ.get("PYTHONHASHSEED", "random") == "random":
@@ -549,7 +593,7 @@ def _caveats(launch: LaunchFile, place: Place, drawn: list[str]) -> list[str]:
 
 def _prepare_process(launch: LaunchFile) -> None:
     """Apply the settings that an agent makes before a rank starts, and that a rank makes itself, as far as a running process
-    allows; the rest are among the facts that a resume compares."""
+    allows. The other settings are among the facts that a resume compares. Variables that are already set are kept."""
     if launch.spec.world.nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if launch.spec.determinism != "off":

@@ -22,8 +22,12 @@ the last key."""
 
 @dataclass
 class Mean:
-    """``tensors`` and ``state`` of the averaged components, as in a snapshot's private part. ``differing_names``: tensors that
-    differed between ranks; ``from_rank_0``: state that differed and has no mean, so that rank 0's is used."""
+    """The mean of several replicas. ``tensors`` and ``state``: the averaged components, as in a snapshot's ``private`` and
+    ``state``.
+
+    ``differing_names``: tensors that differed between ranks. ``from_rank_0``: state that differed and has no mean, so that rank
+    0's is used: names of components, or of tensors that are not floating-point or complex.
+    """
 
     tensors: Tensors
     state: dict[str, Any]
@@ -32,15 +36,17 @@ class Mean:
 
     @property
     def differing_components(self) -> set[str]:
-        """The components of ``differing_names``."""
+        """The components that the tensors in ``differing_names`` belong to."""
         return {name.partition("/")[0] for name in self.differing_names}
 
 
 def mean(replicas: Iterable[Snapshot], components: Collection[str]) -> Mean:
-    """Return the mean of replicas in rank order, read one at a time. Every rank that computes it gets the same bits.
+    """Return the mean of ``components`` over ``replicas``, the snapshots of all ranks in rank order. Every rank that computes it
+    gets the same bits.
 
-    Tensors that are equal on all ranks stay unchanged; others are summed in float64 (complex128), divided, and rounded once to
-    their own dtype. Raises ``StateError`` if a rank lacks a tensor that another has, or has it in another shape or dtype.
+    ``replicas`` is read once, one snapshot at a time. Tensors that are equal on all ranks stay unchanged; others are summed in
+    float64 (complex128), divided, and rounded once to their own dtype. Raises ``StateError`` if a rank lacks a tensor that
+    another has, or has it in another shape or dtype, or if there is no replica.
     """
     out: Mean | None = None
     sums: Tensors = {}
@@ -65,9 +71,12 @@ def mean(replicas: Iterable[Snapshot], components: Collection[str]) -> Mean:
 
 
 def follows_model(mean: Mean, module: nn.Module) -> bool:
-    """True if everything that differed in the state of one registered object has the form of the model's tensors, as a moving
-    average of them has: then its mean fits the mean of the models. These are tensors with the name of a parameter or buffer,
-    possibly after a prefix, and its shape, and lists with the shapes of all parameters, in their order."""
+    """True if everything that differed in one registered object's state has the form of the model's tensors, as a moving average
+    of them has. Its mean then fits the mean of the models.
+
+    ``mean``: of that object's state alone. Accepted are tensors with the name of a parameter or buffer, possibly after a prefix,
+    and its shape, and lists with the shapes of all parameters, in their order.
+    """
     if mean.from_rank_0:
         return False
     shapes = [tuple(p.shape) for p in module.parameters()]
@@ -90,6 +99,8 @@ def follows_model(mean: Mean, module: nn.Module) -> bool:
 
 
 def _add(out: Mean, sums: Tensors, name: str, tensor: torch.Tensor) -> None:
+    """Add one rank's ``tensor`` to the sum of that name, and record in ``out`` if it differs from rank 0's. A tensor without a
+    sum, such as one of integers, has no mean."""
     if not same_bits(tensor, out.tensors[name]):
         out.differing_names.add(name)
         if name not in sums and name not in out.from_rank_0:
@@ -99,10 +110,13 @@ def _add(out: Mean, sums: Tensors, name: str, tensor: torch.Tensor) -> None:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in float64, or in complex128 for a complex tensor."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
 
 
 def _check(first: Tensors, other: Tensors, rank: int) -> None:
+    """Raises ``StateError`` if the names, shapes or dtypes of ``other``, the tensors of ``rank``, are not those of ``first``,
+    rank 0's."""
     if odd := sorted(set(first) ^ set(other)):
         who = (0, rank) if odd[0] in first else (rank, 0)
         raise StateError(

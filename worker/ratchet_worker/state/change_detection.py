@@ -21,13 +21,14 @@ _OPEN: Final = (list, dict, tuple)
 
 
 class Same:
-    """The identity of objects in a sequence. ``matches`` is true while the sequence has the same objects in the same order.
+    """Remembers which objects are in a sequence. ``matches`` is True while a sequence has the same objects in the same order.
 
-    Constants, modules and parameters are referenced. All others are referenced weakly, so that a tensor that a training
-    replaces in every step does not stay in memory until the next save. (``torch.utils.swap_tensors`` refuses tensors with weak
-    references, so parameters and other subclasses of tensors are referenced.) Of lists, dictionaries and tuples, which may hold
-    tensors, only the ``id`` is compared, unless a tuple is constant. A caller must check their contents separately: they change
-    without becoming another object."""
+    Constants, modules and parameters are referenced, so they stay in memory. All others are referenced weakly, so that a tensor
+    that a training replaces in every step does not stay in memory until the next save. (``torch.utils.swap_tensors`` refuses
+    tensors with weak references, so parameters and other subclasses of tensors are referenced.) Of lists, dictionaries and
+    tuples, which may hold tensors, only the ``id`` is compared, unless a tuple is constant. A caller must check their contents
+    separately: they change without becoming another object.
+    """
 
     def __init__(self, objects: Iterable[Any]) -> None:
         listed = [*objects]
@@ -40,13 +41,13 @@ class Same:
         ]
 
     def matches(self, objects: Iterable[Any]) -> bool:
-        """True if these are the same objects in the same order."""
+        """True if ``objects`` are the same objects, in the same order, and none of the earlier ones has been freed."""
         return not self._collected and [*map(id, objects)] == self._ids
 
 
 def _kind(kind: type) -> Literal["referenced", "weak", "open"]:
-    """Return how ``Same`` keeps the identity of values of this type. Types without weak references, such as numpy's scalars, are
-    referenced."""
+    """Return how ``Same`` keeps values of this type: referenced, by a weak reference, or by ``id`` only (``open``). Types that do
+    not support weak references, such as numpy's scalars, are referenced."""
     if issubclass(kind, _OPEN):
         return "open"
     special = issubclass(kind, torch.Tensor) and kind is not torch.Tensor
@@ -54,12 +55,12 @@ def _kind(kind: type) -> Literal["referenced", "weak", "open"]:
 
 
 def is_constant(value: object) -> bool:
-    """True if nothing in ``value`` can change: a number, a string, None, or a tuple of these."""
+    """True if nothing in ``value`` can change: it is a number, a string, None, or a tuple of these."""
     return type(value) in CONSTANTS or (isinstance(value, tuple) and all(map(is_constant, value)))
 
 
 class Contents:
-    """The keys and values of dictionaries, by identity and order. ``Same`` describes which of them are referenced."""
+    """Remembers the keys and values of dictionaries, by identity and order, as ``Same`` does for a sequence."""
 
     def __init__(self, dictionaries: Iterable[Mapping[Any, Any]]) -> None:
         held = [*dictionaries]
@@ -67,7 +68,8 @@ class Contents:
         self._keys, self._values = Same(chain.from_iterable(held)), Same(_values(held))
 
     def matches(self, dictionaries: Iterable[Mapping[Any, Any]]) -> bool:
-        """True if the dictionaries have the same keys and values in the same order."""
+        """True if ``dictionaries`` have the same key and value objects as the earlier ones, in the same order. Values that are
+        changed in place are not detected."""
         held = [*dictionaries]
         return (
             [*map(len, held)] == self._lengths
@@ -77,6 +79,7 @@ class Contents:
 
 
 def _values(dictionaries: Iterable[Mapping[Any, Any]]) -> Iterable[Any]:
+    """Return the values of all dictionaries, in order."""
     return chain.from_iterable(one.values() for one in dictionaries)
 
 
@@ -84,22 +87,23 @@ _FORM: Final = attrgetter("__class__", "dtype", "device", "shape", "requires_gra
 
 
 class Forms:
-    """All properties of tensors except their elements and their memory: type, dtype, device, shape, strides, ``requires_grad``,
-    whether they are inference tensors, and whether torch defers a conjugation or negation."""
+    """Remembers all properties of tensors except their elements and their memory: type, dtype, device, shape, strides,
+    ``requires_grad``, whether they are inference tensors, and whether torch defers a conjugation or negation."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """If a tensor has another layout than strided, or two are the same object, ``matches`` is always False."""
+        """If one of the tensors has another layout than strided, or two are the same object, ``matches`` always returns False."""
         usual = all(tensor.layout is torch.strided for tensor in tensors)
         self._forms = _forms(tensors) if usual and len({*map(id, tensors)}) == len(tensors) else None
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if the number of tensors is the same, and each has the form of the earlier one at its place."""
+        """True if there are as many tensors as before, and each has the properties of the earlier one at its place."""
         if self._forms is None or not all(tensor.layout is torch.strided for tensor in tensors):
             return False
         return _forms(tensors) == self._forms
 
 
 def _forms(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Return the properties that ``Forms`` compares, as one list per property."""
     tensor = torch.Tensor
     looks = (_FORM, tensor.stride, tensor.is_inference, tensor.is_conj, tensor.is_neg)
     return [[*map(look, tensors)] for look in looks]

@@ -105,8 +105,12 @@ _MAX_DEPTH: Final = 20
 
 
 class Changes(NamedTuple):
-    """``stored``: a tree for ``ratchet_hooks.state.encode``, whose tensors are live. ``unsaved``: paths of changes that are not
-    stored. ``made_before_begin``: paths of unstored changes that were made before ``begin``."""
+    """The changes that ``HiddenState.changes`` has found.
+
+    ``stored``: the changes that a checkpoint stores, a tree for ``ratchet_hooks.state.encode``. Its tensors are the live ones,
+    not copies. ``unsaved``: sorted paths (at most 100) of changes since ``begin`` that cannot be stored. ``made_before_begin``:
+    sorted paths of changes that cannot be stored either and were made between ``note_built`` and ``begin``.
+    """
 
     stored: dict[str, Any]
     unsaved: list[str]
@@ -114,8 +118,12 @@ class Changes(NamedTuple):
 
 
 class HiddenState:
-    """Hidden state of one rank. ``ignored``: reasons, by the path of an object that is ignored together with everything that is
-    reachable only through it. ``code``: the directory of the job's own modules."""
+    """Hidden state of one rank: finds its changes for a save, and restores them in the next attempt.
+
+    ``ignored``: filled by the caller. A key is the path of an object to ignore, its value the reason. Everything that is
+    reachable only through an ignored object is ignored, too. ``code``: the directory of the job's own modules; None: variables
+    of modules are not walked.
+    """
 
     def __init__(self, code: Path | None = None) -> None:
         self.ignored: dict[str, str] = {}
@@ -127,10 +135,13 @@ class HiddenState:
         self._visited: set[str] = set()
 
     def note_built(self, roots: Roots, *, undo: bool) -> None:
-        """Note that everything that ``roots`` hold is as the script has built it: changes count from here on, including those
-        that code of the script makes before ``begin``, which depend on where an attempt begins. Call it again with additional or
-        replaced roots: it notes the objects that are not noted yet. ``undo``: ``restore`` will be called, and undoes the changes
-        made before ``begin``."""
+        """Note the current contents of everything that ``roots`` hold as what the script has built.
+
+        Stored changes count from here on, including those that hooks of the script make before ``begin``. (These depend on the
+        step at which an attempt begins.) Further calls, with additional or replaced roots, note only the objects that are not
+        noted yet. ``undo``: also keep copies of small objects, with which a later ``restore`` undoes the changes made before
+        ``begin``.
+        """
         before = self._roots
         self._roots = replace(roots, separate_optimizers=before.separate_optimizers)
         if self._noted is None:
@@ -144,8 +155,10 @@ class HiddenState:
             self._copies |= {id(node.item): _copy(node) for node in own if _can_be_copied(node)}
 
     def _new_nodes(self, roots: Roots, before: Roots) -> dict[str, Node]:
-        """Return the nodes of objects that ``roots`` have in addition to ``before``. The walk starts from the new ones, since
-        objects that a hook has put elsewhere meanwhile may hold the same objects."""
+        """Return, by path, the nodes of objects that are reachable from the roots that ``roots`` has in addition to ``before``.
+
+        What is reachable only through an earlier root is left out, since a hook may meanwhile have put noted objects elsewhere.
+        """
         noted = [*before.own.values(), *before.registered.values()]
         known = {*map(id, noted)}
         passed = dict(roots.registered) | {f"noted {number}": item for number, item in enumerate(noted)}
@@ -159,8 +172,11 @@ class HiddenState:
         }
 
     def begin(self, roots: Roots) -> None:
-        """Note that everything that ``roots`` hold, by name, is as the script has built it, except for objects noted before:
-        changes count from here on."""
+        """Record the state at the beginning of training: changes of everything that ``roots`` hold count from here on.
+
+        Objects that ``note_built`` has noted keep the earlier record, too: their stored changes count from that call. Replaces
+        the roots.
+        """
         self._roots = roots
         self._built = self._walk_roots()
         self._roots = replace(roots, separate_optimizers=frozenset(self._built.separate_optimizers))
@@ -169,13 +185,17 @@ class HiddenState:
 
     @staticmethod
     def _add(walked: Walked, nodes: Mapping[str, Node]) -> None:
-        """Add objects that ``walked`` has not met, by their current paths."""
+        """Add to ``walked`` those of ``nodes`` (by path) whose objects it does not contain yet, under these paths."""
         for path, node in nodes.items():
             if walked.path_of(node.item) is None:
                 walked.nodes[path], walked.paths[id(node.item)] = node, path
 
     def changes(self) -> Changes:
-        """Return the changes since ``begin``; the stored ones are those since the objects were noted."""
+        """Return the changes up to now.
+
+        Without ``note_built`` all of them count from ``begin``. With it, ``stored`` counts from ``note_built``, ``unsaved`` from
+        ``begin``. Variables of a module that training has imported count from the first save after the import.
+        """
         now = self._walk_roots()
         self._add_new_modules(now)
         found = self._compare(self._built, now)
@@ -186,31 +206,36 @@ class HiddenState:
         return Changes(early.stored, found.unsaved, tuple(sorted({*early.unsaved} - {*found.unsaved})))
 
     def _compare(self, before: Walked, now: Walked) -> Changes:
+        """Return the changes from the walk ``before`` to the walk ``now``."""
         return _Recorder(before, now, self._roots.covered_attributes.keys()).run()
 
     @property
     def unmatched(self) -> list[str]:
-        """Ignored paths that no walk has met."""
+        """The ignored paths at which no walk has found an object, sorted."""
         return sorted(self.ignored.keys() - self._visited)
 
     def _walk_roots(self) -> Walked:
+        """Return a walk of the roots and of the job's modules as they are now, without the ignored paths."""
         modules = {f"{name}:": module for name, module in job_modules.modules_below(self._code).items()}
         found = walk(replace(self._roots, shared={**self._roots.shared, **modules}), self.ignored)
         self._visited |= found.ignored_paths
         return found
 
     def _add_new_modules(self, now: Walked) -> None:
-        """Add modules that training has imported: their changes count from their first save on."""
+        """Add to the record of ``begin`` the modules that are in the walk ``now`` and were imported after ``begin``. Their
+        changes therefore count from the first save after the import."""
         new = {path for path, node in now.nodes.items() if node.kind == "module"} - self._built.nodes.keys()
         if new:
             self._add(self._built, {p: n for p, n in now.nodes.items() if f"{p.partition(':')[0]}:" in new})
 
     def restore(self, stored: Mapping[str, Any], changed_before_begin: Collection[str] = ()) -> dict[str, str]:
-        """Put the objects into the saved state: changes made since the objects were noted are undone, then the stored changes are
-        applied. ``changed_before_begin``: paths that the saving attempt had changed before ``begin`` and could not store. Return
-        the reasons by path where an object differs from the saved state: a change too large to undo, or an unstorable change in
-        only one of the two attempts. Without noted objects nothing is undone or compared. Raises ``StateError`` if a stored path
-        has no object of that kind, or its content does not fit."""
+        """Put the objects into the saved state: undo changes made since ``note_built``, then apply the changes ``stored``.
+
+        ``changed_before_begin``: ``Changes.made_before_begin`` of the attempt that saved. Return, by path, why an object still
+        differs from the saved state: its change is too large to be undone, or only one of the two attempts has made an
+        unstorable change to it. Without ``note_built`` nothing is undone or compared, and the result is empty. Raises
+        ``StateError`` if no object of the stored kind is at a stored path, or the stored content does not fit the object.
+        """
         if self._noted is None:
             _Restorer(self._built, stored).run()
             return {}
@@ -221,6 +246,11 @@ class HiddenState:
         return left | dict.fromkeys({*changed.unsaved} - {*changed_before_begin}, _CHANGED_ONLY_NOW)
 
     def _undo(self, early: Walked, changed: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
+        """Undo the changes ``changed`` (content by path) of the objects in ``early``, and drop the copies of their contents.
+
+        ``stored``: paths whose contents the checkpoint replaces anyway. Return the reason, by path, for each other object that
+        was too large to be copied and so keeps its change.
+        """
         left = {}
         for path, change in changed.items():
             node = early.nodes[path]
@@ -236,16 +266,20 @@ class HiddenState:
 
 
 def _is_below_one(path: str, roots: Iterable[str]) -> bool:
+    """True if ``path`` is one of the paths ``roots``, or the path of something that one of these holds."""
     return any(path == root or path.startswith((f"{root}.", f"{root}[")) for root in roots)
 
 
 def _can_be_copied(node: Node) -> bool:
+    """True if ``note_built`` copies the object to undo changes: a list, dict or set, a generator, bytes, or a tensor or array of
+    up to ``SMALL`` bytes."""
     large = node.kind in ("tensor", "array") and node.item.nbytes > SMALL
     return node.kind in _CHANGEABLE or (node.kind in _LEAVES and not large)
 
 
 def _copy(node: Node) -> Any:
-    """Return a copy of the contents of an object that can be changed in place."""
+    """Return a copy of the contents of an object that can be changed in place, for ``_restore_content``. Items of containers are
+    not copied."""
     item: Any = node.item
     if node.kind == "tensor":
         return item.detach().clone(), item.requires_grad
@@ -257,7 +291,8 @@ def _copy(node: Node) -> Any:
 
 
 def _restore_content(node: Node, copied: Any) -> None:
-    """Restore an object's contents from the result of ``_copy``."""
+    """Put the contents ``copied``, the result of ``_copy``, back into the same object; for a tensor, also its original
+    attributes."""
     item: Any = node.item
     if node.kind == "tensor":
         _fill_tensor(item, copied[0])
@@ -281,7 +316,8 @@ def _restore_content(node: Node, copied: Any) -> None:
 
 
 def _restore_attribute(node: Node, name: str) -> None:
-    """Restore the original attribute, or remove it if there was none."""
+    """Give the object of ``node`` its original attribute ``name`` again, or remove the attribute if the object had none of that
+    name."""
     if name in node.children:
         _set(node.item, name, node.children[name])
     else:
@@ -289,11 +325,12 @@ def _restore_attribute(node: Node, name: str) -> None:
 
 
 class _Unstorable(Exception):
-    """A change that cannot be stored; the message is its path."""
+    """Raised for a change that cannot be stored; the message is the path of the changed object."""
 
 
 class _Recorder:
-    """Compares two walks and encodes the changes. ``with_state``: paths of objects that have a ``state_dict``."""
+    """Compares the walk ``built`` with the later walk ``now``, and makes the changes storable. ``with_state``: paths of objects
+    that have a ``state_dict``. Use it once."""
 
     def __init__(self, built: Walked, now: Walked, with_state: Collection[str]) -> None:
         self._built, self._now, self._with_state = built, now, with_state
@@ -303,6 +340,8 @@ class _Recorder:
         self._arrays: Counter[int] | None = None  # number of arrays per memory address that they use
 
     def run(self) -> Changes:
+        """Return the changes of all objects that are in both walks. ``unsaved`` also has the paths of objects that raise when
+        they are visited, and says if the walk was not complete. ``made_before_begin`` stays empty."""
         changed: dict[str, Any] = {}
         for node in self._now.nodes.values():
             path = self._built.path_of(node.item)
@@ -344,8 +383,8 @@ class _Recorder:
         return Changes({"changed": changed, "new": self._new} if changed else {}, sorted(self._unsaved)[:_MAX_NAMED])
 
     def _changed_paths(self, path: str, before: Node, now: Node) -> Iterator[str]:
-        """Yield the paths of changes in variables of modules, classes and functions. In objects of installed packages only
-        tensors, arrays and generators count."""
+        """Yield the paths of changes in one object that cannot be stored: a variable of a module, class or function, or an object
+        that only such a variable holds. In objects of installed packages only changes of tensors, arrays and generators count."""
         if now.kind in _LEAVES:
             yield path
             return
@@ -362,13 +401,18 @@ class _Recorder:
                 yield f"{path}{path_step(now.kind, name)}"
 
     def _is_set_by_code(self, node: Node, name: str) -> bool:
-        """False if only the running script or function itself sets its variable: such variables are local, like a loop's."""
+        """True if a change of the variable ``name`` of ``node`` counts.
+
+        False for a variable of the main script that no function declares ``global``, and for a closure variable that the
+        function itself never assigns: these are like local variables of a loop.
+        """
         if node.kind == "function":
             return job_modules.assigns(node.item.__code__, name) or name not in node.item.__code__.co_freevars
         return node.kind != "module" or job_modules.is_set_by_functions(node.item, name)
 
     def _is_equal(self, old: Any, new: Any, depth: int = 0) -> bool:
-        """True if both are the same object, or ``new`` equals ``old`` as it was at the beginning."""
+        """True if both are the same object, or ``new`` equals ``old`` as it was in the walk ``built``. ``depth``: nesting level;
+        at ``_MAX_DEPTH`` different objects count as different without a further look."""
         if is_same(old, new):
             return True
         a, b = self._built.path_of(old), self._now.path_of(new)
@@ -378,11 +422,13 @@ class _Recorder:
         return before.mark == now.mark and self._are_children_equal(before, now, depth + 1)
 
     def _are_children_equal(self, before: Node, now: Node, depth: int = 0) -> bool:
+        """True if both nodes hold equal objects (``_is_equal``) under the same keys in the same order."""
         old, new = before.children, now.children
         return [*old] == [*new] and all(self._is_equal(old[key], value, depth) for key, value in new.items())
 
     def _attributes(self, path: str, before: Node, now: Node) -> Any:
-        """Return the changed attributes of an object; None if there are none to store."""
+        """Return the changed attributes of an object: ``set``, references by name, and ``gone``, names of removed attributes.
+        None if there is nothing to store. Adds the paths of changed attributes that cannot be stored to ``_unsaved``."""
         names = [
             n for n, value in now.children.items() if n not in before.children or not is_same(before.children[n], value)
         ]
@@ -411,7 +457,8 @@ class _Recorder:
         return {"set": found, "gone": gone} if found or gone else None
 
     def _has_state(self, value: Any) -> bool:
-        """False for code, and for objects that the walk does not enter."""
+        """True if ``value`` is a constant other than None, or an object whose state counts. False for code, for objects that the
+        walk does not enter, and for shared objects of installed packages except tensors, arrays, generators and bytes."""
         if value is None or is_constant(value):
             return value is not None
         path = self._now.path_of(value) or self._built.path_of(value)
@@ -421,6 +468,8 @@ class _Recorder:
         return node.region != "shared" or node.from_user or node.kind in _LEAVES
 
     def _reference(self, path: str, item: Any) -> Reference:
+        """Return a reference to ``item``. An object that training made is added to ``_new`` once, with its content. Raises
+        ``_Unstorable``, naming ``path``, where ``item`` was found."""
         if is_constant(item):
             return _constant_reference(path, item)
         at = self._now.path_of(item)
@@ -444,7 +493,8 @@ class _Recorder:
         return "new", self._numbers[id(item)]
 
     def _unvisited_reference(self, path: str, item: Any) -> Reference:
-        """Return a reference to a container of constants that the walk does not visit, such as a new module's internal ones."""
+        """Return a reference to a dict or set of constants that the walk does not visit, such as an internal one of a new module.
+        Its content is added to ``_new``. Raises ``_Unstorable`` for any other object."""
         kind: Kind = "dict" if isinstance(item, dict) else "set"
         if _TYPES.get(type(item).__name__) is not type(item) or not isinstance(item, (dict, set)):
             raise _Unstorable(path)
@@ -456,20 +506,23 @@ class _Recorder:
         return "new", len(self._new) - 1
 
     def _shares_memory_of_array(self, item: Any) -> bool:
-        """True if a new tensor or array shares the memory of an array that is another attribute."""
+        """True if ``item``, a tensor or array that training made, uses the memory of another array that the walk has found."""
         if self._arrays is None:
             arrays = [node.item for node in self._now.nodes.values() if node.kind == "array"]
             self._arrays = Counter(map(_memory_of, arrays))
         return self._arrays[_memory_of(item)] > (1 if isinstance(item, np.ndarray) else 0)
 
     def _view(self, tensor: torch.Tensor) -> Reference | None:
+        """Return a reference to ``tensor`` as a view of a covered tensor; None if no covered tensor of its dtype has the same
+        storage."""
         owner = self._now.storage_paths.get(storage_id(tensor)) if tensor.numel() else None
         if owner is None or self._now.nodes[owner].item.dtype is not tensor.dtype:
             return None
         return "view", owner, tensor.storage_offset(), list(tensor.shape), list(tensor.stride())
 
     def _content(self, path: str, node: Node, *, new: bool = False) -> Any:
-        """Return the content of a whole object. Raises ``_Unstorable``."""
+        """Return the whole content of an object, with references to what it holds. ``new``: training made the object, so the
+        content must be enough to create it. Raises ``_Unstorable``."""
         item: Any = node.item
         kind = node.kind
         if kind == "tensor":
@@ -520,7 +573,8 @@ class _Recorder:
         return content
 
     def _key(self, path: str, key: Any) -> Reference:
-        """Return a reference for a key of a dictionary; an object's ``id`` refers to that object."""
+        """Return a reference to a key of a dictionary. A key that is the ``id`` of an object becomes a reference to that object's
+        address. Raises ``_Unstorable``."""
         found = self._now.paths.get(key) if type(key) is int else None
         return (
             self._reference(path, key)
@@ -529,6 +583,8 @@ class _Recorder:
         )
 
     def _object(self, path: str, item: Any) -> Any:
+        """Return the class and the attributes of an object that the next attempt creates again: of a class of the user's, or a
+        module. Raises ``_Unstorable``."""
         users: type = type(item)
         if not (is_user_class(users) or isinstance(item, nn.Module)):
             raise _Unstorable(path)
@@ -545,7 +601,8 @@ class _Recorder:
 
 
 def _changed_code(path: str, before: Node, now: Node) -> Iterator[str]:
-    """Yield paths where an object has another class or other parts, or calls other functions of the user's."""
+    """Yield ``path.__class__`` if an object has another class than before, and ``path.NAME`` for each of its tables in which it
+    has other parts or other hooks of the user's."""
     (old_class, old), (new_class, new) = before.mark, now.mark
     if old_class is not new_class:
         yield f"{path}.__class__"
@@ -553,7 +610,8 @@ def _changed_code(path: str, before: Node, now: Node) -> Iterator[str]:
 
 
 def _is_other_code(old: Any, new: Any) -> bool:
-    """True if a function or class was replaced by another; one that was created again from the same code is the same."""
+    """True if ``old``, a function, class or ``partial``, was replaced by another one. False if ``new`` was created again from the
+    same code, or one of the two is not code."""
     if isinstance(old, partial) and isinstance(new, partial):
         kept = zip((*old.args, *old.keywords.values()), (*new.args, *new.keywords.values()), strict=False)
         return _is_other_code(old.func, new.func) or any(is_constant(a) and not is_same(a, b) for a, b in kept)
@@ -565,7 +623,8 @@ def _is_other_code(old: Any, new: Any) -> bool:
 
 
 def _code_reference(item: Any) -> Reference | None:
-    """Return a reference to a function or a class by name; None if no name finds it, as for a lambda."""
+    """Return a reference by name to a function or a class. For None, a reference to None. The result is None if no name finds the
+    object, as for a lambda."""
     if item is None:
         return "value", None
     name = str(item.__module__), str(getattr(item, "__qualname__", ""))  # a partial has none
@@ -573,11 +632,13 @@ def _code_reference(item: Any) -> Reference | None:
 
 
 def _is_code(item: Any) -> bool:
+    """True for any function or class, and for a method of the user's."""
     return is_user_code(item) or isinstance(item, (FunctionType, BuiltinFunctionType, type))
 
 
 def _plain_references(path: str, items: list[Any]) -> References | None:
-    """Return the references of all ``items`` at once; None if one of them needs its own reference."""
+    """Return the references of all ``items`` in one compact form; None if one of them needs a reference of its own, or there are
+    no items."""
     kinds = {*map(type, items)}
     if not kinds or not kinds <= _PLAIN:
         return None
@@ -593,7 +654,8 @@ def _plain_references(path: str, items: list[Any]) -> References | None:
 
 
 def _constant_reference(path: str, item: Any) -> Reference:
-    """Return a reference to a constant. Raises ``_Unstorable``."""
+    """Return a reference to ``item``, a constant. Raises ``_Unstorable``, naming ``path``, if it cannot be written and read back
+    unchanged."""
     if type(item).__name__ in _VALUES:
         kind, write, read = _VALUES[type(item).__name__]
         if type(item) is not kind or repr(read(write(item))) != repr(item):
@@ -617,6 +679,8 @@ def _constant_reference(path: str, item: Any) -> Reference:
 
 
 def _storable(path: str, value: Any) -> Any:
+    """Return ``value`` unchanged. Raises ``_Unstorable``, naming ``path``, if ``ratchet_hooks.state.encode`` does not accept
+    it."""
     try:
         encode(value, root=path)
     except HookStateError as error:
@@ -625,7 +689,8 @@ def _storable(path: str, value: Any) -> Any:
 
 
 def _generator_source(path: str, generator: Any) -> Any:
-    """Return what a new generator is created from: the generator itself if ``ratchet_hooks.state.encode`` accepts it."""
+    """Return what the next attempt creates a new generator from: a generator of numpy itself, ``"random"``, or ``"torch"`` for
+    one on the CPU. Raises ``_Unstorable`` for any other."""
     if type(generator) in (np.random.Generator, np.random.RandomState):
         return _storable(path, generator)
     if type(generator) is random.Random:
@@ -636,8 +701,8 @@ def _generator_source(path: str, generator: Any) -> Any:
 
 
 def _qualified_name(path: str, item: Any) -> tuple[str, str]:
-    """Return module and name by which a later process finds a class or factory. Raises ``_Unstorable`` if there is no such
-    name."""
+    """Return module and name by which a later process finds a class or factory; two empty strings for None. Raises
+    ``_Unstorable`` if that name does not find the object."""
     if item is None:
         return "", ""
     name = str(item.__module__), str(getattr(item, "__qualname__", ""))
@@ -647,7 +712,8 @@ def _qualified_name(path: str, item: Any) -> tuple[str, str]:
 
 
 def _find_by_name(module: str, name: str) -> Any:
-    """Return an object by name from the imported modules, without importing any; None if there is none."""
+    """Return the object ``name`` (``Class.method``) of a module that is imported already; None if there is none. Imports
+    nothing."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -655,13 +721,14 @@ def _find_by_name(module: str, name: str) -> Any:
 
 
 def _new_instance(kind: type) -> Any:
-    """Return an object without attributes, made by ``__new__`` of the first built-in base. Raises ``TypeError``."""
+    """Return an object of class ``kind`` without attributes, without calling the class's own ``__new__`` or ``__init__``:
+    ``__new__`` of its first built-in base makes it. Raises ``TypeError`` if that needs arguments."""
     maker: Any = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE_FLAG)
     return maker.__new__(kind)
 
 
 def _memory_of(item: Any) -> int:
-    """Return the address of the memory that an array or a tensor uses."""
+    """Return the address of the whole memory that a tensor or an array, possibly a view, uses a part of."""
     if isinstance(item, torch.Tensor):
         return item.untyped_storage().data_ptr()
     while isinstance(item.base, np.ndarray):
@@ -671,6 +738,8 @@ def _memory_of(item: Any) -> int:
 
 
 def _require_imported(module: str, name: str) -> Any:
+    """Return the function or class ``name`` of ``module``. Raises ``StateError`` if the module is not imported or has no such
+    name."""
     found = _find_by_name(module, name)
     if found is None:
         raise StateError(f"{module}.{name} is not imported this time")
@@ -678,6 +747,7 @@ def _require_imported(module: str, name: str) -> Any:
 
 
 def _require_class(module: str, name: str) -> Any:
+    """Return the class ``name`` of ``module``. Raises ``StateError`` if the module is not imported or has no such class."""
     found = _find_by_name(module, name)
     if not isinstance(found, type):
         raise StateError(f"the class {module}.{name} is not imported this time")
@@ -685,6 +755,9 @@ def _require_class(module: str, name: str) -> Any:
 
 
 class _Restorer:
+    """Applies the stored changes to the objects of the walk ``built``. ``stored``: ``Changes.stored`` of the checkpoint. Use it
+    once."""
+
     def __init__(self, built: Walked, stored: Mapping[str, Any]) -> None:
         self._built = built
         self._changed: Mapping[str, Any] = stored.get("changed", {})
@@ -692,6 +765,8 @@ class _Restorer:
         self._created: dict[int, Any] = {}
 
     def run(self) -> None:
+        """Apply all stored changes. Raises ``StateError``, before it changes anything, if an object of the stored kind is missing
+        at a path."""
         for path, change in self._changed.items():
             node = self._built.nodes.get(path)
             if node is None or node.kind != change["kind"]:
@@ -704,7 +779,9 @@ class _Restorer:
                 self._fill(path, node.item, change["kind"], change["content"])
 
     def _fill(self, path: str, item: Any, kind: str, content: Any) -> None:
-        """Set the content of an existing object."""
+        """Put the stored content into ``item``, an existing object of this kind at ``path``. Of an object, only the stored
+        attributes change; the content of any other kind is replaced as a whole. Raises ``StateError`` for an array of another
+        shape or dtype."""
         if kind == "tensor":
             _fill_tensor(item, content["value"])
             if item.is_leaf:
@@ -733,16 +810,19 @@ class _Restorer:
             (item.update if kind == "set" else item.extend)(found)
 
     def _set_attributes(self, item: Any, content: Mapping[str, Any]) -> None:
-        """Set and remove attributes."""
+        """Remove the attributes in ``content["gone"]`` from ``item``, and set those in ``content["set"]`` to the objects that
+        they refer to."""
         for name in content.get("gone", ()):
             _remove(item, name)
         for name, reference in content.get("set", {}).items():
             _set(item, name, self._resolve(reference))
 
     def _pairs(self, content: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+        """Return the stored keys and values of a dictionary, in their order."""
         return [*zip(self._resolve_all(content["keys"]), self._resolve_all(content["items"]), strict=True)]
 
     def _resolve_all(self, references: References) -> list[Any]:
+        """Return the objects that the references of a container's items stand for."""
         if isinstance(references, list):
             return [*map(self._resolve, references)]
         if "plain" in references:
@@ -752,6 +832,8 @@ class _Restorer:
         return found
 
     def _resolve(self, reference: Reference) -> Any:
+        """Return the object that a reference stands for (see ``Reference``); creates it if training made it. Raises
+        ``StateError`` if it does not exist in this attempt."""
         kind, *rest = reference
         if kind == "value":
             return rest[0]
@@ -783,7 +865,8 @@ class _Restorer:
         return {"range": range, "slice": slice}[kind](*rest)
 
     def _covered_tensor(self, path: str) -> Any:
-        """Return the tensor of that name now: it may be another one than the one that was built."""
+        """Return the parameter or buffer that has this path now; it may be another tensor than the one that was built. Raises
+        ``StateError`` if the model has none of that name."""
         root, _, name = path.partition(".")
         owner, _, attribute = name.rpartition(".")
         try:
@@ -792,11 +875,14 @@ class _Restorer:
             raise StateError(f"{path}: the model has no such parameter or buffer this time") from None
 
     def _object_at(self, path: str) -> Any:
+        """Return the object that the script has built at ``path`` in this attempt. Raises ``StateError`` if there is none."""
         if path not in self._built.nodes:
             raise StateError(f"{path}: the script has built no such object this time")
         return self._built.nodes[path].item
 
     def _new_object(self, number: int) -> Any:
+        """Return the object with this number among those that training made; the first call creates it. None if it could not be
+        stored."""
         if self._new[number] is None:  # it could not be stored; the checkpoint names it
             return None
         if number not in self._created:
@@ -815,7 +901,8 @@ class _Restorer:
         return self._created[number]
 
     def _empty(self, kind: str, content: Any) -> Any:
-        """Return an object without its content, so that two objects can hold each other; leaves are complete."""
+        """Return a new object of this kind without its content, so that two objects can hold each other. Tensors, arrays, bytes
+        and frozensets are complete; a generator is not in its stored state yet."""
         if kind == "tensor":
             value = content["value"]
             return (
@@ -843,7 +930,7 @@ class _Restorer:
 
 
 def _set(item: Any, name: str, value: Any) -> None:
-    """Set an attribute where it was found: a class may have a property of that name."""
+    """Set an attribute without calling a property or ``__setattr__`` of the class, except for a tensor."""
     kind: type = type(item)
     if isinstance(item, torch.Tensor):
         setattr(item, name, value)
@@ -854,13 +941,16 @@ def _set(item: Any, name: str, value: Any) -> None:
 
 
 def _remove(item: Any, name: str) -> None:
-    """Remove an attribute that ``_set`` has added."""
+    """Remove an attribute that ``_set`` has added; the gradient of a tensor is set to None. No effect if there is no such
+    attribute."""
     if isinstance(item, torch.Tensor) and name == "grad":
         item.grad = None
     vars(item).pop(name, None)
 
 
 def _fill_tensor(item: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy ``value`` into ``item``. If shape or dtype differ, ``item`` gets the memory of ``value``, copied to its device where
+    needed."""
     with torch.no_grad():
         if item.shape != value.shape or item.dtype is not value.dtype:
             item.data = value.to(item.device)

@@ -21,12 +21,12 @@ HookState = tuple[Tensors, Any]
 
 @dataclass(frozen=True)
 class StateTransfer:
-    """How a state is transferred. ``recorded``: the hook that made the state; None: not known. ``change``: from it to this
-    group's hook.
+    """How a checkpoint's state is transferred into this group.
 
-    ``reset``: why the hook starts again, whatever was recorded. ``layout``: why DDP has other buckets than the recorded ones.
-    If several replicas became one, ``averaged`` and ``kept_per_rank`` have, by component, the reason in the report for state that
-    was averaged, and for state that was kept per rank nevertheless.
+    ``recorded``: the hook that made the state; None: not known. ``change``: the change from it to this group's hook; None: the
+    same. ``reset``: why the hook starts again, whatever was recorded; None: it does not. ``layout``: why DDP has other buckets
+    than the recorded ones; None: it has the same. If several replicas became one, ``averaged`` and ``kept_per_rank`` have, by
+    component, the reason in the report for state that was averaged, and for state that was kept per rank nevertheless.
     """
 
     recorded: HookSpec | None = None
@@ -38,14 +38,19 @@ class StateTransfer:
 
     @property
     def relayout(self) -> bool:
+        """True if DDP has other buckets than the recorded ones."""
         return self.layout is not None
 
 
 def restore_hook(
     ddp: ManagedDDP, hook: ManagedHook, states: Sequence[HookState], transfer: StateTransfer, *, resized: bool
 ) -> tuple[ComponentStatus, str | None]:
-    """Restore the hook's state: this rank's own, or with ``resized`` a common one made of those of all old ranks. Return status
-    and reason for the report. Raises ``HookStateError`` for a state that does not fit."""
+    """Restore the hook's state, and return status and reason for the report. The reason is None if the state is exact.
+
+    ``states``: this rank's state alone, or with ``resized`` those of all old ranks, of which a common one is made. Nothing is
+    restored if ``transfer`` resets the hook, or if this hook keeps a state and the recorded one kept none. Raises
+    ``HookStateError`` for a state that does not fit.
+    """
     change = transfer.change
     if transfer.reset is not None:
         return "reset", transfer.reset
@@ -75,6 +80,7 @@ def restore_hook(
 
 
 def _merge_reason(spec: HookSpec) -> str:
+    """Return a clause for the report: how the state of all old ranks became one."""
     if isinstance(spec, CustomSpec):
         return f"built from the old ranks' states by {spec.state}.redistribute"
     if isinstance(spec, PostLocalSGDSpec):
@@ -83,14 +89,16 @@ def _merge_reason(spec: HookSpec) -> str:
 
 
 def reset_by_policy(policy: str, recorded: HookSpec | None, why: str) -> str | None:
-    """Return the reason to reset the hook because of ``why``, if ``policy`` requires that and a state was recorded."""
+    """Return the reason to reset the hook because of ``why``, if ``policy`` (``on_hook_mismatch``) is ``reset``. None if it is
+    not, or the recorded hook has no state."""
     if policy != "reset" or (recorded is not None and not is_stateful(recorded)):
         return None
     return f"{why}, and on_hook_mismatch is reset"
 
 
 def describe_batch_change(old: Any, new: Any) -> str | None:
-    """Return a clause about the change of the batch size, from two states of a ``TrainLoader``; None: no change, or not known."""
+    """Return a clause for the report about the change of the batch size, from two states of a ``TrainLoader``. None if it is the
+    same, or not known."""
     sizes = []
     for state in (old, new):
         if not isinstance(state, dict) or state.get("kind") != "map":

@@ -31,13 +31,14 @@ def installed_folders() -> tuple[Path, ...]:
 
 
 def undo_import_draws() -> None:
-    """Undo draws of imports in the main thread from now on."""
+    """From now on, undo what imports of installed packages in the main thread draw from ``random``. Further calls have no
+    effect."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Returns the result of the finders after it, with a loader that undoes draws."""
+    """Finds what the other finders find, and makes the import of an installed package undo the draws that it makes."""
 
     def __init__(self) -> None:
         self._importing = False  # an installed package is being imported, with the modules that it imports
@@ -45,6 +46,8 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the spec that the finders after this one find, or None. Only for an import in the main thread that is not part
+        of another package's import; otherwise None, so that the other finders continue."""
         if self._importing or threading.current_thread() is not threading.main_thread():
             return None  # draws of training while another thread imports must not be undone
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
@@ -56,6 +59,8 @@ class _Finder(MetaPathFinder):
         return spec
 
     def _execute(self, run: Callable[[ModuleType], None], module: ModuleType) -> None:
+        """Run the module's code by ``run``, and then set ``random`` back if the code has only drawn from it. If it has seeded
+        ``random``, that stays."""
         self._importing, before = True, random.getstate()
         try:
             run(module)
@@ -66,11 +71,13 @@ class _Finder(MetaPathFinder):
 
 
 def _is_installed(spec: ModuleSpec) -> bool:
+    """True if the module of ``spec`` is Python's own or belongs to an installed package."""
     return spec.origin is not None and any(Path(spec.origin).is_relative_to(folder) for folder in installed_folders())
 
 
 def is_only_drawn(before: Any, after: Any) -> bool:
-    """True if a few draws, or none, take ``random`` from the state ``before`` to ``after``."""
+    """True if at most ``_MAX_DRAWS`` draws lead from the state ``before`` to the state ``after`` of ``random``; also if both are
+    equal."""
     if before == after:
         return True
     probe = random.Random()

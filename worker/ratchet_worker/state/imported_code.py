@@ -14,8 +14,11 @@ _MAIN: Final = ("__main__", "__mp_main__")
 
 
 def digest(script: Path | None) -> str | None:
-    """Return a digest of the main file and the user's modules imported so far; None: there are none. Other files next to them are
-    not included: the run itself may write these."""
+    """Return a digest of the main file and of the user's modules that are imported so far; None if there are none.
+
+    ``script``: the main file; None: there is no such file. Other files next to them are not included: the run itself may write
+    these.
+    """
     found = {"__main__": script} if script is not None else {}
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)

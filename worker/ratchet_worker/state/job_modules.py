@@ -23,7 +23,8 @@ _INNER: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.For, ast
 
 
 def modules_below(code: Path | None) -> dict[str, ModuleType]:
-    """Return imported modules whose files are below ``code``, by name, except packages that are installed there."""
+    """Return, by name, the imported modules of the user's whose files are below ``code``, without packages that are installed
+    there. Empty if ``code`` is None."""
     if code is None:
         return {}
     starts = f"{code}/", f"{code.resolve()}/"
@@ -35,12 +36,15 @@ def modules_below(code: Path | None) -> dict[str, ModuleType]:
 
 
 def assigns(code: CodeType, name: str) -> bool:
-    """True if a function assigns the variable ``name`` of an enclosing function."""
+    """True if the function with this ``code``, or one inside it, assigns or deletes the variable ``name`` of an enclosing
+    function."""
     return name in _assigned(code)
 
 
 @lru_cache(maxsize=4096)
 def _assigned(code: CodeType) -> frozenset[str]:
+    """Return the names of the variables of enclosing functions that the function with this ``code``, or one inside it, assigns or
+    deletes."""
     free = {*code.co_freevars}
     own = {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
     inner = (_assigned(one) for one in code.co_consts if isinstance(one, CodeType))
@@ -48,7 +52,8 @@ def _assigned(code: CodeType) -> frozenset[str]:
 
 
 def is_set_by_functions(module: ModuleType, name: str) -> bool:
-    """True if functions of the main script assign ``name``, and for every name of another module."""
+    """True if a change of the variable ``name`` of ``module`` counts: in the main script, if a function declares it ``global``;
+    in any other module, always."""
     if module.__name__ != "__main__":
         return True
     return any(isinstance(node, ast.Global) and name in node.names for node, _ in _nodes(module))
@@ -56,7 +61,10 @@ def is_set_by_functions(module: ModuleType, name: str) -> bool:
 
 def is_log(path: str) -> bool:
     """True if the job's code only writes into the container at ``path`` (``train:LOSSES``) while it trains, by statements like
-    ``LOSSES.append(x)`` or ``LOSSES[key] = x``: a container that is never read does not affect training."""
+    ``LOSSES.append(x)`` or ``LOSSES[key] = x``. A container that is never read does not affect training.
+
+    Reads at the top level of the module after the last write are allowed. False if that cannot be determined from the source.
+    """
     name, _, variable = path.partition(":")
     variable = variable.replace("[", ".").partition(".")[0]
     module = sys.modules.get(name)
@@ -77,7 +85,8 @@ def is_log(path: str) -> bool:
 
 
 def _is_written(node: ast.AST, above: tuple[ast.AST, ...]) -> bool:
-    """True if ``node`` is only written into. ``above``: the nodes around it, the nearest first."""
+    """True if the expression ``node`` is only written into by the code around it. ``above``: the nodes around ``node``, the
+    nearest first."""
     for number, one in enumerate(above):
         if isinstance(one, ast.Subscript) and one.value is node:
             if not isinstance(one.ctx, ast.Load):
@@ -91,6 +100,7 @@ def _is_written(node: ast.AST, above: tuple[ast.AST, ...]) -> bool:
 
 
 def _is_used_elsewhere(module: ModuleType, name: str) -> bool:
+    """True if another module of the job uses an attribute ``name``, or imports that name or ``*``."""
     code = Path(str(module.__file__)).resolve().parent
     others = (other for other in modules_below(code).values() if other is not module)
     return any(
@@ -102,12 +112,14 @@ def _is_used_elsewhere(module: ModuleType, name: str) -> bool:
 
 
 def _nodes(module: ModuleType) -> list[tuple[ast.AST, tuple[ast.AST, ...]]]:
+    """Return ``parsed`` of the module's file."""
     return parsed(str(module.__file__))
 
 
 @lru_cache(maxsize=256)
 def parsed(file: str) -> list[tuple[ast.AST, tuple[ast.AST, ...]]]:
-    """Return each node of a source file with the nodes around it, the nearest first."""
+    """Return each syntax node of a source file, with the nodes around it, the nearest first. Empty if the file cannot be read or
+    parsed. The result is cached."""
     try:
         tree: Any = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -116,6 +128,8 @@ def parsed(file: str) -> list[tuple[ast.AST, tuple[ast.AST, ...]]]:
 
 
 def _descend(node: ast.AST, above: tuple[ast.AST, ...]) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...]]]:
+    """Yield ``node`` and all nodes inside it, each with the nodes around it, the nearest first. ``above``: those around
+    ``node``."""
     yield node, above
     for child in ast.iter_child_nodes(node):
         yield from _descend(child, (node, *above))

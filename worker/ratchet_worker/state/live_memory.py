@@ -39,29 +39,34 @@ _ADVICE: Final = (
 
 
 class ChangedTooEarly(StateError):
-    """User code changed a tensor between the step boundary and its copy, or resized its storage."""
+    """Raised if user code changed a tensor between the step boundary and its copy, or resized its storage."""
 
 
 def resized_error(name: str) -> ChangedTooEarly:
-    """Return the error for a tensor whose storage was resized between the step boundary and its copy."""
+    """Return, not raise, the error for a tensor whose storage was resized between the step boundary and its copy. ``name``: the
+    tensor's."""
     return ChangedTooEarly(f"the storage of {name} was resized before it was copied: {_ADVICE}")
 
 
 def changed_error(name: str) -> ChangedTooEarly:
-    """Return the error for a tensor that was changed in place between the step boundary and its copy."""
+    """Return, not raise, the error for a tensor that was changed in place between the step boundary and its copy. ``name``: the
+    tensor's."""
     return ChangedTooEarly(
         f"{name} was changed before it was copied, other than by the backward pass or optimizer.step(): {_ADVICE}"
     )
 
 
 def is_row_major(tensor: torch.Tensor) -> bool:
-    """True if a tensor's bytes in this process's memory, in order, are what a checkpoint stores of it."""
+    """True if a tensor is on the CPU, and its bytes in memory, in order, are those that a checkpoint stores of it."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def live_bytes(tensor: torch.Tensor) -> Bytes:
-    """Return the bytes of a row-major tensor (``is_row_major``), 1-D, without a copy. The result references the tensor; no pages
-    are touched. Raises ``BufferError`` if the tensor has no memory any more."""
+    """Return the bytes of a row-major tensor (``is_row_major``) as a 1-D array that shares its memory.
+
+    The result keeps the tensor's storage alive; no pages are touched. Raises ``BufferError`` if the tensor has no memory any
+    more.
+    """
     if not tensor.numel():
         return np.empty(0, np.uint8)
     if not tensor.data_ptr():
@@ -71,9 +76,11 @@ def live_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 class LiveTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name as they are at one step boundary: views, whose storages user code can resize, but not free by giving a
-    tensor other memory (``parameter.data = ...``). ``addresses`` and ``versions`` (torch's count of in-place changes): those at
-    the boundary."""
+    """Tensors by name as they are at one step boundary, when this object is created: views, not copies.
+
+    User code can resize their storages, but not free them by giving a tensor other memory (``parameter.data = ...``).
+    ``addresses`` and ``versions`` (torch's count of in-place changes): those at the boundary, in the order of ``tensors``.
+    """
 
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = [*map(torch.Tensor.detach, tensors)]
@@ -90,11 +97,11 @@ class LiveTensors(Mapping[str, torch.Tensor]):
         return len(self._numbers)
 
     def version(self, name: str) -> int | None:
-        """Return how often the tensor had been changed in place at the boundary; None: torch does not count that."""
+        """Return how often the tensor ``name`` had been changed in place at the boundary; None if torch does not count that."""
         return self.versions[self._numbers[name]]
 
     def require_intact(self, name: str) -> None:
-        """Raises ``StateError`` if the tensor was changed in place since the boundary, or its storage was resized."""
+        """Raises ``StateError`` if the tensor ``name`` was changed in place since the boundary, or its storage was resized."""
         number = self._numbers[name]
         if address(self.tensors[number]) != self.addresses[number]:
             raise resized_error(name)
@@ -102,14 +109,15 @@ class LiveTensors(Mapping[str, torch.Tensor]):
             raise changed_error(name)
 
     def require_all_intact(self) -> None:
-        """Call ``require_intact`` for every tensor."""
+        """Raises ``StateError`` if any of the tensors was changed in place since the boundary, or its storage was resized."""
         if [*map(address, self.tensors)] != self.addresses or versions_of(self.tensors) != self.versions:
             for name in self._numbers:
                 self.require_intact(name)
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory, only for comparison; 0 for layouts and types without memory of their own."""
+    """Return the address of a tensor's memory, only for comparison. 0 for layouts and types without memory of their own, and for
+    a storage that was emptied."""
     if type(tensor) in _PLAIN_TYPES:
         return tensor.data_ptr() if tensor.layout is torch.strided else 0
     try:
@@ -119,7 +127,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """True if a tensor has elements but no memory: its storage was emptied."""
+    """True if a tensor has elements but no memory, since its storage was emptied."""
     try:
         return bool(tensor.numel()) and not tensor.data_ptr()
     except RuntimeError:  # a subclass that wraps other tensors
@@ -127,7 +135,8 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 
 class SafeReader:
-    """Reads memory that user code may free during the read. For one thread at a time."""
+    """Reads memory that user code may free during the read: a freed memory raises ``BufferError`` instead of ending the process.
+    For one thread at a time."""
 
     def __init__(self) -> None:
         self._file = _memory_file()
@@ -136,7 +145,7 @@ class SafeReader:
         self._window: Bytes = np.frombuffer(mmap.mmap(self._file, _WINDOW), np.uint8)
 
     def blocks(self, memory: Bytes) -> Iterator[Bytes]:
-        """Yield copies of consecutive blocks of ``memory``; each is valid until the next is requested. Raises ``BufferError`` if
+        """Yield copies of consecutive blocks of ``memory``. Each is valid until the next is requested. Raises ``BufferError`` if
         the memory was freed."""
         for begin in range(0, memory.size, _WINDOW):
             block, done = memory[begin : begin + _WINDOW], 0
@@ -150,14 +159,16 @@ class SafeReader:
             yield self._window[: block.size]
 
     def copy(self, memory: Bytes, target: Bytes) -> None:
-        """Copy ``memory`` to ``target``, which has the same size. Raises ``BufferError`` as ``blocks`` does."""
+        """Copy ``memory`` to ``target``, which has the same size. Raises ``BufferError`` if ``memory`` was freed; ``target`` is
+        then copied in part."""
         done = 0
         for block in self.blocks(memory):
             np.copyto(target[done : done + block.size], block)
             done += block.size
 
     def private_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a CPU tensor with the same shape and strides. Raises ``BufferError``."""
+        """Return a copy of a CPU tensor with the same shape and strides. Raises ``BufferError`` if the tensor's memory was
+        freed."""
         if tensor.is_neg():
             return negative_view(self.private_copy(negative_view(tensor)))
         if tensor.is_conj():
@@ -174,7 +185,7 @@ class SafeReader:
 
 
 def _memory_file() -> int:
-    """Return a file descriptor of a file without a name, in memory if the system supports it."""
+    """Return the descriptor of a new file without a name, in memory if the system supports it. The caller closes it."""
     if hasattr(os, "memfd_create"):  # not in every build of Python
         return os.memfd_create("ratchet-reads", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:

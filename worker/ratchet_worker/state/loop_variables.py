@@ -18,9 +18,12 @@ _AROUND: Final = (ast.For, ast.AsyncFor, ast.While, *_FUNCTIONS, ast.Module)
 
 
 def find_carried(frame: FrameType | None) -> tuple[str, list[str]]:
-    """Find the user's loop that requests its next item in ``frame`` or through generators there, possibly a ``while`` that calls
-    ``next``. Return its file and line, and the variables that it carries and does more with than print. No names: there is no
-    such loop, or it carries none."""
+    """Find the user's loop that has requested its next item, and the variables that it carries from one pass to the next.
+
+    ``frame``: where to begin; the frames that called it are searched, too. Such a loop is a ``for`` that iterates there, or a
+    ``while`` that calls ``next``. Return its file and line as text, and the sorted names of variables that it carries and does
+    more with than print. ``("", [])`` if there is no such loop; no names if it carries none.
+    """
     while frame is not None:
         if _is_users(frame):
             file, line = frame.f_code.co_filename, frame.f_lineno
@@ -37,15 +40,16 @@ def find_carried(frame: FrameType | None) -> tuple[str, list[str]]:
 
 
 def calls_next(frame: FrameType | None) -> bool:
-    """True if the user's code in ``frame`` calls ``next`` outside of a ``while``. ``next(iter(loader))``, of an iterator that is
-    created for it, only inspects a batch and does not count."""
+    """True if the user's code in ``frame`` is calling ``next`` outside of a ``while``. ``next(iter(loader))``, of an iterator
+    that is created for it, only inspects a batch and does not count."""
     return (
         frame is not None and _is_users(frame) and any(not isinstance(one, ast.While) for one in _enclosing_next(frame))
     )
 
 
 def _enclosing_next(frame: FrameType) -> list[ast.AST]:
-    """Return the innermost loop, else function or module, around the call of ``next`` that runs in ``frame``; [] if none runs."""
+    """Return, in a list, the innermost loop, or else function, class or module, around the call of ``next`` that is running in
+    ``frame``. Empty if no such call is running."""
     place = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     for node, above in parsed(frame.f_code.co_filename):
         if isinstance(node, ast.Call) and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == place:
@@ -56,11 +60,13 @@ def _enclosing_next(frame: FrameType) -> list[ast.AST]:
 
 
 def _is_users(frame: FrameType) -> bool:
+    """True if the code that runs in ``frame`` is the user's."""
     return is_user_module(str(frame.f_globals.get("__name__")))
 
 
 def carried_message(place: str, names: Sequence[str], *, within_epoch: bool) -> str:
-    """Return a message about the result of ``find_carried``. ``within_epoch``: the loop iterates over an epoch's batches."""
+    """Return the message for the user about variables that a loop carries. ``place``, ``names``: from ``find_carried``.
+    ``within_epoch``: the loop iterates over an epoch's batches."""
     them, they = ("it", "it starts") if len(names) == 1 else ("them", "they start")
     text = (
         f"{place}: the loop carries {join_first(names)} from one pass to the next, and no checkpoint has {them}: after a resume "
@@ -72,10 +78,11 @@ def carried_message(place: str, names: Sequence[str], *, within_epoch: bool) -> 
 
 
 def lost_message(place: str, names: Sequence[str]) -> str:
-    """Return the message for variables that a resume has lost."""
+    """Return the message for the user about variables ``names`` of the loop at ``place`` that a resume has not restored."""
     they, them = ("starts", "it") if len(names) == 1 else ("start", "them")
     return f"{place}: {join_first(names)} {they} again from the value that the script assigns first: no checkpoint has {them}"
 
 
 def _is_iterated_at(loop: ast.For, line: int) -> bool:
+    """True if the expression over which ``loop`` iterates is at ``line``."""
     return loop.iter.lineno <= line <= (loop.iter.end_lineno or loop.iter.lineno)

@@ -24,9 +24,13 @@ _METHODS: Final = frozenset(("state_dict", "_save_to_state_dict", "get_extra_sta
 
 
 def capture(module: Walked, layout_key: object = None) -> dict[str, Any]:
-    """Return JSON: ``keys``, pairs of a key and the stored name (``model/<parameter>``, ``buffers/<buffer>``; None: neither), in
-    the order of ``state_dict``; ``strides`` of parameters that are not row-major; ``error``: why there are no keys.
-    ``layout_key``: the same object as long as the parameters have the same shapes and strides; None: not known."""
+    """Return, as JSON, what is needed to build the model's ``state_dict`` from a checkpoint without the user's code.
+
+    ``keys``: pairs of a key and the stored name (``model/<parameter>``, ``buffers/<buffer>``; None: neither), in the order of
+    ``state_dict``. ``strides``: of parameters that are not row-major. ``error``: why ``keys`` is None, if the user's
+    ``state_dict`` raises. ``layout_key``: the same object as long as the parameters have the same shapes and strides; None: not
+    known. The result may be that of an earlier call; do not change it.
+    """
     walk = as_walk(module)
     if not _has_default_keys(walk):
         return _capture(walk)
@@ -39,13 +43,14 @@ def capture(module: Walked, layout_key: object = None) -> dict[str, Any]:
 
 
 def _has_default_keys(walk: Walk) -> bool:
-    """True if the keys follow from the names of parts, parameters and buffers alone, without hooks or methods of the user's."""
+    """True if the keys of ``state_dict`` follow from the names of parts, parameters and buffers alone: neither the module nor a
+    part has hooks or methods of the user's for it."""
     own = walk.cached("own state_dict", lambda: walk.overrides(_METHODS, parts=True))
     return not own and walk.cached("own state_dict hooks", lambda: _Hooks(walk)).is_empty()
 
 
 class _Hooks:
-    """Checks whether a module's parts have hooks, or methods of their own, that ``state_dict`` calls."""
+    """The hooks, and methods set on a part itself, that ``state_dict`` would call on the parts of a module."""
 
     def __init__(self, walk: Walk) -> None:
         self._walk, self._seen = walk, object()
@@ -53,6 +58,7 @@ class _Hooks:
         self._methods = False
 
     def is_empty(self) -> bool:
+        """True if no part has such hooks or methods now."""
         walk = self._walk
         if self._seen is not walk.attributes:
             parts = [part for _, part in walk.named_modules()]
@@ -63,6 +69,7 @@ class _Hooks:
 
 
 def _capture(module: Walk) -> dict[str, Any]:
+    """Return what ``capture`` returns, without a cache; calls the user's ``state_dict``."""
     stored = {id(b): f"buffers/{name}" for name, b in module.named_buffers()}
     stored |= {id(p): f"model/{name}" for name, p in module.named_parameters()}
     strides = {n: list(p.stride()) for n, p in module.named_parameters() if not p.is_contiguous() and is_dense(p)}
@@ -79,7 +86,8 @@ MODEL: Final = "model"
 
 
 def replicated_names(walk: Walk) -> Collection[str]:
-    """Return the parameters that DDP keeps equal: all but those that the module asks DDP to ignore."""
+    """Return the names of the parameters that DDP keeps equal: all but those that the module asks DDP to ignore. The same object
+    while these are the same."""
     ignored = frozenset(getattr(walk.module, "_ddp_params_and_buffers_to_ignore", ()))
     known = walk.cached("replicated", dict[frozenset[str], Collection[str]])
     if ignored not in known:
@@ -88,19 +96,22 @@ def replicated_names(walk: Walk) -> Collection[str]:
 
 
 def model_parameters(tensors: Tensors) -> Tensors:
-    """Return the model's parameters among a snapshot's tensors, by their names in the model."""
+    """Return the model's parameters among a snapshot's tensors, by their names in the model (without ``model/``)."""
     prefix = f"{MODEL}/"
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def restore_parameters(module: nn.Module, saved: Snapshot) -> None:
-    """Copy the saved parameters into ``module``. Raises ``StateError`` if names, shapes or dtypes differ."""
+    """Copy the saved parameters into those of ``module``. Raises ``StateError`` if names, shapes or dtypes differ."""
     _copy_into("parameter", dict(module.named_parameters()), model_parameters({**saved.shared, **saved.private}))
 
 
 def restore_buffers(module: nn.Module, saved: Snapshot, relayout: bool) -> None:
-    """Restore buffers, and the modules' other state. ``relayout``: DDP was built for other parameters, so the frozen ones are not
-    changed. Raises ``StateError`` if names, shapes or dtypes differ."""
+    """Restore buffers, including added and resized ones, and the modules' other state (see ``module_extras``).
+
+    ``relayout``: DDP was built for other parameters than the recorded ones, so ``requires_grad`` is left unchanged. Raises
+    ``StateError`` if names, shapes or dtypes differ.
+    """
     buffers, modules = saved.encoded("buffers")[0], saved.value("modules")
     module_baseline.make_buffers(module, modules, buffers)
     _copy_into("buffer", dict(module.named_buffers()), buffers)
@@ -108,8 +119,8 @@ def restore_buffers(module: nn.Module, saved: Snapshot, relayout: bool) -> None:
 
 
 def _copy_into(kind: str, live: Mapping[str, torch.Tensor], found: Tensors) -> None:
-    """Copy ``found``, bit for bit, into live tensors of the same names, shapes and dtypes. Raises ``StateError`` naming what
-    differs."""
+    """Copy ``found``, bit for bit, into the ``live`` tensors of the same names. ``kind``: for messages. Raises ``StateError``
+    naming the first tensor that only one side has, or that has another shape or dtype."""
     if odd := sorted(set(live) ^ set(found)):
         side = "the model has no longer" if odd[0] in found else "the checkpoint does not have"
         raise StateError(f"{kind} {odd[0]!r}, which {side}")

@@ -27,7 +27,8 @@ _TRAINED: Final = attrgetter("requires_grad")
 
 @dataclass(frozen=True)
 class Built:
-    """A buffer as it was built: the tensor, shape and dtype, and the identity of its storage."""
+    """A buffer as it was when DDP wrapped the model: a weak reference to the tensor, its shape and dtype, and the identity of its
+    storage."""
 
     tensor: weakref.ref[torch.Tensor]
     form: tuple[torch.Size, torch.dtype]
@@ -36,22 +37,25 @@ class Built:
 
 @dataclass(frozen=True)
 class Origin:
-    """The original parameters (id, and whether it is trained) and buffers, by path from the module's root."""
+    """A model's parameters and buffers when DDP wrapped it, by path from the module's root. Of a parameter: its ``id``, and
+    whether it is trained."""
 
     parameters: dict[str, tuple[int, bool]]
     buffers: dict[str, Built]
 
     @cached_property
     def ids(self) -> list[tuple[str, int]]:
+        """Name and ``id`` of each parameter, in order."""
         return [(name, number) for name, (number, _) in self.parameters.items()]
 
     @cached_property
     def trained(self) -> list[bool]:
+        """Whether each parameter is trained, in order."""
         return [trained for _, trained in self.parameters.values()]
 
 
 def origin(module: nn.Module) -> Origin:
-    """Return the origin of ``module``; called when the module is wrapped."""
+    """Return the origin of ``module`` as it is now. Call it when the module is wrapped."""
     return Origin(
         {name: (id(p), p.requires_grad) for name, p in module.named_parameters()},
         {name: Built(weakref.ref(b), (b.shape, b.dtype), _storage(b)) for name, b in _buffers(module)},
@@ -59,7 +63,8 @@ def origin(module: nn.Module) -> Origin:
 
 
 def check_parameters_unchanged(module: Walked, before: Origin) -> None:
-    """Raises ``UserError`` for a parameter that DDP does not know. Freezing a parameter is allowed."""
+    """Raises ``UserError`` for a parameter that was added, removed, replaced or unfrozen since the origin ``before``, since DDP
+    does not know it. Freezing a parameter is allowed."""
     walk = as_walk(module)
     built, same = walk.cached("built", lambda: (before, [(n, id(p)) for n, p in walk.named_parameters()] == before.ids))
     if same and built is before and trained_flags(walk) == before.trained:
@@ -85,16 +90,19 @@ def check_parameters_unchanged(module: Walked, before: Origin) -> None:
 
 
 def trained_flags(walk: Walk) -> list[bool]:
-    """Return the current ``requires_grad`` of each parameter."""
+    """Return the current ``requires_grad`` of each parameter, in order."""
     return [*map(_TRAINED, walk.all_parameters)]
 
 
 def changed_buffers(module: Walked, before: Origin) -> dict[str, Any]:
-    """Return the changes of buffers, by name. ``made``: the buffer is another tensor than the built one; whether a state_dict
-    holds it. Of these, ``moved``: it is the built buffer of this other name; ``same``: it is the made buffer of this other name.
-    ``resized``: the built tensor in another shape, dtype or memory; whether its memory is still the original one, which other
-    tensors may view. ``gone``: it does not exist any more. ``parted``: its new memory is shared with another tensor of the model,
-    which a resume does not restore."""
+    """Return the changes of buffers since the origin ``before``, by kind of change; in each, by the buffer's name.
+
+    ``made``: the buffer is another tensor than the built one; the value is whether a state_dict holds it. Of these, ``moved``:
+    it is the built buffer of this other name. ``same``: it is the same tensor as the made buffer of this other name.
+    ``resized``: the built tensor has another shape, dtype or memory; the value is whether its memory is still the original one,
+    which other tensors may view. ``gone``: sorted names of buffers that do not exist any more. ``parted``: sorted names of
+    buffers whose new memory is shared with another tensor of the model, which a resume does not restore.
+    """
     now = dict(_buffers(module))
     built: dict[int, str] | None = None  # computed only if a buffer is another tensor
     made: dict[str, bool] = {}
@@ -120,15 +128,18 @@ def changed_buffers(module: Walked, before: Origin) -> dict[str, Any]:
 
 
 def _sharing(module: Walked, buffers: dict[str, torch.Tensor], names: list[str]) -> Iterator[str]:
-    """Return those of ``names`` whose memory is shared with another tensor of the model."""
+    """Return those of ``names`` whose memory is shared with another parameter or buffer of the model."""
     tensors = {id(t): t for t in (*module.parameters(), *buffers.values())}
     sharers = Counter(_storage(t) for t in tensors.values() if t.layout is torch.strided and t.numel())
     return (name for name in names if sharers[_storage(buffers[name])] > 1)
 
 
 def make_buffers(module: nn.Module, changed: dict[str, Any], saved: dict[str, torch.Tensor]) -> None:
-    """Give a freshly built module the buffers that it had in training, in their shapes. ``changed``: from ``changed_buffers``;
-    ``saved``: each tensor under the first of its names. Raises ``StateError`` if the module has no place for one."""
+    """Give a freshly built module the buffers that it had in training, in their shapes; their elements are not copied yet.
+
+    ``changed``: from ``changed_buffers``. ``saved``: each saved buffer under the first of its names. Raises ``StateError`` if
+    the module has no part that one of them belongs to.
+    """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     made, moved, same = (changed.get(key, {}) for key in ("made", "moved", "same"))
     built = dict(_buffers(module))
@@ -154,7 +165,11 @@ def make_buffers(module: nn.Module, changed: dict[str, Any], saved: dict[str, to
 
 
 def _resize(buffer: torch.Tensor, form: torch.Tensor, own: bool) -> None:
-    """Give ``buffer`` the shape and dtype of ``form``; it stays the same tensor, so that other references to it stay valid."""
+    """Give ``buffer`` the shape and dtype of ``form``. It stays the same tensor, so that other references to it stay valid; its
+    elements are lost.
+
+    ``own``: it had its original memory when it was saved, so that memory is kept if the dtype is the same.
+    """
     if own and buffer.dtype is form.dtype:
         buffer.resize_(form.shape)
     else:
@@ -162,13 +177,13 @@ def _resize(buffer: torch.Tensor, form: torch.Tensor, own: bool) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if any part of ``module`` is called through torch.compile."""
+    """True if ``module``, or any part of it, is called through torch.compile."""
     # By name: importing torch._dynamo takes a second.
     return any(torch_compat.is_compiled(part) or type(part).__name__ == "OptimizedModule" for part in module.modules())
 
 
 def built_names(before: Origin) -> dict[int, str]:
-    """Return the names that buffers had at the origin, by the id of those that still exist."""
+    """Return, by ``id``, the names that buffers had at the origin, of those buffers that still exist."""
     found = dict[int, str]()
     for name, one in before.buffers.items():
         if (tensor := one.tensor()) is not None:
@@ -177,13 +192,15 @@ def built_names(before: Origin) -> dict[int, str]:
 
 
 def buffer_forms(walk: Walk) -> list[tuple[int, torch.Size, torch.dtype]]:
-    """Return everything about buffers that ``changed_buffers`` compares, except which tensors they are."""
+    """Return what ``changed_buffers`` compares of each buffer, in order, except which tensor it is: storage, shape and dtype."""
     return [(_storage(b), b.shape, b.dtype) for _, b in _buffers(walk)]
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage; 0 for a tensor that is not strided."""
     return torch_compat.storage_id(tensor) if tensor.layout is torch.strided else 0
 
 
 def _buffers(module: Walked) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return all buffers with their names; one with several names is there under each of them."""
     return module.named_buffers(remove_duplicate=False)

@@ -27,15 +27,15 @@ _MODE: Final = attrgetter("training")
 
 
 class Capture:
-    """The encoded state of one module, from save to save: the previous one if nothing that ``capture`` reads can have
-    changed."""
+    """Captures the encoded state of one module for each save; reuses the previous result if nothing that ``capture`` reads can
+    have changed."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
 
     def capture_encoded(self, walk: Walk, before: Origin) -> tuple[Tensors, JsonValue]:
-        """Return named tensors and JSON, which is the same object while the state is known to be unchanged. Raises
-        ``HookStateError`` for state that cannot be stored."""
+        """Return named tensors and JSON of the module's state; the JSON is the same object while the state is known to be
+        unchanged. ``before``: the wrapped module's origin. Raises ``HookStateError`` for state that cannot be stored."""
         known, seen = self._known, _observe(walk)
         if known is not None and known.walk is walk and known.before is before and known.seen == seen:
             return {}, known.data
@@ -47,7 +47,8 @@ class Capture:
 
 
 class _Known(NamedTuple):
-    """A captured state. ``seen``: everything that may change while ``walk`` is the same."""
+    """A captured state that can be reused. ``seen``: everything that may change while ``walk`` is the same. ``data``: the state's
+    JSON; it has no tensors."""
 
     walk: Walk
     before: Origin
@@ -56,13 +57,17 @@ class _Known(NamedTuple):
 
 
 class _Seen(NamedTuple):
+    """What may change while a module's parts, parameters and buffers are the same: the training mode of each part,
+    ``requires_grad`` of each parameter, and form and storage of each buffer."""
+
     modes: list[bool]
     trained: list[bool]
     buffers: list[tuple[int, torch.Size, torch.dtype]]
 
 
 def _observe(walk: Walk) -> _Seen | None:
-    """Return None if there are gradients, whose elements would have to be read, or extra state, which user code returns."""
+    """Return what may change while ``walk`` is the same. None if that cannot be observed cheaply: there are gradients, whose
+    elements would have to be read, or extra state, which user code returns."""
     if _modules_with_extra_state(walk) or not all(map(is_, map(_GRADIENT, walk.all_parameters), repeat(None))):
         return None
     parts = walk.cached("parts", lambda: [part for _, part in walk.named_modules()])
@@ -70,8 +75,12 @@ def _observe(walk: Walk) -> _Seen | None:
 
 
 def capture(module: Walked, before: Origin) -> dict[str, Any]:
-    """Return a tree that ``ratchet_hooks.state.encode`` accepts; a gradient of zeros is stored as None. ``before``: the wrapped
-    module's origin."""
+    """Return the module's state besides parameters and buffers, as a tree that ``ratchet_hooks.state.encode`` accepts.
+
+    ``before``: the wrapped module's origin. Beside the changes of buffers it has the names of parts in eval mode (``eval``) and
+    of frozen parameters (``frozen``), ``extra`` state by part, and ``gradients`` by parameter: None for one of zeros; a
+    parameter without a gradient is missing.
+    """
     gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
     return {
         **module_baseline.changed_buffers(module, before),
@@ -83,9 +92,10 @@ def capture(module: Walked, before: Origin) -> dict[str, Any]:
 
 
 def restore(module: nn.Module, state: dict[str, Any], *, frozen: bool = True) -> None:
-    """Restore a captured state. ``frozen`` False leaves ``requires_grad`` unchanged, since DDP was built for other parameters.
+    """Restore a state that ``capture`` returned, except the changes of buffers (see ``module_baseline.make_buffers``).
 
-    Raises ``StateError`` if the module has other parts than the recorded one.
+    ``frozen`` False leaves ``requires_grad`` unchanged, since DDP was built for other parameters. Raises ``StateError`` if the
+    module has other parts or parameters than the recorded one.
     """
     modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
     holders = _modules_with_extra_state(module)
@@ -110,13 +120,16 @@ def _is_zero(gradient: torch.Tensor) -> bool:
 
 
 def _gradient(parameter: nn.Parameter, saved: torch.Tensor | None) -> torch.Tensor:
+    """Return a new gradient for ``parameter``: zeros if ``saved`` is None, else a copy of ``saved``."""
     return torch.zeros_like(parameter) if saved is None else saved.to(parameter.device, copy=True)
 
 
 def _modules_with_extra_state(module: Walked) -> dict[str, nn.Module]:
+    """Return, by name, the parts of the module whose class has a ``get_extra_state`` of its own. Cached with the walk."""
     walk = as_walk(module)
     return walk.cached("extra", lambda: _own_extra_state(walk))
 
 
 def _own_extra_state(module: Walk) -> dict[str, nn.Module]:
+    """Return, by name, the parts of the module whose class has a ``get_extra_state`` of its own."""
     return {n: m for n, m in module.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}

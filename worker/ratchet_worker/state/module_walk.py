@@ -22,7 +22,8 @@ _Vars = dict[str, Any]
 
 
 class Walk:
-    """Returns what the methods of the same names of ``nn.Module`` return, as long as the module does not change."""
+    """The parts, parameters and buffers of a module. Its methods return what those of ``nn.Module`` return, but from a cache that
+    is valid as long as the module does not change."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -31,7 +32,11 @@ class Walk:
 
     def updated(self) -> Walk:
         """Return this walk if the module still has the very same parts, parameters and buffers under the same names; else a new
-        one. Memory, shape and dtype of a tensor may have changed nevertheless."""
+        walk.
+
+        Memory, shape and dtype of a tensor may have changed nevertheless. A module that overrides these lists always gets a new
+        walk.
+        """
         own = self.overrides(_LISTS)
         if not own and self._structure is not None and self._structure.matches():
             return self
@@ -44,19 +49,21 @@ class Walk:
 
     @property
     def attributes(self) -> object:
-        """The same object as long as, at the last ``updated``, all parts have the same attributes with the same values. A value
-        that is changed in place is not detected."""
+        """An object that is the same as long as, at the last ``updated``, all parts have the same attributes with the same
+        values; a new one each time if that cannot be observed. A value that is changed in place is not detected."""
         return object() if self._structure is None else self._structure.attributes
 
     def cached(self, name: str, make: Callable[[], T]) -> T:
-        """Return the cached result of ``make``, which must follow from names, types and places alone."""
+        """Return the result of ``make``, computed once per ``name``. It must follow from names, types and places of parts,
+        parameters and buffers alone."""
         if name not in self._derived:
             self._derived[name] = make()
         found: T = self._derived[name]
         return found
 
     def overrides(self, methods: Iterable[str], *, parts: bool = False) -> bool:
-        """True if the module (``parts``: or one of its parts) overrides one of these methods of ``nn.Module``."""
+        """True if the module overrides one of these methods of ``nn.Module``, in its class or on the object. ``parts``: or if one
+        of its parts does."""
         asked = [part for _, part in self.named_modules()] if parts else [self.module]
         return any(
             name in vars(one) or getattr(type(one), name) is not getattr(nn.Module, name)
@@ -75,9 +82,11 @@ class Walk:
 
     @cached_property
     def all_parameters(self) -> list[nn.Parameter]:
+        """All parameters, each once, in order."""
         return [parameter for _, parameter in self._parameters]
 
     def named_buffers(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the current buffers with their names. ``remove_duplicate``: one with several names is there only once."""
         if self._structure is None:
             return self.module.named_buffers(remove_duplicate=remove_duplicate)
         places = self._buffers if remove_duplicate else self._all_buffers
@@ -107,12 +116,17 @@ class Walk:
 
     @cached_property
     def _all_buffers(self) -> list[tuple[str, _Vars, str]]:
+        """Name and place of each buffer under each of its names."""
         return _buffers(self.module.named_modules(remove_duplicate=False))
 
 
 class _Stand:
     """The state of all parts at one time: their classes, their dictionaries, and the names and identities of the objects in
-    these. It does not keep replaced buffers alive; it keeps parts and their parameters alive until the next ``again``."""
+    these.
+
+    It does not keep replaced buffers alive. It keeps parts and their parameters alive. ``attributes``: replaced by a new object
+    when ``matches`` finds that an attribute of a part has changed.
+    """
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self._parts, self._types, self._vars = parts, [*map(type, parts)], [*map(vars, parts)]
@@ -123,6 +137,8 @@ class _Stand:
         self.attributes = object()
 
     def matches(self) -> bool:
+        """True if the parts still have the same classes, parts, parameters and buffers under the same names; other attributes may
+        have changed."""
         if [*map(type, self._parts)] != self._types or not all(map(is_, map(vars, self._parts), self._vars)):
             return False
         if not self._own.matches(self._vars):
@@ -132,13 +148,16 @@ class _Stand:
         return self._contents.matches(self._held) and [*self._non_persistent()] == self._non_persistent_names
 
     def _dictionaries(self) -> list[_Vars]:
+        """Return the tables of parts, parameters and buffers of all parts."""
         return [one[name] for one in self._vars for name in MODULE_TABLES]
 
     def _non_persistent(self) -> Iterator[set[str]]:
+        """Return, for each part that had buffers, the names of those that ``state_dict`` omits."""
         return map(non_persistent_buffers, self._with_buffers)
 
 
 def _buffers(parts: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, _Vars, str]]:
+    """Return the name of each buffer of ``parts``, the table that holds it, and its key there."""
     held = ((path, own_buffers(part)) for path, part in parts)
     return [(f"{path}.{k}" if path else k, one, k) for path, one in held for k, b in one.items() if b is not None]
 
@@ -148,4 +167,5 @@ Walked = nn.Module | Walk
 
 
 def as_walk(module: Walked) -> Walk:
+    """Return ``module`` if it is a walk, else a new walk of it, without cached results."""
     return module if isinstance(module, Walk) else Walk(module)

@@ -124,9 +124,12 @@ SMALL: Final = 16 << 20
 
 @dataclass(frozen=True)
 class Node:
-    """One object at one time. ``mark``: the value by which it is compared, besides its ``children``, the objects that it holds.
-    ``from_user``: it is the script's, so it may be changed and created. ``covered``: a tensor that is saved
-    separately."""
+    """One object as a walk has found it.
+
+    ``mark``: the value by which two walks compare the object, besides its ``children``, the objects that it holds by key or
+    name. ``from_user``: it is the script's and no package's, so it may be changed and created. ``covered``: it is a parameter or
+    buffer of a root module, and is saved separately.
+    """
 
     item: Any
     kind: Kind
@@ -139,10 +142,13 @@ class Node:
 
 @dataclass
 class Walked:
-    """The result of a walk. ``nodes``: by path; ``paths``: by the id of their objects; ``storage_paths``: by storage, the path of
-    a covered tensor; ``ignored_paths``: the paths that were left out; ``failed``: paths of objects that raise when they are
-    visited; ``separate_optimizers``: ids of optimizers whose state is saved separately; ``library_hooks``: the number of
-    registered hooks of libraries; ``complete``: the walk has visited everything."""
+    """The result of a walk.
+
+    ``nodes``: by path. ``paths``: by the ``id`` of the objects. ``storage_paths``: by storage (``storage_id``), the path of a
+    covered tensor in it. ``ignored_paths``: the ignored paths that were met and left out. ``failed``: paths of objects that
+    raise when they are visited. ``separate_optimizers``: ids of optimizers whose state is saved separately. ``library_hooks``:
+    number of hooks that libraries have registered. ``complete``: False if the walk has stopped at ``_MAX_OBJECTS`` objects.
+    """
 
     nodes: dict[str, Node] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
@@ -154,15 +160,19 @@ class Walked:
     complete: bool = True
 
     def path_of(self, item: Any) -> str | None:
+        """Return the path of ``item``; None if the walk has not found this very object."""
         path = self.paths.get(id(item))
         return path if path is not None and self.nodes[path].item is item else None
 
 
 @dataclass(frozen=True)
 class Roots:
-    """The objects from which the walk starts, by path, per region. Parts, parameters and buffers of a module in ``own`` are saved
-    separately. ``covered_attributes``: for some objects, by path, the attributes that their ``state_dict`` covers, which are left
-    to it. ``separate_optimizers``: see ``Walked``."""
+    """The objects from which a walk starts, by path, for each region (see the module).
+
+    The parts, parameters and buffers of a module in ``own`` are saved separately. ``covered_attributes``: by path of an object,
+    the names of the attributes that its ``state_dict`` covers; the walk leaves these out. ``separate_optimizers``: see
+    ``Walked``.
+    """
 
     own: Mapping[str, Any] = field(default_factory=dict)
     registered: Mapping[str, Any] = field(default_factory=dict)
@@ -172,7 +182,7 @@ class Roots:
 
 
 def walk(roots: Roots, ignored: Collection[str] = ()) -> Walked:
-    """Walk from ``roots``. ``ignored``: paths that are not visited."""
+    """Return what a walk from ``roots`` finds. ``ignored``: paths that are not visited. Changes no object."""
     states = [vars(item).get("state") for item in roots.own.values() if isinstance(item, Optimizer)]
     walker = _Walker(
         ignored, {*map(id, (*process_generators(), *roots.registered.values(), *states))}, roots.covered_attributes
@@ -191,7 +201,8 @@ def walk(roots: Roots, ignored: Collection[str] = ()) -> Walked:
 
 
 class _Found(NamedTuple):
-    """An object before it is visited."""
+    """An object in the queue, before it is visited. The flags are as in ``Node``; a module may be ``covered``, too: its tensors
+    and parts are then saved separately."""
 
     path: str
     item: Any
@@ -200,8 +211,8 @@ class _Found(NamedTuple):
 
 
 class _Walker:
-    """Visits one region after the other, breadth first. ``excluded_ids``: ids of objects that are not visited; ``shared``:
-    objects found so far that belong to the last region."""
+    """Visits one region after the other, breadth first. ``excluded_ids``: ids of objects that are not visited. ``shared``:
+    objects, by path, that were found so far and are visited in the last region."""
 
     def __init__(
         self, ignored: Collection[str], excluded_ids: set[int], covered_attributes: Mapping[str, frozenset[str]]
@@ -212,6 +223,8 @@ class _Walker:
         self._queue = deque[_Found]()
 
     def run(self, region: Region, roots: Mapping[str, Any]) -> None:
+        """Visit everything that is reachable from ``roots`` in ``region`` and not visited yet. An object that raises is added to
+        ``failed``."""
         covered = region == "own"
         self._queue.extend(
             _Found(path, item, covered=covered and isinstance(item, nn.Module)) for path, item in roots.items()
@@ -229,6 +242,8 @@ class _Walker:
                     self.result.failed.add(one.path)
 
     def _visit(self, one: _Found, region: Region) -> None:
+        """Add the node of one object, and add what the object holds to the queue. Functions and classes found in ``own`` are left
+        for ``shared``, and those found in ``registered`` are skipped. Raises what the object's own code raises."""
         path, item = one.path, one.item
         kind = _kind(item, region)
         if kind in ("function", "class", "bound") and region == "registered":
@@ -269,6 +284,8 @@ class _Walker:
             self.shared |= {class_path(base): base for base in _user_bases(its_class)}
 
     def _visit_parts(self, path: str, module: nn.Module) -> None:
+        """Add nodes for the parameters and buffers of a covered module, and put its parts at the front of the queue. Buffers are
+        left out if the module's buffer table is itself a root."""
         buffers = () if id(own_buffers(module)) in self.root_ids else module.named_buffers(recurse=False)
         for name, tensor in (*module.named_parameters(recurse=False), *buffers):
             self._cover(f"{path}.{name}", tensor)
@@ -276,6 +293,7 @@ class _Walker:
         self._queue.extendleft(reversed([*parts]))
 
     def _cover(self, path: str, tensor: torch.Tensor) -> None:
+        """Add the node of a tensor that is saved separately, unless it has one; add its hooks and attributes to the queue."""
         found = self.result
         if id(tensor) in found.paths:
             return
@@ -290,7 +308,8 @@ class _Walker:
         )
 
     def _inner_optimizer_state(self, optimizer: Optimizer) -> Children:
-        """Return the state of an optimizer inside another one, unless it is the other one's state."""
+        """Return the state and the groups of an optimizer that another optimizer holds; empty if its state is saved separately,
+        since it is a root or uses the state dictionary of a root."""
         held = vars(optimizer)
         if id(held.get("state")) in self.excluded_ids:
             self.result.separate_optimizers.add(id(optimizer))
@@ -299,11 +318,13 @@ class _Walker:
         return {name: held[name] for name in ("state", "param_groups") if name in held}
 
     def _address_key(self, key: Any) -> Any:
-        """Replace a key that is the ``id`` of an object by the object's path, which is the same in every process."""
+        """Return ``key``, or, if it is the ``id`` of a visited object, a key with that object's path, which is the same in every
+        process."""
         path = self.result.paths.get(key) if type(key) is int else None
         return key if path is None else AddressKey(path)
 
     def _is_ignored(self, path: str) -> bool:
+        """True if ``path`` is ignored; it is then recorded in ``ignored_paths``."""
         if path not in self._ignored:
             return False
         self.result.ignored_paths.add(path)
@@ -311,14 +332,15 @@ class _Walker:
 
 
 def path_step(kind: Kind, key: Any) -> str:
-    """Return the part of a path from an object of this kind to what it holds under ``key``."""
+    """Return the part of a path that leads from an object of this kind to what it holds under ``key``: ``.name``, ``['key']``,
+    ``[0]``."""
     if kind == "module":
         return str(key)
     return f".{key}" if kind in ("object", "bound", "function", "class", "tensor", "generator") else f"[{key!r}]"
 
 
 class ObjectKey:
-    """A key of a dictionary that is not a constant, named by its place."""
+    """A key of a dictionary that is not a constant. It is named by its place in the dictionary, ``number``."""
 
     def __init__(self, number: int, item: Any) -> None:
         self.number, self.item = number, item
@@ -344,7 +366,7 @@ class AddressKey:
 
 
 def is_constant(item: Any) -> bool:
-    """True for a value that cannot change, and for a tuple of such values."""
+    """True for a value that cannot change (number, string, None, enum member, dtype ...), and for a tuple of such values only."""
     if type(item) in _PLAIN:
         return True
     if type(item) is tuple:
@@ -361,6 +383,8 @@ def class_path(item: Any) -> str:
 
 
 def _kind(item: Any, region: Region) -> Kind:
+    """Return the kind of ``item`` (see ``Kind``). Some classes of frameworks are entered as objects only in the region
+    ``registered``."""
     if isinstance(item, torch.Tensor):
         return "tensor" if item.layout is torch.strided else "sealed"
     if isinstance(item, np.ndarray):
@@ -400,18 +424,20 @@ def _kind(item: Any, region: Region) -> Kind:
 
 
 def _is_input_file(file: io.IOBase) -> bool:
-    """True if a file is read: one that is only written does not affect training."""
+    """True if a file is open for reading only, or is in memory. A file that is written does not affect training."""
     with suppress(ValueError):  # closed
         return file.readable() and (isinstance(file, (io.BytesIO, io.StringIO)) or not file.writable())
     return False
 
 
 def _is_excluded(module: str) -> bool:
+    """True if the walk does not enter objects of this module (a dotted name)."""
     return module.partition(".")[0] in _EXCLUDED_PACKAGES and not module.startswith(_INCLUDED_MODULES)
 
 
 def _owner_of(generator: GeneratorType[Any, Any, Any]) -> str:
-    """Return the module whose code a generator object runs; if it reads a Session or registered data, that one's module."""
+    """Return the name of the module whose code a generator object runs, or, if one of its variables is a Session or registered
+    data, the module of that variable's class. Empty for a generator that has ended."""
     frame = generator.gi_frame
     if frame is None:
         return ""
@@ -422,7 +448,8 @@ def _owner_of(generator: GeneratorType[Any, Any, Any]) -> str:
 
 
 def _hooks(item: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the hooks that are registered on a module or an optimizer, with their names."""
+    """Yield pairs of a name (``_forward_hooks[0]``) and a function: the hooks that are registered on a module or an optimizer.
+    Yields nothing for other objects."""
     names = (
         _MODULE_HOOK_ATTRIBUTES
         if isinstance(item, nn.Module)
@@ -438,7 +465,8 @@ def _hooks(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _registered_code(item: Any) -> dict[str, Any]:
-    """Return a module's parts and, for a module or an optimizer, the user's functions among its hooks, by table."""
+    """Return, by name of the table, the user's functions among the hooks of a module or an optimizer, and under ``parts`` a
+    module's parts. Empty for other objects."""
     if not isinstance(item, (nn.Module, Optimizer)):
         return {}
     found: dict[str, Any] = {"parts": dict(item.named_children())} if isinstance(item, nn.Module) else {}
@@ -449,12 +477,13 @@ def _registered_code(item: Any) -> dict[str, Any]:
 
 
 def is_user_code(item: Any) -> bool:
-    """True if ``item`` is a function, a method or a class of the user's."""
+    """True if ``item`` is a function, a method or a class of the user's, not of Python or an installed package."""
     return isinstance(item, (FunctionType, MethodType, type)) and is_user_module(str(item.__module__))
 
 
 @lru_cache(maxsize=4096)
 def _user_bases(kind: type) -> tuple[type, ...]:
+    """Return the user's classes among ``kind`` and its bases, without enumerations and ``_USER_LIKE_TYPES``."""
     return tuple(
         base
         for base in kind.__mro__
@@ -463,7 +492,8 @@ def _user_bases(kind: type) -> tuple[type, ...]:
 
 
 def attributes(item: Any) -> dict[str, Any]:
-    """Return the attributes of an object that carry state."""
+    """Return the attributes of an object that carry state, by name, slots included. The internal ones that every module or
+    optimizer has, such as tables of hooks, are left out."""
     held = {name: getattr(item, name) for name in slots_of(cast(type, type(item))) if hasattr(item, name)}
     held |= getattr(item, "__dict__", {})
     if isinstance(item, nn.Module):
@@ -479,7 +509,8 @@ def attributes(item: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def _framework_names(kind: type) -> frozenset[str]:
-    """Return private names that Lightning's classes among the bases use internally (ids of objects, the Trainer)."""
+    """Return the private names that the code of Lightning's classes among the bases of ``kind`` uses for itself (ids of objects,
+    the Trainer)."""
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]
     methods = [getattr(method, "fget", method) for base in bases for method in vars(base).values()]
     names = (name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ()))
@@ -488,16 +519,25 @@ def _framework_names(kind: type) -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def _optimizer_attributes() -> frozenset[str]:
-    """Return the attributes that every optimizer has, and those that schedulers add. Not computed at import, since the first
-    optimizer of a process makes torch read the variables of its compiler."""
+    """Return the names of the attributes that every optimizer has, and of those that schedulers add to one.
+
+    Not computed at import, since the first optimizer of a process makes torch read the variables of its compiler.
+    """
     return frozenset({*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "step", "_opt_called", "_step_count"})
 
 
 def _is_large(item: Any, kind: Kind) -> bool:
+    """True for a container that is compared by its length and a sample of its items only, and not entered."""
     return kind in ("list", "tuple", "dict") and len(item) > _LARGE_ITEMS
 
 
 def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
+    """Return the objects that ``item`` holds, by index, key or name. Empty for a large container, and for a set of several
+    objects, whose order differs between processes.
+
+    ``covered``: ``item`` is a module whose parts, parameters and buffers are saved separately, so only its other attributes are
+    returned.
+    """
     if _is_large(item, kind):
         return {}
     if kind in ("list", "tuple"):
@@ -527,6 +567,7 @@ def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
 
 
 def _held_objects(item: Any) -> Children:
+    """Return the objects that an object of one of ``_HOLDERS`` holds, by name, key or number."""
     if isinstance(item, partial):
         return {"args": item.args, "keywords": item.keywords, "func": item.func}
     if isinstance(item, MappingProxyType):
@@ -541,12 +582,13 @@ def _held_objects(item: Any) -> Children:
 
 
 def _attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return a tensor's attributes without those of torch's compiler, which a resumed process sets again when it compiles."""
+    """Return the attributes that were set on a tensor, by name, without those of torch's compiler, which sets them again when it
+    compiles."""
     return {name: value for name, value in vars(tensor).items() if not name.startswith("_dynamo_")}
 
 
 def _tensor_state(tensor: torch.Tensor) -> Children:
-    """Return the attributes of a tensor, and the gradient of one that is trained by hand."""
+    """Return the attributes that were set on a tensor, by name, and as ``grad`` the gradient of a leaf that requires one."""
     kept = _attributes_of_tensor(tensor)
     if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None:
         kept["grad"] = tensor.grad
@@ -554,7 +596,8 @@ def _tensor_state(tensor: torch.Tensor) -> Children:
 
 
 def _function_state(function: FunctionType) -> Children:
-    """Return what a function keeps from call to call: defaults, its attributes, and closure variables."""
+    """Return, by name, what a function keeps from call to call: defaults of its parameters, closure variables, and its
+    attributes."""
     code = function.__code__
     defaults, names = function.__defaults__ or (), code.co_varnames[: code.co_argcount]
     kept = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | (function.__kwdefaults__ or {})
@@ -565,6 +608,8 @@ def _function_state(function: FunctionType) -> Children:
 
 
 def _mark(item: Any, kind: Kind) -> Any:
+    """Return the value by which two walks compare an object of this kind, besides its children; None if only the children
+    count."""
     if kind == "tensor":
         return _mark_of_tensor(item)
     if kind == "array":
@@ -585,23 +630,27 @@ def _mark(item: Any, kind: Kind) -> Any:
 
 
 def _mark_of_large(item: Any) -> Any:
-    """Return the number of items of a container, and a sample of them: constants by value, other items by identity."""
+    """Return the number of items of a large container, and a sample of them (about ``_SAMPLE``, and the last): constants as text,
+    other items by identity."""
     every = -(-len(item) // _SAMPLE)
     found = islice(item.items() if isinstance(item, dict) else item, 0, None, every)
     return len(item), [repr(one) if is_constant(one) else _shallow(one) for one in (*found, *_last(item))]
 
 
 def _last(item: Any) -> list[Any]:
+    """Return a list with the last item of a container; for a dictionary, the last pair. Empty if there is none."""
     return [*islice(reversed(item.items() if isinstance(item, dict) else item), 1)]
 
 
 def _shallow(item: Any) -> Any:
-    """Return the identity of an item and, for a container, of its items."""
+    """Return the identity of an item and, for a container, the identities of its first ``_SAMPLE`` items (constants as text)."""
     held = [*(item.items() if isinstance(item, dict) else item)] if isinstance(item, (list, dict, tuple)) else []
     return id(item), [repr(one) if is_constant(one) else id(one) for one in held[:_SAMPLE]]
 
 
 def _mark_of_sealed(item: Any) -> Any:
+    """Return a value that changes when an object that cannot be stored changes: torch's count of changes, a digest, a
+    position."""
     if isinstance(item, torch.Tensor):
         return version_of(item)
     if isinstance(item, np.ndarray):
@@ -619,8 +668,8 @@ def _mark_of_sealed(item: Any) -> Any:
 
 
 def _mark_of_file(file: Any) -> Any:
-    """Return a mark that changes with the file: its read position, with the contents if it is in memory. If the position is not
-    known: the contents alone, or None."""
+    """Return a mark that changes with a file: its read position, and its contents if it is in memory. If the position is not
+    available: the contents alone, or None for a file on disk."""
     held = file.getvalue() if isinstance(file, (io.BytesIO, io.StringIO)) else None
     places: tuple[Any, ...] = (file, getattr(file, "buffer", None))
     for one in places:  # tell() raises for a text file that is being iterated over
@@ -630,7 +679,8 @@ def _mark_of_file(file: Any) -> Any:
 
 
 def _position(iterator: Any) -> Any:
-    """Return the position of one of Python's iterators, without moving it; a new object if it is not available."""
+    """Return the position of one of Python's iterators without moving it. If it is not available, return a new object, which
+    differs from every earlier position."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -641,6 +691,8 @@ def _position(iterator: Any) -> Any:
 
 
 def _position_of(part: Any) -> Any:
+    """Return a comparable form of one part of what an iterator's ``__reduce__`` returns: constants by value, iterators by
+    position, other objects by ``id``."""
     if type(part) is tuple:
         return [*map(_position_of, part)]
     if is_constant(part):
@@ -649,6 +701,8 @@ def _position_of(part: Any) -> Any:
 
 
 def _mark_of_tensor(tensor: torch.Tensor) -> Any:
+    """Return the form of a tensor and a digest of its elements, or, if it is large or not on the CPU, its address and torch's
+    count of changes. For special classes of tensors: that count alone."""
     if type(tensor) not in PLAIN_TENSORS or tensor.is_quantized:
         return version_of(tensor)
     form = tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
@@ -659,6 +713,8 @@ def _mark_of_tensor(tensor: torch.Tensor) -> Any:
 
 
 def _array_digest(array: np.ndarray[Any, Any]) -> str:
+    """Return a digest of an array's elements; of an array above ``_FULLY_COMPARED_BYTES``, of blocks that are spread over it.
+    Empty string for an array without elements."""
     if not array.size:
         return ""
     flat = np.ascontiguousarray(array.reshape(-1, order="A")).view(np.uint8)  # no copy for a transposed array
@@ -674,7 +730,7 @@ def _digest(flat: np.ndarray[Any, Any]) -> str:
 
 @lru_cache(maxsize=4096)
 def slots_of(kind: type) -> tuple[str, ...]:
-    """Return the slots of a class and its bases, under the names by which ``getattr`` finds them."""
+    """Return the names of the slots of a class and its bases, private ones in the form in which ``getattr`` finds them."""
     names: list[str] = []
     for one in kind.__mro__:
         slots = vars(one).get("__slots__", ())
@@ -685,13 +741,15 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 
 def is_user_class(kind: type) -> bool:
-    """True if a class is neither Python's nor an installed package's."""
+    """True if a class is the script's own: neither Python's nor an installed package's. ``Namespace`` and ``SimpleNamespace``
+    count as its own."""
     return kind in _USER_LIKE_TYPES or is_user_module(kind.__module__)
 
 
 @lru_cache(maxsize=4096)
 def is_user_module(name: str) -> bool:
-    """True if the code of a module is neither Python's nor an installed package's."""
+    """True if a module of this name is imported and its code is neither Python's nor an installed package's. ``__main__`` always
+    is."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if name == "__main__" or file is None:
         return name == "__main__"
@@ -700,12 +758,13 @@ def is_user_module(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _installed_folders() -> tuple[Path, ...]:
+    """Return the directories of Python's own modules and of installed packages."""
     places = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return tuple(places | {Path(one) for one in sys.path if Path(one).name in ("site-packages", "dist-packages")})
 
 
 def is_same(old: Any, new: Any) -> bool:
-    """True if both are the same object, or equal constants."""
+    """True if both are the same object, bound methods of the same function and object, or equal constants of one type."""
     if old is new:
         return True
     if isinstance(old, MethodType):

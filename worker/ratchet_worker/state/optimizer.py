@@ -33,8 +33,8 @@ _SHARED: Final = "ratchet:shared"
 
 
 def check_not_sharded(name: str, optimizer: Optimizer) -> None:
-    """Raises ``UserError`` if the state of an optimizer, or of one inside it, is sharded over the ranks, which is not
-    supported."""
+    """Raises ``UserError`` if ``optimizer``, or one that it holds, keeps only a part of the state on each rank
+    (``ZeroRedundancyOptimizer``). ``name``: its component, for the message."""
     # By name: importing torch.distributed.optim costs every rank a second at its start.
     kinds = {kind.__name__ for part in (optimizer, *vars(optimizer).values()) for kind in type(part).__mro__}
     if "ZeroRedundancyOptimizer" in kinds:
@@ -45,27 +45,35 @@ def check_not_sharded(name: str, optimizer: Optimizer) -> None:
 
 
 class AroundOptimizer:
-    """The state of an object that wraps an optimizer without being one, like schedulefree's wrappers: its ``state_dict`` is only
-    the optimizer's, so its own numbers (whether it is in train mode) are added."""
+    """Adds state to an object that wraps an optimizer without being one, like schedulefree's wrappers.
+
+    The object's own ``state_dict`` is only the optimizer's. This one also has the object's numbers, strings and booleans, such
+    as whether it is in train mode.
+    """
 
     def __init__(self, item: Any) -> None:
         self.item = item
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the object's own ``state_dict``, with its numbers, strings and booleans under one more key."""
         own = {name: value for name, value in vars(self.item).items() if type(value) in (bool, int, float, str)}
         return {**self.item.state_dict(), _OWN: own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the object's own state, and set the attributes that ``state_dict`` has added."""
         self.item.load_state_dict({key: value for key, value in state.items() if key != _OWN})
         vars(self.item).update(state.get(_OWN, {}))
 
 
 class Captured(NamedTuple):
-    """An optimizer's state. ``shared``: names of tensors that are equal on all ranks, ``tensors``: these, in the same order.
-    ``rest``: a tree that ``ratchet_hooks.state.encode`` accepts. ``layout_key``: the same object as long as the optimizer has the
-    same parameters, and the same tensors under the same names; ``is_change_detectable``: whether that can be detected.
-    ``is_reused``: everything but the tensors is from the previous capture, which is right if the tensors have the same forms as
-    then: the caller must check."""
+    """An optimizer's state.
+
+    ``shared``: names of tensors that are equal on all ranks; ``tensors``: these tensors, in the same order. ``rest``: a tree
+    that ``ratchet_hooks.state.encode`` accepts, with everything else. ``layout_key``: the same object as long as the optimizer
+    has the same parameters, and the same tensors under the same names. ``is_change_detectable``: False if a change of these is
+    not detected; ``layout_key`` is then a new object each time. ``is_reused``: all but the tensors is from the previous capture.
+    That is right only if the tensors have the same forms as then: the caller must check it.
+    """
 
     shared: list[str]
     tensors: list[torch.Tensor]
@@ -76,16 +84,20 @@ class Captured(NamedTuple):
 
 
 class Capture:
-    """Captures the state of one optimizer, from save to save: if it holds the very same objects under the same names, these names
-    are not built again while training waits."""
+    """Captures the state of one optimizer for each save. While the optimizer holds the very same objects under the same names,
+    the names are not built again, since training waits meanwhile."""
 
     def __init__(self, optimizer: Optimizer, component: str) -> None:
         self.optimizer, self._component = optimizer, component
         self._known: _Known | None = None
 
     def capture_state(self, names: Mapping[int, str], replicated: Collection[str], *, force: bool = False) -> Captured:
-        """Return the current state. ``names``: parameter name by ``id``; ``replicated``: names of parameters that DDP keeps
-        equal; both the same objects as before if their contents are the same. ``force``: reuse nothing."""
+        """Return the current state; the tensors are live.
+
+        ``names``: parameter name by ``id``. ``replicated``: names of parameters that DDP keeps equal. Pass the same object as
+        before for each of the two if its contents are the same. ``force``: reuse nothing from the previous capture. Raises
+        ``StateError`` as ``capture`` does.
+        """
         optimizer, known = self.optimizer, self._known
         plain = _is_plain(optimizer)
         if not force and known is not None and plain and known.names is names and known.replicated is replicated:
@@ -105,8 +117,11 @@ class Capture:
 
 
 class _Known:
-    """A result of ``capture``. Holds no tensors, so the old ones are freed when an optimizer replaces them. Raises
-    ``HookStateError`` if something cannot be encoded."""
+    """The parts of an earlier result of ``capture`` that can be reused.
+
+    Holds no tensors, so the old ones are freed when an optimizer replaces them. The constructor raises ``HookStateError`` if
+    something cannot be encoded.
+    """
 
     def __init__(
         self,
@@ -131,7 +146,8 @@ class _Known:
         self._rest: object = None
 
     def tensors(self, optimizer: Optimizer) -> list[torch.Tensor] | None:
-        """Return the shared tensors if nothing else has changed; else None."""
+        """Return the current shared tensors, if the optimizer holds the same objects under the same names as at the earlier
+        capture; else None."""
         state, groups = optimizer.state, optimizer.param_groups
         if (
             not self._states.matches([state, *state.values()])
@@ -144,8 +160,11 @@ class _Known:
         return values if self._in_order else [values[place] for place in self._places]
 
     def rest(self, optimizer: Optimizer) -> object:
-        """Return what was captured besides the shared tensors, with the current values of the groups. The keys of a group are in
-        the order of ``Optimizer.state_dict``: ``params`` is last."""
+        """Return what ``capture`` returns besides the shared tensors, with the current options of the groups; the same object
+        while these are unchanged.
+
+        The keys of a group are in the order of ``Optimizer.state_dict``: ``params`` is last.
+        """
         groups = optimizer.param_groups
         if self._groups is not None and self._groups.matches(groups):
             return self._rest
@@ -165,7 +184,8 @@ class _Known:
 
 
 def _is_plain(optimizer: Optimizer) -> bool:
-    """True if ``state_dict`` is torch's own, without hooks, and the state is kept in the containers that torch uses."""
+    """True if the optimizer uses torch's own ``state_dict``, without hooks, and keeps its state in the containers that torch
+    uses."""
     own = type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer)
     if own or has_state_hooks(optimizer):
         return False
@@ -173,20 +193,26 @@ def _is_plain(optimizer: Optimizer) -> bool:
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Return all parameters, in the order of the groups."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def _values(state: Mapping[Any, dict[Any, Any]]) -> Iterator[Any]:
+    """Return all values of the parameters' state dictionaries, in their order."""
     return chain.from_iterable(map(dict.values, state.values()))
 
 
 def capture(
     optimizer: Optimizer, component: str, names: Mapping[int, str], replicated: Collection[str]
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Return ``(shared tensors, the rest)``. ``names``: parameter name by ``id``; ``replicated``: names of parameters that DDP
-    keeps equal. The rest is a tree that ``ratchet_hooks.state.encode`` accepts. Its ``keys`` are JSON text, not a tree, since
-    there is one for every tensor, and training waits: pairs of a parameter's name and its keys, each with a shared tensor's
-    strides or null."""
+    """Return ``(shared tensors, the rest)`` of the optimizer's current state. The tensors are live, not copies.
+
+    ``component``: begins the tensors' names (``optimizer/layer.weight/exp_avg``). ``names``: parameter name by ``id``.
+    ``replicated``: names of parameters that DDP keeps equal. The rest is a tree that ``ratchet_hooks.state.encode`` accepts. Its
+    ``keys`` are JSON text, not a tree, since there is one for every tensor and training waits: pairs of a parameter's name and
+    its keys, each with a shared tensor's strides, or null for a value in the rest. Raises ``StateError`` if the state of a
+    parameter is not a dict.
+    """
     state = optimizer.state_dict()
     labels, replicated = list(_labels(optimizer, names)), frozenset(replicated)
     shared: Tensors = {}
@@ -232,12 +258,17 @@ def capture(
 
 
 def is_captured(rest: Any) -> bool:
-    """True if ``rest`` was made by ``capture``, in this format or the previous one, and is not some object's own state."""
+    """True if ``rest`` was made by ``capture``, in this format or the previous one; False for the ``state_dict`` of any other
+    object."""
     return isinstance(rest, dict) and set(rest) - {"keys"} == {"state", "others", "param_groups", "extra"}
 
 
 def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared: Tensors, rest: Any) -> None:
-    """Restore a captured state. Raises ``StateError`` if the optimizer has other parameters or groups than the recorded one."""
+    """Load a state that ``capture`` returned, bit for bit, into the optimizer.
+
+    ``names``: parameter name by ``id``. ``shared``: a snapshot's tensors, with at least those of this optimizer. Parameters of a
+    group may be in another order than the recorded one. Raises ``StateError`` if the optimizer has other parameters or groups.
+    """
     labels = list(_labels(optimizer, names))
     recorded = [label for group in rest["param_groups"] for label in group["params"]]
     if sorted(recorded) != sorted(labels):
@@ -265,11 +296,14 @@ def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared:
 
 
 def as_state_dict(component: str, shared: Tensors, rest: Any) -> dict[str, Any]:
-    """Return what ``Optimizer.state_dict`` returned, with numbered parameters, from the result of ``capture``."""
+    """Return what ``Optimizer.state_dict`` returned when the state was captured, with numbered parameters. ``shared``, ``rest``:
+    the result of ``capture``."""
     return _numbered(_entries(component, shared, rest), rest)
 
 
 def _numbered(entries: dict[str, dict[str, Any]], rest: Any) -> dict[str, Any]:
+    """Return a ``state_dict``: the state ``entries``, by parameter name, and the groups of ``rest``, with numbers instead of
+    names."""
     index = {label: i for i, label in enumerate(label for group in rest["param_groups"] for label in group["params"])}
     groups = [{**group, "params": [index[label] for label in group["params"]]} for group in rest["param_groups"]]
     state = {index[label]: values for label, values in entries.items()} | rest["others"]
@@ -277,6 +311,8 @@ def _numbered(entries: dict[str, dict[str, Any]], rest: Any) -> dict[str, Any]:
 
 
 def _entries(component: str, shared: Tensors, rest: Any) -> dict[str, dict[str, Any]]:
+    """Return the state of each parameter, by its name: shared tensors, with their recorded strides, together with the values in
+    ``rest``."""
     own = rest["state"]
     if "keys" not in rest:  # format 1
         return {
@@ -294,19 +330,23 @@ def _entries(component: str, shared: Tensors, rest: Any) -> dict[str, dict[str, 
 
 
 def _tensor(shared: Tensors, name: str, value: Any) -> Any:
+    """For format 1: return the shared tensor ``name`` if ``value`` is a placeholder for one; else ``value``."""
     if not isinstance(value, dict) or list(value) != [_SHARED]:
         return value
     return _strided(shared[name], value[_SHARED])
 
 
 def _strided(stored: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """Return a shared tensor with its recorded strides: channels-last stays channels-last. ``stored`` itself if it has them."""
+    """Return a shared tensor with its recorded strides, so that channels-last stays channels-last. Returns ``stored`` itself if
+    it has them, or if they are not dense."""
     if stored.stride() == tuple(stride) or not is_dense(torch.empty_strided(stored.shape, stride, device="meta")):
         return stored
     return torch.empty_strided(stored.shape, stride, dtype=stored.dtype).copy_(stored)
 
 
 def _undo_casts(optimizer: Optimizer, labels: list[str], entries: dict[str, dict[str, Any]]) -> None:
+    """Replace the tensors that ``load_state_dict`` has cast by ones of the recorded dtype and strides. ``labels``: parameter
+    names in order; ``entries``: the recorded state by name."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for label, parameter in zip(labels, parameters, strict=True):
         for key, value in entries.get(label, {}).items():
@@ -315,8 +355,8 @@ def _undo_casts(optimizer: Optimizer, labels: list[str], entries: dict[str, dict
 
 
 def _as_recorded(value: Any, there: Any) -> Any:
-    """Return what ``load_state_dict`` made of ``value``, with every tensor's recorded dtype and strides, on the device it
-    chose."""
+    """Return ``there``, which ``load_state_dict`` made of ``value``, with the recorded dtype and strides of each tensor, on the
+    device that ``load_state_dict`` chose."""
     if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
         same = (there.dtype, there.stride()) == (value.dtype, value.stride())
         return there if same else value.to(there.device, copy=True)
@@ -328,17 +368,20 @@ def _as_recorded(value: Any, there: Any) -> Any:
 
 
 def _labels(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[str]:
-    """Yield one label per parameter in the order that ``state_dict`` numbers them; by number for those outside the model."""
+    """Yield one label per parameter, in the order in which ``state_dict`` numbers them: its name, or ``#NUMBER`` for a parameter
+    outside of the model."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     for number, parameter in enumerate(parameters):
         yield names.get(id(parameter), f"#{number}")
 
 
 def _order_key(place: Mapping[str, int]) -> Callable[[str], int]:
+    """Return a sort key for labels: their number in ``place``. Labels that are not in it come last."""
     return lambda label: place.get(label, len(place))
 
 
 def _is_plain_tensor(value: Any) -> bool:
+    """True for a tensor that can be shared: of torch's own class, strided, neither quantized nor complex."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout is torch.strided

@@ -30,8 +30,11 @@ _SEPARATORS: Final = re.compile(r"[-_.]+")
 
 
 def installed(folders: Sequence[str] | None = None) -> list[str]:
-    """Return ``name==version`` of each package, sorted, with normalised names (``scikit-learn``). ``folders``: an import path;
-    None: this process's."""
+    """Return ``name==version`` of each installed package, sorted, with normalised names (``scikit-learn``), without Ratchet's
+    own.
+
+    ``folders``: an import path to search; None: this process's.
+    """
     found: dict[str, str] = {}
     for folder in map(Path, sys.path if folders is None else folders):
         try:
@@ -47,6 +50,8 @@ def installed(folders: Sequence[str] | None = None) -> list[str]:
 
 
 def _name_and_version(place: Path) -> tuple[str, str]:
+    """Return name and version of the package with the metadata directory ``place``. What distinguishes its installation is
+    appended to the version."""
     name, _, version = place.stem.partition("-")
     if place.suffix == ".egg-info":  # NAME.egg-info, NAME-VERSION-py3.11.egg-info
         with suppress(OSError, ValueError, KeyError):
@@ -56,7 +61,8 @@ def _name_and_version(place: Path) -> tuple[str, str]:
 
 
 def _source_suffix(place: Path) -> str:
-    """Return ``@`` and what distinguishes two installations of one version, if the installer recorded it; else empty."""
+    """Return ``@`` and what distinguishes this installation from others of the same version (commit, digest, ``editable``), if
+    the installer recorded it; else empty."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         told = json.loads((place / "direct_url.json").read_bytes())
         if told.get("dir_info", {}).get("editable"):
@@ -69,18 +75,22 @@ def _source_suffix(place: Path) -> str:
 
 
 def editable(packages: Sequence[str]) -> list[str]:
-    """Return the names of packages whose code may change while the list stays the same."""
+    """Return the names of those ``packages`` that are installed as editable: their code may change while the list stays the
+    same."""
     return [package.partition("==")[0] for package in packages if package.endswith(f"@{EDITABLE}")]
 
 
 def digest(packages: Sequence[str]) -> str:
-    """Return the hex SHA-256 of the list, one package a line."""
+    """Return the hex SHA-256 of the list of packages, one package a line."""
     return hashlib.sha256("\n".join(packages).encode()).hexdigest()
 
 
 def changes(recorded: Sequence[str], current: Sequence[str], excluded: Collection[str]) -> list[EnvironmentDifference]:
-    """Return a difference, with the key ``package:NAME``, for each package that was added, removed or has another version, except
-    the packages ``excluded`` (torch, numpy), which have a separate fact."""
+    """Return a difference, with the key ``package:NAME``, for each package that was added, removed or has another version.
+    Sorted by name; the side without the package has None.
+
+    ``excluded``: names of packages to leave out (torch, numpy), which have a separate fact.
+    """
     then, now = dict(map(_split, recorded)), dict(map(_split, current))
     return [
         EnvironmentDifference(key=f"package:{name}", recorded=then.get(name), current=now.get(name))
@@ -90,5 +100,6 @@ def changes(recorded: Sequence[str], current: Sequence[str], excluded: Collectio
 
 
 def _split(package: str) -> tuple[str, str]:
+    """Return name and version of ``name==version``."""
     name, _, version = package.partition("==")
     return name, version

@@ -26,30 +26,33 @@ _MIN_COMPARED_BYTES: Final = 4 << 20
 
 
 def number_of_parts(sizes: Sizes, world_size: int) -> int:
-    """Return a multiple of ``world_size``, so that the cuts between ranks are also cuts between parts."""
+    """Return in how many parts shared tensors of these sizes are compared. It is a multiple of ``world_size``, so that the cuts
+    between ranks are also cuts between parts."""
     total = total_bytes(sizes)
     parts = max(min(_PARTS, -(-total // _SMALL_PART)), -(-total // _PART_BYTES), 1)
     return world_size * -(-parts // world_size)
 
 
 def total_bytes(sizes: Sizes) -> int:
+    """Return the number of bytes of all tensors."""
     return sum(numel * itemsize for _, numel, itemsize in sizes)
 
 
 def plan_parts(sizes: Sizes, parts: int) -> list[list[Slice]]:
-    """Return the slices of each part; a part is cut out of the whole like a rank's slice."""
+    """Return, for each of ``parts`` parts of about the same size, the slices of tensors in it. It is cut as the ranks' slices
+    are."""
     return plan_slices(sizes, parts)
 
 
 class Cuts:
-    """Caches the plans for the last sizes, which mostly stay the same from save to save."""
+    """Computes plans, and caches those for the last sizes, which mostly stay the same from save to save."""
 
     def __init__(self) -> None:
         self._sizes: Sizes | None = None
         self._plans: dict[int, list[list[Slice]]] = {}
 
     def plan(self, sizes: Sizes, parts: int) -> list[list[Slice]]:
-        """Return ``plan_parts(sizes, parts)``."""
+        """Return ``plan_parts(sizes, parts)``; the same object as before if both arguments are equal to those before."""
         if sizes is not self._sizes and sizes != self._sizes:
             self._sizes, self._plans = sizes, {}
         if parts not in self._plans:
@@ -60,9 +63,12 @@ class Cuts:
 def slice_digests(
     slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor], reader: SafeReader | None = None
 ) -> list[str]:
-    """Return the hex XXH3-128 of the bytes of each slice of a part, row-major. ``tensors``: a snapshot's. ``reader``: set if user
-    code, which may free their memory, runs meanwhile. Raises ``StateError`` for a tensor that was changed in place since the
-    boundary, and for one whose storage was resized."""
+    """Return, for each slice of a part, the hex XXH3-128 of its bytes, row-major.
+
+    ``tensors``: a snapshot's shared ones. ``reader``: reads the memory if user code, which may free it, runs meanwhile; None: no
+    user code runs. Raises ``StateError`` for a tensor that was changed in place since the boundary, and for one whose storage
+    was resized.
+    """
     out: list[str] = []
     for name, start, stop in slices:
         live = tensors if isinstance(tensors, LiveTensors) else None
@@ -78,6 +84,8 @@ def slice_digests(
 
 
 def _digest(tensor: torch.Tensor, start: int, stop: int, reader: SafeReader | None) -> str:
+    """Return the hex XXH3-128 of elements ``start`` to ``stop`` of a tensor, row-major. ``reader``: as for ``slice_digests``.
+    Raises ``BufferError`` if the memory was freed."""
     hasher, size = xxhash.xxh3_128(), tensor.element_size()
     if not is_row_major(tensor):
         tensor = flat(tensor if reader is None or not tensor.is_cpu else reader.private_copy(tensor))[start:stop].cpu()
@@ -89,7 +97,7 @@ def _digest(tensor: torch.Tensor, start: int, stop: int, reader: SafeReader | No
 
 
 def part_digest(slices: Sequence[str]) -> str:
-    """Return the digest of a part, from the digests of its slices."""
+    """Return the digest of a part. ``slices``: the digests of its slices."""
     return xxhash.xxh3_128_hexdigest("".join(slices).encode())
 
 
@@ -103,9 +111,12 @@ def compare_parts(
     is_enough: Callable[[], bool],
     reader: SafeReader | None = None,
 ) -> dict[int, list[str]]:
-    """Return the slices' digests of other ranks' parts, by the part's number: all of them, or, once ``is_enough`` returns True,
-    no more than the minimum. ``number``: the save's number, which determines the first part. ``total``: bytes of all parts.
-    ``reader``: as for ``slice_digests``."""
+    """Return the digests of the slices of parts that other ranks write, by the part's number.
+
+    Parts are read one after the other. Once a minimum is done, ``is_enough`` is called before each further part, and the result
+    is returned as soon as it returns True. ``plan``: the slices of each part. ``number``: the save's number, which determines
+    the first part. ``total``: bytes of all parts. ``reader``: as for ``slice_digests``. Raises ``StateError`` as that does.
+    """
     parts = len(plan)
     own = range(rank * parts // world_size, (rank + 1) * parts // world_size)
     others = [part for part in range(parts) if part not in own]
@@ -120,7 +131,8 @@ def compare_parts(
 
 
 class Difference(NamedTuple):
-    """The first slice that differs between some ranks and the rank that writes its part."""
+    """The first slice that differs between some ranks and the rank that writes its part. ``part``, ``slice``: numbers. ``ranks``:
+    those that differ from the writer."""
 
     part: int
     slice: int
@@ -130,8 +142,11 @@ class Difference(NamedTuple):
 def first_difference(
     writer_digests: Sequence[Sequence[str]], other_digests: Sequence[Mapping[str, Sequence[str]]]
 ) -> Difference | None:
-    """Return the first difference, or None. ``writer_digests``: digests of all parts from the ranks that write them;
-    ``other_digests``: each rank's digests of others' parts, by the part's number as a JSON key."""
+    """Return the difference with the lowest part and slice; None if there is none.
+
+    ``writer_digests``: by part, the digests of its slices from the rank that writes it. ``other_digests``: by rank, its digests
+    of parts that other ranks write, by the part's number as text (a JSON key).
+    """
     odd: dict[tuple[int, int], list[int]] = {}
     for rank, found in enumerate(other_digests):
         for part, digests in found.items():

@@ -24,14 +24,15 @@ Facts = Mapping[str, Any]
 
 
 class Start(NamedTuple):
-    """A model before its first step. ``renormed``: parameters that a forward pass scales down (``max_norm``), and by which
-    module; ``versions``: torch's count of in-place changes, by parameter."""
+    """A model before its first step. ``renormed``: by name of a parameter that a forward pass scales down (``max_norm``), the
+    module that does so. ``versions``: torch's count of in-place changes, by parameter; None: not counted."""
 
     renormed: Mapping[str, str]
     versions: Mapping[str, int | None]
 
 
 def record_start(module: nn.Module) -> Start:
+    """Return what ``Start`` holds about ``module`` as it is now."""
     named = dict(module.named_parameters())
     names = {id(parameter): name for name, parameter in named.items()}
     renormed = {
@@ -43,7 +44,8 @@ def record_start(module: nn.Module) -> Start:
 
 
 def facts(snapshot: Snapshot, summary: HookSummary, found: Start, name: str | None) -> Facts:
-    """Return this rank's facts about the shared tensor ``name`` at a save; None: the ranks have different sets of tensors."""
+    """Return this rank's facts about the shared tensor ``name`` at a save, as JSON. ``found``: the model before its first step.
+    ``name`` None: the ranks have different sets of tensors, so the facts are its own set."""
     if name is None:
         return {"tensors": [[one, numel] for one, numel, _ in snapshot.sizes()]}
     parameter = _parameter(name)
@@ -63,11 +65,14 @@ def facts(snapshot: Snapshot, summary: HookSummary, found: Start, name: str | No
 
 
 def cause(name: str | None, facts_by_rank: Sequence[Facts]) -> str:
-    """Return the likely cause, and what to do, in a sentence or two. ``facts_by_rank``: the facts of all ranks, in rank order."""
+    """Return the likely cause of the difference, and what to do, in a sentence or two. ``name``: the tensor that differs; None:
+    the sets differ. ``facts_by_rank``: the facts of all ranks, in rank order."""
     return f"Likely cause: {_other_tensors(facts_by_rank) if name is None else _other_values(name, facts_by_rank)}"
 
 
 def _other_tensors(facts_by_rank: Sequence[Facts]) -> str:
+    """Return the likely cause of different sets of tensors: the first tensor that some ranks lack, or that has another size
+    there."""
     ranks = [dict(map(tuple, one["tensors"])) for one in facts_by_rank]
     for name in {name: None for rank in ranks for name in rank}:
         have = [number for number, rank in enumerate(ranks) if name in rank]
@@ -82,6 +87,7 @@ def _other_tensors(facts_by_rank: Sequence[Facts]) -> str:
 
 
 def _other_values(name: str, facts_by_rank: Sequence[Facts]) -> str:
+    """Return the likely cause of a tensor ``name`` with different values: the first one that fits the facts."""
     first = facts_by_rank[0]
     if first["renormed"]:
         return (
@@ -113,7 +119,8 @@ def _other_values(name: str, facts_by_rank: Sequence[Facts]) -> str:
 
 
 def _other_groups(facts_by_rank: Sequence[Facts]) -> str | None:
-    """Return a clause about the first option of an optimizer that differs between ranks, or None."""
+    """Return a clause about the first option of an optimizer's groups, such as the learning rate, that differs between ranks.
+    None if none differs."""
     for component, groups in facts_by_rank[0]["groups"].items():
         for number, group in enumerate(groups):
             for key in group:
@@ -125,12 +132,15 @@ def _other_groups(facts_by_rank: Sequence[Facts]) -> str | None:
 
 
 def _option(rank_facts: Facts, component: str, number: int, key: str) -> Any:
+    """Return the value of an option in one rank's group ``number`` of an optimizer; None if that rank has no such group or
+    option."""
     groups = rank_facts["groups"].get(component, [])
     return groups[number].get(key) if number < len(groups) else None
 
 
 def _groups(snapshot: Snapshot, component: str) -> list[dict[str, Any]]:
-    """Return an optimizer's groups; empty for another component. Values are texts, those of ``params`` are names."""
+    """Return the groups of an optimizer; empty for a component that is no optimizer. Values of options are texts; ``params`` has
+    the parameters' names."""
     data = snapshot.state[component]
     pairs = data.get("dict", []) if isinstance(data, dict) else []
     if not any(pair[0] == "param_groups" for pair in pairs) or not is_captured(rest := snapshot.value(component)):
@@ -142,10 +152,12 @@ def _groups(snapshot: Snapshot, component: str) -> list[dict[str, Any]]:
 
 
 def _text(value: Any) -> str:
+    """Return ``value`` as text; a tensor with one element as that number."""
     return repr(value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value)
 
 
 def _changes(snapshot: Snapshot, parameter: str, before: int | None) -> int | None:
+    """Return how often a parameter was changed in place since the count ``before``; None if that is not known."""
     shared, name = snapshot.shared, f"{MODEL}/{parameter}"
     if before is None or not isinstance(shared, LiveTensors) or name not in shared:
         return None
@@ -154,5 +166,6 @@ def _changes(snapshot: Snapshot, parameter: str, before: int | None) -> int | No
 
 
 def _parameter(name: str) -> str:
-    """Return the parameter: ``layer.weight`` for ``model/layer.weight`` and ``optimizer/layer.weight/exp_avg``."""
+    """Return the parameter that a tensor belongs to: ``layer.weight`` for ``model/layer.weight`` and
+    ``optimizer/layer.weight/exp_avg``."""
     return name.split("/")[1]

@@ -23,17 +23,20 @@ from ratchet_worker.state.snapshot import Sizes, Snapshot, Tensors, Until
 
 
 class EqualState:
-    """Captures the common state. From save to save it mostly has the very same tensors; then the plan is reused, which follows
-    from their names and shapes."""
+    """Captures the model's parameters and the optimizers' tensors for each save. As long as these are the very same tensors with
+    the same forms, the plan, which follows from their names and shapes, is reused."""
 
     def __init__(self) -> None:
         self._captures: dict[str, Capture] = {}
         self._plan: _Plan | None = None
 
     def capture(self, out: Snapshot, walk: Walk, optimizers: Mapping[str, Optimizer], equal: bool) -> object:
-        """Add the common state to ``out``: as shared tensors if the replicas are ``equal`` and DDP keeps the parameter equal.
-        Return the same object as before if the names, shapes and strides of the model's parameters are unchanged; None if that is
-        not known."""
+        """Add the model's parameters and the optimizers' state to ``out``, as live tensors.
+
+        ``equal``: the hook keeps replicas equal; a tensor is then shared if DDP keeps its parameter equal, otherwise it is
+        private. Return an object that is the same as before if names, shapes and strides of the model's parameters are
+        unchanged; None if that is not known.
+        """
         names = walk.cached("names by id", lambda: {id(p): name for name, p in walk.named_parameters()})
         replicated = model.replicated_names(walk)
         captures = {component: self._capture_of(component, optimizer) for component, optimizer in optimizers.items()}
@@ -57,6 +60,8 @@ class EqualState:
         return plan.forms
 
     def _capture_of(self, component: str, optimizer: Optimizer) -> Capture:
+        """Return the capture of this optimizer, kept from save to save; a new one if another optimizer has the component's name
+        now."""
         known = self._captures.get(component)
         if known is None or known.optimizer is not optimizer:
             known = self._captures[component] = Capture(optimizer, component)
@@ -64,6 +69,7 @@ class EqualState:
 
 
 def _list_tensors(walk: Walk, found: Mapping[str, Captured]) -> list[torch.Tensor]:
+    """Return all parameters, then the tensors of all captured optimizers, in order."""
     return [*walk.all_parameters, *chain.from_iterable(captured.tensors for captured in found.values())]
 
 
@@ -72,7 +78,8 @@ def _key(walk: Walk, replicated: Collection[str], equal: bool, found: Mapping[st
 
 
 class _Key(NamedTuple):
-    """The inputs of a plan, except the tensors' forms."""
+    """The inputs of a plan, except the tensors' forms: a plan is valid as long as these are the same. ``optimizers``:
+    ``Captured.layout_key`` by component."""
 
     walk: Walk
     replicated: Collection[str]
@@ -81,9 +88,12 @@ class _Key(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """``forms``: of all tensors, parameters first, or None if something else may change undetected; ``names``: of the same
-    tensors; ``private``: names of tensors that the ranks do not share; ``own``: names of parameters that DDP does not keep equal;
-    ``sizes``: of the shared tensors."""
+    """What follows from names and forms of the tensors.
+
+    ``forms``: of all tensors, parameters first; None if something else may change undetected. ``names``: of the same tensors.
+    ``private``: names of tensors that the ranks do not share. ``own``: names of parameters that DDP does not keep equal.
+    ``until``: by name, of tensors that only ``optimizer.step()`` changes. ``sizes``: of the shared tensors.
+    """
 
     key: _Key
     forms: Forms | None
@@ -97,6 +107,7 @@ class _Plan(NamedTuple):
 def _plan(
     key: _Key, found: Mapping[str, Captured], tensors: Sequence[torch.Tensor], optimizers: Collection[Optimizer]
 ) -> _Plan:
+    """Return the plan for ``tensors``: the parameters, then the tensors of the optimizers ``found``."""
     parameters = {f"{MODEL}/{name}": p for name, p in key.walk.named_parameters()}
     names = [*parameters]
     for captured in found.values():

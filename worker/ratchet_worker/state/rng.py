@@ -35,7 +35,7 @@ def derive_seed(seed: int, *parts: str | int, bits: int = 63) -> int:
 
 
 class Seeds(NamedTuple):
-    """The seeds of a rank's generators."""
+    """The seeds of a rank's generators: torch's, numpy's and Python's."""
 
     torch: int
     numpy: int
@@ -43,6 +43,7 @@ class Seeds(NamedTuple):
 
     @staticmethod
     def for_rank(seed: int, rank: int) -> Seeds:
+        """Return the seeds that follow from the job's ``seed`` and ``rank`` alone."""
         return Seeds(
             derive_seed(seed, "torch", rank),
             derive_seed(seed, "numpy", rank, bits=32),
@@ -51,7 +52,8 @@ class Seeds(NamedTuple):
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Seed all generators of this process as a function of (seed, rank). ``torch.manual_seed`` seeds every CUDA device too."""
+    """Seed all generators of this process (torch, numpy, ``random``) as a function of (seed, rank). ``torch.manual_seed`` seeds
+    every CUDA device, too."""
     seeds = Seeds.for_rank(seed, rank)
     torch.manual_seed(seeds.torch)
     np.random.seed(seeds.numpy)
@@ -60,7 +62,8 @@ def seed_all(seed: int, rank: int) -> None:
 
 @contextmanager
 def fork_rng(device: torch.device) -> Iterator[None]:
-    """Restore all generators on exit, also after an exception."""
+    """Restore the generators of the process on exit from this block, also after an exception, to what they were before it.
+    ``device``: a CUDA device's generator is included."""
     state = capture(device)
     try:
         yield
@@ -69,7 +72,8 @@ def fork_rng(device: torch.device) -> Iterator[None]:
 
 
 class Capture:
-    """The encoded result of ``capture``, from save to save: the part that is not tensors seldom changes, and is kept."""
+    """Captures the generators in encoded form for each save. The part that is not tensors seldom changes; the encoded one is
+    kept."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,7 +81,8 @@ class Capture:
         self._data: JsonValue = None
 
     def encoded(self) -> tuple[Tensors, JsonValue]:
-        """Return named tensors and JSON; the JSON is the same object as long as it is equal."""
+        """Return the generators' current state as named tensors and JSON. The JSON is the same object as before as long as it is
+        equal."""
         state = capture(self._device)
         numpy, (version, words, gauss) = state["numpy"], state["python"]
         key = numpy["state"].get("key")
@@ -100,27 +105,31 @@ Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomS
 
 
 def process_generators() -> tuple[Generator, ...]:
-    """Return the generators of the process, which ``capture`` saves."""
+    """Return the generators of the process that ``capture`` saves: torch's on the CPU, numpy's and Python's."""
     return torch.default_generator, np.random.mtrand._rand, random._inst
 
 
 def is_generator(item: object) -> TypeGuard[Generator]:
+    """True if ``item`` is a generator whose draws can be repeated, of torch, numpy or ``random``."""
     # SystemRandom has no state, and its draws cannot be repeated.
     return isinstance(item, Generator) and not isinstance(item, random.SystemRandom)
 
 
 def _spawn_count(generator: np.random.Generator) -> int:
-    """Return the number of children of ``spawn`` so far: the next ones depend on it, and the state does not contain it."""
+    """Return how many children ``spawn`` has made of the generator so far: the next ones depend on it, and the state does not
+    contain it. 0 if it cannot spawn."""
     return int(getattr(getattr(generator.bit_generator, "seed_seq", None), "n_children_spawned", 0))
 
 
 class GeneratorState:
-    """Adds ``state_dict`` to a generator of torch, numpy (``Generator``, ``RandomState``) or ``random``."""
+    """Adds ``state_dict`` and ``load_state_dict`` to a generator of torch, numpy (``Generator``, ``RandomState``) or
+    ``random``."""
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the generator's state, and for a ``Generator`` of numpy also how many children it has spawned."""
         if isinstance(self.generator, torch.Generator):
             return {"state": self.generator.get_state()}
         if isinstance(self.generator, np.random.RandomState):
@@ -130,6 +139,8 @@ class GeneratorState:
         return {"state": self.generator.bit_generator.state, "spawned": _spawn_count(self.generator)}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Put the generator into the saved state. numpy's count of spawned children can only be increased: what was spawned since
+        stays counted."""
         if isinstance(self.generator, (torch.Generator, np.random.RandomState)):
             self.generator.set_state(state["state"])
         elif isinstance(self.generator, random.Random):

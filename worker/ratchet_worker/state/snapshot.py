@@ -27,8 +27,11 @@ Sizes = Sequence[tuple[str, int, int]]
 
 
 class Until(IntEnum):
-    """How long after the boundary a captured tensor stays unchanged: the forward pass changes buffers, the backward pass the
-    hook's state, ``optimizer.step()`` parameters and the optimizer's tensors."""
+    """How long after the step boundary a captured tensor stays unchanged.
+
+    ``BOUNDARY``: it may change at once (buffers, which the forward pass changes). ``BACKWARD``: until the next backward pass
+    calls the hook (the hook's state). ``STEP``: until the next ``optimizer.step()`` (parameters and the optimizer's tensors).
+    """
 
     BOUNDARY = 0
     BACKWARD = 1
@@ -37,8 +40,12 @@ class Until(IntEnum):
 
 @dataclass
 class Snapshot:
-    """The captured state: ``shared`` and ``private`` by name without prefix (``model/weight``, ``rng/torch``), ``state`` by
-    component. ``until``: by the same names, for tensors that stay unchanged beyond the boundary."""
+    """One rank's captured state.
+
+    ``shared`` and ``private``: tensors by name without prefix (``model/weight``, ``rng/torch``). ``state``: everything else as
+    JSON, by component. ``until``: by the same names, for tensors that stay unchanged beyond the boundary; the others are
+    ``Until.BOUNDARY``. ``known_sizes``: the result of ``sizes``, if it is known already.
+    """
 
     shared: Mapping[str, torch.Tensor] = field(default_factory=dict)
     private: Tensors = field(default_factory=dict)
@@ -47,34 +54,39 @@ class Snapshot:
     known_sizes: Sizes | None = None
 
     def sizes(self) -> Sizes:
-        """Return the sizes of all shared tensors, in their order. If it is the same object as that of an earlier snapshot, names,
-        shapes and ``until`` are also the same."""
+        """Return name, number of elements and bytes per element of all shared tensors, in order.
+
+        If two snapshots return the same object, names, shapes and ``until`` of their shared tensors are the same, too.
+        """
         if self.known_sizes is None:
             self.known_sizes = [(name, t.numel(), t.element_size()) for name, t in self.shared.items()]
         return self.known_sizes
 
     def add(self, component: str, value: object) -> None:
-        """Add ``value``, encoded, as this rank's own state of ``component``. Raises ``UserError`` naming what cannot be
+        """Encode ``value``, and add it as this rank's own state of ``component``. Raises ``UserError`` naming what cannot be
         stored."""
         self.add_with(component, lambda: encode(value, root=component))
 
     def add_with(self, component: str, make: Callable[[], tuple[Mapping[str, torch.Tensor], Any]]) -> None:
-        """Add a state that ``make`` encodes. Raises ``UserError`` if it cannot be stored: that would recur in every save."""
+        """Add the tensors and JSON that ``make`` returns as the state of ``component``. Raises ``UserError`` if ``make`` raises
+        ``HookStateError``: that would recur in every save."""
         try:
             self.add_encoded(component, *make())
         except HookStateError as error:
             raise UserError(f"{error.key}: {error.detail}", code="state-unsaved") from error
 
     def add_encoded(self, component: str, tensors: Mapping[str, torch.Tensor], data: Any) -> None:
-        """Add a state that is already encoded as tensors and JSON."""
+        """Add a state of ``component`` that is already encoded as tensors, by name within the component, and JSON."""
         self.state[component] = data
         for name, tensor in tensors.items():
             self.private[f"{component}/{name}"] = tensor
 
     def value(self, component: str, *, exclude: Collection[str] = ()) -> Any:
-        """Return a component's value, the inverse of ``add``. ``exclude``: parameters whose tensors of this component
-        (``optimizer/<parameter>/<key>``) are not part of the value. Raises ``StateError`` if the component is missing or
-        malformed."""
+        """Return the decoded value of ``component``, the inverse of ``add``.
+
+        ``exclude``: names of parameters whose tensors of this component (``optimizer/<parameter>/<key>``) are not part of the
+        value. Raises ``StateError`` if the component is missing or malformed.
+        """
         tensors, data = self.encoded(component)
         tensors = {name: t for name, t in tensors.items() if name.rpartition("/")[0] not in exclude}
         try:
@@ -83,7 +95,8 @@ class Snapshot:
             raise StateError(f"{component}: {error.key}: {error.detail}") from error
 
     def encoded(self, component: str) -> tuple[Tensors, Any]:
-        """Return a component's tensors and JSON, the inverse of ``add_encoded``. Raises ``StateError`` if it does not exist."""
+        """Return the private tensors, by name within the component, and the JSON of ``component``, the inverse of
+        ``add_encoded``. Raises ``StateError`` if the component is missing."""
         if component not in self.state:
             raise StateError(f"{component}: the checkpoint has no state of that name")
         prefix = f"{component}/"
@@ -93,18 +106,19 @@ class Snapshot:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor that Ratchet owns, without a copy."""
+    """Return the bytes of a contiguous CPU tensor as a view that shares its memory. Only for tensors that Ratchet owns: their
+    storage cannot be resized afterwards."""
     flat = tensor.detach().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``tensor``, row-major, as they are stored."""
+    """Return the elements of ``tensor`` as a 1-D tensor, row-major, as they are stored; a view where possible, else a copy."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
 
 
 def tensor_addresses(state: Any) -> Iterator[int]:
-    """Yield the memory addresses of the tensors in a state."""
+    """Yield the memory addresses of all tensors in a state, at any depth of dicts, lists and tuples."""
     if isinstance(state, torch.Tensor):
         yield state.data_ptr()
     elif isinstance(state, (dict, list, tuple)):
@@ -113,7 +127,8 @@ def tensor_addresses(state: Any) -> Iterator[int]:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Return the hex XXH3-128 over the bytes of all tensors, row-major, in order. No user code may run meanwhile."""
+    """Return the hex XXH3-128 over the bytes of all tensors, row-major, one after the other. No user code, which could free their
+    memory, may run meanwhile."""
     hasher = xxhash.xxh3_128()
     for tensor in tensors:
         hasher.update(live_bytes(flat(tensor).cpu()).data)
@@ -121,7 +136,8 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def empty(dtype: str, shape: Iterable[int]) -> torch.Tensor:
-    """Return an uninitialised CPU tensor of a stored dtype. Raises ``StateError`` for a dtype that this torch does not have."""
+    """Return an uninitialised CPU tensor. ``dtype``: its name as it is stored. Raises ``StateError`` for a dtype that this
+    version of torch does not have."""
     if dtype not in DTYPES:
         raise StateError(f"dtype {dtype} is not known here")
     return torch.empty(tuple(shape), dtype=DTYPES[dtype])

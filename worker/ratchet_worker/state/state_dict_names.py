@@ -21,8 +21,8 @@ _ATTRIBUTE: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE
 
 
 def stateful_parts(stateful: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, by path, registered objects that may hold more state than their ``state_dict`` covers: modules, objects of the
-    user's classes, schedulers and the schedulers in them."""
+    """Return, by path, the registered objects that may hold more state than their ``state_dict`` covers: modules, objects of the
+    user's classes, schedulers, and the schedulers inside these."""
     found = {}
     for path, item in stateful.items():
         if isinstance(item, (nn.Module, LRScheduler)) or is_user_class(type(item)):
@@ -34,7 +34,8 @@ def stateful_parts(stateful: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def buffer_tables(stateful: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, by path, the buffer tables of registered modules that have buffers which ``state_dict`` omits."""
+    """Return, by path, the buffer tables (``_buffers``) of registered modules and their parts that have buffers which
+    ``state_dict`` omits."""
     modules = {path: item for path, item in stateful.items() if isinstance(item, nn.Module)}
     each = (
         (f"{path}.{name}" if name else path, part) for path, m in modules.items() for name, part in m.named_modules()
@@ -43,8 +44,9 @@ def buffer_tables(stateful: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def covered_attributes(item: Any) -> frozenset[str]:
-    """Return the attributes that the ``state_dict`` of ``item`` covers, from the code of its class, and the keys of its current
-    state; functions are not state."""
+    """Return the names of the attributes that the ``state_dict`` of ``item`` covers: those that the code of its class uses for
+    it, and the keys of its current state. Functions among the values are not state. Calls ``item.state_dict()``, except for a
+    module."""
     kind: type = type(item)
     state = {} if isinstance(item, nn.Module) else item.state_dict()
     keys = state.items() if isinstance(state, dict) else ()
@@ -55,9 +57,12 @@ def covered_attributes(item: Any) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def _attributes_in_code(kind: type) -> frozenset[str]:
-    """Return the attributes that the state methods, and the methods that they call on ``self``, read and set; for a class of an
-    installed package, which takes care of its own attributes, all names in its code. ``nn.Module`` itself covers only its
-    tables."""
+    """Return the names of attributes that the state methods of a class, and the methods that they call on ``self``, read and
+    set.
+
+    Of a class of an installed package, which takes care of its own attributes, all names in its code count. ``nn.Module`` itself
+    covers only its tables.
+    """
     users = [base for base in kind.__mro__ if is_user_class(base)]
     others = [base for base in kind.__mro__ if base not in users and not issubclass(kind, nn.Module)]
     codes = (code for base in others for method in vars(base).values() for code in _codes(method))
@@ -84,7 +89,7 @@ def _codes(method: Any) -> list[CodeType]:
 
 
 def _attributes_of(code: CodeType, variable: str) -> Iterator[str]:
-    """Yield the names of attributes of the variable ``variable`` that the code uses."""
+    """Yield the names of the attributes of the variable ``variable`` (``self``) that ``code``, or a function inside it, uses."""
     is_me = False
     for one in dis.get_instructions(code):
         if (one.opname in _ATTRIBUTE and is_me) or one.opname == "LOAD_SUPER_ATTR":
@@ -97,12 +102,14 @@ def _attributes_of(code: CodeType, variable: str) -> Iterator[str]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes that ``code``, or a function inside it, uses."""
     yield from code.co_names
     for inner in _inner(code):
         yield from _names(inner)
 
 
 def _strings(code: CodeType) -> Iterator[str]:
+    """Yield the constant strings in ``code`` and the functions inside it."""
     for one in code.co_consts:
         yield from (item for item in (one if isinstance(one, tuple) else (one,)) if isinstance(item, str))
     for inner in _inner(code):
@@ -110,4 +117,5 @@ def _strings(code: CodeType) -> Iterator[str]:
 
 
 def _inner(code: CodeType) -> Iterator[CodeType]:
+    """Return the code objects of functions inside ``code``."""
     return (one for one in code.co_consts if isinstance(one, CodeType))

@@ -48,7 +48,7 @@ that."""
 
 
 class Piece(NamedTuple):
-    """Bytes ``start`` to ``stop`` of parameter ``number``; ``buffer`` is the ctypes array type of that size."""
+    """A part of a chunk: bytes ``start`` to ``stop`` of parameter ``number``. ``buffer``: the ctypes array type of that size."""
 
     number: int
     start: int
@@ -57,8 +57,12 @@ class Piece(NamedTuple):
 
 
 class SamplePlan:
-    """The bytes of parameters that are read after each step. ``chunks``: by step modulo their number. ``unreadable``: numbers of
-    parameters without memory of their own (sparse ones, subclasses that wrap other tensors)."""
+    """Which bytes of the parameters are read after each step.
+
+    ``chunks``: the pieces to read; a step reads the chunk with its number modulo their count. ``unreadable``: numbers of
+    parameters without memory of their own (sparse ones, subclasses that wrap other tensors). ``sizes``: bytes by parameter; 0
+    for an unreadable one. ``max_words``: most 32-bit words in a chunk. ``digest``: of everything that the plan follows from.
+    """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         readable = [n for n, p in enumerate(parameters) if p.numel() and address(p) and p.layout is torch.strided]
@@ -86,7 +90,7 @@ class SamplePlan:
 
 
 class _Place(NamedTuple):
-    """The last known place of a piece: the address ``begin`` of its tensor, or ``_UNKNOWN``, and ``memory``, the piece's
+    """The last known place in memory of a piece. ``begin``: the address of its tensor, or ``_UNKNOWN``. ``memory``: the piece's
     bytes."""
 
     tensor: torch.Tensor
@@ -95,10 +99,11 @@ class _Place(NamedTuple):
 
 
 class StepFingerprints:
-    """Makes one rank's fingerprints. ``parameters``: the model's, each once, in an order that is the same in every attempt."""
+    """Makes one rank's fingerprints, one after each step. ``parameters``: the model's, each once, in an order that is the same in
+    every attempt."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], device: torch.device, *, on_device: bool = False) -> None:
-        """``on_device``: reduce on the device, as is always done on CUDA."""
+        """``on_device``: reduce the parameters on the device also if that is not CUDA; on CUDA this is always done."""
         self.plan = SamplePlan(parameters)
         self._parameters, self._device = parameters, device
         self._dense = [_is_dense(p) for p in parameters]
@@ -115,12 +120,15 @@ class StepFingerprints:
 
     @property
     def has_drawn(self) -> bool:
-        """True if the generators have moved since the newest step."""
+        """True if a generator has moved since the newest step; False before the first step."""
         return self._generators_digest is not None and self._generators.digest() != self._generators_digest
 
     def record_step(self, step: int, position: tuple[int, int]) -> list[StepFingerprint]:
-        """Make the fingerprint after ``step``, whose ``position`` in the data is (epoch, place in it). Return the fingerprints
-        that are complete: this step's, or, if sums come from a device, those of earlier steps."""
+        """Begin the fingerprint after ``step``, and return the fingerprints that are complete now: this step's, or, if sums come
+        from a device, those of earlier steps.
+
+        ``position``: in the data, as (epoch, place in it). Waits only if too many fingerprints are in transit.
+        """
         epoch, place = position
         data, generators = (epoch * _EPOCH + place) & _WORD, self._generators.digest()
         on_host, self._generators_digest = self._host_digest(step % len(self._places)), generators
@@ -131,14 +139,15 @@ class StepFingerprints:
         return self._collect_arrived(wait=len(self._pending) >= _MAX_PENDING)
 
     def drain(self) -> list[StepFingerprint]:
-        """Wait for the fingerprints still in transit, and return them; called when the loop waits anyway."""
+        """Wait for the fingerprints that are still in transit from the device, and return them, oldest first. Called when the
+        loop waits anyway."""
         found: list[StepFingerprint] = []
         while self._pending:
             found += self._collect_arrived(wait=True)
         return found
 
     def _collect_arrived(self, *, wait: bool) -> list[StepFingerprint]:
-        """Return the pending fingerprints that have arrived. ``wait``: wait for the oldest of them."""
+        """Return the pending fingerprints that have arrived, oldest first. ``wait``: wait for the oldest of them."""
         found: list[StepFingerprint] = []
         while self._pending:
             step, on_host, generators, data, sums = self._pending[0]
@@ -149,6 +158,8 @@ class StepFingerprints:
         return found
 
     def _host_digest(self, chunk: int) -> int:
+        """Return the digest of those pieces of a chunk that are read on the host. For a piece without memory, a fixed text is
+        hashed instead."""
         hasher = xxh3_64()
         for number, (tensor, begin, memory) in enumerate(self._places[chunk]):
             try:
@@ -161,7 +172,8 @@ class StepFingerprints:
         return hasher.intdigest()
 
     def _locate(self, chunk: int, number: int) -> Any:
-        """Return the bytes of a piece, and store its place for the next time."""
+        """Return the bytes of a piece, and remember their place for the next time. Without a dense tensor on the CPU, the bytes
+        are a copy and no place is remembered."""
         tensor, *_ = self._places[chunk][number]
         parameter, start, stop, buffer = self._on_host[chunk][number]
         begin, memory = tensor.data_ptr(), None
@@ -171,7 +183,8 @@ class StepFingerprints:
         return live_bytes(flat(tensor).cpu())[start:stop].data if memory is None else memory
 
     def _device_bytes(self, pieces: list[Piece]) -> list[torch.Tensor]:
-        """Return the bytes of ``pieces``, in parts whose sizes are multiples of the alignment."""
+        """Return the bytes of ``pieces`` on the device, padded with zeros so that all sizes are multiples of the alignment.
+        Parameters without memory are left out."""
         found: list[torch.Tensor] = []
         for number, start, stop, _ in pieces:
             tensor = self._parameters[number].detach()
@@ -187,12 +200,13 @@ class StepFingerprints:
 
 
 class _Sums(NamedTuple):
-    """Two sums in transit from the device. ``event`` None: they have arrived."""
+    """Two sums in transit from the device to ``host``. ``event``: CUDA's event after their copy; None: they have arrived."""
 
     host: torch.Tensor
     event: Any
 
     def has_arrived(self, *, wait: bool) -> bool:
+        """True if the sums have arrived. ``wait``: wait for them, and return True."""
         if self.event is None or self.event.query():
             return True
         if wait:
@@ -205,8 +219,10 @@ class _Sums(NamedTuple):
 
 
 class DeviceSums:
-    """Sums of 32-bit words with odd 64-bit weights, modulo 2^64: different words have equal sums only by chance. Integer sums do
-    not depend on the order of summation."""
+    """Computes two sums of 32-bit words with odd 64-bit weights, modulo 2^64. Different words have equal sums only by chance.
+
+    Integer sums do not depend on the order of summation. ``max_words``: the largest number of words.
+    """
 
     def __init__(self, device: torch.device, max_words: int) -> None:
         numbers = random.Random(0).randbytes(
@@ -219,7 +235,8 @@ class DeviceSums:
         self._device = device
 
     def begin(self, pieces: list[torch.Tensor]) -> _Sums:
-        """Compute the sums of these bytes, and begin to copy them to the host."""
+        """Compute the sums of the bytes ``pieces``, and begin to copy them to the host. Returns at once. Without pieces the sums
+        are 0."""
         pinned = self._device.type == "cuda"
         host = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
         if not pieces:
@@ -248,6 +265,7 @@ class Generators:
         self._python = _python_words()
 
     def digest(self) -> int:
+        """Return a 64-bit digest of the generators' current states; moves none of them."""
         torch_state = self._torch_state()
         hasher = xxh3_64(self._torch_words.from_address(torch_state.data_ptr()))
         if self._cuda is not None:
@@ -267,6 +285,8 @@ class Generators:
         return hasher.intdigest()
 
     def _numpy_words(self) -> Any:
+        """Return the bytes of the state of numpy's generator, a view that stays valid; for another kind of bit generator, its
+        state as text."""
         generator = self._numpy_own._bit_generator
         if type(generator) is not np.random.MT19937:  # user code gave numpy another one
             return repr(generator.state).encode()
@@ -275,7 +295,7 @@ class Generators:
 
 
 def _python_words() -> Any:
-    """Return the memory of Python's own generator; None if this Python has another layout."""
+    """Return a view of the memory of Python's own generator, which changes with it; None if this Python has another layout."""
     inst, head = random._inst, object.__basicsize__
     if type(inst).__basicsize__ < head + ctypes.sizeof(_MT19937):
         return None
@@ -285,7 +305,8 @@ def _python_words() -> Any:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if its elements fill the memory from its address on without a gap, in any order; they are read in memory order."""
+    """True if the tensor's elements fill the memory from its address on without a gap, in any order: they are then read in memory
+    order."""
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
     expected = 1
@@ -297,6 +318,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _has_memory_to(tensor: torch.Tensor, stop: int) -> bool:
-    """True if it has memory up to byte ``stop``. User code may have resized its storage, or given it another."""
+    """True if the tensor has memory up to its byte ``stop``. User code may have resized its storage, or given it another one."""
     storage = tensor.untyped_storage()
     return storage.nbytes() >= tensor.storage_offset() * tensor.element_size() + stop

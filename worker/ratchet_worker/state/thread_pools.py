@@ -14,8 +14,8 @@ _RECHECK_SECONDS: Final = 0.05
 
 
 def is_working(thread: threading.Thread) -> bool:
-    """True if ``thread`` is alive and is not an idle thread of a pool. Takes 50 ms for one that seems idle: it may just have
-    taken work."""
+    """True if ``thread`` is alive and is not an idle thread of a pool. Blocks for 50 ms if the thread seems idle: it may just
+    have taken work."""
     if not _waits_for_work(thread):
         return thread.is_alive()
     time.sleep(_RECHECK_SECONDS)  # a thread that has just taken work is at the same place, but not for long
@@ -23,5 +23,6 @@ def is_working(thread: threading.Thread) -> bool:
 
 
 def _waits_for_work(thread: threading.Thread) -> bool:
+    """True if ``thread`` is inside the code of a thread pool, and not in a function that the pool runs."""
     frame = sys._current_frames().get(thread.ident or 0)
     return frame is not None and frame.f_code.co_filename in _POOLS

@@ -20,9 +20,13 @@ _MOST_PARTS: Final = 1000
 
 
 def find_unregistered(module: nn.Module, optimizers: Iterable[Optimizer], registered: Iterable[object]) -> list[str]:
-    """Return the type names, sorted, of objects that are neither in ``registered`` nor parts of it: optimizers of ``module``'s
-    parameters, schedulers of these or of ``optimizers``, enabled gradient scalers, and averages of the module or of a part of
-    it."""
+    """Return the sorted type names of objects that affect the training and are neither in ``registered`` nor parts of such
+    objects.
+
+    These are optimizers of the parameters of ``module``, schedulers of these or of ``optimizers``, enabled gradient scalers, and
+    averages of the module or of a part of it. Searches all objects of the process; if it finds any, it runs a garbage collection
+    and searches again.
+    """
     kept = {id(part) for item in registered for part in _parts(item, _DEPTH)}
     if not _unregistered(module, optimizers, kept):
         return []
@@ -31,12 +35,14 @@ def find_unregistered(module: nn.Module, optimizers: Iterable[Optimizer], regist
 
 
 def unattributable(registered: Iterable[object]) -> Iterator[object]:
-    """Yield objects of ``registered`` that cannot be attributed to one model: a later run in this process may find them."""
+    """Yield the gradient scalers and averaged models in ``registered``: they cannot be attributed to one model, so a later run in
+    this process may find them."""
     parts = (part for item in registered for part in _parts(item, _DEPTH))
     return (part for part in parts if isinstance(part, (AveragedModel, torch.amp.GradScaler)))
 
 
 def unregistered_message(names: Collection[str]) -> str:
+    """Return the message for the user about unregistered objects with these type names."""
     return (
         f"{', '.join(names)}: created by the script and not registered, so that no checkpoint has the state and a resume "
         "is not exact: pass it to session.prepare, or to session.register"
@@ -44,6 +50,8 @@ def unregistered_message(names: Collection[str]) -> str:
 
 
 def _unregistered(module: nn.Module, optimizers: Iterable[Optimizer], kept: Collection[int]) -> list[object]:
+    """Return the objects of the process that affect the training of ``module``. ``kept``: ids of registered objects and their
+    parts, which are left out."""
     trained = {id(parameter) for parameter in module.parameters()}
     forms = [_form(one) for one in module.modules()]
     objects = gc.get_objects()
@@ -59,20 +67,24 @@ def _unregistered(module: nn.Module, optimizers: Iterable[Optimizer], kept: Coll
 
 
 def _form(module: nn.Module) -> list[torch.Size]:
+    """Return the shapes of the module's parameters, in order."""
     return [parameter.shape for parameter in module.parameters()]
 
 
 def _trains(optimizer: Optimizer, trained: Collection[int]) -> bool:
+    """True if ``optimizer`` has a parameter among ``trained`` (ids)."""
     groups = getattr(optimizer, "param_groups", ())
     return any(id(parameter) in trained for group in groups for parameter in group["params"])
 
 
 def _wraps(optimizer: Optimizer, kept: Collection[int]) -> bool:
-    """True if ``optimizer`` wraps an optimizer in ``kept``."""
+    """True if ``optimizer`` has an attribute that is an optimizer in ``kept`` (ids)."""
     return any(isinstance(part, Optimizer) and id(part) in kept for part in vars(optimizer).values())
 
 
 def _affects_training(item: object, optimizers: Collection[int], forms: Collection[list[torch.Size]]) -> bool:
+    """True for a scheduler of one of ``optimizers`` (ids), an average of a module with one of these ``forms``, and an enabled
+    gradient scaler."""
     if isinstance(item, LRScheduler):
         return id(getattr(item, "optimizer", None)) in optimizers
     if isinstance(item, AveragedModel):
@@ -81,8 +93,11 @@ def _affects_training(item: object, optimizers: Collection[int], forms: Collecti
 
 
 def _parts(item: object, depth: int) -> Iterator[object]:
-    """Yield the object and the objects that it holds; not those in modules and tensors, nor a scheduler's optimizer, which its
-    state omits, nor items of a long list or dict, which are data."""
+    """Yield the object and the objects that it holds, up to ``depth`` levels below it.
+
+    Not yielded are objects in modules and tensors, a scheduler's optimizer, which its state omits, and items of a long list or
+    dict, which are data.
+    """
     yield item
     if depth == 0 or isinstance(item, (nn.Module, torch.Tensor, type)):
         return

@@ -73,6 +73,7 @@ def list_checkpoints(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = Fal
 
 
 def _row(c: views.CheckpointView) -> list[str]:
+    """Return the table's cells for one checkpoint; "-" for what is unknown."""
     return [
         c.id, str(c.step), str(c.attempt), c.state, c.reason, output.dash(c.hook_iteration), output.size(c.size),
         _seconds(c.stall), _seconds(c.seconds), "-" if c.metric is None else f"{c.metric:.4g}",
@@ -85,6 +86,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _flags(c: views.CheckpointView) -> list[str]:
+    """Return the words that apply to the checkpoint: final, pinned, adopted, abandoned, copied."""
     marks = {"final": c.finished, "pinned": c.pinned, "adopted": c.adopted, "abandoned": c.lineage == "abandoned"}
     marks["copied"] = c.uploaded_at is not None
     return [word for word, there in marks.items() if there]
@@ -148,6 +150,8 @@ def verify(
 
 
 def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[views.VerifyResult]:
+    """Verify the committed checkpoints of the job one after the other, print each result and yield it. Those that are deleted
+    meanwhile are skipped with a note."""
     from ratchet_contract.errors import NotFound
 
     wanted = [c for c in client.checkpoints(job) if c.state == "committed"]
@@ -166,6 +170,7 @@ def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[view
 
 
 def _print_result(result: views.VerifyResult, as_json: bool) -> None:
+    """Print the result of a verification; with ``as_json`` only damage is printed, on standard error."""
     if not as_json:
         output.line(
             f"{result.id}: {result.verification} ({pluralize(result.bytes_checked, 'byte')} in {result.seconds:.2f} s)"
@@ -209,7 +214,7 @@ def export(
 
 
 def _find_committed(client: RatchetClient, job: str, step: int | None) -> str:
-    """Return the id of the newest checkpoint, or of the one of ``step``.
+    """Return the id of the job's newest checkpoint, or with ``step`` of the committed one of this step.
 
     Raises ``NotFound`` if there is none, ``typer.BadParameter`` if several attempts saved ``step``.
     """
@@ -241,6 +246,7 @@ def unpin(ctx: typer.Context, job: JobId, checkpoint: CheckpointId, as_json: Jso
 
 
 def _set_pin(ctx: typer.Context, job: str, checkpoint: str, pinned: bool, as_json: bool) -> None:
+    """Pin the checkpoint, or unpin it if ``pinned`` is False, and print the result."""
     with open_client(ctx) as client:
         view = client.pin(job, checkpoint, pinned=pinned)
     if as_json:

@@ -53,7 +53,7 @@ def compare(
 
 
 def lines(comparison: ComparisonView) -> list[str]:
-    """Return the text output: the verdict, the first difference, and what to do."""
+    """Return the text output for a comparison: the verdict, where the jobs first differ, the differences, and what to do."""
     names = (
         f"{comparison.job_id}/{comparison.checkpoint_id} and {comparison.with_job_id}/{comparison.with_checkpoint_id}"
     )
@@ -63,7 +63,8 @@ def lines(comparison: ComparisonView) -> list[str]:
 
 
 def difference_lines(comparison: ComparisonView) -> list[str]:
-    """Return one line for each component that differs, causes first, and what to do."""
+    """Return a heading, one line for each component that differs (at most ``MAX_LINES``), causes first, and a line with what to
+    do."""
     of: dict[str, list[DifferenceView]] = {}
     for one in comparison.differences:
         of.setdefault(one.component, []).append(one)
@@ -78,7 +79,7 @@ def difference_lines(comparison: ComparisonView) -> list[str]:
 
 
 def divergence_text(comparison: ComparisonView) -> str:
-    """Return the step at which two differing jobs diverge, as text."""
+    """Return, as text, the first step at which two differing jobs are known to differ."""
     text = f"first seen in the checkpoint of step {comparison.step}"
     if comparison.equal_through is not None:
         text += f", that of step {comparison.equal_through} is identical"

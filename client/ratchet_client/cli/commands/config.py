@@ -22,6 +22,8 @@ _LONG_ENOUGH = 16
 
 
 class Key(StrEnum):
+    """A setting that the configuration file stores."""
+
     SERVER = "server"
     TOKEN = "token"
 
@@ -69,6 +71,8 @@ def show(ctx: typer.Context, as_json: JsonFlag = False) -> None:
 
 
 def _token_of(target: Target, server: str | None) -> tuple[str | None, str]:
+    """Return the token that would be sent to ``server``, masked, and its source. Return None and the reason if none would be
+    sent."""
     if target.token is None:
         return None, "not set"
     source = target.token.source
@@ -78,7 +82,8 @@ def _token_of(target: Target, server: str | None) -> tuple[str | None, str]:
 
 
 def mask_token(token: str) -> str:
-    """Mask a token: the last four characters of a long one stay visible to distinguish tokens, none of a short one."""
+    """Return eight asterisks and the last four characters of ``token``, to distinguish tokens; of a short token only the
+    asterisks."""
     return "********" + (token[-_VISIBLE_CHARS:] if len(token) >= _LONG_ENOUGH else "")
 
 
@@ -118,7 +123,8 @@ def set_value(
 
 
 def _token_server(ctx: typer.Context, stored: str | None) -> str:
-    """Return the server that a new token is for: the specified or configured one, else the service running on this machine.
+    """Return the address of the server that a new token is for: the one specified by option or variable, else ``stored``, else
+    the service that runs on this machine, which is printed in a note.
 
     Raises ``typer.BadParameter`` if there is none.
     """
@@ -144,6 +150,8 @@ def _token_server(ctx: typer.Context, stored: str | None) -> str:
 
 
 def _read_token(owner: str) -> str:
+    """Return the token that the user types without echo, or one line of standard input if that is no terminal. ``owner``: the
+    server's address, for the prompt. Raises ``typer.BadParameter`` if it is empty, ``Refused`` if it is invalid."""
     from getpass import getpass
 
     from ratchet_client.http.discovery import validate_token

@@ -57,12 +57,14 @@ def files(
 
 
 def _kind(file: views.FileView) -> str:
+    """Return the kind of a file and remarks on it, for the table."""
     words = [file.kind, "from the code" if file.from_code else "", file.refused or ""]
     return ", ".join(word for word in words if word and word != "symbolic-link" and word != "special-file")
 
 
 def escape_path(path: str) -> str:
-    """Escape the non-printable characters of a file name, so that it cannot send control sequences to the terminal."""
+    """Return ``path`` with its non-printable characters escaped, so that a file name cannot send control sequences to the
+    terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in path)
 
 
@@ -100,14 +102,14 @@ def cp(
 
 
 def print_outputs(client: RatchetClient, job: views.JobView) -> None:
-    """Print on stderr which files an ended job wrote and how to fetch them; print nothing if it wrote none."""
+    """Print on standard error which files the job wrote and how to fetch them; nothing if it wrote none."""
     if (found := outputs_text(client, job)) is not None:
         output.note(f"outputs: {found}; see: ratchet files {job.id}; fetch: ratchet cp {job.id}: DIR")
 
 
 def outputs_text(client: RatchetClient, job: views.JobView) -> str | None:
-    """Return the files that a job has written, as text: up to three names, or the number of files, and the total size. None if it
-    wrote none, or the request fails."""
+    """Return the files that a job has written, as text: up to three names, or the number of files, and their total size. Return
+    None if it wrote none, or if the request fails. At most 1000 are counted."""
     from ratchet_contract.errors import RatchetError
 
     try:

@@ -69,11 +69,13 @@ def hook(
 
 
 def _from_to(before: int | None, after: int | None, format_value: Callable[[int], str]) -> str | None:
+    """Return ``before -> after`` with both values formatted; None if one of them is unknown."""
     return None if before is None or after is None else f"{format_value(before)} -> {format_value(after)}"
 
 
 def watch_hook(ctx: typer.Context, job_id: str, as_json: bool) -> None:
-    """Show the hook until the job has ended: a table that is redrawn, or one line (with ``as_json`` one object) per change."""
+    """Show the hook until the job has ended: on a terminal a table that is redrawn, elsewhere one line (with ``as_json`` one JSON
+    line) per change."""
     from ratchet_client.cli.commands.wait import poll
 
     last: dict[str, Any] = {}
@@ -95,7 +97,8 @@ def watch_hook(ctx: typer.Context, job_id: str, as_json: bool) -> None:
 
 
 class _Screen:
-    """Context manager around ``live``, rich's live display; ``live`` is None if none is wanted."""
+    """A context manager that runs rich's live display ``live`` during the block; ``live`` is None, and nothing is displayed,
+    unless ``enabled``."""
 
     def __init__(self, enabled: bool) -> None:
         self.live = None
@@ -115,6 +118,7 @@ class _Screen:
 
 
 def _render_table(job: views.JobView, view: views.HookView) -> RenderableType:
+    """Return the hook's state by rank as a table with a title, or why there is none."""
     from rich.console import Group
     from rich.text import Text
 
@@ -130,6 +134,7 @@ def _render_table(job: views.JobView, view: views.HookView) -> RenderableType:
 
 
 def _change_line(view: views.HookView) -> str:
+    """Return the hook's state as one line of text."""
     norms = " ".join(_norm(norm) for _, norm in sorted(view.residual_norm.items()))
     parts = [f"step {view.step}", f"{view.phase}", f"iteration {view.iteration}", _times(view.compression_rate) or ""]
     parts += [f"residual norm by rank {norms}" if norms.strip("- ") else "", f"memory {output.size(view.memory_bytes)}"]

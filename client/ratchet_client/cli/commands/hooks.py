@@ -59,7 +59,8 @@ def hooks(
 
 
 def _values(schema: dict[str, Any]) -> str:
-    """Return the permitted values of a parameter as text: ``whole number, at least 1, at most 4096``."""
+    """Return the permitted values of a hook's parameter as text, like ``whole number, at least 1, at most 4096``. ``schema``: its
+    JSON schema."""
     if "anyOf" in schema:
         return " or ".join(_values(one) for one in schema["anyOf"])
     if "enum" in schema:
@@ -71,6 +72,7 @@ def _values(schema: dict[str, Any]) -> str:
 
 
 def _list_hooks(found: list[views.HookInfo], as_json: bool) -> None:
+    """Print all hooks as a table, or with ``as_json`` as JSON."""
     if as_json:
         output.emit(found)
         return

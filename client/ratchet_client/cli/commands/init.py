@@ -104,7 +104,9 @@ def init(
 
 
 def _patch(words: list[str]) -> None:
-    """Print the diff; print on standard error the places that the user must change, one line each."""
+    """Print the diff that patches the script on standard output, and the changes left to the user on standard error, one line
+    each. Raises ``typer.Exit`` (``REFUSED``) unless the diff is complete, and ``Refused`` for a script that is not below the
+    current directory. No file is written."""
     from ratchet_client.init import project
     from ratchet_client.init.advice import training_place
     from ratchet_client.init.command_line import parse_command
@@ -144,7 +146,7 @@ def _patch(words: list[str]) -> None:
 
 
 def _command_line(words: list[str]) -> str:
-    """Return the command as one line; a command without a launcher is prefixed with ``torchrun``."""
+    """Return the command as one line, quoted for a shell; ``torchrun`` is added in front of a command without a launcher."""
     first = Path(words[0]).name
     whole = (
         words if first.startswith(("python", "torchrun")) or "=" in words[0] or first == "env" else ["torchrun", *words]
@@ -153,12 +155,14 @@ def _command_line(words: list[str]) -> str:
 
 
 def _with_ranks(words: list[str]) -> str:
-    """Return the command as one line; a bare script is prefixed with ``torchrun --nproc-per-node 2``."""
+    """Return the command as one line, quoted for a shell; ``torchrun --nproc-per-node 2`` is added in front of a bare script."""
     bare = not words[0].startswith("-") and Path(words[0]).suffix == ".py"
     return shlex.join(["torchrun", "--nproc-per-node", "2", *words] if bare else words)
 
 
 def _document(proposal: Proposal, target: Path | None) -> str:
+    """Return the JSON text for ``--json``: the proposal's spec, notes and dropped options. ``target``: the file that was written,
+    None: none."""
     import json
     from dataclasses import asdict
 
@@ -172,6 +176,7 @@ def _document(proposal: Proposal, target: Path | None) -> str:
 
 
 def _print_notes(notes: list[Note], command: Command) -> None:
+    """Print the notes, and the options that are not needed, on standard error."""
     for note in notes:
         output.note(f"{'warning' if note.serious else 'found'}: {note.text}")
     for option, why in command.dropped.items():
@@ -179,7 +184,8 @@ def _print_notes(notes: list[Note], command: Command) -> None:
 
 
 def _print_next_steps(ctx: typer.Context, target: Path, *, exact: bool) -> None:
-    """Print a running service's warnings about the spec or its refusal, and the command to type next.
+    """Print the command to type next on standard error, and a running service's warnings about the written spec, or why it would
+    refuse the spec. ``target``: the file of the spec.
 
     ``exact``: the job resumes exactly, so ``ratchet prove`` is suggested.
     """

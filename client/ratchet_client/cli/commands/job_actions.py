@@ -39,7 +39,7 @@ HookOption = Annotated[
 
 
 class HookPolicy(StrEnum):
-    """Values of ``policy.on_hook_mismatch``."""
+    """The values of ``policy.on_hook_mismatch``, for an option."""
 
     FAIL = "fail"
     RESET = "reset"
@@ -176,7 +176,7 @@ def fork(
 
 
 def _changes(hook: str | None, sets: list[str]) -> dict[str, Any]:
-    """Return the part of a spec that ``--hook`` and ``--set`` specify."""
+    """Return the part of a spec that ``--hook`` and ``--set`` specify. Raises ``typer.BadParameter`` for an invalid ``--set``."""
     changes: dict[str, Any] = {} if hook is None else {"hook": {"name": hook}}
     apply_overrides(changes, sets, {})
     return changes
@@ -275,6 +275,8 @@ def wait(
 
 
 def _print_done(job: views.JobView, what: str, as_json: bool) -> None:
+    """Print the job after an action; ``what``: the result of the action in words, like "will be suspended". If the job is already
+    in the phase that the action leads to, this phase is printed instead."""
     if as_json:
         output.emit(job)
     else:

@@ -135,14 +135,16 @@ def get(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> None:
 
 
 def _warnings_text(found: list[views.Warning_]) -> str | None:
-    """Return the codes and pointers of the warnings; their full texts were printed when the job was submitted."""
+    """Return the codes and pointers of the warnings; None if there are none. Their full texts were printed when the job was
+    submitted."""
     if not found:
         return None
     return ", ".join(f"{w.code} ({w.pointer or '/'})" for w in found) + "; in full: --json"
 
 
 def commit_text(spec: dict[str, Any]) -> str | None:
-    """Return the commit of the job's code, and a digest of its uncommitted changes."""
+    """Return the git commit of the job's code, with the number and digest of uncommitted changes; None if the spec has no facts
+    about git."""
     git = (spec.get("code") or {}).get("git")
     if git is None:
         return None
@@ -155,12 +157,12 @@ def commit_text(spec: dict[str, Any]) -> str | None:
 
 
 def _packages_text(found: views.EnvironmentView | None) -> str | None:
-    """Return the number of packages and their digest; ``--json`` prints the list."""
+    """Return the number of packages and their digest; None if they are unknown. ``--json`` prints the list."""
     return None if found is None else f"{len(found.packages)}, digest {found.digest[:16]}"
 
 
 def _goodput_text(found: views.GoodputView | None) -> str | None:
-    """Return the share of the job's wall time that was useful, and the seconds spent on each part."""
+    """Return the share of the job's wall time that was useful, and the time spent on each part; None if there is no data."""
     if found is None:
         return None
     seconds = found.model_dump()
@@ -178,6 +180,7 @@ def _rate(value: float | None) -> str | None:
 
 
 def _count_of_limit(count: int, limit: int | None) -> str:
+    """Return ``count`` with its limit, like ``1 of 3``; a ``limit`` of None means no limit."""
     return f"{count} (no limit)" if limit is None else f"{count} of {limit}"
 
 
@@ -211,12 +214,13 @@ def attempts(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> N
 
 
 def _attempts_text(numbers: list[int]) -> str:
-    """Return ``attempt 3``, ``attempts 2, 3``."""
+    """Return the numbers of attempts as text: ``attempt 3``, ``attempts 2, 3``."""
     return f"attempt{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _remarks(attempt: views.AttemptView) -> Iterator[str]:
-    """Yield sentences about an attempt that the table does not show; several attempts may have the same sentence."""
+    """Yield sentences about an attempt that the table does not show: notes of the resume report, time of the stop, redone steps,
+    what was not exact. Several attempts may have the same sentence."""
     report, redone = attempt.resume_report, attempt.redone
     yield from report.notes if report is not None else ()
     if attempt.notice_used is not None and attempt.notice_seconds is not None:
@@ -242,6 +246,7 @@ def _remarks(attempt: views.AttemptView) -> Iterator[str]:
 
 
 def _attempt_row(a: views.AttemptView) -> list[str]:
+    """Return the table's cells for one attempt; "-" for what is unknown or not reported."""
     unmanaged = a.resume_report is not None and a.resume_report.verdict == "unmanaged"  # it reports no steps
     steps = ["-"] * 3 if unmanaged else [str(a.last_step), str(a.steps_done), output.dash(a.steps_lost)]
     return [

@@ -33,7 +33,8 @@ _GAP = "   "
 
 
 class LiveView:
-    """A context manager: on exit the lines at the bottom disappear, the events stay."""
+    """A context manager that shows a job on a terminal: events scroll above, and the lines at the bottom are redrawn. On exit the
+    lines at the bottom disappear; the events stay."""
 
     def __init__(self) -> None:
         self._live = Live(console=output.console(), refresh_per_second=4, transient=True)
@@ -48,6 +49,7 @@ class LiveView:
         self._live.__exit__(kind, error, trace)
 
     def on_event(self, event: EventView) -> None:
+        """Print the event above the lines at the bottom, coloured by its cause or phase."""
         words = (event.data.get("cause"), event.data.get("phase"), event.data.get("to"))
         style = next((s for w in words if isinstance(w, str) and (s := output.style_of(w))), "")
         self._live.console.print(Text(event_line(event), style=style))
@@ -60,7 +62,8 @@ class LiveView:
 
 
 class JobLines:
-    """The lines at the bottom, laid out for the width that the terminal has when they are drawn."""
+    """The lines at the bottom of the live view for one snapshot. They are laid out when they are drawn, for the terminal's width
+    at that time."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -74,7 +77,8 @@ class JobLines:
             yield Text(waiting, style="yellow")
 
     def _head(self, width: int) -> Iterable[Table | Text]:
-        """Yield phase, bar and step in one line; without the bar if the total is unknown or the line is too narrow."""
+        """Yield one line with phase, progress bar and step; without the bar if the number of steps is unknown or the line is too
+        narrow."""
         job = self._snapshot.job
         phase, step = Text(job.phase, style=output.style_of(job.phase)), progress_text(job)
         total = job.progress.total_steps
@@ -88,6 +92,7 @@ class JobLines:
         yield line
 
     def _figures(self) -> list[Text]:
+        """Return loss, speed, remaining time, hook, checkpoint, risk and attempt as texts; those that do not apply are empty."""
         now, job = self._snapshot, self._snapshot.job
         eta, risk = eta_text(now), job.progress.steps_at_risk
         loss = "" if now.loss is None else f"loss {now.loss:.4f} {sparkline(now.losses)}".rstrip()
@@ -103,7 +108,8 @@ class JobLines:
 
 
 def _pack_lines(parts: Iterable[Text], width: int) -> Iterable[Text]:
-    """Put as many parts on a line as fit; a part that is longer than a line is wrapped."""
+    """Yield lines with as many of ``parts`` as fit in ``width`` columns. A part that is longer than a line has a line of its
+    own."""
     line = Text()
     for part in parts:
         if line and line.cell_len + len(_GAP) + part.cell_len > width:

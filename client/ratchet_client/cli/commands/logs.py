@@ -81,7 +81,8 @@ def logs(
 def _no_lines_message(
     client: RatchetClient, job: str, rank: int | None, attempt: WhichAttempt | None, *, is_unfiltered: bool
 ) -> str:
-    """Return a message that says why no line is printed. ``is_unfiltered``: no filter was set."""
+    """Return a message that explains why no line was printed. ``is_unfiltered``: neither ``--since`` nor ``--grep`` was set;
+    ``attempt``: the selected one, None: the newest."""
     who = "it" if rank is None else f"rank {rank}"
     text = f"{who} has printed nothing" if is_unfiltered else "no such line"
     newest = client.view(job).attempt
@@ -91,7 +92,7 @@ def _no_lines_message(
 
 
 def _check_rank(client: RatchetClient, job: str, rank: int) -> None:
-    """Raises ``typer.BadParameter`` for a rank that neither the job nor any of its attempts has or had."""
+    """Raise ``typer.BadParameter`` if the job has no rank of this number now, and no attempt has logs of such a rank."""
     view = client.view(job)
     world = view.spec.get("world", {})
     ranks = world.get("nodes", 1) * world.get("ranks_per_node", 1)
@@ -100,6 +101,7 @@ def _check_rank(client: RatchetClient, job: str, rank: int) -> None:
 
 
 def _parse_attempt(attempt: str | None) -> WhichAttempt:
+    """Return the attempt that ``--attempt`` selects: a number, "all", or None for the newest. Raises ``typer.BadParameter``."""
     if attempt is None or attempt == "all":
         return "all" if attempt else None
     if not attempt.isascii() or not attempt.isdigit() or int(attempt) < 1:
@@ -108,7 +110,8 @@ def _parse_attempt(attempt: str | None) -> WhichAttempt:
 
 
 def parse_since(text: str, now: datetime | None = None) -> str:
-    """Return an RFC 3339 time for an age like ``10m`` or for an RFC 3339 time. Raises ``typer.BadParameter``."""
+    """Return the RFC 3339 time for ``text``, the value of ``--since``: an age like ``10m`` before ``now`` (default: the present),
+    or an RFC 3339 time with a time zone. Raises ``typer.BadParameter`` for anything else."""
     number, unit = text[:-1], text[-1:]
     try:
         if unit in _UNITS and number.isascii() and number.replace(".", "", 1).isdigit():
@@ -159,20 +162,22 @@ def events(
 
 
 def _print(events: Iterable[views.EventView]) -> None:
+    """Print one line per event, and flush."""
     for event in events:
         output.line(event_line(event))
     output.flush()
 
 
 class ErrorsOnce:
-    """Called with texts one after the other; returns each with every error that an earlier text had in full replaced by ``(as
-    above)``."""
+    """Shortens texts that repeat an error. It is called with texts one after the other, and returns each with every error that an
+    earlier text had in full replaced by ``(as above)``."""
 
     def __init__(self) -> None:
         self._printed: list[str] = []
 
     def __call__(self, text: str, error: str | None = None) -> str:
-        """``error``: the message of an ended attempt, which may occur in ``text``."""
+        """Return ``text`` without the errors of earlier texts. ``error``: the message of an ended attempt, which may occur in
+        ``text`` and is then replaced in later texts."""
         for shown in self._printed:
             text = re.sub(rf"{re.escape(shown)}(?!\w)", "(as above)", text)  # step 34 is not step 340
         told = (
@@ -184,9 +189,10 @@ class ErrorsOnce:
 
 
 class EventFold:
-    """Folds events as they arrive. The end of an attempt is three events: ``result`` (from its agent), ``attempt-ended`` and,
-    directly after it, the job's transition (``end-requeue``, for example). An error's text is printed only with the first end
-    that has it. With ``follow`` the first checkpoint of a series is shown when it arrives."""
+    """Combines events that belong together, as they arrive: consecutive checkpoints, and the events of an attempt's end. These
+    are ``result`` (from its agent), ``attempt-ended`` and, directly after it, the job's transition (``end-requeue``, for
+    example). An error's text is printed only with the first end that has it. ``follow``: the first checkpoint of a series is
+    shown when it arrives."""
 
     def __init__(self, follow: bool = False) -> None:
         self.dedupe_errors = ErrorsOnce()
@@ -196,7 +202,8 @@ class EventFold:
         self._ended: views.EventView | None = None
 
     def add(self, event: views.EventView) -> list[views.EventView]:
-        """Return the events to show after ``event`` has arrived."""
+        """Return the events to show now that ``event`` has arrived, including combined ones that were held back until now. Return
+        an empty list if ``event`` is held back itself, because the next one may belong to it."""
         if event.type == "result":
             self._results.append(event)
             return []
@@ -216,10 +223,12 @@ class EventFold:
         return shown if event.type == "checkpoint" and not self._follow else [*shown, event]
 
     def flush(self) -> list[views.EventView]:
-        """Return the events that are still held back at the end of the history."""
+        """Return the events that are still held back, after the last event has arrived."""
         return [*self._fold_checkpoints(), *self._results, *([] if self._ended is None else [self._ended])]
 
     def _fold_checkpoints(self) -> list[views.EventView]:
+        """Return the held back checkpoints as at most one event. With ``follow`` a single one is left out, since it has been
+        shown."""
         run = self._checkpoints
         if len(run) < 2:
             return [] if self._follow else list(run)
@@ -228,7 +237,8 @@ class EventFold:
         return [last.model_copy(update={"message": words})]
 
     def _merge_end(self, ended: views.EventView, change: views.EventView) -> views.EventView:
-        """Return ``attempt-ended`` with the job's transition. The job's message repeats the attempt's; that part is omitted."""
+        """Return the event ``ended`` of an attempt's end, combined with the job's transition ``change``. The part of the job's
+        message that repeats the attempt's is omitted."""
         said = ended.message.partition(": ")[2].rstrip(".")
         more = change.message.replace(f"The last attempt ended with {said}.", "").strip()
         if more in ended.message or more == f"{change.data.get('from')} -> {change.data.get('to')}":
@@ -240,10 +250,12 @@ class EventFold:
 
 
 def event_line(event: views.EventView) -> str:
+    """Return the event as a line of text: time, type, and message with the attempt's number."""
     attempt = f"attempt {event.attempt}"
     prefix = "" if event.attempt is None or event.message.startswith(attempt) else f"{attempt}: "
     return f"{output.format_time(event.at)}  {event.type:<20}  {prefix}{short_digests(event.message)}"
 
 
 def print_disconnect(detail: str) -> None:
+    """Print on standard error that the service does not respond (``detail``: the error) and that the command retries."""
     output.note(f"{detail}. Retrying; training continues without the service.")

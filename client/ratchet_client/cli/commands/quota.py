@@ -68,6 +68,7 @@ def delete(ctx: typer.Context, owner: Owner) -> None:
 
 
 def _show(view: QuotaView, as_json: bool) -> None:
+    """Print a quota: its owner, where it comes from, and use and limit of each kind."""
     if as_json:
         output.emit(view)
         return
@@ -76,7 +77,7 @@ def _show(view: QuotaView, as_json: bool) -> None:
 
 
 def _cell(view: QuotaView, kind: str) -> str:
-    """Return ``3 of 8``; for ``*``, which applies to each owner separately, only the limit."""
+    """Return use and limit of one kind, like ``3 of 8``; for ``*``, which applies to each owner separately, only the limit."""
     limit = getattr(view, kind)
     most = "no limit" if limit is None else str(limit)
     return most if view.in_use is None else f"{getattr(view.in_use, kind)} of {most}"

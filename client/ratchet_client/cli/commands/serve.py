@@ -238,6 +238,8 @@ def _common_arguments(
     run_as: str | None = None,
     run_as_limits: str | None = None,
 ) -> list[str]:
+    """Return the command line arguments of ``ratchet_service`` for the options that several commands have; options that are None
+    are left out, except ``--home``, which is always set."""
     from ratchet_client.http.discovery import home_directory
 
     arguments = ["--home", str(home_directory(home or settings(ctx).home))]
@@ -250,6 +252,7 @@ def _common_arguments(
 
 
 def _preemption_arguments(scope: str | None, min_run: float | None) -> list[str]:
+    """Return the command line arguments for the options on preemption that are set."""
     arguments = [] if scope is None else ["--preemption", scope]
     return arguments if min_run is None else [*arguments, "--preemption-min-run", str(min_run)]
 
@@ -262,7 +265,9 @@ def agent(launch_file: Annotated[Path, typer.Argument(help="The attempt's launch
 def exec_module(
     module: str, required_module: str, extra: str, arguments: list[str], database_url: str | None = None
 ) -> NoReturn:
-    """Replace this process with ``python -m module``, so that the module receives the signals and sets the exit code.
+    """Replace this process with ``python -P -m module``, so that the module receives the signals and sets the exit code; never
+    returns. ``required_module``: if it is not installed, an error that names the ``extra`` to install is printed and
+    ``typer.Exit`` is raised. ``database_url``: passed in the environment, since it may contain a password.
 
     -P: a ``secrets.py`` or ``yaml.py`` in the current directory must not be imported.
     """

@@ -97,7 +97,8 @@ def submit(
 
 
 def _warn_duplicate_name(client: RatchetClient, job: JobView) -> None:
-    """Note that another job has the same name, in which case the name need not refer to this job. Ignore errors of the query."""
+    """Print a note if another job has the same name, since the name may then not select ``job``. Errors of the request are
+    ignored."""
     from ratchet_contract.errors import RatchetError
 
     with suppress(RatchetError):
@@ -109,19 +110,21 @@ def _warn_duplicate_name(client: RatchetClient, job: JobView) -> None:
 
 
 def note_adoption(job: JobView) -> None:
-    """Print the step at which a job continues that has adopted a run without a service."""
+    """Print the step at which ``job`` continues, if it has adopted a run without a service; else nothing."""
     if job.adopted_from is not None:
         output.note(f"continues from step {job.progress.step} of {job.adopted_from}, which is not modified")
 
 
 def print_warnings(warnings: Sequence[Warning_]) -> None:
-    """Print the service's warnings about a spec on standard error."""
+    """Print the service's warnings about a spec on standard error, one line each."""
     for warning in warnings:
         output.note(output.wrap_text(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]"))
 
 
 def apply_overrides(spec: dict[str, Any], sets: list[str], labels: dict[str, str]) -> None:
-    """Apply ``--set a.b=value`` (the value is YAML) and ``--label``, in place."""
+    """Apply ``sets``, items ``a.b=value`` of ``--set`` whose values are YAML, and ``labels`` to ``spec``, in place. Mappings that
+    are missing are created. Raises ``typer.BadParameter`` if a part of the key is not a mapping in the spec, or an item has no
+    "="."""
     from ratchet_client.resources.spec_file import json_value
     from ratchet_contract.spec.parse import load_spec_text
 
@@ -144,7 +147,8 @@ def apply_overrides(spec: dict[str, Any], sets: list[str], labels: dict[str, str
 def _dry_run(
     client: RatchetClient, spec: dict[str, Any], adopt: Path | None, upload: bool | None, as_json: bool
 ) -> None:
-    """Print the plan. Raises ``SpecError``; with ``--json`` a document with its ``errors`` is printed first."""
+    """Print what the spec would run, after all checks of the service. Raises ``SpecError``; with ``as_json`` its errors are
+    printed as a JSON document first. ``adopt``, ``upload``: as for ``Client.submit``."""
     from ratchet_contract.errors import SpecError
 
     try:
@@ -158,6 +162,7 @@ def _dry_run(
 
 
 def _show_plan(plan: Any, as_json: bool) -> None:
+    """Print the plan, a ``PlanView``, as text or as JSON; warnings go to standard error."""
     if as_json:
         output.emit(plan)
         return

@@ -52,6 +52,8 @@ def create(
 
 
 def _days(text: str | None) -> float | Literal["never"] | None:
+    """Return the lifetime that ``--expires`` sets, in days; "never" unchanged; None if the option is not set. Raises
+    ``typer.BadParameter``."""
     if text is None or text == "never":
         return None if text is None else "never"
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([hd])", text)
@@ -83,6 +85,7 @@ def list_(
 
 
 def _expiry_text(token: TokenView) -> str:
+    """Return when the token expires, "never", or "revoked"."""
     if token.revoked_at is not None:
         return "revoked"
     return output.format_time(token.expires_at) or "never"

@@ -84,6 +84,8 @@ def top(
 def _watch(
     ctx: typer.Context, phases: list[str], filters: dict[str, Any], limit: int, every: float, as_json: bool
 ) -> None:
+    """Show the jobs every ``every`` seconds until Ctrl-C: redrawn on a terminal, else one table, or with ``as_json`` one JSON
+    line, each time."""
     from ratchet_client.cli.commands.wait import poll
 
     with open_client(ctx, 0.0) as client:
@@ -101,6 +103,7 @@ def _watch(
 
 
 def _draw(table: _Table, every: float) -> None:
+    """Redraw the table on the terminal every ``every`` seconds until Ctrl-C."""
     from rich.live import Live
     from rich.text import Text
 
@@ -117,7 +120,7 @@ def _draw(table: _Table, every: float) -> None:
 
 @dataclass
 class _Table:
-    """Lists the matching jobs, and keeps recently ended ones for ``_ENDED_STAY``."""
+    """Reads the matching jobs, at most ``limit``, and keeps jobs that ended while they were watched for ``_ENDED_STAY``."""
 
     client: RatchetClient
     phases: list[str]
@@ -129,6 +132,8 @@ class _Table:
         self._previous: dict[str, Snapshot] = {}
 
     def poll(self) -> list[Snapshot]:
+        """Return snapshots of the matching jobs, followed by those of the jobs that have just ended. A job that was deleted
+        meanwhile is left out."""
         from ratchet_contract.errors import NotFound
 
         found = self.client.jobs(phase=self.phases, page_size=self.limit, **self.filters)
@@ -146,15 +151,18 @@ class _Table:
 
 
 def _just_ended(job: JobView) -> bool:
+    """Return True if the job ended less than ``_ENDED_STAY`` ago."""
     return job.phase.terminal and job.ended_at is not None and datetime.now(UTC) - job.ended_at < _ENDED_STAY
 
 
 def _document(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
+    """Return the snapshots as data for ``--json``."""
     jobs = [{"id": now.job.id, "name": now.job.name, **snapshot_fields(now)} for now in snapshots]
     return {"at": output.format_time(datetime.now(UTC)), "jobs": jobs}
 
 
 def _row(snapshot: Snapshot) -> list[str]:
+    """Return the cells of the table's columns for one job."""
     job, progress, hook = snapshot.job, snapshot.job.progress, snapshot.hook
     rate = hook.compression_rate if hook is not None and hook.phase is not None else None
     shown = steps(job)
@@ -173,7 +181,8 @@ _NOTHING = "no job runs or waits; submit one with: ratchet submit FILE"
 
 
 def _print_table(snapshots: Sequence[Snapshot]) -> None:
-    """Print the table as on a terminal; in a pipe, where lines have no maximum width, print the reason as the last column."""
+    """Print the table once: on a terminal as when it is redrawn; elsewhere, where lines have no maximum width, with the reason
+    why a job waits as the last column."""
     if not snapshots:
         output.note(_NOTHING)
         return
@@ -187,7 +196,8 @@ def _print_table(snapshots: Sequence[Snapshot]) -> None:
 
 
 def _render_table(snapshots: Sequence[Snapshot], width: int) -> RenderableType:
-    """Return the table, with the reasons why jobs wait below it: there they have the whole width and are never omitted."""
+    """Return the table for a terminal of ``width`` columns, with the reasons why jobs wait below it: there they have the whole
+    width and are never omitted."""
     from rich.console import Group
     from rich.text import Text
 

@@ -39,6 +39,9 @@ _PLAIN_INTERVAL_SECONDS = 5.0
 
 
 class View(Protocol):
+    """What a view of a job must have. ``pump`` calls these methods: for each event, for each new state of the job, and once when
+    the service stops responding."""
+
     def on_event(self, event: EventView) -> None: ...
     def on_progress(self, snapshot: Snapshot) -> None: ...
     def on_disconnect(self, detail: str) -> None: ...
@@ -47,9 +50,9 @@ class View(Protocol):
 def poll(
     fetch: Callable[[], T], interval_seconds: float, on_gap: Callable[[str], None] = print_disconnect
 ) -> Iterator[T]:
-    """Yield the result of ``fetch`` every ``interval_seconds`` seconds. If the service becomes unreachable, call ``on_gap`` once
-    and retry for ``PATIENCE`` seconds. Raises ``ServiceUnreachable`` after that, and earlier if the service has never
-    responded."""
+    """Yield the result of ``fetch`` every ``interval_seconds`` seconds. If the service stops responding, call ``on_gap`` once
+    with the error text and retry for ``PATIENCE`` seconds. Raises ``ServiceUnreachable`` after that; already after ``RETRY_FOR``
+    seconds if the service has never responded, and at once if none was started."""
     from ratchet_client.http.discovery import NEVER_STARTED
     from ratchet_client.http.errors import ServiceUnreachable
     from ratchet_client.resources.poll import retry_poll
@@ -70,12 +73,15 @@ def poll(
 
 def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), deadline: float | None = None,
          as_json: bool = False) -> None:  # fmt: skip
-    """Wait without a progress view. The exit code of the command depends on the job's result."""
+    """Wait until the job has ended or is in a phase of ``until``, and print each change of phase. ``deadline``: in seconds, after
+    which ``DeadlineReached`` is raised; None: no limit. Raises ``typer.Exit`` with code 1 if the job ended otherwise than
+    awaited."""
     from ratchet_client.resources.client import TERMINAL
 
     once = ErrorsOnce()
 
     def print_change(job: JobView) -> None:
+        """Print the new phase of the job and its reason."""
         hint = f"; `ratchet resume {job.id}` continues it" if job.phase == "SUSPENDED" else ""
         told = client.attempt(job.id, job.attempt).message if job.message and job.attempt else None
         reason = once(reason_text(job), told)
@@ -94,7 +100,7 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
 
 
 def _print_results(client: RatchetClient, job: JobView) -> None:
-    """Print the results of an ended job, and where they are, on stderr."""
+    """Print on standard error the last metrics of an ended job, and where its model and files are."""
     if words := last_values_text(client, job.id):
         output.note(f"last metrics: {words}; all: ratchet metrics {job.id}")
     if job.last_checkpoint is not None and job.phase == "SUCCEEDED":
@@ -105,7 +111,8 @@ def _print_results(client: RatchetClient, job: JobView) -> None:
 
 
 def _failed_rank(client: RatchetClient, job: JobView) -> int | None:
-    """Return the rank whose failure ended the last attempt of a failed job: the other ranks' errors are consequences of it."""
+    """Return the rank whose failure ended the last attempt of a failed job; other ranks' errors are consequences of it. Return
+    None if the job has not failed, or the rank is unknown."""
     from ratchet_contract.errors import RatchetError
 
     with suppress(RatchetError):
@@ -114,6 +121,8 @@ def _failed_rank(client: RatchetClient, job: JobView) -> int | None:
 
 
 def _exit_by_result(job: JobView, rank: int | None, until: Collection[JobPhase] = ()) -> None:
+    """Raise ``typer.Exit`` with code 1, after printing which commands help, unless the job is in a phase of ``until`` (default:
+    SUCCEEDED). ``rank``: the rank that failed, for these commands."""
     if until and job.phase not in until:
         output.note(f"{job.id} ended as {job.phase} and will not be {', '.join(sorted(until))}")
     if job.phase not in (until or ("SUCCEEDED",)):
@@ -127,7 +136,8 @@ def _exit_by_result(job: JobView, rank: int | None, until: Collection[JobPhase] 
 
 
 def _resume_hint(job: JobView) -> str:
-    """Return the commands that resume an ended job. Without ``--code`` it runs the snapshot that it has."""
+    """Return, as text, the commands that resume a failed or cancelled job: with the same code, which is its snapshot, and with
+    changed code."""
     again, code = f"ratchet resume {job.id}", job.spec.get("code")
     if code is None or code.get("source") == "nodes":
         return f"continue: {again}"
@@ -138,8 +148,9 @@ def _resume_hint(job: JobView) -> str:
 
 
 def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
-    """Watch until the job has ended. Ctrl-C detaches: the job continues, the exit code is 130. The history of earlier attempts is
-    omitted, except with ``as_json``."""
+    """Show the job's events and progress until it has ended. Raises ``typer.Exit``: with code 1 if it did not succeed, with 130
+    after Ctrl-C, which only ends the view while the job continues. The events of earlier attempts are omitted, except with
+    ``as_json``."""
     fold, after = EventFold(follow=True), None
     if not as_json:
         with open_client(ctx) as client:
@@ -173,7 +184,8 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
 
 
 def _event_before_newest_attempt(client: RatchetClient, job_id: str) -> int | None:
-    """Return the id of the last event before the newest attempt, which is not shown any more. None if there is one attempt."""
+    """Return the id of the last event before the newest attempt: events up to it are not shown. Return None if there is at most
+    one attempt."""
     newest = client.view(job_id).attempt
     first = next(client.events(job_id, attempt=newest, page_size=1), None) if newest > 1 else None
     return None if first is None else first.id - 1
@@ -183,9 +195,10 @@ def pump(
     ctx: typer.Context, job_id: str, view: View, fold: EventFold | None, *, after: int | None = None,
     until: Collection[JobPhase] = (), on_interrupt: Callable[[], object] = lambda: None,
 ) -> JobView:  # fmt: skip
-    """Feed a view with events (from a thread that follows them; folded, if ``fold`` is passed) and snapshots until the job has
-    ended, or is in a phase of ``until``, and everything is shown. ``after``: the id of the last event that is not shown.
-    ``on_interrupt``: called on Ctrl-C before anything else is printed, since printing blocks while the terminal is paused."""
+    """Call the methods of ``view`` with the job's events and snapshots until the job has ended, or is in a phase of ``until``,
+    and return the job. Events are received in a thread. ``fold``: combines events; None: each is shown. ``after``: the id of the
+    last event that is not shown. ``on_interrupt``: called on Ctrl-C before anything else is printed, since printing blocks while
+    the terminal is paused; then ``KeyboardInterrupt`` is raised again."""
     arrived: queue.SimpleQueue[EventView | None] = queue.SimpleQueue()
     with open_client(ctx, 0.0) as client, open_client(ctx, PATIENCE) as streamer:
         thread = threading.Thread(target=_collect, args=(streamer, job_id, after, arrived), daemon=True)
@@ -214,6 +227,8 @@ def pump(
 def _collect(
     client: RatchetClient, job_id: str, after: int | None, events: queue.SimpleQueue[EventView | None]
 ) -> None:
+    """Put the job's events after the id ``after`` into the queue ``events`` until the job has ended, then None. An error of the
+    client ends it too."""
     from ratchet_contract.errors import RatchetError
 
     try:
@@ -226,6 +241,7 @@ def _collect(
 
 
 def _drain(events: queue.SimpleQueue[EventView | None], view: View, fold: EventFold | None) -> None:
+    """Pass all events that have arrived in the queue to ``view``, folded if ``fold`` is not None. Does not block."""
     while not events.empty():
         event = events.get()
         if event is not None:
@@ -234,13 +250,14 @@ def _drain(events: queue.SimpleQueue[EventView | None], view: View, fold: EventF
 
 
 def _print(text: str) -> None:
+    """Print one line on standard output and flush it."""
     output.line(text)
     output.flush()
 
 
 class PlainView:
-    """Prints events as they arrive, and a progress line every few seconds, the first one immediately if ``at_once``. ``say``
-    prints a line."""
+    """Prints events as they arrive, and a progress line every ``interval_seconds`` seconds if it has changed. ``print_line``:
+    prints a line. ``immediately``: the first progress line is printed at once, else after the interval."""
 
     def __init__(
         self,
@@ -257,6 +274,7 @@ class PlainView:
         self._print_line(event_line(event))
 
     def on_progress(self, snapshot: Snapshot) -> None:
+        """Print a progress line if the interval has passed or the job has ended, and the line has changed."""
         if time.monotonic() < self._next and not snapshot.job.phase.terminal:
             return
         eta = eta_text(snapshot)
@@ -277,7 +295,7 @@ class PlainView:
 
 
 class _JsonView:
-    """Prints ``{"event": ...}`` and ``{"progress": ...}`` lines."""
+    """Prints ``{"event": ...}`` and ``{"progress": ...}`` as lines of JSON; progress only if it has changed."""
 
     def __init__(self) -> None:
         self._last: dict[str, Any] = {}
@@ -286,6 +304,7 @@ class _JsonView:
         output.emit_line({"event": event})
 
     def on_progress(self, snapshot: Snapshot) -> None:
+        """Print the job's figures if they have changed since the last call."""
         data = snapshot_fields(snapshot)
         if data != self._last:
             output.emit_line({"progress": data})

@@ -78,13 +78,14 @@ def doctor(
 
 
 def _interpreter(value: str) -> str:
-    """Return the interpreter for a file or a virtual environment's directory, as in the spec's ``python``, or a name on PATH."""
+    """Return the path of the interpreter that ``value`` names: a file, the directory of a virtual environment, or a program on
+    PATH."""
     path = Path(value)
     return str(path / "bin" / "python") if path.is_dir() else shutil.which(value) or value
 
 
 def _checked_hooks(hooks: list[str]) -> list[str]:
-    """Return ``hooks``, or all available hooks if it is empty. Raises ``typer.BadParameter`` for an unavailable one."""
+    """Return ``hooks``, or all available hooks if it is empty. Raises ``typer.BadParameter`` if one is unknown or unavailable."""
     from ratchet_client.cli.doctor.exactness import available
 
     known = available()
@@ -94,6 +95,8 @@ def _checked_hooks(hooks: list[str]) -> list[str]:
 
 
 def _prove(diagnosis: Diagnosis, home: Path, python: str | None, hooks: list[str]) -> list[Proof]:
+    """Run the jobs of the exactness check and return its proofs; blocks for minutes. ``home``: the run directory, next to which a
+    temporary one is created; ``python``: the interpreter that trains."""
     from ratchet_client.cli.doctor.exactness import prove
     from ratchet_client.cli.doctor.progress import Progress
 
@@ -102,7 +105,7 @@ def _prove(diagnosis: Diagnosis, home: Path, python: str | None, hooks: list[str
 
 
 def _show(findings: list[Finding]) -> None:
-    """Print all checks, then the remedies, one per line."""
+    """Print the table of all checks, then the remedy of each check that is not ok, one per line."""
     output.table(("CHECK", "STATUS", "FOUND"), [(f.name, f.status, _found_text(f)) for f in findings])
     complaints = [f for f in findings if f.status != "ok"]
     if complaints:
@@ -116,6 +119,7 @@ def _found_text(finding: Finding) -> str:
 
 
 def _show_proofs(proofs: list[Proof]) -> None:
+    """Print the table of all proofs, then the problems of each, one per line."""
     output.line()
     output.table(
         ("HOOK", "DEVICE", "RANKS", "IDENTICAL", "TENSORS", "STEPS", "LOST", "SECONDS"),
@@ -128,6 +132,7 @@ def _show_proofs(proofs: list[Proof]) -> None:
 
 
 def _summary(findings: list[Finding]) -> None:
+    """Print on standard error how many checks there were, and how many failed, have warnings or were not done."""
     bad, warned, open_ = (sum(f.status == status for f in findings) for status in ("failed", "warning", "not-checked"))
     words = (
         [f"{bad} failed"] * (bad > 0)

@@ -19,20 +19,23 @@ QUICK_SECONDS: Final = 30.0
 
 @dataclass
 class Diagnosis:
-    """``cpu``: the processor's name; ``gpus``: names of the CUDA devices that the worker's torch can use."""
+    """The results of all checks. ``cpu``: the processor's name; ``gpus``: the names of the CUDA devices that the worker's torch
+    can use."""
 
     findings: list[Finding] = field(default_factory=list)
     cpu: str = "this CPU"
     gpus: list[str] = field(default_factory=list)
 
     def failed(self, name: str) -> bool:
-        """True if the check of this name failed or did not run."""
+        """Return True if a check with this name failed, or if none ran."""
         found = [f.status for f in self.findings if f.name == name]
         return not found or "failed" in found
 
 
 def run_checks(settings: Settings, python: str | None, report_progress: Progress) -> Diagnosis:
-    """Run all checks except the proof of exactness."""
+    """Run all checks except the proof of exactness, and return the results. Blocks for some seconds; slow checks run concurrently
+    in other processes. ``python``: the interpreter that trains; None: this one. ``report_progress``: called with the current
+    step."""
     home = home_directory(settings.home)
     report_progress("the disk of the run directory ...")
     on_disk = probes.with_timeout(DISK_SECONDS, "run directory", lambda: disk.probe(home))

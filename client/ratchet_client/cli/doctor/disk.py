@@ -41,14 +41,15 @@ _TRY_LOCK: Final = (
 
 
 def nearest_directory(home: Path) -> Path:
-    """Return the directory to check: the run directory, or its nearest parent that exists. Nothing is created."""
+    """Return ``home``, the run directory, if it exists, else its nearest parent that does. Nothing is created."""
     while not home.is_dir() and home != home.parent:
         home = home.parent
     return home
 
 
 def probe(home: Path) -> list[Finding]:
-    """Return all findings about the disk of ``home``. What the disk cannot do is a finding, not an exception."""
+    """Return all findings about the disk of the run directory ``home``. A temporary directory is created there for the tests, and
+    removed. What the disk cannot do is a finding, not an exception."""
     place = nearest_directory(home)
     there = "" if place == home else f"{home} does not exist yet: checked {place}"
     found = [_kind(place), _free_space(place)]
@@ -84,12 +85,14 @@ def probe(home: Path) -> list[Finding]:
 
 
 def _failed_check(name: str, place: Path, error: OSError) -> Finding:
+    """Return the finding for a check that ended with ``error``. ``place``: the directory that was checked."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     cure = f"free space on {place} (`ratchet delete` removes old jobs), or {_ELSEWHERE}" if full else _ELSEWHERE
     return failed(name, "no space" if full else "not possible", detail=f"{place}: {error.strerror}", cure=cure)
 
 
 def _free_space(place: Path) -> Finding:
+    """Return the finding on free disk space; a warning below ``MIN_FREE_BYTES``."""
     usage = shutil.disk_usage(place)
     value = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
     if usage.free < MIN_FREE_BYTES:
@@ -106,8 +109,9 @@ def _free_space(place: Path) -> Finding:
 
 
 def file_system(place: Path, mountinfo: str) -> str | None:
-    """Return the type of the mount that holds ``place``, from the text of ``/proc/self/mountinfo``; of equal mount points the
-    last one is on top."""
+    """Return the type of the mounted file system that contains ``place``, like ``ext4``; None if it is not found. ``mountinfo``:
+    the text of ``/proc/self/mountinfo``. If several are mounted at the same directory, the last one counts, since it is on
+    top."""
     best: tuple[int, str] | None = None
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
@@ -121,6 +125,7 @@ def file_system(place: Path, mountinfo: str) -> str | None:
 
 
 def _kind(place: Path) -> Finding:
+    """Return the finding on the type of the file system: a warning for network file systems and for those in memory."""
     try:
         kind = file_system(place.resolve(), Path("/proc/self/mountinfo").read_text())
     except OSError:
@@ -150,7 +155,8 @@ def _kind(place: Path) -> Finding:
 
 
 def _speed(folder: Path) -> list[Finding]:
-    """Measure the speed with up to 64 MiB, written for at most a second; the file is unlinked before it is written."""
+    """Return the findings on write and read speed, measured with up to 64 MiB that are written for about a second. The file is
+    removed."""
     piece = os.urandom(_PIECE)
     pieces = max(1, min(_PIECES, shutil.disk_usage(folder).free // 4 // _PIECE))
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -186,7 +192,8 @@ def _speed(folder: Path) -> list[Finding]:
 
 
 def _locks(folder: Path) -> list[Finding]:
-    """Check that another process cannot take a lock that this one holds: such locks distinguish a dead agent from a live one."""
+    """Return the finding on file locks: another process must not be able to take a lock that this one holds. Such locks
+    distinguish a dead agent from a live one."""
     path = folder / "lock"
     command = [sys.executable, "-I", "-S", "-c", _TRY_LOCK, str(path)]
     with path.open("a") as file:
@@ -206,7 +213,8 @@ def _locks(folder: Path) -> list[Finding]:
 
 
 def _rename(folder: Path) -> list[Finding]:
-    """Check a rename onto an existing file with the directory synced, which is how a checkpoint is committed."""
+    """Return the finding on the rename of a file onto an existing one, followed by a sync of the directory: a checkpoint is
+    committed this way."""
     old, new = folder / "old", folder / "new"
     old.write_text("old")
     new.write_text("new")
@@ -224,7 +232,8 @@ def _rename(folder: Path) -> list[Finding]:
 
 
 def _sqlite(folder: Path) -> list[Finding]:
-    """Check that in WAL mode a second connection can read the database while the first one writes."""
+    """Return the finding on SQLite in WAL mode: a second connection must be able to read the database while the first one
+    writes."""
     path = folder / "probe.db"
     try:
         with closing(_connect(path)) as one, closing(_connect(path)) as two:

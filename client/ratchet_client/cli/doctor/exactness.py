@@ -44,7 +44,10 @@ _MAX_NAMES: Final = 10
 
 @dataclass
 class Proof:
-    """The result for one hook on one device. ``identical`` is None if nothing could be compared; ``problems`` has the reasons."""
+    """The result for one hook on one device. ``undisturbed``, ``killed``: the ids of the two jobs. ``struck``: a rank of the job
+    ``killed`` has been killed. ``identical``: True if the final checkpoints have the same bits and there was no problem, False if
+    they differ, else None. ``lost``: steps that were lost and done again. ``seconds``: the duration of the job ``killed``.
+    ``problems``: the reasons if the proof failed."""
 
     hook: str
     device: Device
@@ -60,6 +63,7 @@ class Proof:
     problems: list[str] = field(default_factory=list)
 
     def row(self) -> tuple[str, ...]:
+        """Return the proof as a row of the table that ``doctor --exactness`` prints."""
         answer = {True: "yes", False: "NO", None: "not compared"}[self.identical]
         lost = "-" if self.lost is None else str(self.lost)
         return (
@@ -74,6 +78,7 @@ class Proof:
         )
 
     def finding(self) -> Finding:
+        """Return the proof as a finding: ok only if the checkpoints are identical and there is no problem."""
         name = f"exactness {self.hook} {self.device}"
         words = (
             f"{pluralize(self.ranks, 'rank')} on {self.model}, {pluralize(self.tensors, 'tensor')}, {STEPS} steps, "
@@ -100,7 +105,9 @@ class Proof:
 def prove(
     diagnosis: Diagnosis, home: Path, python: str | None, hooks: Collection[str], report_progress: Progress
 ) -> list[Proof]:
-    """Return one proof per hook of ``hooks`` and device of this machine; if the set-up fails, ``problems`` has the reason."""
+    """Return one proof for each hook in ``hooks`` and device of this machine. Starts a temporary service next to ``home``, runs
+    two jobs per proof and blocks until all have ended. If required packages are missing or the service fails, the proofs have the
+    reason in ``problems``. ``python``: the interpreter that trains; None: the service's."""
     proofs = [proof for device in _devices(diagnosis) for proof in _planned_proofs(diagnosis, device, hooks)]
     lacking = [name for name in ("torch", "extra worker", "extra service") if diagnosis.failed(name)]
     if lacking:
@@ -120,17 +127,19 @@ def _devices(diagnosis: Diagnosis) -> tuple[Device, ...]:
 
 
 def available() -> list[str]:
-    """Return the names of the hooks that can be proved."""
+    """Return the names of all available hooks; each of them can be proved."""
     return [entry.name for entry in HOOKS.values() if entry.available]
 
 
 def _planned_proofs(diagnosis: Diagnosis, device: Device, hooks: Collection[str]) -> list[Proof]:
+    """Return a proof without results for each hook that ``device`` supports."""
     backend, model = ("gloo", diagnosis.cpu) if device == "cpu" else ("nccl", diagnosis.gpus[0])
     ranks = 2 if device == "cpu" else min(2, len(diagnosis.gpus))
     return [Proof(name, device, model, ranks) for name in hooks if backend in HOOKS[name].backends]
 
 
 def _mark_blocked(proof: Proof, reason: str) -> Proof:
+    """Append ``reason`` to the proof's problems, and return the proof."""
     proof.problems.append(reason)
     return proof
 
@@ -139,13 +148,13 @@ def _mark_blocked(proof: Proof, reason: str) -> Proof:
 
 
 def _hook(entry: HookEntry) -> dict[str, Any]:
-    """Return the hook as a user would specify it, with compression starting early enough that the kill comes after it."""
+    """Return the spec's ``hook`` for the hook ``entry``, with compression starting early enough that the kill comes after it."""
     known = {parameter.name for parameter in fields(entry.spec)}
     return {"name": entry.name} | {key: COMPRESSION_START for key in ("start_powerSGD_iter",) if key in known}
 
 
 def spec_of(proof: Proof, python: str | None) -> dict[str, Any]:
-    """Return the spec of both runs."""
+    """Return the spec for both jobs of a proof. ``python``: the interpreter that trains; None: the service's."""
     return {
         "name": f"doctor-{proof.hook.lower().replace('_', '-')}-{proof.device}",
         "task": {
@@ -166,7 +175,8 @@ def spec_of(proof: Proof, python: str | None) -> dict[str, Any]:
 def _run(
     client: RatchetClient, paths: HomePaths, proofs: list[Proof], python: str | None, report_progress: Progress
 ) -> None:
-    """Run all jobs of one device at once, as many as the service has slots for; then compare them."""
+    """Run the jobs of ``proofs``, all for one device, concurrently as far as the service has slots; block until they have ended;
+    then fill in the results of the proofs."""
     for proof in proofs:
         proof.killed = client.submit(spec_of(proof, python)).id
         proof.undisturbed = client.submit(spec_of(proof, python)).id
@@ -179,7 +189,8 @@ def _run(
 def _wait_until_ended(
     client: RatchetClient, paths: HomePaths, proofs: list[Proof], report_progress: Progress
 ) -> dict[str, JobView]:
-    """Return the jobs once all have ended, or after ``TIMEOUT_SECONDS``. Each pass kills a rank of the jobs at the right step."""
+    """Block until all jobs of ``proofs`` have ended, or for ``TIMEOUT_SECONDS``, and return the jobs by id. Meanwhile kill one
+    rank of each job ``killed`` when it is at the right step."""
     ids = [job for proof in proofs for job in (proof.undisturbed, proof.killed)]
     end, asked, shown = time.monotonic() + TIMEOUT_SECONDS, 0.0, ""
     jobs: dict[str, JobView] = {}
@@ -202,7 +213,8 @@ def _wait_until_ended(
 
 
 def _kill_rank(paths: HomePaths, proof: Proof) -> bool:
-    """SIGKILL the last rank if the first attempt is between two checkpoints and the first of these is committed. True if done."""
+    """Kill (SIGKILL) the last rank of the job ``proof.killed``, if its first attempt is between two checkpoints and the first of
+    these is committed. Return True if the rank was killed."""
     job = paths.job(proof.killed)
     attempt = job.attempt(1)
     step = finished_step(attempt.counter(0))
@@ -220,7 +232,7 @@ def _kill_rank(paths: HomePaths, proof: Proof) -> bool:
 
 
 def _pid(spool: Path) -> int | None:
-    """Return the process id from a rank's first message."""
+    """Return the process id in the first message of a rank's spool file; None if it is not there yet."""
     with suppress(OSError, ValueError, KeyError):
         with spool.open() as lines:
             message = json.loads(next(lines, ""))
@@ -233,7 +245,7 @@ def _pid(spool: Path) -> int | None:
 
 
 def _evaluate(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> None:
-    """Fill in the results; every violation of exactness is a line in ``problems``."""
+    """Fill in the results of ``proof`` from its two ended jobs; each violation of exactness is appended to ``problems``."""
     bad = proof.problems.append
     unfinished = [job for job in (jobs[proof.undisturbed], jobs[proof.killed]) if job.phase is not JobPhase.SUCCEEDED]
     for job in unfinished:
@@ -252,6 +264,8 @@ def _evaluate(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> 
 
 
 def _check_attempts(attempts: list[AttemptView], bad: Any) -> None:
+    """Call ``bad`` with a text for each violation: the rank was not killed, the attempt ended otherwise, or a resume was not
+    exact. ``attempts``: those of the killed job, oldest first."""
     if len(attempts) < 2:
         bad("the job ended before its rank could be killed: nothing was resumed")
         return
@@ -265,7 +279,7 @@ def _check_attempts(attempts: list[AttemptView], bad: Any) -> None:
 
 
 def _compare(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> None:
-    """Have the service, which can read checkpoints, compare the final ones bit for bit."""
+    """Compare the final checkpoints of the two jobs bit for bit, which the service does, and fill in the result."""
     first, second = (jobs[job].last_checkpoint for job in (proof.undisturbed, proof.killed))
     found = client.compare(proof.undisturbed, proof.killed, checkpoint=first, with_checkpoint=second)
     proof.tensors = found.tensors

@@ -32,7 +32,8 @@ _UNLIMITED: Final = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limi
 
 
 def installation() -> list[Finding]:
-    """Check this interpreter and the service's extras; the worker's extras are checked in the interpreter that trains."""
+    """Return findings on this interpreter and the packages that the service needs. Those of the worker are checked in the
+    interpreter that trains."""
     version = platform.python_version()
     found = [ok("python", version, sys.executable)]
     try:
@@ -50,10 +51,13 @@ def installation() -> list[Finding]:
 
 
 def _wants_postgres() -> bool:
+    """Return True if the service's database is PostgreSQL, by the variable ``RATCHET_DATABASE_URL``."""
     return os.environ.get(env_vars.DATABASE_URL, "").startswith("postgres")
 
 
 def _extra(name: str, *, needed: bool) -> Finding:
+    """Return the finding on the packages of the extra ``name`` of ratchet-train. ``needed``: False: it may be absent as a
+    whole."""
     wanted = required_packages(name)
     bad = [p for p in wanted if not p.is_satisfied]
     if not bad:
@@ -69,7 +73,8 @@ def _extra(name: str, *, needed: bool) -> Finding:
 
 @dataclass(frozen=True)
 class CgroupLimits:
-    """Limits that the control groups set for this process: cores (may be fractional), bytes, bytes in use; None: no limit."""
+    """The limits that control groups set for this process. ``cores``: CPU quota, may be fractional. ``memory``: limit in bytes.
+    ``used``: bytes in use in the group with that limit. None: no limit, or unknown."""
 
     cores: float | None = None
     memory: int | None = None
@@ -77,7 +82,8 @@ class CgroupLimits:
 
 
 def cgroup_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> CgroupLimits:
-    """Return the tightest limits of this process's groups and all their parents, for cgroup v2 and v1."""
+    """Return the tightest limits of this process's control groups and all their parents, for cgroup v2 and v1. ``proc``,
+    ``root``: where the kernel lists and mounts the groups."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -102,12 +108,14 @@ def cgroup_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sy
 
 
 def _mounted(root: Path, controllers: str, name: str) -> Path:
+    """Return the directory where the cgroup v1 controller ``name`` is mounted, together with other ``controllers`` or alone."""
     together = root / controllers
     return together if together.is_dir() else root / name
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """Yield the group's directory and its parents, as far as they are visible: in a container the upper ones are not."""
+    """Yield the directory of the group ``path`` below ``mount`` and those of its parents, as far as they exist: in a container
+    the upper ones are not visible."""
     parts = [p for p in path.split("/") if p and p != ".."]
     for count in range(len(parts), -1, -1):
         folder = mount.joinpath(*parts[:count])
@@ -116,6 +124,7 @@ def _upwards(mount: Path, path: str) -> Iterator[Path]:
 
 
 def _words(path: Path) -> list[str]:
+    """Return the words in the file; an empty list if it cannot be read."""
     try:
         return path.read_text().split()
     except OSError:
@@ -123,16 +132,20 @@ def _words(path: Path) -> list[str]:
 
 
 def _cpu_v2(folder: Path) -> list[float]:
+    """Return a list with the CPU quota, in cores, of the cgroup v2 directory ``folder``; an empty list if it has none."""
     words = _words(folder / "cpu.max")
     return [int(words[0]) / int(words[1])] if len(words) == 2 and words[0] != "max" else []
 
 
 def _cpu_v1(folder: Path) -> list[float]:
+    """Return a list with the CPU quota, in cores, of the cgroup v1 directory ``folder``; an empty list if it has none."""
     quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
     return [int(quota[0]) / int(period[0])] if quota and period and int(quota[0]) > 0 else []
 
 
 def _memory(limit: Path, used: Path) -> list[tuple[int, int | None]]:
+    """Return a list with one pair, the limit in the file ``limit`` and the use in the file ``used``, in bytes (None: unknown);
+    empty if there is no limit."""
     words, now = _words(limit), _words(used)
     if not words or words[0] == "max" or int(words[0]) >= _UNLIMITED:
         return []
@@ -140,7 +153,8 @@ def _memory(limit: Path, used: Path) -> list[tuple[int, int | None]]:
 
 
 def cores(limits: CgroupLimits) -> Finding:
-    """Check the CPU quota. Ratchet allocates the cores of its affinity mask; a lower quota makes ranks wait for one another."""
+    """Return the finding on CPU cores. A CPU quota below the cores that this process may use is a warning: Ratchet allocates
+    these cores, and ranks would be throttled and wait for one another."""
     usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     value = f"{usable} of {pluralize(total, 'core')}"
     if limits.cores is not None and limits.cores < usable:
@@ -155,6 +169,7 @@ def cores(limits: CgroupLimits) -> Finding:
 
 
 def memory(limits: CgroupLimits) -> Finding:
+    """Return the finding on free memory, within the limit of the container; a warning below ``MIN_MEMORY``."""
     known = {
         line.split(":")[0]: int(line.split()[1]) << 10
         for line in Path("/proc/meminfo").read_text().splitlines()
@@ -177,7 +192,8 @@ def memory(limits: CgroupLimits) -> Finding:
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
-    """Check the shared memory, through which DataLoader workers pass their batches."""
+    """Return the finding on the shared memory at ``path``, through which DataLoader workers pass batches; a warning below
+    ``MIN_SHARED`` bytes free."""
     cure = "docker run --shm-size=2g (or --ipc=host), in Kubernetes an emptyDir of medium Memory at /dev/shm; or num_workers=0"
     try:
         stat = os.statvfs(path)
@@ -196,6 +212,7 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
 
 
 def open_files() -> Finding:
+    """Return the finding on the limit of open files; a warning below ``MIN_OPEN_FILES``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
@@ -210,7 +227,8 @@ def open_files() -> Finding:
 
 
 def most_processes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Finding:
-    """Check the tightest limit on processes and threads: ``ulimit -u``, or that of a container or systemd unit (``pids.max``)."""
+    """Return the finding on the tightest limit on processes and threads: ``ulimit -u``, or that of a container or systemd unit
+    (``pids.max``). Below ``MIN_PROCESSES`` it is a warning."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     bounds = [(soft, "ulimit -u")] if soft != resource.RLIM_INFINITY and os.geteuid() != 0 else []
     try:
@@ -239,7 +257,8 @@ def most_processes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
 
 
 def clock() -> list[Finding]:
-    """Check that the clock is plausible and synchronised. Exactness does not depend on it; event times, back-off and ttl do."""
+    """Return two findings: whether the clock is plausible, and whether it is synchronised. Exactness does not depend on the
+    clock; event times, back-off and ttl do."""
     now = datetime.now(UTC)
     shown = now.strftime("%Y-%m-%dT%H:%M:%SZ")
     if now.year < BUILD_YEAR:
@@ -270,7 +289,7 @@ class _Timex(ctypes.Structure):
 
 
 def _synchronised() -> Finding:
-    """Check the kernel's synchronisation status with adjtimex(2); with no mode set the call only reads."""
+    """Return the finding on the kernel's synchronisation status from adjtimex(2), which is called so that it only reads."""
     name = "clock synchronised"
     cure = "timedatectl set-ntp true (systemd-timesyncd, chrony or ntpd keeps it right; of a container: on its host)"
     try:

@@ -34,7 +34,8 @@ _PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy")
 
 
 def loopback() -> Finding:
-    """Bind a free port, connect, and send a few bytes both ways: the service, the rendezvous and gloo all use loopback."""
+    """Return the finding on loopback, which the service, the rendezvous and gloo use: bind a free port, connect to it, and send a
+    few bytes both ways."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(SECONDS)
@@ -64,7 +65,8 @@ def loopback() -> Finding:
 
 
 def proxies() -> list[Finding]:
-    """Return a finding if a proxy is set. Ratchet uses no proxy for a service on this machine, but other programs would."""
+    """Return a list with one finding if a proxy is set that other programs would use for this machine; else an empty list.
+    Ratchet itself uses no proxy for a service on this machine."""
     names = [name for name in _PROXIES if os.environ.get(name) or os.environ.get(name.upper())]
     if not names or urllib.request.proxy_bypass("127.0.0.1"):
         return []
@@ -79,7 +81,8 @@ def proxies() -> list[Finding]:
 
 
 def service(settings: Settings) -> list[Finding]:
-    """Check the service. That none runs is not a fault; a running one must respond and use this Ratchet's protocol."""
+    """Return findings on the service. It is no fault if none runs; a running one must respond, be ready and use this Ratchet's
+    protocol. Blocks for some seconds at most."""
     home = HomePaths(home_directory(settings.home))
     try:
         target = find_target(settings.server, settings.home)
@@ -125,6 +128,7 @@ def service(settings: Settings) -> list[Finding]:
 
 
 def _described(path: Path) -> ServiceFile | None:
+    """Return the content of the ``service.json`` at ``path``; None if it cannot be read or is invalid."""
     try:
         return ServiceFile.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -138,7 +142,8 @@ def _unreadable(home: HomePaths) -> Finding:
 
 
 def _unresponsive(url: str, home: HomePaths, described: ServiceFile | None, error: Exception) -> Finding:
-    """Return the finding for a service that does not respond. A killed one leaves its file behind and counts as not running."""
+    """Return the finding for a service that does not respond. ``described``: its ``service.json``; if this names a process that
+    has ended, the service was killed and counts as not running, which is ok."""
     if described is not None and not Path(f"/proc/{described.pid}").exists():
         return ok(
             "service", "not running", f"the one at {url} (pid {described.pid}) was killed; {start_hint(home.home)}"
@@ -152,6 +157,7 @@ def _unresponsive(url: str, home: HomePaths, described: ServiceFile | None, erro
 
 
 def _problem(answer: httpx.Response) -> tuple[str, str]:
+    """Return code and detail of the problem document in a response; if it has none, the status and a substitute text."""
     try:
         body = answer.json()
         return str(body["code"]), str(body["detail"])
@@ -160,6 +166,8 @@ def _problem(answer: httpx.Response) -> tuple[str, str]:
 
 
 def _check_ready(url: str, ready: httpx.Response, here: bool) -> Finding:
+    """Return the finding on a service that responds: not ready, plain HTTP to another machine (a warning), or ok. ``here``: it is
+    on this machine."""
     unencrypted = url.startswith("http://") and not here
     where = f"{url}, {'this machine' if here else 'another machine: its disks and GPUs were not checked'}"
     if ready.status_code != 200:
@@ -181,7 +189,8 @@ def _check_ready(url: str, ready: httpx.Response, here: bool) -> Finding:
 
 
 def _version(protocol: str | None, version: str) -> Finding:
-    """Check the versions. ``protocol``: from the response's header, None if it is absent."""
+    """Return the finding on the service's version. ``protocol``: from the response's header, None if it is absent. Another
+    protocol is a failure, another version a warning."""
     name = "service version"
     if protocol is not None and protocol != str(PROTOCOL_VERSION):
         detail = f"protocol {protocol}, this installation speaks {PROTOCOL_VERSION}: its agents will be refused"
@@ -192,6 +201,8 @@ def _version(protocol: str | None, version: str) -> Finding:
 
 
 def _check_clock_skew(header: str | None, now: datetime) -> Finding:
+    """Return the finding on the difference between the service's clock and this machine's. ``header``: the response's Date
+    header; ``now``: when it arrived."""
     name = "service clock"
     try:
         there = parsedate_to_datetime(header or "")

@@ -29,7 +29,8 @@ ProbeResult: TypeAlias = Callable[[], ProbeReport]
 
 @dataclass(frozen=True)
 class Probe:
-    """A command that prints a ``ProbeReport`` within ``seconds``; ``name`` is the name of the finding if it does not."""
+    """A command that prints a ``ProbeReport`` within ``seconds``. ``name``: the name of the finding if it does not; ``extra``:
+    the extra of ratchet-train that the command needs."""
 
     name: str
     command: list[str]
@@ -38,16 +39,20 @@ class Probe:
 
     @property
     def python(self) -> str:
+        """The interpreter that runs the command."""
         return self.command[0]
 
 
 def worker(python: str) -> AbstractContextManager[ProbeResult]:
-    """Start the worker's checks in the interpreter that trains."""
+    """Start the worker's checks in ``python``, the interpreter that trains, when the context is entered. It yields a function
+    that blocks until they are done and returns their report."""
     return start_probe(Probe("worker python", [python, "-P", "-m", "ratchet_worker.doctor"], "worker", WORKER_SECONDS))
 
 
 def database(home: Path) -> AbstractContextManager[ProbeResult]:
-    """Start the checks of the database, which run the service's own code."""
+    """Start the checks of the database, which run the service's own code in another process, when the context is entered. It
+    yields a function that blocks until they are done and returns their report. If the service is not installed here, the report
+    says so."""
     if find_spec("sqlalchemy") is None or find_spec("alembic") is None:
         detail = "the service's packages are not installed here"
         return nullcontext(
@@ -61,7 +66,9 @@ def database(home: Path) -> AbstractContextManager[ProbeResult]:
 
 @contextmanager
 def start_probe(probe: Probe) -> Iterator[ProbeResult]:
-    """Start the command and yield a function that waits for its report. On exit the processes that still run are killed."""
+    """Start the probe's command and yield a function that blocks until it has printed its report, and returns the report. A
+    command that fails, hangs or does not exist gives a report with one finding. On exit, processes of the command that still run
+    are killed."""
     try:
         process = subprocess.Popen(
             probe.command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -84,6 +91,8 @@ def start_probe(probe: Probe) -> Iterator[ProbeResult]:
 
 
 def _read_report(probe: Probe, process: subprocess.Popen[str]) -> ProbeReport:
+    """Return the report that the process has printed. Blocks for at most ``probe.seconds``; if there is no valid report, one
+    finding explains why."""
     try:
         out, err = process.communicate(timeout=probe.seconds)
     except subprocess.TimeoutExpired:
@@ -97,7 +106,8 @@ def _read_report(probe: Probe, process: subprocess.Popen[str]) -> ProbeReport:
 
 
 def _probe_failed(name: str, python: str, extra: str, code: int, err: str) -> Finding:
-    """Return the finding for an interpreter that could not run the probe at all: too old, without Ratchet, or broken."""
+    """Return the finding for an interpreter that could not run the probe: too old, without Ratchet, or broken. ``code``: its exit
+    status; ``err``: its standard error. Starts the interpreter again to get its version."""
     version = _version(python)
     if version is not None and version < (3, 11):
         return failed(
@@ -120,6 +130,7 @@ def _probe_failed(name: str, python: str, extra: str, code: int, err: str) -> Fi
 
 
 def _version(python: str) -> tuple[int, ...] | None:
+    """Return the version of the interpreter ``python``, like ``(3, 11, 4)``; None if it cannot be run."""
     try:
         done = subprocess.run(
             [python, "-c", "import sys; print('%d.%d.%d' % sys.version_info[:3])"],
@@ -137,13 +148,15 @@ def _only(finding: Finding) -> ProbeReport:
 
 
 def with_timeout(seconds: float, name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
-    """Return the findings of ``check``, or after ``seconds`` a finding that it hangs: a dead network file system never responds.
+    """Return the findings of ``check``. If it raises, return a finding that it was not done; if it takes longer than ``seconds``,
+    a finding that it hangs, as on a dead network file system.
 
-    A check that hangs stays in a thread that ends with this process.
+    A check that hangs stays in a daemon thread, which ends with this process.
     """
     box: list[Finding] = []
 
     def run() -> None:
+        """Run the check and append its findings, or one for its exception, to ``box``."""
         try:
             box.extend(check())
         except Exception as error:  # an error in one check must not stop the others

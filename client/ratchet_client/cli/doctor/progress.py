@@ -10,7 +10,9 @@ from ratchet_client.cli.shared import output
 
 
 class Progress:
-    """A context manager. If standard error is no terminal, every step is printed as a line with ``lines``, else nothing."""
+    """A context manager that shows the current step on standard error. On a terminal it is a line that is replaced by the next
+    step and removed at the end. Elsewhere each step is printed as a line with ``lines``, else nothing is shown. Called with the
+    text of a step."""
 
     def __init__(self, *, lines: bool = False) -> None:
         self._lines = lines

@@ -31,11 +31,12 @@ _JOBS_AT_ONCE: Final = 2
 
 @contextmanager
 def temporary_service(home: Path, *, slots: int = 0) -> Iterator[tuple[RatchetClient, HomePaths]]:
-    """Yield a client of the service and its run directory, which is next to ``home`` if there is enough free space, else in the
-    directory for temporary files. ``slots``: minimum number of CPU slots.
+    """Start a service on a temporary run directory, and yield a client of the service and the directory. It is next to ``home``
+    if there is enough free space, else in the directory for temporary files. On exit the service and its ranks are killed and the
+    directory is removed. ``slots``: minimum number of CPU slots.
 
-    Ctrl-C, SIGTERM and SIGHUP end the block with ``KeyboardInterrupt``; during the clean-up further ones are ignored.
-    Raises ``CannotStart``.
+    Ctrl-C, SIGTERM and SIGHUP end the block with ``KeyboardInterrupt``; during the clean-up further ones are ignored. Raises
+    ``CannotStart``.
     """
     root: Path | None = None
     process: subprocess.Popen[bytes] | None = None
@@ -57,6 +58,8 @@ def temporary_service(home: Path, *, slots: int = 0) -> Iterator[tuple[RatchetCl
 
 
 def _directory(home: Path) -> Path:
+    """Create a temporary run directory next to ``home`` or in the directory for temporary files, whichever first has ``ROOM``
+    bytes free, and return it. Raises ``CannotStart`` if neither has."""
     places = [home.parent, Path(tempfile.gettempdir())]
     for place in places:
         with suppress(OSError):
@@ -66,21 +69,24 @@ def _directory(home: Path) -> Path:
 
 
 def _start(paths: HomePaths, slots: int) -> subprocess.Popen[bytes]:
-    """Start the service. Its pointer file is in the run directory too, so that no other command finds the service."""
+    """Start the service and return its process. Its pointer file is in the run directory too, so that no other command finds the
+    service. ``slots``: minimum number of CPU slots."""
     environ = without_ratchet_variables(os.environ) | {"XDG_RUNTIME_DIR": str(paths.home)}
     slots = max(slots, _JOBS_AT_ONCE * max(2, len(os.sched_getaffinity(0))))
     return start_service(paths, environ, "--cpu-slots", str(slots))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the service without a clean shutdown, since its directory is removed. The process group includes the interpreters that
-    it queries; agents are in sessions of their own."""
+    """Kill the service, and wait for its end. There is no clean shutdown, since its directory is removed. Its process group
+    includes the interpreters that it queries, and not the agents, which are in sessions of their own."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _remove(root: Path) -> None:
+    """Remove the run directory with all files, also those in read-only directories. Errors are ignored."""
+
     def make_writable(_function: Any, path: str, _error: Any) -> None:
         with suppress(OSError):  # a snapshot of code is read-only
             Path(path).parent.chmod(0o700)

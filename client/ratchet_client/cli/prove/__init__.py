@@ -108,7 +108,8 @@ def prove(
 
 @contextmanager
 def _service(ctx: typer.Context, spec: dict[str, Any], say: Progress) -> Iterator[RatchetClient]:
-    """Yield the running service, so that the jobs run where the user's do; a temporary one if none is specified or runs."""
+    """Yield a client of the service that is specified or runs, so that the jobs run where the user's jobs do; else start a
+    temporary service on this machine and yield a client of it. ``say``: prints the current step."""
     from ratchet_client.cli.doctor.throwaway import temporary_service
     from ratchet_client.http.discovery import find_target, home_directory
 
@@ -128,6 +129,7 @@ def _service(ctx: typer.Context, spec: dict[str, Any], say: Progress) -> Iterato
 
 
 def _lines(proof: Proof) -> list[str]:
+    """Return the text output of a proof: the verdict, its causes or what was compared, and the differences."""
     from ratchet_client.cli.commands.compare import difference_lines
 
     of = "" if proof.total is None or proof.total == proof.steps else f" of {proof.total}"
@@ -172,6 +174,7 @@ def _lines(proof: Proof) -> list[str]:
 
 
 def _why_not_repeatable(found: ComparisonView) -> str:
+    """Return advice on why two undisturbed runs may differ. ``found``: their comparison."""
     names = join_first(found.unsaved)
     seen = f"training has changed {names}: if one of them is a generator, give it a fixed seed. Else " if names else ""
     return (
@@ -181,7 +184,7 @@ def _why_not_repeatable(found: ComparisonView) -> str:
 
 
 def _first(proof: Proof) -> str:
-    """Return where the two runs diverge, as text."""
+    """Return, as text, where the two compared runs first differ."""
     from ratchet_client.cli.commands.compare import divergence_text
 
     found = proof.comparison
@@ -193,12 +196,14 @@ def _first(proof: Proof) -> str:
 
 
 def _metrics(proof: Proof) -> list[str]:
+    """Return one line for each metric that differs, at most ``MAX_LINES`` and a line with the number of the others."""
     more = len(proof.metrics_differ) - MAX_LINES
     out = [f"metric {text}" for text in proof.metrics_differ[:MAX_LINES]]
     return [*out, *([f"... and {pluralize(more, 'more metric')}"] if more > 0 else [])]
 
 
 def _show_exercised(proof: Proof) -> None:
+    """Print the table of the parts of the spec that the proof has exercised; nothing if there is none."""
     if proof.exercised:
         output.line()
         output.table(("PART", "STATUS", "HOW"), [(one.name, one.status, one.detail) for one in proof.exercised])

@@ -15,7 +15,8 @@ Status = Literal["exercised", "not exercised", "none seen"]
 
 
 class Exercise(BaseModel):
-    """``not exercised``: the job has the part, but the runs did not reach it; ``none seen``: Ratchet sees no such part."""
+    """Whether the runs of a proof exercised one part of the spec. ``not exercised``: the job has the part, but the runs did not
+    reach it; ``none seen``: Ratchet knows of no such part in the job. ``detail``: the reason, as text."""
 
     name: str
     status: Status
@@ -23,7 +24,8 @@ class Exercise(BaseModel):
 
 
 def exercises(facts: Facts, hook: Mapping[str, Any], faults: list[Fault]) -> list[Exercise]:
-    """Return the status of each part. ``hook``: the spec's ``hook``; ``faults``: those that were carried out."""
+    """Return whether each part of the spec (hook, epoch, evaluation, scheduler, accumulation) was exercised. ``facts``: those of
+    an undisturbed run; ``hook``: the spec's ``hook``; ``faults``: the interruptions that were carried out."""
     last = max((fault.step for fault in faults), default=0)
     return [
         _hook(facts, hook, last),
@@ -35,6 +37,8 @@ def exercises(facts: Facts, hook: Mapping[str, Any], faults: list[Fault]) -> lis
 
 
 def _hook(facts: Facts, hook: Mapping[str, Any], last: int) -> Exercise:
+    """Return whether the hook's phase after its warm-up was exercised: it must begin before the last interruption. ``last``: the
+    step of that interruption, 0 if there was none."""
     name = str(hook["name"])
     phases = ", ".join(f"{phase} from step {step}" for phase, step in facts.phases.items() if phase != "steady")
     if set(facts.phases) == {"warm-up"}:
@@ -59,12 +63,13 @@ _ACTS = {"powerSGD": "compression", "batched_powerSGD": "compression", "post_loc
 
 
 def _start(hook: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the key of the step at which the hook starts, and its value."""
+    """Return the key of the hook's parameter that sets the step at which the hook starts, and its value."""
     keys = [key for key in ("start_powerSGD_iter", "start_localSGD_iter") if key in hook]
     return (keys[0], int(hook[keys[0]])) if keys else ("its start", 0)
 
 
 def _epoch(facts: Facts) -> Exercise:
+    """Return whether the runs passed the end of an epoch."""
     if facts.epoch_ends:
         ends = ", ".join(map(str, facts.epoch_ends[:5]))
         return Exercise(name="end of an epoch", status="exercised", detail=f"after step {ends}")
@@ -78,6 +83,7 @@ def _epoch(facts: Facts) -> Exercise:
 
 
 def _evaluation(facts: Facts, faults: list[Fault]) -> Exercise:
+    """Return whether the runs made an evaluation, with the step at which a rank was killed in one."""
     if facts.evaluations:
         killed = [f.step for f in faults if f.kind == "kill-in-evaluation"]
         text = f"after step {', '.join(map(str, facts.evaluations[:5]))}" + (
@@ -95,6 +101,7 @@ def _evaluation(facts: Facts, faults: list[Fault]) -> Exercise:
 
 
 def _scheduler(facts: Facts) -> Exercise:
+    """Return whether each registered scheduler was stepped."""
     if not facts.schedulers:
         return Exercise(name="scheduler", status="none seen", detail="none registered with the Session counts steps")
     still = [name for name, steps in facts.schedulers.items() if steps < 1]
@@ -106,6 +113,7 @@ def _scheduler(facts: Facts) -> Exercise:
 
 
 def _accumulation(facts: Facts) -> Exercise:
+    """Return whether a step had several batches."""
     if facts.batches > 1:
         text = f"up to {facts.batches} batches in a step"
         return Exercise(name="accumulation", status="exercised", detail=text)

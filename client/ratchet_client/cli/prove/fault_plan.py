@@ -18,7 +18,8 @@ _WORDS: Final = {
 
 @dataclass(frozen=True)
 class Fault:
-    """Attempt ``attempt`` ends when ``step`` steps of the job are done."""
+    """A planned interruption: the attempt with the number ``attempt`` is ended when ``step`` steps of the job are done. ``rank``:
+    the rank that is killed, or whose agent is; ``kind``: a key of ``_WORDS``."""
 
     attempt: int
     rank: int
@@ -27,30 +28,35 @@ class Fault:
 
     @property
     def text(self) -> str:
+        """The fault as text, like ``rank 1 killed after step 7``."""
         return f"{_WORDS[self.kind].format(rank=self.rank)} after step {self.step}"
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the fault as the spec has it."""
+        """Return the fault in the form of the spec's ``trial.faults``."""
         return {"attempt": self.attempt, "rank": self.rank, "step": self.step, "kind": self.kind}
 
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """``every``: steps between the interrupted run's checkpoints, so that each kill loses ``REDONE`` steps or more."""
+    """The interruptions of a run. ``every``: steps between the run's checkpoints, chosen so that each kill loses ``REDONE`` steps
+    or more."""
 
     every: int
     faults: list[Fault]
 
 
 def fault_plan(facts: Facts, ranks: int) -> FaultPlan | None:
-    """Plan a kill within the first epoch, one in an evaluation, one of an agent after the end of the epoch and the start of the
-    hook, then a preemption; as many of them as fit. None if no kill fits."""
+    """Return a plan with a kill within the first epoch, one in an evaluation, one of an agent after the end of the epoch and the
+    start of the hook, then a preemption, in this order; those that do not fit are left out. Return None if no kill fits.
+    ``facts``: those of an undisturbed run; ``ranks``: the job's number of ranks."""
     plans = [FaultPlan(every, _faults(facts, ranks, every)) for every in (EVERY, *range(3, 2 * EVERY))]
     best = max(plans, key=lambda plan: len(plan.faults))  # the first of equal ones
     return best if any(fault.kind.startswith("kill") for fault in best.faults) else None
 
 
 def _faults(facts: Facts, ranks: int, every: int) -> list[Fault]:
+    """Return the interruptions that fit with a checkpoint every ``every`` steps, in order of their steps. Each kill is at least
+    ``REDONE`` steps after a checkpoint."""
     last = facts.step - 1
     behind = max(
         [*facts.epoch_ends[:1], *(step for phase, step in facts.phases.items() if phase != "warm-up")], default=0

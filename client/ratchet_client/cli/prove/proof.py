@@ -27,11 +27,12 @@ _CAUSES: Final[dict[str, frozenset[Cause]]] = {
 
 
 class Proof(BaseModel):
-    """``comparison``: that of the undisturbed runs if they differ, else that of the interrupted run; ``redone``: number of steps
-    that were lost and redone; ``metrics``: number of series that were compared, ``metrics_differ``: their differences;
-    ``times``: series that differ between undisturbed runs although all tensors are equal: they are not judged; ``reports``: what
-    was not exact in resumes, and the notes of their reports; ``lost``: the component that the first inexact resume has lost;
-    ``unseen``: loop variables that no checkpoint has, and anything else that was not compared."""
+    """The result of a proof. ``comparison``: that of the undisturbed runs if they differ, else that of the interrupted run with
+    an undisturbed one. ``redone``: number of steps that were lost and done again. ``metrics``: number of series that were
+    compared; ``metrics_differ``: their differences. ``times``: series that differ between undisturbed runs although all tensors
+    are equal, and are not judged. ``reports``: what was not exact in resumes, and the notes of their reports. ``lost``: the
+    component that the first inexact resume has lost. ``unseen``: loop variables that no checkpoint has, and anything else that
+    was not compared."""
 
     verdict: Verdict
     what: str
@@ -50,12 +51,15 @@ class Proof(BaseModel):
 
 
 def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, upload: bool | None) -> Proof:
-    """Make two undisturbed runs, which must be equal, and an interrupted one. ``steps``: where they end; None: after an epoch's
-    end and an evaluation. Raises ``SpecError``, ``TrialFailed``, ``Refused`` (``trial-too-short``)."""
+    """Run two undisturbed jobs of ``spec``, which must be equal, then an interrupted one, and return the result; blocks until all
+    have ended. ``steps``: the last step of the runs; None: after an epoch's end, an evaluation and the hook's start. ``upload``:
+    as for ``Client.submit``. Raises ``SpecError``, ``TrialFailed``, and ``Refused`` (``trial-too-short``) if the runs are too
+    short for a kill."""
     client = trials.client
     client.plan(spec, upload=upload, note=trials.say)  # errors must refer to the user's spec, not to the trial's
 
     def submit(role: str, end_at: int | None, every: int, faults: list[Fault]) -> str:
+        """Submit a trial and return its job's id."""
         data = trial_spec(spec, role, end_at, every, [fault.to_spec() for fault in faults])
         return trials.add(client.submit(data, upload=upload, note=trials.say).view)
 
@@ -100,6 +104,7 @@ def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, uploa
 
 
 def _too_few(job: JobView, stored: int) -> str:
+    """Return the error text for a job that has too few checkpoints for a proof. ``stored``: how many it has."""
     if not stored:
         found = absence_message(job, f"job {job.id} has no checkpoint")
     else:
@@ -111,8 +116,8 @@ def _too_few(job: JobView, stored: int) -> str:
 
 
 def prove_job(trials: Trials, job_id: str) -> Proof:
-    """Redo the steps between the job's last two checkpoints in a fork. Raises ``Conflict`` (``too-few-checkpoints``) and
-    ``TrialFailed``."""
+    """Train from the job's checkpoint before the last to its last one again, in a fork, and return the result; blocks until the
+    fork has ended. The job is not changed. Raises ``Conflict`` (``too-few-checkpoints``) and ``TrialFailed``."""
     client = trials.client
     job = client.view(job_id)
     stored = [c for c in client.checkpoints(job_id) if c.state == "committed" and c.lineage == "current"]
@@ -157,19 +162,22 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
 
 
 def _pin(trials: Trials, checkpoint: CheckpointView) -> None:
-    """Pin a checkpoint, so that retention does not delete it meanwhile; unpin it at the end."""
+    """Pin the checkpoint, so that retention does not delete it during the proof, and unpin it at the end. Does nothing if it is
+    pinned already."""
     if not checkpoint.pinned:
         trials.client.pin(checkpoint.job_id, checkpoint.id)
         trials.on_cleanup(lambda: trials.client.pin(checkpoint.job_id, checkpoint.id, False))
 
 
 def _unpin_later(trials: Trials, checkpoint: CheckpointView) -> None:
-    """Unpin a checkpoint at the end: a fork pins the one that it starts from."""
+    """Unpin the checkpoint at the end of the proof, unless it was pinned before: a fork pins the checkpoint that it starts
+    from."""
     if not checkpoint.pinned:
         trials.on_cleanup(lambda: trials.client.pin(checkpoint.job_id, checkpoint.id, False))
 
 
 def _proof(verdict: Verdict, run: Run, comparison: ComparisonView, **more: Any) -> Proof:
+    """Return a ``Proof`` of a spec with the figures of the undisturbed ``run``. ``more``: further fields."""
     facts = run.facts
     return Proof(
         verdict=verdict, what=run.job.name.rpartition("-prove-")[0], steps=facts.step, total=facts.total, comparison=comparison,
@@ -178,11 +186,13 @@ def _proof(verdict: Verdict, run: Run, comparison: ComparisonView, **more: Any) 
 
 
 def _different(a: Run, b: Run) -> dict[str, str]:
+    """Return the differences between the metrics of two runs, as ``_metrics_differ`` does."""
     return _metrics_differ(a.metrics, b.metrics)
 
 
 def _metrics_differ(a: Mapping[str, Mapping[int, float]], b: Mapping[str, Mapping[int, float]]) -> dict[str, str]:
-    """Return the first step at which each series differs, as text, by the name of the series."""
+    """Return a dict from the names of the series that differ to a text with the first step at which they do. ``a``, ``b``: values
+    by name and step."""
     out = {}
     for name in sorted({*a, *b}):
         x, y = a.get(name, {}), b.get(name, {})
@@ -197,7 +207,8 @@ def _format_value(value: float | None) -> str:
 
 
 def _carried_out_faults(run: Run, faults: list[Fault]) -> list[tuple[Fault, AttemptView]]:
-    """Return the faults that were carried out as planned, each with the attempt that it ended."""
+    """Return the faults that were carried out as planned, each with the attempt that it ended. ``faults``: the planned ones, in
+    the order of the attempts."""
     out = []
     for fault, attempt in zip(faults, run.attempts, strict=False):
         lost = attempt.steps_lost or 0
@@ -210,11 +221,13 @@ def _carried_out_faults(run: Run, faults: list[Fault]) -> list[tuple[Fault, Atte
 
 
 def _fault_text(fault: Fault, attempt: AttemptView) -> str:
+    """Return the fault as text, with the number of steps that were lost and done again."""
     lost = attempt.steps_lost or 0
     return fault.text + (f", {pluralize(lost, 'step')} done again" if lost else "")
 
 
 def _interruptions(carried_out: list[tuple[Fault, AttemptView]], faults: list[Fault]) -> Exercise:
+    """Return whether all planned ``faults`` were carried out, as a part of the proof's table."""
     missed = [fault.text for fault in faults if fault not in [one for one, _ in carried_out]]
     if missed:
         text = f"not carried out as planned: {'; '.join(missed)}"
@@ -224,8 +237,9 @@ def _interruptions(carried_out: list[tuple[Fault, AttemptView]], faults: list[Fa
 
 
 def _verdict(run: Run, *, equal: bool) -> Verdict:
-    """``equal``: the final states are equal. A redone step that differed makes the verdict ``differs`` even so; a resume that was
-    not exact makes it ``not-exact``, even if what it lost had no effect on these steps."""
+    """Return the verdict on ``run``. ``equal``: its final state equals the expected one. The verdict is ``differs`` if it does
+    not, or if a redone step differed. Else it is ``not-exact`` if a resume was not exact, even if what it lost had no effect on
+    these steps; else ``proved``."""
     if not equal or any(attempt.redone.first_difference is not None for attempt in run.attempts):
         return "differs"
     lost = any(_lost_state(attempt.resume_report) for attempt in run.attempts if attempt.resume_report is not None)
@@ -233,7 +247,8 @@ def _verdict(run: Run, *, equal: bool) -> Verdict:
 
 
 def _lost_state(report: ResumeReportView) -> list[str]:
-    """Return what an inexact resume has lost, without the variables that disable experiment trackers, which the trial sets."""
+    """Return what an inexact resume has lost, one text each; an empty list for an exact resume. The variables that disable
+    experiment trackers, which the trial sets itself, are left out."""
     if report.verdict != "not-exact":
         return []
     parts = [part for part in report.components if part.status != "exact"]
@@ -247,19 +262,21 @@ def _lost_state(report: ResumeReportView) -> list[str]:
 
 
 def _unseen_spec(attempts: list[AttemptView]) -> list[str]:
+    """Return a list with the text that the job's spec could not be compared, if a resume report says so; else an empty list."""
     reports = [attempt.resume_report for attempt in attempts if attempt.resume_report is not None]
     gone = any(difference.key == "spec_digest" for report in reports for difference in report.differences)
     return ["the job's spec, since the file of the attempt that saved the checkpoint is gone"] * gone
 
 
 def _lost_component(attempts: list[AttemptView]) -> str | None:
+    """Return the first component that a resume has lost; None if all were exact."""
     reports = (attempt.resume_report for attempt in attempts)
     parts = (part for report in reports if report is not None for part in report.components)
     return next((part.component for part in parts if part.status == "not-exact"), None)
 
 
 def _reports(attempts: list[AttemptView]) -> list[str]:
-    """Return what the resume reports list as not exact, and their notes."""
+    """Return what the resume reports list as not exact, and their notes: distinct texts, at most ``MAX_LINES``."""
     out: dict[str, None] = {}
     for attempt in attempts:
         report, redone = attempt.resume_report, attempt.redone.first_difference

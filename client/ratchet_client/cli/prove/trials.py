@@ -35,15 +35,17 @@ _PAUSE: Final = 15.0  # seconds between two progress lines while no phase change
 
 
 class TrialFailed(RatchetError):
-    """A run did not succeed."""
+    """A run of a proof did not succeed, so nothing can be compared."""
 
     code = "trial-failed"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a trial has passed through (the event ``trial-ended``), as numbers of steps completed at that point. ``phases``: the
-    hook's phases with the first step of each; ``schedulers``: how often each was stepped; ``epochs``: the data have epochs."""
+    """What a trial has passed through, from its event ``trial-ended``; steps are numbers of completed steps. ``phases``: the
+    first step of each phase of the hook; ``epoch_ends``, ``evaluations``: the steps after which there was one;
+    ``expects_evaluation``: the job evaluates, perhaps later; ``batches``: the largest number of batches in a step;
+    ``schedulers``: how often each was stepped; ``epochs``: the data have epochs."""
 
     step: int
     total: int | None
@@ -58,7 +60,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Run:
-    """A trial that has succeeded. ``metrics``: values by name and step; ``carried``: loop variables that no checkpoint has."""
+    """A trial that has succeeded. ``metrics``: values by the metric's name and the step. ``carried``: loop variables that no
+    checkpoint contains, as text."""
 
     job: JobView
     facts: Facts
@@ -68,6 +71,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
+        """The seconds from the job's start to its end."""
         job = self.job
         return (
             0.0 if job.ended_at is None or job.started_at is None else (job.ended_at - job.started_at).total_seconds()
@@ -77,8 +81,9 @@ class Run:
 def trial_spec(
     spec: Mapping[str, Any], role: str, end_at: int | None, every: int, faults: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the user's spec as a trial: it ends early, injects its own faults, keeps its files in the job's own directories, and
-    is deleted after a day."""
+    """Return a copy of the user's spec as a trial. It ends early, injects ``faults``, saves every ``every`` steps to the job's
+    own directories only, and is deleted a day after its end. ``role``: a part of the trial's name; ``end_at``: its last step,
+    None: the service's choice."""
     out = deepcopy(dict(spec))
     out["name"] = f"{str(spec.get('name', 'job'))[:42].rstrip('-')}-prove-{role}"
     out |= changes(out, role, end_at, every, faults)
@@ -88,7 +93,8 @@ def trial_spec(
 def changes(
     spec: Mapping[str, Any], role: str, end_at: int | None, every: int, faults: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the top-level parts of ``spec`` that a trial changes, each of them complete."""
+    """Return the top-level keys of ``spec`` that a trial changes, each with its complete new value. The arguments are those of
+    ``trial_spec``."""
     checkpoint = {
         k: v for k, v in (spec.get("checkpoint") or {}).items() if k not in ("every_seconds", "keep_best", "uri")
     }
@@ -110,7 +116,8 @@ def changes(
 
 
 class Trials:
-    """Tracks the submitted jobs: all are cancelled and deleted on exit from the block."""
+    """The jobs of a proof. ``trials`` cancels and deletes all of them at the end of its block. ``say``: prints the current
+    step."""
 
     def __init__(self, client: RatchetClient, report_progress: Progress) -> None:
         self.client, self.say = client, report_progress
@@ -118,15 +125,17 @@ class Trials:
         self._cleanup_actions: list[Callable[[], object]] = []
 
     def on_cleanup(self, action: Callable[[], object]) -> None:
-        """Register an action to run once all jobs are deleted."""
+        """Register an action that runs after all jobs have been deleted; its ``RatchetError`` is ignored."""
         self._cleanup_actions.append(action)
 
     def add(self, job: JobView) -> str:
+        """Register a submitted job, so that it is deleted at the end, and return its id."""
         self._job_ids.append(job.id)
         return job.id
 
     def wait(self, jobs: Mapping[str, str]) -> list[Run]:
-        """Wait until these jobs (id: description) have ended, and return their runs. Raises ``TrialFailed``."""
+        """Block until these jobs (id: description) have ended, and return their runs in the same order. Raises ``TrialFailed`` as
+        soon as one does not succeed."""
         ended: dict[str, JobView] = {}
         phases, said = "", 0.0
         while len(ended) < len(jobs):
@@ -146,12 +155,16 @@ class Trials:
         return [self._read(ended[job_id]) for job_id in jobs]
 
     def _failure_reason(self, job: JobView, words: str) -> str:
+        """Return the error text for a trial that did not succeed, with the last log lines of rank 0. ``words``: the description
+        of the job."""
         lines = [f"{words} is {job.phase} at step {job.progress.step}: {job.message or job.reason}"]
         with suppress(RatchetError):
             lines += [f"  {line.text.rstrip()}" for line in self.client.logs(job.id, rank=0, tail=_LOG_LINES)]
         return "\n".join(lines)
 
     def _read(self, job: JobView) -> Run:
+        """Return the run of a job that has succeeded. Raises ``TrialFailed`` if it has reported no facts, since its script has no
+        Session."""
         events = list(self.client.events(job.id))
         facts = next((e.data["data"] for e in events if e.type == _ENDED), None)
         if facts is None:
@@ -168,6 +181,8 @@ class Trials:
         )
 
     def cleanup(self) -> None:
+        """Cancel and delete all registered jobs with their files, then run the registered actions. Blocks up to a minute for each
+        job that has not ended; errors are ignored."""
         for job_id in self._job_ids:
             with suppress(RatchetError):
                 if not self.client.view(job_id).phase.terminal:
@@ -181,7 +196,8 @@ class Trials:
 
 @contextmanager
 def trials(client: RatchetClient, report_progress: Progress) -> Iterator[Trials]:
-    """Yield a ``Trials`` whose jobs are deleted on exit, also after an error."""
+    """Yield a ``Trials`` whose jobs are cancelled and deleted on exit, also after an error. Signals are ignored during this
+    clean-up."""
     made = Trials(client, report_progress)
     try:
         yield made
@@ -191,12 +207,14 @@ def trials(client: RatchetClient, report_progress: Progress) -> Iterator[Trials]
 
 
 def _variables(notes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the loop variables, like ``best (train.py, line 3)``. Earlier versions of the worker report none."""
+    """Return the distinct loop variables in ``notes`` as text, like ``best (train.py, line 3)``. Notes of earlier versions of the
+    worker have no names and are skipped."""
     found = (f"{', '.join(note['names'])} ({note['place']})" for note in notes if "names" in note)
     return list(dict.fromkeys(found))
 
 
 def _where(job: JobView) -> str:
+    """Return the state of a trial as text, for a progress line."""
     if job.phase.terminal:
         return "done"
     if job.phase is JobPhase.QUEUED and 0 < job.attempt <= len((job.spec.get("trial") or {}).get("faults", ())):

@@ -132,16 +132,18 @@ def run(
 
 
 class _Proof(NamedTuple):
-    """The command that pipes the spec to ``ratchet prove`` (empty for a spec file), and the arguments of ``prove``."""
+    """The commands that prove this job. ``prepare``: the command that pipes the spec to ``ratchet prove`` with ``|`` at its end,
+    "" for a spec file; ``target``: the arguments of ``ratchet prove``."""
 
     prepare: str
     target: list[str]
 
 
 def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]) -> tuple[dict[str, Any], str, _Proof]:
-    """Return the spec, from a spec file or as ``ratchet init`` would write it; the digest that identifies the command; and its
-    proof. The digest is of the spec in the file, else of the command alone, so that it does not depend on the script's text.
-    Raises ``Refused``, ``SpecError``, ``NotFound``."""
+    """Return the spec, from a spec file or as ``ratchet init`` would write it; the digest that identifies this command; and the
+    commands that prove the job. The digest is that of the spec in the file, else of the command alone, so that it does not depend
+    on the script's text. Raises ``Refused``, ``SpecError``, ``NotFound``, and ``typer.BadParameter`` for arguments after a spec
+    file."""
     from ratchet_client.cli.commands.submit import apply_overrides
     from ratchet_client.cli.run.beginning import command_digest
     from ratchet_client.init.command_line import count_ranks
@@ -191,13 +193,15 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
 
 
 def _own_options(ctx: typer.Context, words: list[str]) -> list[str]:
-    """Return those of ``words`` that look like options of this command, which accepts its options only before ``words``."""
+    """Return those of ``words`` that look like options of this command; they have no effect here, since it accepts its options
+    only before ``words``."""
     own = {option for parameter in ctx.command.params for option in parameter.opts}
     return [word for word in words if word.startswith("--") and word.partition("=")[0] in own]
 
 
 def _ranks(text: str, size: int) -> Collection[int] | None:
-    """Return the ranks to show; None: all. Raises ``typer.BadParameter``, also for one that a job of ``size`` ranks lacks."""
+    """Return the ranks that ``text``, the value of ``--ranks``, selects; None: all. Raises ``typer.BadParameter`` if it is
+    invalid or names a rank that a job of ``size`` ranks does not have."""
     if text == "all":
         return None
     parts = text.split(",")
@@ -210,10 +214,12 @@ def _ranks(text: str, size: int) -> Collection[int] | None:
 
 
 def _typed() -> str:
+    """Return the command line as it was typed, quoted for a shell."""
     return shlex.join(["ratchet", *sys.argv[1:]])
 
 
 def _warn_slurm_nodes() -> None:
+    """Print a warning if this process runs in a Slurm allocation of several nodes, since it trains on this one alone."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if nodes != "1":
         output.note(
@@ -230,8 +236,9 @@ def _train(
     ranks: Collection[int] | None,
     fold: EventFold,
 ) -> JobView:
-    """Follow the job until it has ended or is suspended: the first signal suspends it, the second ends a private service and its
-    ranks at once."""
+    """Follow the job until it has ended or is suspended, and return it; its ranks' output is shown meanwhile. The first signal
+    suspends the job. The second kills a private service and its ranks at once, and raises ``typer.Exit``. ``begun``: the job, and
+    what was shown of it already; ``ranks``: whose output is shown, None: all."""
     from ratchet_client.cli.commands.wait import pump
     from ratchet_client.cli.run.rank_output import RankOutput
     from ratchet_client.cli.run.view import RunView
@@ -242,6 +249,7 @@ def _train(
     paths = service.paths.job(job_id)
 
     def suspend() -> None:
+        """Request that the job is suspended; nothing happens if it has ended or is being cancelled."""
         with suppress(Conflict):  # the job has ended meanwhile, or is being cancelled
             client.suspend(job_id)
 
@@ -267,6 +275,7 @@ def _train(
 
 
 def _report(service: RunService, job_id: str, text: str) -> str:
+    """Return the message ``text`` of the service, with its commands adapted if the service is private."""
     from ratchet_client.cli.run.view import private_commands
 
     return private_commands(text, job_id, shlex.quote(_short_path(service.paths.home))) if service.private else text
@@ -275,7 +284,9 @@ def _report(service: RunService, job_id: str, text: str) -> str:
 def _print_results(
     client: RatchetClient, service: RunService, job: JobView, outputs: Path | None, proof: str, reason: str
 ) -> Exit:
-    """Print on standard error how the job ended and its ``reason``, where its results are, and the commands of its ``proof``."""
+    """Print on standard error how the job ended and its ``reason``, where its results are, and the command ``proof`` that proves
+    its exactness; return the exit code. ``outputs``: a directory into which the files of a successful job are copied, replacing
+    existing ones; None: no copy."""
     from ratchet_client.cli.commands.files import escape_path, outputs_text
     from ratchet_client.cli.run.beginning import is_resumable
 
@@ -324,5 +335,5 @@ def _print_results(
 
 
 def _short_path(path: Path) -> str:
-    """Return ``path`` relative to the current directory if it is below it."""
+    """Return ``path`` relative to the current directory if it is below it, else unchanged."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -42,7 +42,8 @@ _LOGS: Final = (".log", ".out", ".err")
 
 @dataclass(frozen=True)
 class SelectedJob:
-    """``attempt`` and ``event``: the last ones that an earlier command has shown, 0 and None for a new job."""
+    """The job that this command trains. ``attempt``, ``event``: the number of the last attempt and the id of the last event that
+    an earlier command has shown; 0 and None for a new job."""
 
     job: JobView
     attempt: int = 0
@@ -50,18 +51,20 @@ class SelectedJob:
 
 
 def command_digest(command_parts: Mapping[str, Any]) -> str:
-    """Return the digest of everything that the command specifies: the same command means the same job."""
+    """Return the digest (12 hexadecimal digits) of everything that the command specifies. Commands with the same digest mean the
+    same job."""
     return hashlib.sha256(json.dumps(command_parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def begin(
     client: RatchetClient, home: HomePaths, spec: dict[str, Any], mark: str, *, new: bool, adopt: Path | None
 ) -> SelectedJob:
-    """Continue the newest job of this command, whose digest is ``mark``, if it is unfinished; else, or with ``new``, submit a new
-    job with ``spec``, which continues the run without a service in ``adopt``.
+    """Return the job to train. It is the newest job of this command, whose digest is ``mark``, if it is unfinished, which is then
+    resumed; else, or with ``new``, a new job of ``spec`` is submitted. With ``new``, an unfinished job is cancelled first.
+    ``adopt``: the directory of a run without a service that a new job continues.
 
-    Raises what the requests raise: ``SpecError``, ``Conflict`` if strict determinism forbids changed code; ``Refused`` if
-    ``adopt`` would replace an unfinished job.
+    Raises what the requests raise: ``SpecError``; ``Conflict`` if the code has changed and determinism is strict. Raises
+    ``Refused`` if ``adopt`` is given, an unfinished job exists and ``new`` is not set.
     """
     known = next(client.jobs(label={LABEL: mark}, page_size=1), None)
     if known is not None and adopt is not None and not new and is_resumable(known):
@@ -92,7 +95,8 @@ def begin(
 
 
 def _warn_changed_spec(spec: dict[str, Any], job: JobView) -> None:
-    """Warn if a new job would have a different spec because the script's text has changed: the continued job keeps its own."""
+    """Print a warning if a new job would have another spec than the continued ``job``, because the script's text has changed. The
+    continued job keeps its spec."""
     now = parse_spec(spec).model_dump(mode="json")
     odd = [leaf for key in _READ for leaf in differing_leaves(key, job.spec.get(key), now[key])]
     if odd:
@@ -101,11 +105,14 @@ def _warn_changed_spec(spec: dict[str, Any], job: JobView) -> None:
 
 
 def is_resumable(job: JobView) -> bool:
-    """True if the same command continues the job: it has not ended, or it failed and has a checkpoint."""
+    """Return True if the same command continues ``job``: it has not ended, or it has failed and has a checkpoint."""
     return not job.phase.terminal or (job.phase is JobPhase.FAILED and job.last_checkpoint is not None)
 
 
 def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> SelectedJob:
+    """Resume ``job`` and return it, with what was shown of it already. If its code has changed, a job that is not suspended is
+    suspended first, which blocks, and the job resumes with the new code. Raises ``Conflict`` if determinism is strict and the
+    code has changed."""
     event = max((event.id for event in client.events(job.id)), default=None)
     changed = _changed_code(home, job)
     words = ""
@@ -134,15 +141,16 @@ def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> Selec
 
 
 def _newest_step(paths: JobPaths, job: JobView) -> int:
-    """Return the highest step of the job's checkpoints on disk: the service may lack the last reports of an attempt that was
-    killed with it."""
+    """Return the highest step of the job's complete checkpoints on the disk, 0 if there is none. The service may lack the last
+    reports of an attempt that was killed together with it."""
     names = [path.parent.name for path in paths.checkpoints.glob(f"*/{MANIFEST_NAME}")] + [job.last_checkpoint or ""]
     return max((found[0] for name in names if (found := parse_checkpoint_dir_name(name)) is not None), default=0)
 
 
 def _changed_code(home: HomePaths, job: JobView) -> list[str]:
-    """Return the files of the job's code that have changed since it was copied, except logs, files that this command writes to,
-    specs of ``ratchet init``, and files that ignore files name now; none if that cannot be determined."""
+    """Return the files of the job's code that have changed since its snapshot. Logs, files that this command writes to, specs of
+    ``ratchet init`` and files that ignore files name now are left out. Return an empty list, after a warning, if the changes
+    cannot be determined."""
     code, copied = job.spec.get("code") or {}, job.resolved.code_digest
     if code.get("source") != "snapshot" or copied is None:
         return []
@@ -164,7 +172,7 @@ def _changed_code(home: HomePaths, job: JobView) -> list[str]:
 
 
 def _is_own(path: Path) -> bool:
-    """True if this command itself writes to the file, or ``ratchet init`` has written it."""
+    """Return True if ``path`` is this command's standard output or error, or a spec that ``ratchet init`` has written."""
     from ratchet_client.init.render_yaml import is_generated
 
     with suppress(OSError):  # the file is gone, or a stream is closed

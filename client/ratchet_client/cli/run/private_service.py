@@ -39,7 +39,8 @@ _CLOSED_SECONDS: Final = 2.0
 
 
 class RunService:
-    """``paths``: its run directory. ``private``: the service was started for this command, and ends with it."""
+    """The service that a ``ratchet run`` uses. ``paths``: its run directory. ``private``: the service was started for this
+    command, and ends with it."""
 
     def __init__(self, paths: HomePaths, *, private: bool) -> None:
         self.paths = paths
@@ -47,7 +48,8 @@ class RunService:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start a private service unless it runs; do nothing for one that is not private. Raises ``CannotStart``."""
+        """Start a private service unless it runs, and block until it listens; do nothing for one that is not private. Raises
+        ``CannotStart``."""
         if not self.private or (self._process is not None and self._process.poll() is None):
             return
         own = {env_vars.ENDS_WITH: parent_death.process_name(os.getpid())}
@@ -55,7 +57,9 @@ class RunService:
         wait_ready(self._process, self.paths)
 
     def restart_if_ended(self) -> bool:
-        """Restart the service if it did not respond because it has ended; True if so. Agents continue meanwhile."""
+        """Return True if a private service has ended, after an attempt to start it again; its agents continue meanwhile. Return
+        False if it still runs or is not private. Called when the service did not respond; waits up to two seconds for its end. A
+        failed start is printed, not raised."""
         if self._process is None:
             return False
         try:
@@ -70,7 +74,8 @@ class RunService:
         return True
 
     def stop(self) -> None:
-        """Stop a private service; agents of other jobs of its run directory then save and stop without it."""
+        """Stop a private service and block until it has ended; it is killed after 30 seconds. The agents of jobs that still run
+        then save and stop by themselves. Does nothing for a service that is not private."""
         if self._process is None:
             return
         self._process.terminate()
@@ -81,7 +86,7 @@ class RunService:
             self._process.wait()
 
     def kill(self) -> None:
-        """Kill a private service and its ranks."""
+        """Kill a private service and all its ranks without a checkpoint. Does nothing for a service that is not private."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -90,8 +95,9 @@ class RunService:
 
 @contextmanager
 def run_service(base: Path, name: str) -> Iterator[RunService]:
-    """Yield the service that runs for the run directory ``base``; else a private one, in ``run/NAME`` below it. Raises
-    ``CannotStart``, and ``Refused`` if another ``ratchet run`` uses that directory."""
+    """Yield the service that runs for the run directory ``base`` or for ``run/NAME`` below it; if none does, start a private one
+    in the latter and stop it on exit. Raises ``CannotStart``, and ``Refused`` if another ``ratchet run`` uses that directory.
+    Blocks while the service of a killed ``ratchet run`` ends."""
     paths = HomePaths(HomePaths(base).runs / name)
     for shared in (HomePaths(base), paths):
         if _owner(shared) == "" and _is_responding(shared):
@@ -112,7 +118,8 @@ def run_service(base: Path, name: str) -> Iterator[RunService]:
 
 @contextmanager
 def _lock(paths: HomePaths) -> Iterator[None]:
-    """Keep other commands from using this run directory. Raises ``Refused`` if one uses it, or if it cannot be created."""
+    """Create the run directory and lock it for this command during the block. Raises ``Refused`` if another command has locked
+    it, or if it cannot be created or locked."""
     with ExitStack() as stack:
         try:
             paths.home.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -135,13 +142,14 @@ def _lock(paths: HomePaths) -> Iterator[None]:
 
 
 def _is_responding(paths: HomePaths) -> bool:
+    """Return True if the service of this run directory responds and is ready."""
     with RatchetClient(home=paths.home, retry_for=1.0) as client:
         return client.ready()
 
 
 def _owner(paths: HomePaths) -> str | None:
-    """Return the process that the service there ends with, as ``parent_death`` names it; empty: it ends with none; None: no
-    service runs there."""
+    """Return the name of the process with whose end the service of this run directory ends (a ``ratchet run``); "" if the service
+    does not end with a process; None if no service runs there."""
     found = service_file(paths)
     if found is None or start_time(found.pid) is None:
         return None
@@ -151,7 +159,8 @@ def _owner(paths: HomePaths) -> str | None:
 
 
 def unfinished_elsewhere(paths: HomePaths, name: str) -> list[str]:
-    """Return the ``ratchet run`` commands of the unfinished jobs named ``name`` in the run directories next to this one."""
+    """Return the ``ratchet run`` commands of the unfinished jobs with the name ``name`` in the run directories next to ``paths``,
+    sorted."""
     found = []
     for file in paths.home.parent.glob(f"{name}-*/{COMMAND_FILE}"):
         if file.parent != paths.home:

@@ -18,14 +18,15 @@ _BLOCK: Final = 1 << 16
 
 
 class RankOutput:
-    """A context manager; on exit everything that ended ranks have printed is copied. The bytes of one rank are not changed; with
-    several ranks each line is prefixed with ``ATTEMPT.RANK | ``, as in ``ratchet logs``."""
+    """A context manager that copies what ranks print to standard output (or ``to``) in a thread, as it arrives; on exit
+    everything that is in the logs is copied. The bytes of one rank are not changed; with several ranks each line is prefixed with
+    ``ATTEMPT.RANK | ``, as in ``ratchet logs``."""
 
     def __init__(
         self, job: JobPaths, ranks: Collection[int] | None, last_displayed_attempt: int, to: BinaryIO | None = None
     ) -> None:
-        """``ranks`` None: all of them. ``last_displayed_attempt``: the last attempt whose output up to now an earlier command has
-        shown; it is skipped."""
+        """``ranks``: whose output is copied; None: all. ``last_displayed_attempt``: the last attempt that an earlier command has
+        shown; what is in its log now is skipped, and earlier attempts too."""
         self._job = job
         self._ranks = ranks
         self._to = to or sys.stdout.buffer
@@ -51,7 +52,7 @@ class RankOutput:
         self._thread.join()
 
     def note(self, text: str) -> None:
-        """Print ``text`` on a line of its own, even if standard error is the terminal where a rank's line is incomplete."""
+        """Print ``text`` on standard error on a line of its own, even if a rank's incomplete line is on the same terminal."""
         with self._lock:
             if self._open_line and _is_one_terminal(self._to, sys.stderr):
                 self._open_line = False
@@ -59,12 +60,13 @@ class RankOutput:
             output.note(text)
 
     def _run(self) -> None:
+        """Copy new output until the context is left, then all that remains."""
         while not self._over.wait(_PERIOD):
             self._poll(last=False)
         self._poll(last=True)
 
     def _logs(self) -> list[tuple[int, int, Path]]:
-        """Return ``(attempt, rank, file)`` of the existing logs, in order."""
+        """Return ``(attempt, rank, file)`` of the existing logs of the selected ranks, sorted by attempt and rank."""
         found = []
         for path in (self._job.root / "attempts").glob("*/logs/rank-*.log"):
             attempt, rank = int(path.parts[-3]), int(path.stem.removeprefix("rank-"))
@@ -73,6 +75,8 @@ class RankOutput:
         return sorted(found)
 
     def _poll(self, *, last: bool) -> None:
+        """Copy the new output of all attempts from the newest known one on. ``last``: no more output follows, so incomplete lines
+        are copied too."""
         logs = [one for one in self._logs() if one[0] >= self._first]
         newest = max((attempt for attempt, _, _ in logs), default=0)
         for attempt, rank, path in logs:
@@ -85,6 +89,8 @@ class RankOutput:
         self._first = max(self._first, newest)
 
     def _copy(self, path: Path, is_over: bool) -> None:
+        """Copy the new bytes of a log. ``is_over``: the attempt has ended; an incomplete last line is then ended, so that the
+        next output starts on a new line."""
         while data := self._read(path, _BLOCK):
             self._offsets[path] += len(data)
             self._open_line = not data.endswith(b"\n")
@@ -94,7 +100,8 @@ class RankOutput:
             self._write(b"\n")
 
     def _copy_lines(self, path: Path, prefix: bytes, is_over: bool) -> None:
-        """Copy whole lines; an incomplete one only if the attempt is ``is_over``, or if it is longer than a block."""
+        """Copy the new whole lines of a log, each with ``prefix``. An incomplete line is copied only if the attempt has ended
+        (``is_over``), or if it is longer than a block."""
         while data := self._read(path, _BLOCK):
             end = data.rfind(b"\n") + 1
             if not end:
@@ -105,7 +112,8 @@ class RankOutput:
             self._write(b"".join(prefix + line + b"\n" for line in data[:end].removesuffix(b"\n").split(b"\n")))
 
     def _read(self, path: Path, size: int) -> bytes:
-        """Return the next bytes from the last offset, skipping the part that was omitted from a long log (a hole)."""
+        """Return at most ``size`` new bytes of the log, from the offset copied so far; b"" if there are none or no file. The part
+        that was omitted from a long log (a hole in the file) is skipped."""
         try:
             with path.open("rb") as file:
                 at = os.lseek(file.fileno(), self._offsets.setdefault(path, 0), os.SEEK_DATA)
@@ -115,6 +123,7 @@ class RankOutput:
             return b""
 
     def _write(self, data: bytes) -> None:
+        """Write ``data`` and flush. If that fails, print a note once and drop all later output; training continues."""
         if self._read_by_nobody:
             return
         try:
@@ -127,6 +136,7 @@ class RankOutput:
 
 
 def _is_one_terminal(one: IO[Any], other: IO[Any]) -> bool:
+    """Return True if both streams are the same terminal."""
     try:
         a, b = one.fileno(), other.fileno()
     except OSError:  # no file
@@ -135,7 +145,7 @@ def _is_one_terminal(one: IO[Any], other: IO[Any]) -> bool:
 
 
 def last_lines(job: JobPaths, attempt: int, rank: int, count: int) -> list[str]:
-    """Return the last lines of one rank's log."""
+    """Return the last ``count`` lines of one rank's log, from at most the last 64 KiB; an empty list if there is no log."""
     try:
         with job.attempt(attempt).log(rank).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK))

@@ -21,8 +21,9 @@ _KNOWN: Final = frozenset({"submitted", "launch", "resume", "rank-started", "tra
 
 
 def private_commands(text: str, job_id: str, home: str) -> str:
-    """Adapt a message of the service to a private one, which ends with the command. ``ratchet resume`` becomes "the same
-    command", which runs the code as it is then; other commands get ``--home``, since they need the service in ``home``."""
+    """Return the service's message ``text`` with its commands adapted to a private service, which ends with this command.
+    ``ratchet resume`` becomes "the same command", which runs the code as it is then; other commands get ``--home``, since they
+    need the service of the run directory ``home``."""
     again = (
         rf"`ratchet resume (?:JOB|{job_id})`(?:, which runs the same code again, or with changed code `--code DIR`)?"
     )
@@ -30,8 +31,9 @@ def private_commands(text: str, job_id: str, home: str) -> str:
 
 
 class RunView(PlainView):
-    """``adapt_message`` adapts an event's message to this command. ``revive`` is called when the service does not respond, and
-    returns whether it was started again. ``ranks``: those whose output is shown anyway; None: all."""
+    """Prints events, progress and the last log lines of a failed rank while ``ratchet run`` trains. ``adapt_message``: adapts an
+    event's message to this command. ``revive``: called when the service does not respond; returns True if it was started again.
+    ``ranks``: those whose output is shown anyway, so that their last lines are not printed; None: all. ``say``: prints a line."""
 
     def __init__(
         self,
@@ -45,10 +47,13 @@ class RunView(PlainView):
         self._job, self._ranks, self._adapt_message, self._revive = job, ranks, adapt_message, revive
 
     def on_progress(self, snapshot: Snapshot) -> None:
+        """Print a progress line from time to time; nothing once the job has ended, since the command reports the end."""
         if not snapshot.job.phase.terminal:  # the command reports the end
             super().on_progress(snapshot)
 
     def on_event(self, event: EventView) -> None:
+        """Print the event, unless the command reports it in another way. At the end of an attempt, also print the last log lines
+        of the rank that failed, if its output is not shown."""
         if event.type in _KNOWN:
             return
         super().on_event(event.model_copy(update={"message": self._adapt_message(event.message)}))
@@ -66,5 +71,6 @@ class RunView(PlainView):
         return self._ranks is None or rank in self._ranks
 
     def on_disconnect(self, detail: str) -> None:
+        """Start a private service again if it has ended; otherwise print ``detail``, the error."""
         if not self._revive():
             super().on_disconnect(detail)

@@ -19,7 +19,8 @@ Choices = list[tuple[str, str]]
 
 
 def _items(ctx: typer.Context, path: str, **params: str | int) -> list[dict[str, Any]]:
-    """Return the first page of a list; empty after any error."""
+    """Return the items on the first page of the list at the API path ``path``; an empty list after any error. ``params``: query
+    parameters."""
     given = ctx.find_root().params
     try:
         from ratchet_client.http.transport import Transport
@@ -34,11 +35,13 @@ def _items(ctx: typer.Context, path: str, **params: str | int) -> list[dict[str,
 
 
 def _matching(choices: Choices, incomplete: str) -> Choices:
+    """Return the choices whose value begins with ``incomplete``, the text typed so far."""
     return [choice for choice in choices if choice[0].startswith(incomplete)]
 
 
 def jobs(ctx: typer.Context, incomplete: str) -> Choices:
-    """Return ids and names of the newest jobs; a name is offered if it identifies one of them."""
+    """Return the completions for a job, from the newest 100 jobs: first names, each if commands accept it for exactly one of
+    these jobs, then ids."""
     found = _items(ctx, "/v1/jobs", limit=_MOST)
     ids = [(job["id"], f"{job['name']}, {job['phase']}") for job in found]
     names = dict.fromkeys(job["name"] for job in found)
@@ -47,17 +50,20 @@ def jobs(ctx: typer.Context, incomplete: str) -> Choices:
 
 
 def _selected_job(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the job that commands choose from ``jobs``, which have the same name; empty if the name is ambiguous."""
+    """Return a list with the job that commands choose from ``jobs``, which all have the same name: the only one, or the only one
+    that has not ended. Return an empty list if the name is ambiguous."""
     left = jobs if len(jobs) == 1 else [job for job in jobs if not JobPhase(job["phase"]).terminal]
     return left if len(left) == 1 else []
 
 
 def names(ctx: typer.Context, incomplete: str) -> Choices:
+    """Return the completions for a job's name, from the newest 100 jobs."""
     found = {job["name"] for job in _items(ctx, "/v1/jobs", limit=_MOST)}
     return _matching([(name, "") for name in sorted(found)], incomplete)
 
 
 def checkpoints(ctx: typer.Context, incomplete: str) -> Choices:
+    """Return the completions for a checkpoint of the job that the command line names; empty if the job is not known."""
     job = str(ctx.params.get("job") or "")
     if not is_job_id(job):
         found = _selected_job(_items(ctx, "/v1/jobs", name=job, limit=_MOST)) if job else []

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 
 class Exit(IntEnum):
+    """The exit codes of the command line. ``MEANINGS`` explains them."""
+
     OK = 0
     JOB_FAILED = 1
     USAGE = 2
@@ -44,7 +46,7 @@ MEANINGS: dict[Exit, str] = {
 
 
 def exit_code_for(error: RatchetError) -> Exit:
-    """Return the exit code of a command that ends with ``error``."""
+    """Return the exit code of a command that ends with ``error``; ``FAULT`` for an error that has no code of its own."""
     from ratchet_client.http.errors import AmbiguousName, DeadlineReached, ServiceUnreachable
     from ratchet_contract.errors import Conflict, NotFound, Refused, SpecError
 
@@ -56,7 +58,7 @@ def exit_code_for(error: RatchetError) -> Exit:
 
 
 def help_lines(width: int) -> list[str]:
-    """Return the codes for ``--help``, each with its meaning."""
+    """Return the lines that list the exit codes and their meanings in ``--help``, wrapped to ``width`` columns."""
     lines = [" Exit codes:"]
     for code, text in MEANINGS.items():
         lines += textwrap.wrap(text, width - 1, initial_indent=f" {code.value:>3}  ", subsequent_indent=" " * 6)

@@ -21,8 +21,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One job at one moment. ``losses``: the loss over the whole job, thinned, oldest first; ``checkpoint_at``: when the last
-    checkpoint was committed, None if there is none or it is deleted."""
+    """One job at one moment, for display. ``losses``: the loss over the whole job, thinned, oldest first; empty if none is
+    logged. ``checkpoint_at``: when the last checkpoint was committed, None if there is none or it is deleted."""
 
     job: JobView
     hook: HookView | None
@@ -31,11 +31,12 @@ class Snapshot:
 
     @property
     def loss(self) -> float | None:
+        """The newest loss; None if none is logged."""
         return self.losses[-1] if self.losses else None
 
     @property
     def eta_seconds(self) -> float | None:
-        """Seconds until the last step, at the current speed."""
+        """Seconds until the last step, at the current speed; None if the number of steps or the speed is unknown."""
         now = self.job.progress
         if now.total_steps is None or not now.steps_per_second:
             return None
@@ -43,7 +44,7 @@ class Snapshot:
 
 
 class SnapshotReader:
-    """Makes snapshots; caches what does not change between two polls. Not thread-safe."""
+    """Reads snapshots from the service, and caches what does not change between two polls. Not thread-safe."""
 
     def __init__(self, client: RatchetClient) -> None:
         self._client = client
@@ -51,13 +52,15 @@ class SnapshotReader:
         self._committed: dict[str, datetime | None] = {}
 
     def read(self, job: JobView) -> Snapshot:
-        """Return a snapshot. Raises the client's errors; ``NotFound`` for a job that was deleted meanwhile."""
+        """Return a snapshot of ``job``, whose hook, losses and checkpoint time are requested now. Raises the client's errors;
+        ``NotFound`` for a job that was deleted meanwhile."""
         if not job.attempt:
             return Snapshot(job, None, (), None)
         return Snapshot(job, self._client.hook(job.id), self._losses(job.id), self._committed_at(job))
 
     def _losses(self, job_id: str) -> tuple[float, ...]:
-        """Return the values of the series ``loss``, else of the first one with loss in its name."""
+        """Return the values of the series ``loss``, else of the first series with "loss" in its name, oldest first; empty if
+        there is none."""
         name = self._loss_names.get(job_id)
         if name is None:
             found = [s.name for s in self._client.metrics(job_id, max_points=2).series if "loss" in s.name.lower()]
@@ -68,6 +71,8 @@ class SnapshotReader:
         return tuple(point.value for s in series for point in s.points)
 
     def _committed_at(self, job: JobView) -> datetime | None:
+        """Return when the job's last checkpoint was committed; None if there is none or it is deleted. The result is cached per
+        checkpoint."""
         if job.last_checkpoint is None:
             return None
         key = f"{job.id}/{job.last_checkpoint}"
@@ -79,7 +84,7 @@ class SnapshotReader:
 
 
 def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the figures of a snapshot as a flat mapping, for ``--json``."""
+    """Return the figures of a snapshot as a flat dict, for ``--json``; unknown ones are None."""
     job, hook = snapshot.job, snapshot.hook
     return {
         "phase": job.phase, "attempt": job.attempt, **job.progress.model_dump(), "eta_seconds": snapshot.eta_seconds,
@@ -91,25 +96,27 @@ def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def progress_text(job: JobView) -> str:
-    """Return ``1200/6000``; for a script that reports no steps, how long it has been running."""
+    """Return the job's step as ``1200/6000``; for a running script that reports no steps, how long the job has been running."""
     if job.progress.step or job.progress.total_steps is not None or not job.phase.active or job.started_at is None:
         return steps(job)
     return output.span(job.started_at, None)
 
 
 def speed_text(rate: float | None) -> str:
-    """Return ``42.1 steps/s``, or ``12.5 s/step`` for slow jobs."""
+    """Return ``42.1 steps/s``, or ``12.5 s/step`` for slow jobs. ``rate``: steps per second; "" if it is None or 0."""
     if not rate:
         return ""
     return f"{rate:.3g} steps/s" if rate >= 1 else f"{1 / rate:.3g} s/step"
 
 
 def eta_text(snapshot: Snapshot) -> str:
+    """Return the time until the last step, like ``1m 23s``; "" if it is unknown."""
     return "" if snapshot.eta_seconds is None else output.duration(snapshot.eta_seconds)
 
 
 def hook_text(hook: HookView | None) -> str:
-    """Return ``powerSGD compressing, iteration 120, 7.31x fewer elements``."""
+    """Return the hook's state, like ``powerSGD compressing, iteration 120, 7.31x fewer elements``; "" if it has reported
+    nothing."""
     if hook is None or hook.phase is None:
         return ""
     rate = "" if hook.compression_rate in (None, 1.0) else f", {hook.compression_rate:.3g}x fewer elements"
@@ -117,7 +124,7 @@ def hook_text(hook: HookView | None) -> str:
 
 
 def checkpoint_text(snapshot: Snapshot) -> str:
-    """Return ``step-000000001200.a0001 (12s ago)``."""
+    """Return the last checkpoint and its age, like ``step-000000001200.a0001 (12s ago)``; "" if there is none."""
     if snapshot.job.last_checkpoint is None:
         return ""
     ago = "" if snapshot.checkpoint_at is None else f" ({output.age(snapshot.checkpoint_at, datetime.now(UTC))} ago)"
@@ -125,7 +132,7 @@ def checkpoint_text(snapshot: Snapshot) -> str:
 
 
 def waiting_text(job: JobView) -> str:
-    """Return why a job is not training; empty while it is."""
+    """Return why a job is not training, with the time of the next try and its position in the queue; "" while it is training."""
     text = "" if job.phase == "RUNNING" else reason_text(job)
     if job.not_before is not None and not job.phase.terminal:
         left = (job.not_before - datetime.now(UTC)).total_seconds()
@@ -137,7 +144,8 @@ def waiting_text(job: JobView) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return one block character per value, scaled from the smallest to the largest; a value that is not finite is a gap."""
+    """Return one block character per value, scaled from the smallest to the largest; a value that is not finite is a space.
+    Return "" if fewer than two values are finite."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return ""

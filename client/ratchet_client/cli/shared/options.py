@@ -35,17 +35,22 @@ JOB_NAMED = "ratchet.job"
 
 @dataclass(frozen=True)
 class Settings:
+    """The global options ``--server`` and ``--home``; None: not set."""
+
     server: str | None
     home: Path | None
 
 
 def settings(ctx: typer.Context) -> Settings:
+    """Return the global options of the command line."""
     found = ctx.find_object(Settings)
     assert found is not None
     return found
 
 
 def open_client(ctx: typer.Context, retry_for: float = RETRY_FOR, timeout: float = 30.0) -> RatchetClient:
+    """Return a client for the service that the global options, variables and files name; the caller closes it. ``retry_for``:
+    seconds for which a call retries; ``timeout``: seconds for one request. May print a note on which service is used."""
     from ratchet_client.resources.client import RatchetClient
 
     given = settings(ctx)
@@ -54,7 +59,7 @@ def open_client(ctx: typer.Context, retry_for: float = RETRY_FOR, timeout: float
 
 
 def _note_service(ctx: typer.Context, given: Settings) -> None:
-    """Print once per command that it uses a running service that is neither specified nor the one of this directory."""
+    """Print a note, once per command, if the service used is only found because it is the user's only running one."""
     from ratchet_client.cli.shared import output
     from ratchet_client.http.discovery import RUNNING, find_target
 
@@ -65,7 +70,8 @@ def _note_service(ctx: typer.Context, given: Settings) -> None:
 
 
 def job_id_of(ctx: typer.Context, value: str) -> str:
-    """Return the id of the job that ``value`` names. An id is returned unchanged, without a request.
+    """Return the id of the job that ``value``, an id or name, refers to. An id is returned unchanged, without a request.
+    ``value`` is stored in the context, for hints at errors.
 
     Raises ``NotFound`` and ``AmbiguousName``, like the client's ``job_id``.
     """
@@ -78,7 +84,8 @@ def job_id_of(ctx: typer.Context, value: str) -> str:
 
 def _newest_job_id_of(ctx: typer.Context, value: str) -> str:
     """Return the id of the job with this id or name, for a command that only reads. If several jobs have the name and all have
-    ended: the newest, with a note; if one has not ended, raises ``AmbiguousName`` as ``job_id_of`` does."""
+    ended, return the newest one's and print a note. Raises ``AmbiguousName`` as ``job_id_of`` does if one of them has not
+    ended."""
     from ratchet_client.cli.shared import output
     from ratchet_client.http.errors import AmbiguousName
 
@@ -96,11 +103,13 @@ def _newest_job_id_of(ctx: typer.Context, value: str) -> str:
 
 
 def is_path(value: str) -> bool:
-    """True for a path: neither a job's id nor its name has a slash or a dot."""
+    """Return True if ``value`` has a slash or a dot and is therefore a path: neither a job's id nor its name has them."""
     return "/" in value or "." in value
 
 
 def _job_or_path(ctx: typer.Context, value: str) -> str:
+    """Return ``value`` unchanged if it is a path, else the id of the job that it refers to. Raises ``NotFound`` and
+    ``AmbiguousName``."""
     return value if is_path(value) else job_id_of(ctx, value)
 
 
@@ -174,14 +183,15 @@ Sort = Annotated[
 
 
 def active_phases() -> list[str]:
-    """Return the phases of jobs that run or are queued: neither ended nor suspended."""
+    """Return the names of the phases of jobs that run or are queued: neither ended nor suspended."""
     from ratchet_contract.phases import JobPhase
 
     return [phase.value for phase in JobPhase if not phase.terminal and phase is not JobPhase.SUSPENDED]
 
 
 def parse_phases(values: Sequence[str], option: str) -> list[str]:
-    """Return the phases as the service spells them. Raises ``typer.BadParameter`` for an unknown one."""
+    """Return the phases as the service spells them (upper case). Raises ``typer.BadParameter`` for an unknown one; ``option``:
+    the option's name in the message."""
     from ratchet_contract.phases import JobPhase
 
     known = set(JobPhase)
@@ -191,7 +201,8 @@ def parse_phases(values: Sequence[str], option: str) -> list[str]:
 
 
 def parse_pairs(items: Sequence[str], option: str) -> dict[str, str]:
-    """Return ``["k=v", ...]`` as a mapping. Raises ``typer.BadParameter``."""
+    """Return ``["k=v", ...]`` as a dict. Raises ``typer.BadParameter`` for an item without key or "="; ``option``: the option's
+    name in the message."""
     out = {}
     for item in items:
         key, equals, value = item.partition("=")
@@ -202,7 +213,8 @@ def parse_pairs(items: Sequence[str], option: str) -> dict[str, str]:
 
 
 def steps(job: JobView) -> str:
-    """Return ``120/600``, or ``120`` if the total is unknown; ``-`` for a script without a Session, which reports no steps."""
+    """Return the job's step as ``120/600``, or ``120`` if the total is unknown; ``-`` for a script without a Session, which
+    reports no steps."""
     progress = job.progress
     if not progress.step and any(warning.code == UNMANAGED for warning in job.warnings):
         return "-"
@@ -210,25 +222,27 @@ def steps(job: JobView) -> str:
 
 
 def step_text(job: JobView) -> str:
-    """Return ``step 120/600``, or ``steps not reported``."""
+    """Return the job's step as ``step 120/600``, or ``steps not reported`` for a script without a Session."""
     shown = steps(job)
     return "steps not reported" if shown == "-" else f"step {shown}"
 
 
 def reason_text(job: JobView) -> str:
+    """Return the message of the job's phase, else its reason code; "" if it has neither."""
     return job.message or job.reason or ""
 
 
 def absence_message(job: JobView, what: str, running: str = " yet") -> str:
-    """Return a message that a job lacks something that a Session reports or saves: ``what``, then the reason; the reason is
-    ``running`` if it may still arrive."""
+    """Return the message ``what``, which says that a job lacks something that a Session reports or saves, with the reason
+    appended. ``running``: the text to append if it may still arrive, since the job has a Session and has not ended."""
     if any(warning.code == "unmanaged-script" for warning in job.warnings):
         return f"{what}: {job.spec['script'][0]} has no Session of Ratchet (docs/adoption.md)"
     return f"{what}: the job has ended" if job.phase.terminal else f"{what}{running}"
 
 
 def queue_position_text(job: JobView) -> str:
-    """Return ``position 12 in the queue``; empty if the job has none, or the service does not report it."""
+    """Return ``position 12 in the queue``, or the known minimum of jobs ahead; "" if the job is not queued or the service does
+    not report it."""
     if job.position is not None:
         return f"position {job.position} in the queue"
     return (

@@ -32,6 +32,7 @@ _CUT = 100
 
 
 def on_terminal() -> bool:
+    """Return True if standard output is a terminal that can show colours and redrawn lines."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -42,21 +43,24 @@ def console() -> Console:
 
 
 def style_of(word: str) -> str:
+    """Return rich's style for a phase or status, without regard to text after ", " or " ("; "" for other words."""
     return _STYLES.get(word.partition(", ")[0].partition(" (")[0], "")
 
 
 def line(text: str = "") -> None:
-    """Print one line unchanged: no markup, no wrapping."""
+    """Print one line on standard output unchanged: no markup, no wrapping."""
     sys.stdout.write(text + "\n")
 
 
 def sentence(text: str, indent: str = "") -> None:
-    """Print one line of running text, wrapped between words on a terminal."""
+    """Print one sentence or paragraph on standard output; on a terminal it is wrapped between words. ``indent``: text before each
+    line."""
     line(wrap_text(text, indent))
 
 
 def wrap_text(text: str, indent: str = "") -> str:
-    """Return running text wrapped between words for a terminal; one line elsewhere."""
+    """Return ``text`` wrapped between words to the terminal's width; elsewhere as one line. ``indent``: text before the first
+    line and, on a terminal, before the others (two spaces if it is empty)."""
     if not on_terminal():
         return indent + text
     later = indent or "  "
@@ -69,24 +73,26 @@ def flush() -> None:
 
 
 def note(text: str) -> None:
-    """Print a message for people on stderr, so that it is never part of what a script reads."""
+    """Print a message for people on standard error, so that it is never part of what a script reads. Standard output is flushed
+    first."""
     sys.stdout.flush()
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
 def emit(data: BaseModel | Sequence[BaseModel] | dict[str, Any]) -> None:
-    """Print one JSON document."""
+    """Print ``data`` on standard output as one JSON document with indentation. NaN and infinity are printed as strings."""
     line(json.dumps(_plain(data), indent=2, ensure_ascii=False))
 
 
 def emit_line(data: BaseModel | dict[str, Any]) -> None:
-    """Print one line of JSON lines and flush it."""
+    """Print ``data`` on standard output as one line of JSON, and flush it."""
     line(json.dumps(_plain(data), separators=(",", ":"), ensure_ascii=False))
     sys.stdout.flush()
 
 
 def _plain(data: Any) -> Any:
+    """Return ``data`` as JSON types: models as dicts, numbers that are not finite as strings."""
     if isinstance(data, dict):
         return {k: _plain(v) for k, v in data.items()}
     if isinstance(data, list | tuple):
@@ -101,10 +107,10 @@ def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), drop: Sequence[str] = (),
     cut: str | None = None, empty: str = "",
 ) -> list[str]:  # fmt: skip
-    """Print a table with a header; the columns in ``right`` are right-aligned. ``empty`` is printed on stderr if there is no row.
-    If the terminal is too narrow, the columns of ``drop`` are omitted in that order, and named below the table. ``cut``: a column
-    of running text; with it each row is one line, on a terminal with an ellipsis where it is too long, elsewhere with at most
-    ``_CUT`` characters in that column. Returns the omitted columns."""
+    """Print a table with a header on standard output; return the omitted columns. ``right``: columns that are right-aligned.
+    ``drop``: columns that are omitted, in this order, if the terminal is too narrow; they are named below the table. ``cut``: a
+    column of running text; with it each row is one line, on a terminal with an ellipsis where it is too long, elsewhere with at
+    most ``_CUT`` characters in that column. ``empty``: printed on standard error instead of a table without rows."""
     body = [[" ".join(cell.split()) if "\n" in cell else cell for cell in row] for row in rows]
     if not body and empty:
         note(empty)
@@ -125,9 +131,10 @@ def table(
 
 
 def _truncate_column(columns: Sequence[str], rows: Sequence[Sequence[str]], cut: str | None) -> list[list[str]]:
-    """Return ``rows`` with at most ``_CUT`` characters in the column ``cut``."""
+    """Return a copy of ``rows`` with at most ``_CUT`` characters in the column ``cut``; None: no column is truncated."""
 
     def short(text: str) -> str:
+        """Return ``text`` with at most ``_CUT`` characters; the last one is an ellipsis if text is cut off."""
         return text if len(text) <= _CUT else text[: _CUT - 1].rstrip() + "…"
 
     return [[short(text) if name == cut else text for name, text in zip(columns, row, strict=True)] for row in rows]
@@ -137,8 +144,8 @@ def render_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], drop: Sequence[str], width: int,
     one_line: bool = False,
 ) -> tuple[Table, list[str]]:  # fmt: skip
-    """Return a table for a terminal of ``width`` columns, and the omitted columns. ``one_line``: rows are not wrapped; the widest
-    columns are truncated with an ellipsis instead."""
+    """Return a table for a terminal of ``width`` columns, and the names of the omitted columns. ``right``, ``drop``: as for
+    ``table``. ``one_line``: rows are not wrapped; the widest columns are truncated with an ellipsis instead."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -161,8 +168,8 @@ def render_table(
 def _columns_to_omit(
     columns: Sequence[str], rows: Sequence[Sequence[str]], drop: Sequence[str], width: int
 ) -> list[str]:
-    """Return the columns of ``drop`` to omit. There are two spaces between columns; long text is wrapped, so that it needs at
-    most ``_TEXT``."""
+    """Return the columns of ``drop``, from its beginning, that must be omitted so that the table fits in ``width`` characters. A
+    column of long text counts as at most ``_TEXT`` wide, since it is wrapped."""
     needs = {c: min(max(len(c), *(len(row[i]) for row in rows), 0), _TEXT) for i, c in enumerate(columns)}
     missing: list[str] = []
     for column in drop:
@@ -176,7 +183,8 @@ def _columns_to_omit(
 
 @contextmanager
 def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """Show a bar over ``total`` bytes on stderr if it is a terminal; yield the function that advances it."""
+    """Yield a function that is called with the number of new bytes. While the block runs, a bar over ``total`` bytes is shown on
+    standard error if it is a terminal. ``what``: the text before the bar."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda _count: None
         return
@@ -190,7 +198,8 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
 
 
 def fields(*groups: Iterable[tuple[str, object]]) -> None:
-    """Print ``name  value`` lines, with a blank line between groups; None and empty values are omitted."""
+    """Print lines of the form ``name value`` on standard output, with a blank line between groups. Values that are None or empty
+    are omitted, and groups without lines too."""
     said = [[(name, str(value)) for name, value in group if value is not None and value != ""] for group in groups]
     shown = [group for group in said if group]
     width = max((len(name) for group in shown for name, _ in group), default=0)
@@ -207,7 +216,7 @@ def fields(*groups: Iterable[tuple[str, object]]) -> None:
 
 
 def age(moment: datetime | None, now: datetime | None = None) -> str:
-    """Return how long ago ``format_time`` was, in one unit: 12s, 5m, 3h, 2d."""
+    """Return how long ago ``moment`` was, in one unit: 12s, 5m, 3h, 2d; "-" for None. ``now``: the present time by default."""
     if moment is None:
         return "-"
     seconds = max(0, int(((now or datetime.now(UTC)) - moment).total_seconds()))
@@ -218,12 +227,12 @@ def age(moment: datetime | None, now: datetime | None = None) -> str:
 
 
 def span(start: datetime | None, end: datetime | None) -> str:
-    """Return the duration from ``start`` to ``end`` (None: now) as 1m 23s; ``-`` before the start."""
+    """Return the duration from ``start`` to ``end`` (None: now) in the form of ``duration``; "-" if ``start`` is None."""
     return "-" if start is None else duration(max(0.0, ((end or datetime.now(UTC)) - start).total_seconds()))
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as 4.2s, 1m 23s, 5h 02m, 3d 04h."""
+    """Return a number of seconds in the largest fitting units: 4.2s, 1m 23s, 5h 02m, 3d 04h."""
     if seconds < 60:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(int(seconds), 60)
@@ -234,7 +243,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: int | None) -> str:
-    """Return a number of bytes in binary units."""
+    """Return a number of bytes in binary units, like ``1.5 MiB``; "-" for None."""
     if count is None:
         return "-"
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
@@ -244,7 +253,7 @@ def size(count: int | None) -> str:
 
 
 def count(number: int) -> str:
-    """Return a number with three digits and a unit: 512, 73.5 k, 1.99 M."""
+    """Return a number with three significant digits and a unit: 512, 73.5 k, 1.99 M."""
     value, units = float(number), ["", " k", " M", " G", " T", " P"]
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000, units[1:]
@@ -252,9 +261,10 @@ def count(number: int) -> str:
 
 
 def format_time(value: datetime | None) -> str | None:
-    """Return the time as RFC 3339, UTC, whole seconds."""
+    """Return the time as RFC 3339 text in UTC with whole seconds; None for None."""
     return None if value is None else value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def dash(value: object) -> str:
+    """Return ``value`` as text; "-" if it is None or empty."""
     return "-" if value is None or value == "" else str(value)

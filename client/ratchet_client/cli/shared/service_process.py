@@ -26,11 +26,12 @@ END_SECONDS: Final = 20.0
 
 
 class CannotStart(RatchetError):
-    """There is no space for the run directory, or the service did not start."""
+    """The service did not start, it cannot be started from this installation, or there is no space for its run directory."""
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float, period: float = 0.05) -> None:
-    """Poll ``condition`` until it is true. Raises ``DeadlineReached`` after ``seconds``."""
+    """Block until ``condition`` returns true; it is called every ``period`` seconds. Raises ``DeadlineReached`` after
+    ``seconds``; ``what``: the awaited event, for its message."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -39,12 +40,14 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float, period: f
 
 
 def without_ratchet_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` without the RATCHET_ variables of other services, so that the user's own database is never used."""
+    """Return a copy of ``environ`` without the RATCHET_ variables, which configure the user's other services, so that a private
+    service never uses their database."""
     return {name: value for name, value in environ.items() if not name.startswith("RATCHET_")}
 
 
 def start_service(paths: HomePaths, environ: Mapping[str, str], *options: str) -> subprocess.Popen[bytes]:
-    """Start the service by its module; its output is appended to ``service.log`` in the run directory, which must exist. Raises
+    """Start the service as a child process in its own process session, and return it without waiting until it listens. Its output
+    is appended to ``service.log`` in the run directory, which must exist. ``options``: more arguments of ``serve``. Raises
     ``CannotStart`` if this installation has no service."""
     if find_spec("fastapi") is None:
         raise CannotStart(
@@ -63,9 +66,11 @@ def start_service(paths: HomePaths, environ: Mapping[str, str], *options: str) -
 
 
 def wait_ready(process: subprocess.Popen[bytes], paths: HomePaths) -> None:
-    """Wait until the service listens. Raises ``CannotStart`` if it ends first, or does not listen within ``START_SECONDS``."""
+    """Block until the service listens. Raises ``CannotStart`` if it ends first, or does not listen within ``START_SECONDS``; it
+    is not killed then."""
 
     def ready() -> bool:
+        """Return True if ``service.json`` is that of this process. Raises ``CannotStart`` if the process has ended."""
         if process.poll() is not None:
             log = paths.service_log.read_text(errors="replace").strip().splitlines()
             raise CannotStart(
@@ -81,16 +86,19 @@ def wait_ready(process: subprocess.Popen[bytes], paths: HomePaths) -> None:
 
 
 def service_file(paths: HomePaths) -> ServiceFile | None:
-    """Return the content of ``service.json``, None if it does not exist; a killed service leaves it behind."""
+    """Return the content of ``service.json`` in the run directory; None if it does not exist or is invalid. A killed service
+    leaves it behind."""
     with suppress(OSError, ValidationError):
         return ServiceFile.model_validate_json(paths.service_file.read_bytes())
     return None
 
 
 def kill_attempts(root: Path) -> None:
-    """Kill every process that was started for an attempt below ``root``, until none is left."""
+    """Kill (SIGKILL) every process that was started for an attempt below the run directory ``root``. Block until none is left,
+    for at most ``END_SECONDS``."""
 
     def none_left() -> bool:
+        """Kill all such processes that exist now. Return True if there were none."""
         found = [pid for pid in _pids() if was_started_below(pid, root)]
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
@@ -106,8 +114,8 @@ def _pids() -> list[int]:
 
 
 def was_started_below(pid: int, root: Path) -> bool:
-    """True if, by its environment, a process was started for an attempt below ``root``. A zombie's environment is empty, another
-    user's is not readable."""
+    """Return True if the environment of the process shows that it was started for an attempt below ``root``. False for zombies,
+    whose environment is empty, and for processes whose environment is not readable."""
     try:
         return (environment_variable(pid, env_vars.ATTEMPT_DIR) or "").startswith(f"{root}/")
     except OSError:
@@ -115,8 +123,8 @@ def was_started_below(pid: int, root: Path) -> bool:
 
 
 def environment_variable(pid: int, name: str) -> str | None:
-    """Return the value of ``name`` in the environment that the process was started with. Raises ``OSError`` if it is not
-    readable."""
+    """Return the value of ``name`` in the environment that the process was started with; None if it is not set. Raises
+    ``OSError`` if the environment is not readable."""
     needle = os.fsencode(f"{name}=")
     for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
         if pair.startswith(needle):

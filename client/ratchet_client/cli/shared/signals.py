@@ -17,6 +17,8 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def _handled(handler: Any) -> Iterator[None]:
+    """Set ``handler`` for SIGINT, SIGTERM and SIGHUP, and restore the previous handlers after the block. SIGHUP keeps its handler
+    if it is ignored (``nohup``)."""
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     before = {number: signal.signal(number, handler) for number in _SIGNALS[: 2 if nohup else 3]}
     try:
@@ -27,10 +29,11 @@ def _handled(handler: Any) -> Iterator[None]:
 
 
 def interruptible() -> AbstractContextManager[None]:
-    """A context in which all three signals raise ``KeyboardInterrupt``, except SIGHUP if it is ignored already (``nohup``)."""
+    """Return a context in which SIGINT, SIGTERM and SIGHUP raise ``KeyboardInterrupt``; SIGHUP stays ignored if it is ignored
+    already (``nohup``)."""
     return _handled(_interrupt)
 
 
 def signals_ignored() -> AbstractContextManager[None]:
-    """A context in which all three signals are ignored."""
+    """Return a context in which SIGINT, SIGTERM and SIGHUP are ignored."""
     return _handled(signal.SIG_IGN)

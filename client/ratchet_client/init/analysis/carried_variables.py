@@ -24,8 +24,9 @@ _Names = dict[str, ast.Name]
 
 
 def save_carried(patching: Patching, loop: Loop | StepLoop, session: str, prepared: Collection[str] = ()) -> None:
-    """Insert code that keeps the loop's carried variables in an object of the Session, if their values are known at the end of an
-    iteration; add a remark for each other one. ``session``: the name of the Session. ``prepared``: names that it has already."""
+    """Record edits that keep the loop's carried variables in an object of the Session, ``kept``: it is created before the loop,
+    read at the beginning of each iteration and updated at its end. Variables for which this is not enough get a remark instead.
+    ``session``: the name of the Session. ``prepared``: names of objects that the Session already has."""
     source, node = patching.source, loop.node
     carrying = _Carrying(patching, loop, prepared)
     names = [name for name in carrying.needed if carrying.obstacle(name) is None]
@@ -48,11 +49,14 @@ def save_carried(patching: Patching, loop: Loop | StepLoop, session: str, prepar
 
 
 def add_remarks(patching: Patching, loop: Loop | StepLoop, session: str) -> None:
-    """Add a remark for each carried variable, without changing the script."""
+    """Add a remark for each variable that the loop carries from one iteration to the next. No edit is recorded. ``session``: the
+    name of the Session."""
     _add_remarks(patching, _Carrying(patching, loop, ()), session, ())
 
 
 def _add_remarks(patching: Patching, carrying: _Carrying, session: str, saved: Collection[str]) -> None:
+    """Add a remark for each carried variable that is not in ``saved``, with what to do by hand. For a loop over epochs, also for
+    variables that a loop over batches carries. The remark is optional for variables that are only printed."""
     loop = carrying.loop
     for name, node in carrying.needed.items():
         if name not in saved:
@@ -93,8 +97,8 @@ def _add_remarks(patching: Patching, carrying: _Carrying, session: str, saved: C
 
 
 class _Carrying:
-    """``needed``: variables that training or a file may depend on; ``shown``: those that are only printed. Both map a name to the
-    place where it is read."""
+    """The carried variables of one loop. ``needed``: those that training or a file may depend on. ``shown``: those that are only
+    printed. Both map a name to a place where it is read. ``declarations``: the ``global`` statements of the loop's function."""
 
     def __init__(self, patching: Patching, loop: Loop | StepLoop, prepared: Collection[str]) -> None:
         self.loop, self._source, self._prepared = loop, patching.source, prepared
@@ -114,7 +118,8 @@ class _Carrying:
         ]
 
     def _changed_in_functions(self) -> _Names:
-        """Return variables of other functions and of the module that a function called in the loop assigns."""
+        """Return the variables of the module or of another function that the functions called in the loop assign by ``global`` or
+        ``nonlocal``, each with a place where it is assigned."""
         found: _Names = {}
         for n in self._loops.reachable_nodes(self.loop.node):
             if isinstance(n, ast.Global | ast.Nonlocal) and (home := self._source.scope(n)) is not self._scope:
@@ -123,9 +128,10 @@ class _Carrying:
         return found
 
     def obstacle(self, name: str) -> str | None:
-        """Return what to do by hand (with ``{session}``) if a line at the beginning of each iteration and one at its end do not
-        preserve the variable; None if they do. They do if each iteration runs to its end, and if the code before the last batch
-        may run again with the value from the beginning of the iteration, as it does after a resume within an epoch."""
+        """Return None if the variable ``name`` is preserved by one line at the beginning of each iteration and one at its end.
+        Else return, as text with the placeholder ``{session}``, what to do by hand. The two lines are enough if each iteration
+        runs to its end, and if the code before the last batch may run again with the value from the beginning of the iteration,
+        as it does after a resume within an epoch."""
         source, node = self._source, self.loop.node
         kept, left = f"kept = {{session}}.keep({name}=...) before the loop", exits(node.body)
         if isinstance(self.loop, StepLoop) and self.loop.removed_break in left:
@@ -156,13 +162,14 @@ class _Carrying:
         return None
 
     def _values(self, name: str) -> Iterator[ast.expr]:
-        """Yield the expressions that the file assigns to it."""
+        """Yield the expressions that assignments anywhere in the file assign to ``name``."""
         for one in ast.walk(self._source.tree):
             if isinstance(one, ast.Assign) and name in [n.id for t in one.targets for n in _names(t)]:
                 yield one.value
 
     def _is_changed_elsewhere(self, name: str) -> bool:
-        """True if another function changes it, or if it is a global that others use too."""
+        """Return True if another function declares ``name`` as ``global`` or ``nonlocal``, or if the loop's function does and
+        other functions use the variable too."""
         others = (
             n for n in ast.walk(self._source.tree) if isinstance(n, ast.Global | ast.Nonlocal) and name in n.names
         )
@@ -172,14 +179,16 @@ class _Carrying:
         )
 
     def _can_be_local(self, name: str) -> bool:
-        """True if the global variable is used only in this function and has a ``global`` statement of its own, so that it can
-        start there with the constant that the module assigns: a change of a module's variable is never restored."""
+        """Return True if the global variable ``name`` can become a local variable of the loop's function that starts with the
+        module's constant: no other function uses it, and it has a ``global`` statement of its own. This is needed because a
+        change of a module's variable is never restored."""
         uses = [n for n in _names(self._source.tree) if n.id == name and self._source.scope(n) is not self._scope]
         alone = [one.names for one in self.declarations if name in one.names] == [[name]]
         return alone and len(uses) == 1 and _first_value(self._source, name) is not None
 
     def _is_assigned_before(self, name: str) -> bool:
-        """True if it has a value before the loop, unconditionally."""
+        """Return True if ``name`` certainly has a value before the loop: by an unconditional assignment, as a parameter, or as a
+        global variable."""
         if any(name in one.names for one in self.declarations) or name in parameters(self._scope):
             return True
         around = [self.loop.node, *self._source.ancestors(self.loop.node)]
@@ -199,7 +208,8 @@ class _Carrying:
         return any(isinstance(one, ast.Name) and one.id == name for one in flat)
 
     def _changes(self, name: str) -> Iterator[ast.Name]:
-        """Yield the places where the body assigns another value to the variable, or may change the value in place."""
+        """Yield the places in the loop's body that assign ``name``, or may change its value in place, for example by passing it
+        to a function."""
         for n in (n for s in self.loop.node.body for n in _names(s)):
             if n.id == name:
                 parent = next(self._source.ancestors(n))
@@ -209,14 +219,17 @@ class _Carrying:
                     yield n
 
     def _is_within_steps(self, around: ast.stmt, change: ast.Name) -> bool:
-        """True if a loop over batches changes it in place, or a training statement assigns it after the training."""
+        """Return True if ``change`` is no obstacle to saving the variable, although it is in ``around``, a statement of the
+        loop's body that trains: a loop over batches changes the value in place, or a simple statement assigns it outside the
+        arguments of the call that trains."""
         if isinstance(around, _SIMPLE):
             return not any(change in _names(call) for call in _calls(around) if self._loops.trained_by(call))
         return isinstance(around, ast.For) and isinstance(change.ctx, ast.Load)
 
 
 def _assigned_before(loop: ast.For | ast.While, scope: ast.AST) -> _Names:
-    """Return the variables that ``loop`` carries and that have a value before it."""
+    """Return the variables that ``loop`` carries from one iteration to the next and that have a value before it, each with a
+    place where it is read."""
     given = {n.id for n in _names(scope) if isinstance(n.ctx, ast.Store) and n.lineno < loop.lineno}
     given |= {name for n in ast.walk(scope) if isinstance(n, ast.Global) for name in n.names}
     given |= parameters(scope)
@@ -224,7 +237,7 @@ def _assigned_before(loop: ast.For | ast.While, scope: ast.AST) -> _Names:
 
 
 def _first_value(source: Source, name: str) -> str | None:
-    """Return the source of the constant that the module assigns to ``name``, or None."""
+    """Return the source text of the constant that the module assigns to ``name`` at its top level; None if there is none."""
     for statement in source.tree.body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=target)], value=ast.Constant() as value) if target == name:
@@ -233,8 +246,8 @@ def _first_value(source: Source, name: str) -> str | None:
 
 
 def is_read_after(source: Source, loop: ast.For | ast.While, name: str) -> bool:
-    """True if the variable is read after the loop in its function; a variable of the module also in another function, whenever
-    that is called."""
+    """Return True if ``name`` is read after the loop in the loop's function. Reads in nested functions count wherever they are,
+    and for a loop outside functions the reads in any function, unless that function has its own variable ``name``."""
     scope, end = source.scope(loop), loop.end_lineno or loop.lineno
     for n in _names(source.tree):
         if n.id == name and isinstance(n.ctx, ast.Load):
@@ -248,7 +261,7 @@ def is_read_after(source: Source, loop: ast.For | ast.While, name: str) -> bool:
 
 
 def _binds(function: ast.AST, name: str) -> bool:
-    """True if ``name`` is a local variable of the function."""
+    """Return True if ``name`` is a parameter or local variable of ``function``."""
     nodes = list(ast.walk(function))
     if any(isinstance(n, ast.Global | ast.Nonlocal) and name in n.names for n in nodes):
         return False

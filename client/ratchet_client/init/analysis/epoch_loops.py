@@ -16,8 +16,9 @@ Arguments = dict[str, ast.expr]
 
 @dataclass(frozen=True)
 class Pass:
-    """A loop over batches. ``loader``: what it iterates over, inside the ``calls`` of ``enumerate`` and progress bars (outermost
-    first); None if unknown. ``aliases``: names that were resolved, and the statements that assign them."""
+    """A loop over batches. ``loader``: the expression that it iterates over, without the ``enumerate`` and ``tqdm`` calls around
+    it; None if unknown. ``calls``: these calls, outermost first. ``aliases``: names that were replaced by their values to find
+    the loader, with the statements that assign them."""
 
     node: ast.For
     loader: ast.expr | None
@@ -27,8 +28,9 @@ class Pass:
 
 @dataclass(frozen=True)
 class Loop:
-    """``for ... in range(...)`` around passes over data. ``range`` is None if the number of epochs is unknown. ``passes``: their
-    loaders are named as in the loop's function. ``outer``: another such loop is nested in it."""
+    """A loop ``for ... in range(...)`` around passes over data. ``range``: None if the number of epochs is unknown. ``passes``:
+    the loops over batches in it; their loaders are named as in the loop's function. ``outer``: True if another such loop is
+    nested in it."""
 
     node: ast.For
     range: Range | None
@@ -37,11 +39,12 @@ class Loop:
 
     @property
     def last(self) -> ast.stmt:
-        """The last statement of the body."""
+        """The last statement of the loop's body."""
         return self.node.body[-1]
 
     def unsupported_reason(self, name: str) -> str | None:
-        """Return why the loop cannot be changed to iterate over ``name.epochs``; None if it can."""
+        """Return the reason, as text, why the loop cannot be changed to iterate over ``name.epochs``; None if it can. ``name``:
+        the variable with the Session or Accelerator."""
         if self.outer:
             return f"nested training loops: it is unknown which one is over epochs and must use {name}.epochs(n)"
         if self.range is None:
@@ -52,12 +55,15 @@ class Loop:
         return None
 
     def change(self, patching: Patching, name: str) -> None:
-        """Make the loop iterate over ``name.epochs``."""
+        """Record the edits that make the loop iterate over ``name.epochs``. The range of the loop must be known."""
         assert self.range is not None
         self.range.change(patching, self.node, f"{name}.epochs")
 
 
 class Loops:
+    """Finds loops and calls in a file. ``functions`` has the file's functions and methods by name, without names that several
+    have."""
+
     def __init__(self, source: Source) -> None:
         self._source = source
         self.functions = {n.name: n for n in ast.walk(source.tree) if isinstance(n, Function)}
@@ -66,7 +72,8 @@ class Loops:
             del self.functions[name]
 
     def training_loops(self) -> list[Loop]:
-        """Return the outermost training loops, in file order."""
+        """Return the outermost loops that contain loops over batches, in file order. A loop in a function that such a loop calls
+        is not outermost."""
         fors = [n for n in ast.walk(self._source.tree) if isinstance(n, ast.For) and list(self._passes(n.body, ()))]
         below = {id(loop): {id(n) for n in self.reachable_nodes(loop)} for loop in fors}
         found = [
@@ -80,7 +87,8 @@ class Loops:
         return sorted(found, key=lambda loop: loop.node.lineno)
 
     def trains(self, node: ast.AST, within: tuple[str, ...] = ()) -> bool:
-        """True if ``backward`` is called in ``node`` or in a function of the file that it calls."""
+        """Return True if ``backward`` or ``manual_backward`` is called in ``node``, or in a function of the file that ``node``
+        calls, directly or not. ``within``: functions being searched already, which are skipped."""
         for inner in ast.walk(node):
             if not isinstance(inner, ast.Call):
                 continue
@@ -91,12 +99,14 @@ class Loops:
         return False
 
     def trained_by(self, call: ast.Call, within: tuple[str, ...] = ()) -> bool:
-        """True if ``call`` calls a function of the file that trains."""
+        """Return True if ``call`` calls a function of the file that trains, as defined by ``trains``. ``within``: as for
+        ``trains``."""
         called = self._called(call)
         return called is not None and called.name not in within and self.trains(called, (*within, called.name))
 
     def _called(self, call: ast.Call) -> Function | None:
-        """Return the called function of the file, or the method that is called on ``self``."""
+        """Return the function of the file that ``call`` calls by its name, or the method that it calls on ``self``; None for any
+        other call."""
         if isinstance(call.func, ast.Name):
             return self.functions.get(call.func.id)
         if (
@@ -108,7 +118,8 @@ class Loops:
         return None
 
     def _passes(self, body: list[ast.stmt], within: tuple[str, ...]) -> Iterator[Pass]:
-        """Yield the innermost training loops; their loaders are named as in ``body``'s function."""
+        """Yield the innermost training loops in ``body`` and in the functions that it calls. Their loaders are named as in the
+        function that contains ``body``. ``within``: functions being searched already, which are skipped."""
         for statement in body:
             for node in ast.walk(statement):
                 if isinstance(node, ast.For) and self.trains(node):
@@ -124,7 +135,8 @@ class Loops:
                             yield replace(one, loader=arguments.get(name, one.loader))
 
     def _loader(self, over: ast.expr, one: Pass) -> ast.expr | None:
-        """Return what is inside ``enumerate``, progress bars and aliases, which are recorded in ``one``; None for other calls."""
+        """Return the expression inside the ``enumerate`` and ``tqdm`` calls and aliases of ``over``, and append these calls and
+        aliases to ``one``. Return None if ``over`` is another call."""
         if isinstance(over, ast.IfExp):
             return _common_name([self._loader(value, one) for value in (over.body, over.orelse)])
         if isinstance(over, ast.Call):
@@ -143,7 +155,8 @@ class Loops:
         return over
 
     def _assignments(self, name: str, scope: ast.AST) -> Iterator[tuple[ast.stmt, ast.expr | None]]:
-        """Yield the statements that assign ``name`` in ``scope``, with the value; None if it is not visible."""
+        """Yield each statement that assigns ``name`` in ``scope``, with the assigned expression, or with None if the value cannot
+        be read from the statement."""
         for node in ast.walk(scope):
             if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load):
                 statement = self._source.statement(node)
@@ -159,7 +172,8 @@ class Loops:
                         yield statement, None
 
     def reachable_nodes(self, node: ast.AST, within: tuple[str, ...] = ()) -> Iterator[ast.AST]:
-        """Yield all nodes in ``node``, and in the functions that it calls."""
+        """Yield all nodes in ``node`` except itself, and all nodes in the functions of the file that it calls, directly or not.
+        ``within``: functions being searched already, which are skipped."""
         for inner in ast.walk(node):
             if inner is not node:
                 yield inner
@@ -169,7 +183,8 @@ class Loops:
 
 
 def exits(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return the ``break``, ``continue`` and ``return`` statements that leave an iteration of the loop with this ``body``."""
+    """Return the ``break``, ``continue`` and ``return`` statements that end an iteration of the loop with this ``body``; those
+    that concern only a nested loop or function are left out."""
     found: list[ast.stmt] = []
     for one in body:
         if isinstance(one, ast.Break | ast.Continue | ast.Return):
@@ -186,12 +201,13 @@ def exits(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def parameters(scope: ast.AST) -> set[str]:
-    """Return the names of a function's parameters; none for another scope."""
+    """Return the names of the parameters if ``scope`` is a function; an empty set otherwise."""
     return {n.arg for n in ast.walk(scope.args) if isinstance(n, ast.arg)} if isinstance(scope, Function) else set()
 
 
 def bind(function: Function, call: ast.Call) -> Arguments:
-    """Return the arguments of ``call`` by parameter, without those of ``*`` and ``**``."""
+    """Return the argument expressions of ``call`` by the parameter names of ``function``. ``self`` of a method call, and
+    arguments after ``*`` and ``**``, are left out."""
     names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
     if names[:1] == ["self"] and isinstance(call.func, ast.Attribute):
         del names[0]
@@ -200,6 +216,6 @@ def bind(function: Function, call: ast.Call) -> Arguments:
 
 
 def _common_name(found: list[ast.expr | None]) -> ast.expr | None:
-    """Return the first name if all are the same name, else None."""
+    """Return the first expression if all in ``found`` are the same name, else None."""
     names = [one for one in found if isinstance(one, ast.Name)]
     return names[0] if len(names) == len(found) and len({one.id for one in names}) == 1 else None

@@ -21,19 +21,22 @@ LOADERS: Final = frozenset({"torch.utils.data.DataLoader", "torch.utils.data.dat
 
 
 def is_hugging_face_trainer(origin: str) -> bool:
-    """True for ``Trainer`` and its variants, like ``Seq2SeqTrainer`` and trl's ``SFTTrainer``."""
+    """Return True if ``origin`` is a name of ``transformers`` or ``trl`` that ends in ``Trainer``, like ``Seq2SeqTrainer`` and
+    trl's ``SFTTrainer``."""
     return origin.startswith(("transformers.", "trl.")) and origin.endswith("Trainer")
 
 
 def makes_a_session(origin: str) -> bool:
-    """True for names from the integrations, which contain or create a Session."""
+    """Return True if the dotted name ``origin`` is in one of Ratchet's integrations (Lightning, Transformers, Accelerate), whose
+    classes create or use a Session."""
     return origin.startswith(
         ("ratchet.lightning.", "ratchet.transformers.", "ratchet.accelerate.", "ratchet_worker.integrations.")
     )
 
 
 class Origins:
-    """The origins of names. A name that several imports bind (``try`` and ``except``) has several."""
+    """Maps each name that a file imports to its origins, as dotted names. A name that several imports bind, as in ``try`` and
+    ``except``, has several origins. Relative imports are left out."""
 
     def __init__(self, tree: ast.AST) -> None:
         self.names: dict[str, set[str]] = {}
@@ -47,7 +50,8 @@ class Origins:
                     self.names.setdefault(alias.asname or alias.name, set()).add(f"{node.module}.{alias.name}")
 
     def origins_of(self, node: ast.expr) -> set[str]:
-        """Return the origins as dotted names; empty for other expressions, and for names that no import binds."""
+        """Return the origins of a name or dotted name, as ``torch.optim.SGD``. Return an empty set for any other expression, and
+        for names that no import binds."""
         if isinstance(node, ast.Name):
             return self.names.get(node.id, set())
         if isinstance(node, ast.Attribute):
@@ -55,6 +59,7 @@ class Origins:
         return set()
 
     def is_one(self, node: ast.expr, expected: Collection[str]) -> bool:
-        """True if all origins of ``node`` are in ``expected``, so that it does not matter which import takes effect."""
+        """Return True if ``node`` has origins and all of them are in ``expected``: then it does not matter which of several
+        imports takes effect."""
         found = self.origins_of(node)
         return bool(found) and found <= set(expected)

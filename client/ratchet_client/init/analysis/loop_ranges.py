@@ -11,8 +11,9 @@ from ratchet_client.init.analysis.source_edits import Source
 
 @dataclass(frozen=True)
 class Range:
-    """``range`` in a loop's head. ``total``: the number of iterations, as an expression of the script. ``first``: the number of
-    the first one, 0 or 1. ``start``: where a script with its own resume starts; it is 0 in a new run."""
+    """The ``range(...)`` call of a loop. ``total``: the number of all iterations, as source text. ``first``: the number of the
+    first iteration, 0 or 1. ``start``: the expression from which a script with its own resume code starts, which is 0 in a new
+    run; None if there is none."""
 
     call: ast.Call
     total: str
@@ -20,7 +21,8 @@ class Range:
     start: ast.expr | None = None
 
     def change(self, patching: Patching, loop: ast.For, counted: str) -> None:
-        """Make ``loop`` iterate over ``counted`` (``session.epochs``), which counts from 0."""
+        """Record the edits that make ``loop`` iterate over ``counted(total)``, for example ``session.epochs(10)``. Since this
+        counts from 0, a line that adds 1 is inserted for a range from 1. A script's own ``start`` is dropped, with a remark."""
         source = patching.source
         source.replace(self.call, f"{counted}({self.total})")
         if self.first:
@@ -30,7 +32,8 @@ class Range:
 
 
 def begins_by_itself(patching: Patching, loop: ast.stmt, start: ast.expr, counted: str) -> None:
-    """Add a remark that the value of ``start`` has no effect any more."""
+    """Add an optional remark that ``start``, where ``loop`` began before the patch, has no effect any more: ``counted`` begins at
+    Ratchet's last checkpoint."""
     text = (
         f"it began at {ast.unparse(start)}; {counted} begins at the last checkpoint of Ratchet. Do not have the script "
     )
@@ -38,7 +41,8 @@ def begins_by_itself(patching: Patching, loop: ast.stmt, start: ast.expr, counte
 
 
 def range_of(source: Source, loop: ast.For) -> Range | None:
-    """Return the loop's range; None if it iterates over something else, or over a part of the numbers."""
+    """Return the range of ``loop``. Return None if it iterates over something else, or over a range that does not include all
+    iterations of a new run."""
     call = range_call(loop.iter)
     plain = isinstance(loop.target, ast.Name) and loop.body[0].lineno > loop.lineno
     if call is None or call.keywords:
@@ -56,7 +60,7 @@ def range_of(source: Source, loop: ast.For) -> Range | None:
 
 
 def range_call(over: ast.expr) -> ast.Call | None:
-    """Return the ``range(...)`` call, also inside ``tqdm(...)``."""
+    """Return the ``range(...)`` call in ``over``, also inside ``tqdm(...)``; None if there is none."""
     if not isinstance(over, ast.Call):
         return None
     if isinstance(over.func, ast.Name) and over.func.id == "range":
@@ -65,7 +69,7 @@ def range_call(over: ast.expr) -> ast.Call | None:
 
 
 def called_as(call: ast.Call) -> str:
-    """Return the last component of the called function's name."""
+    """Return the last part of the called function's dotted name; "" if the function is not a name."""
     match call.func:
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return name
@@ -73,8 +77,9 @@ def called_as(call: ast.Call) -> str:
 
 
 def begins_at_0(source: Source, value: ast.expr, loop: ast.stmt) -> bool:
-    """True if ``value`` is a variable whose first assignment in the function of ``loop`` is 0, before ``loop`` and unconditional,
-    or a command line option with that default. Further assignments before ``loop`` are the script's own resume logic."""
+    """Return True if ``value`` is 0 in a new run: a variable whose first assignment in the loop's function is an unconditional 0
+    before ``loop``, or an attribute of a command line option with the default 0. Later assignments before ``loop`` count as the
+    script's own resume code."""
     if isinstance(value, ast.Name):
         given = assignments(source, value.id, loop)
         return (
@@ -89,7 +94,7 @@ def begins_at_0(source: Source, value: ast.expr, loop: ast.stmt) -> bool:
 
 
 def assignments(source: Source, name: str, loop: ast.stmt) -> list[ast.stmt]:
-    """Return the statements that assign the variable before ``loop`` in its function, in file order."""
+    """Return the statements before ``loop`` in its function that assign the variable ``name``, in file order."""
     scope = source.scope(loop)
     names = [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load)]
     found = [source.statement(n) for n in names if n.lineno < loop.lineno and source.scope(n) is scope]
@@ -101,14 +106,14 @@ def _is_0(statement: ast.stmt) -> bool:
 
 
 def _statements(source: Source, loop: ast.stmt) -> list[ast.stmt]:
-    """Return ``loop`` and the statements around it in its function."""
+    """Return ``loop`` and the statements that contain it in its function, innermost first."""
     scope = source.scope(loop)
     around = (n for n in source.ancestors(loop) if isinstance(n, ast.stmt) and n is not scope)
     return [loop, *(s for s in around if source.scope(s) is scope)]
 
 
 def _destination(option: ast.Call) -> str:
-    """Return the attribute in which argparse stores an option."""
+    """Return the name of the attribute in which argparse stores ``option``, an ``add_argument`` call; "" if it has no name."""
     dest = [k.value.value for k in option.keywords if k.arg == "dest" and isinstance(k.value, ast.Constant)]
     names = [a.value for a in option.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     long = [name for name in names if name.startswith("--")]

@@ -11,6 +11,8 @@ from ratchet_client.init.analysis.script_source import Patching
 
 
 def add_remarks(patching: Patching, loop: Loop, session: str) -> None:
+    """Add remarks on the loader of each pass of ``loop``: an alias of it that is assigned before the loop (needed), ``tqdm``
+    around it without ``initial`` (optional), and ``enumerate`` around ``tqdm``. ``session``: the name of the Session."""
     for one in loop.passes:
         for name, statement in one.aliases:
             same = patching.source.scope(statement) is patching.source.scope(loop.node)
@@ -29,7 +31,8 @@ def add_remarks(patching: Patching, loop: Loop, session: str) -> None:
 
 
 def _numbers(patching: Patching, one: Pass, session: str) -> None:
-    """Add a remark on ``enumerate`` around a progress bar; it is needed if the number is used."""
+    """Add a remark if the pass has ``enumerate`` around ``tqdm``, since it counts from 0 after a resume within an epoch. The
+    remark is needed if the loop's body uses the number, else optional."""
     kinds = [called_as(call) for call in one.calls]
     target = one.node.target.elts[0] if isinstance(one.node.target, ast.Tuple) else one.node.target
     used = {n.id for s in one.node.body for n in ast.walk(s) if isinstance(n, ast.Name)}

@@ -16,22 +16,26 @@ _SET_DEVICE: Final = frozenset({"torch.cuda.set_device"})
 
 
 class RankVariables:
+    """Finds statements of a script that read torchrun's variables or choose a device. It records no edits."""
+
     def __init__(self, patching: Patching) -> None:
         self._patching, self._source, self._origins = patching, patching.source, patching.origins
 
     # --- devices -------------------------------------------------------------------------------------------------------
 
     def device(self, statement: ast.stmt) -> str | None:
-        """Return the name to which ``statement`` assigns the chosen device, if it does nothing else: ``device =
-        torch.device("cuda", local_rank)``, also as a choice between that and the CPU, in one line or by ``if`` and ``else``.
-        ``"cuda"`` alone is the current device, and is kept."""
+        """Return the name of the variable to which ``statement`` assigns the device of the rank, if it does nothing else:
+        ``device = torch.device("cuda", local_rank)``, also as a choice between that and the CPU, on one line or by ``if`` and
+        ``else``. Return None for any other statement, also if it assigns only string constants like ``"cuda"``, which means the
+        current device."""
         values: list[ast.expr] = []
         name = self._chosen([statement], values)
         made = [value for value in values if not isinstance(value, ast.Constant)]
         return name if any("cuda" in ast.unparse(value) for value in made) else None
 
     def is_text(self, name: str | None) -> bool:
-        """True if the script uses the device of this name as a string: ``"cuda" in device``, ``device.startswith("cuda")``."""
+        """Return True if the script uses the device variable ``name`` as a string: ``"cuda" in device``,
+        ``device.startswith("cuda")``."""
         for node in ast.walk(self._source.tree):
             match node:
                 case ast.Compare(comparators=[ast.Name(id=used)], ops=[ast.In() | ast.NotIn()]) if used == name:
@@ -41,6 +45,8 @@ class RankVariables:
         return False
 
     def _chosen(self, block: list[ast.stmt], values: list[ast.expr]) -> str | None:
+        """Return the only variable to which the statements of ``block``, including the branches of an ``if``, assign devices;
+        None if they do anything else, except ``torch.cuda.set_device``. Append the assigned expressions to ``values``."""
         names: set[str | None] = set()
         for statement in block:
             match statement:
@@ -57,6 +63,7 @@ class RankVariables:
         return names.pop() if len(names) == 1 else None
 
     def _names_device(self, value: ast.expr) -> bool:
+        """Return True if ``value`` is ``torch.device(...)`` or a string that begins with ``cuda`` or ``cpu``."""
         if isinstance(value, ast.Call):
             return self._origins.is_one(value.func, _DEVICE)
         first = value.values[0] if isinstance(value, ast.JoinedStr) and value.values else value
@@ -64,7 +71,8 @@ class RankVariables:
         return isinstance(text, str) and text.partition(":")[0] in ("cuda", "cpu")
 
     def sets_device(self, statement: ast.stmt) -> bool:
-        """True for ``torch.cuda.set_device(local_rank)``, which a Session has done already."""
+        """Return True if ``statement`` is ``torch.cuda.set_device(...)`` with the value of ``LOCAL_RANK``. A Session does the
+        same."""
         match statement:
             case ast.Expr(value=ast.Call(func=function, args=[ast.expr() as given])):
                 if isinstance(given, ast.Name):
@@ -77,8 +85,9 @@ class RankVariables:
     # --- variables -----------------------------------------------------------------------------------------------------
 
     def reads(self) -> Iterator[tuple[ast.expr, str]]:
-        """Yield each expression that fails without torchrun, with the attribute of a Session: ``os.environ["RANK"]``, including
-        ``int`` around it. A variable whose existence the script checks first is skipped."""
+        """Yield each expression that fails without torchrun, like ``os.environ["RANK"]``, including ``int(...)`` around it, with
+        the attribute of a Session that has the value. A read below an ``if`` whose test contains the variable's name is
+        skipped."""
         for node in ast.walk(self._source.tree):
             name = self._name(node)
             if name is None or not isinstance(node, ast.Subscript):
@@ -90,11 +99,12 @@ class RankVariables:
                 yield (around[0] if whole else node), _NAMES[name]  # type: ignore[misc]
 
     def is_whole(self, read: ast.expr) -> bool:
-        """True if the read includes the conversion to a number."""
+        """Return True if ``read``, an expression from ``reads``, includes the conversion by ``int``."""
         return isinstance(read, ast.Call)
 
     def is_unused(self, statement: ast.stmt, gone: list[ast.AST]) -> bool:
-        """True for ``local_rank = int(os.environ["LOCAL_RANK"])`` if it is read only in ``gone``."""
+        """Return True if ``statement`` is like ``local_rank = int(os.environ["LOCAL_RANK"])`` and its variable is read nowhere
+        except in the nodes ``gone``, which the patch removes."""
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if self._value(value) is not None:
                 within = {id(n) for one in gone for n in ast.walk(one)}
@@ -109,7 +119,9 @@ class RankVariables:
         return False
 
     def needs_session(self, statement: ast.stmt, gone: list[ast.AST]) -> bool:
-        """True for a statement before the process group's creation that must use attributes of the Session instead."""
+        """Return True if ``statement``, which stands before the creation of the process group, must use attributes of the
+        Session: it chooses a device, or assigns a value that it reads from torchrun's variables. ``gone``: nodes that the patch
+        removes."""
         if self.device(statement) is not None:
             return True
         reads = {id(read) for read, _ in self.reads() if self.is_whole(read)}
@@ -117,19 +129,22 @@ class RankVariables:
         return simple and not self.is_unused(statement, gone)
 
     def _stored(self, scope: Scope, name: str) -> list[ast.expr]:
+        """Return the places in ``scope``, including nested functions, where ``name`` is assigned or deleted."""
         return [
             n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load)
         ]
 
     def _value(self, node: ast.expr) -> str | None:
-        """Return the variable of ``int(os.environ["RANK"])``."""
+        """Return the name of the variable in ``int(os.environ["RANK"])`` and the other forms that ``_name`` accepts, with ``int``
+        around them; None for any other node."""
         match node:
             case ast.Call(func=ast.Name(id="int"), args=[value], keywords=[]):
                 return self._name(value)
         return None
 
     def _name(self, node: ast.AST) -> str | None:
-        """Return the variable of ``os.environ["RANK"]``, ``os.environ.get("RANK", 0)`` and ``os.getenv("RANK", 0)``."""
+        """Return the name of torchrun's variable that ``os.environ["RANK"]``, ``os.environ.get("RANK", 0)`` or
+        ``os.getenv("RANK", 0)`` reads; None for any other node and other variables."""
         match node:
             case ast.Subscript(value=of, slice=ast.Constant(value=name), ctx=ast.Load()):
                 known = self._origins.is_one(of, {"os.environ"})

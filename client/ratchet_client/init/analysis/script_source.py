@@ -11,7 +11,8 @@ from ratchet_client.init.analysis.source_edits import Source
 
 @dataclass(frozen=True)
 class Remark:
-    """Something left to the user. ``needed``: without it the changed script would not run, or not resume exactly."""
+    """A change that is left to the user, at a line of the script. ``needed``: without it the patched script would not run, or
+    would not resume exactly; otherwise the remark is only information."""
 
     line: int
     text: str
@@ -20,13 +21,16 @@ class Remark:
 
 @dataclass
 class Patching:
+    """A script that is being patched: its source with the recorded edits, the origins of its names, and the remarks for the
+    user."""
+
     source: Source
     origins: Origins
     remarks: list[Remark] = field(default_factory=list)
 
     @classmethod
     def parse(cls, text: str) -> Patching:
-        """Parse ``text``. Raises ``SyntaxError``."""
+        """Return a ``Patching`` of the source ``text``, without edits or remarks. Raises ``SyntaxError``."""
         source = Source(text)
         return cls(source, Origins(source.tree))
 
@@ -34,14 +38,14 @@ class Patching:
         self.remarks.append(Remark(node.lineno, text, needed))
 
     def calls(self, names: frozenset[str]) -> list[ast.Call]:
-        """Return the calls of ``names``, in file order."""
+        """Return the calls of functions and classes whose origins are in ``names`` (dotted names), in file order."""
         found = [
             n for n in ast.walk(self.source.tree) if isinstance(n, ast.Call) and self.origins.is_one(n.func, names)
         ]
         return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
     def bound_names(self) -> set[str]:
-        """Return every name that the file binds, in any scope."""
+        """Return every name that the file binds in any scope: variables, parameters, functions, classes and imports."""
         nodes = list(ast.walk(self.source.tree))
         return (
             {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
@@ -51,7 +55,8 @@ class Patching:
         )
 
     def imports_of(self, wanted: frozenset[str]) -> list[ast.stmt]:
-        """Return the statements that import one of ``wanted``, or its module."""
+        """Return the import statements anywhere in the file that import one of the dotted names in ``wanted``, or a module or
+        package that contains it."""
         found: list[ast.stmt] = []
         for node in ast.walk(self.source.tree):
             if isinstance(node, ast.Import):
@@ -63,8 +68,9 @@ class Patching:
         return found
 
     def add_import(self, line: str, statements: list[ast.stmt], used: int | None = None) -> None:
-        """Insert ``line`` after the imports at the top of the file that are above the line ``used``, and after
-        ``statements``; inside the functions that contain the latter, if all of them are in functions."""
+        """Record the insertion of the import ``line`` after the imports at the top of the file, and after ``statements``.
+        ``used``: a line number; only imports above it count. If all ``statements`` are in functions, ``line`` is inserted in each
+        of these functions instead."""
         scopes = {id(scope): scope for scope in map(self.source.scope, statements)}
         functions = [s for s in scopes.values() if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)]
         inside = bool(functions) and len(functions) == len(scopes)
@@ -78,7 +84,7 @@ class Patching:
 
 
 def _leading_imports(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return the imports directly in ``body`` (a module's or a function's) before its first function, class or loop; other
+    """Return the imports directly in ``body`` (of a module or function) before its first function, class or loop. Other
     statements may be between them."""
     found: list[ast.stmt] = []
     for statement in body:

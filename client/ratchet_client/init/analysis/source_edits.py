@@ -21,7 +21,8 @@ _NO_END: Final = "\\ No newline at end of file\n"
 
 
 class Source:
-    """``text`` is valid Python. Edits are recorded, and applied by ``edited_text``."""
+    """A Python source and its recorded edits. ``text`` must be valid Python, else ``SyntaxError`` is raised. Edits do not change
+    ``tree`` or ``data``; ``edited_text`` applies them."""
 
     def __init__(self, text: str) -> None:
         self.tree = ast.parse(text.removeprefix(_MARK))
@@ -41,21 +42,21 @@ class Source:
     # --- queries -------------------------------------------------------------------------------------------------------
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield the ancestors, from the parent up to the module."""
+        """Yield the syntax tree's nodes around ``node``, from its parent up to the module; ``node`` itself is left out."""
         while node in self._parents:
             node = self._parents[node]
             yield node
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """Return the innermost statement that contains ``node``, or ``node`` itself."""
+        """Return ``node`` if it is a statement, else the innermost statement that contains it."""
         return next(n for n in (node, *self.ancestors(node)) if isinstance(n, ast.stmt))
 
     def scope(self, node: ast.AST) -> Scope:
-        """Return the function, class or module that contains ``node``."""
+        """Return the innermost function, lambda, class or module that contains ``node``, and is not ``node`` itself."""
         return next(n for n in self.ancestors(node) if isinstance(n, Scope))
 
     def siblings(self, statement: ast.stmt) -> list[ast.stmt]:
-        """Return the statements of the block that contains ``statement``."""
+        """Return the list of statements (body, ``else`` or ``finally`` block) that directly contains ``statement``."""
         parent = self._parents[statement]
         for name in ("body", "orelse", "finalbody", "handlers"):
             block = getattr(parent, name, None)
@@ -67,7 +68,8 @@ class Source:
         return self.data[self._start(node) : self._end(node)].decode()
 
     def expression(self, node: ast.expr) -> str:
-        """Like ``segment``, in parentheses if it needs them to span several lines."""
+        """Return the source text of ``node``, in parentheses if it would not be valid Python alone, as for text on several
+        lines."""
         text = self.segment(node)
         try:
             ast.parse(text)
@@ -76,8 +78,8 @@ class Source:
         return text
 
     def begins_with(self, node: ast.stmt, word: str) -> bool:
-        """True if the text of ``node`` begins with ``word``; this distinguishes ``if`` from ``elif``, which is an ``If`` node
-        too."""
+        """Return True if the text of ``node`` begins with ``word``. This distinguishes ``if`` from ``elif``, which is an
+        ``ast.If`` node too."""
         return self.data.startswith(word.encode(), self._start(node))
 
     def _start(self, node: _Node) -> int:
@@ -96,25 +98,27 @@ class Source:
         self._edits.append((self._start(node), self._end(node), text.encode()))
 
     def replace_head(self, loop: ast.While, text: str) -> None:
-        """Replace ``while ...`` up to the colon by ``text``."""
+        """Record the replacement of ``while ...``, up to the colon and without it, by ``text``."""
         self._edits.append((self._start(loop), self._colon(loop), text.encode()))
 
     def _colon(self, loop: ast.For | ast.While) -> int:
-        """Return the end of the head: only parentheses and comments follow its last expression."""
+        """Return the byte position of the colon that ends the head of ``loop``. Only parentheses and comments stand between its
+        last expression and the colon."""
         at = self._end(loop.test if isinstance(loop, ast.While) else loop.iter)
         while self.data[at : at + 1] != b":":
             at = next(start for start in self._starts if start > at) if self.data[at : at + 1] == b"#" else at + 1
         return at
 
     def insert_in(self, loop: ast.For | ast.While, text: str) -> None:
-        """Insert a line at the beginning of the body, which must begin on another line than the loop."""
+        """Record the insertion of a line as the first line of the loop's body. The body must begin on another line than the
+        loop."""
         line = self.lines[loop.body[0].lineno - 1]
         indent = line[: len(line) - len(line.lstrip())]
         at = next(start for start in self._starts if start > self._colon(loop))
         self._edits.append((at, at, indent + text.encode() + self.newline))
 
     def insert_argument(self, call: ast.Call, text: str) -> None:
-        """Insert ``text`` as the first argument."""
+        """Record the insertion of ``text`` as the first argument of ``call``."""
         given: list[_Node] = [*call.args, *call.keywords]
         if not given:
             self._edits.append((self._end(call) - 1, self._end(call) - 1, text.encode()))
@@ -122,7 +126,7 @@ class Source:
             self._insert_first(min(given, key=self._start), text)
 
     def insert_parameter(self, function: ast.FunctionDef, text: str) -> None:
-        """Insert ``text`` as the first parameter."""
+        """Record the insertion of ``text`` as the first parameter of ``function``."""
         parameters = [*function.args.posonlyargs, *function.args.args]
         if parameters:
             self._insert_first(parameters[0], text)
@@ -132,14 +136,15 @@ class Source:
         self._edits.append((at, at, (text + (", " if others else "")).encode()))
 
     def _insert_first(self, first: _Node, text: str) -> None:
-        """Insert ``text`` before ``first``, on a separate line if ``first`` begins a line."""
+        """Record the insertion of ``text`` and a comma before ``first``; ``first`` moves to a new line if it begins a line."""
         before = self.lines[first.lineno - 1][: first.col_offset]
         gap = b" " if before.strip() else self.newline + before
         self._edits.append((self._start(first), self._start(first), text.encode() + b"," + gap))
 
     def remove(self, statement: ast.stmt, *, comment: bool = False) -> None:
-        """Remove a statement that is alone on its lines with these lines, and with the ``comment`` above it. If its block would
-        be empty and belongs to an ``if`` without side effects, remove the ``if``. Otherwise replace the statement by ``pass``."""
+        """Record the removal of ``statement`` with its lines. If it shares a line with other code or its block would be empty, it
+        is replaced by ``pass`` instead. If its block would be empty and belongs to an ``if`` without ``else`` and without side
+        effects, the whole ``if`` is removed. ``comment``: also remove the comments and empty lines above."""
         first, last = statement.lineno - 1, (statement.end_lineno or statement.lineno) - 1
         start, end = self._start(statement), self._end(statement)
         before = self.data[self._starts[first] : start]
@@ -159,7 +164,7 @@ class Source:
             self._edits.append((int(self._starts[first]), int(self._starts[last + 1]), b""))
 
     def _is_removable_if(self, node: ast.If) -> bool:
-        """True if the ``if`` has no other branch, no inserted text, and a test without side effects."""
+        """Return True if the ``if`` has no ``elif`` or ``else``, no edit inserts text in it, and its test has no side effects."""
         calls = [n for n in ast.walk(node.test) if isinstance(n, ast.Call)]
         asks = all(isinstance(c.func, ast.Attribute) and c.func.attr in _ASKS and not c.args for c in calls)
         plain = not any(isinstance(n, (ast.NamedExpr, ast.Await, ast.Yield)) for n in ast.walk(node.test))
@@ -167,16 +172,18 @@ class Source:
         return not node.orelse and self.begins_with(node, "if") and asks and plain and not kept
 
     def _edits_within(self, statement: ast.stmt) -> list[_Edit]:
-        """Return the edits in ``statement``, without an insertion before it."""
+        """Return the recorded edits in the lines of ``statement``, without an insertion directly before it."""
         start, end = self._start(statement), self._starts[statement.end_lineno or statement.lineno]
         return [edit for edit in self._edits if start <= edit[0] and start < edit[1] <= end]
 
     def _is_removed(self, statement: ast.stmt) -> bool:
+        """Return True if an edit removes the whole statement."""
         start, end = self._start(statement), self._end(statement)
         return any(first <= start and end <= last and not text for first, last, text in self._edits)
 
     def remove_names(self, statement: ast.Import | ast.ImportFrom, names: Collection[str]) -> None:
-        """Remove what the import binds to one of ``names``."""
+        """Record the removal of the imported names in ``names`` from an import statement; the whole statement is removed if none
+        is left."""
         left = [a for a in statement.names if (a.asname or a.name.partition(".")[0]) not in names]
         if not left:
             self.remove(statement)
@@ -190,7 +197,8 @@ class Source:
     def insert(
         self, text: str, *, before: ast.stmt | None = None, behind: ast.stmt | None = None, blank: bool = False
     ) -> None:
-        """Insert a line with the indentation of the adjacent statement; ``blank``: separated from it by an empty line."""
+        """Record the insertion of the line ``text`` before the statement ``before`` or after the statement ``behind``, of which
+        exactly one is given, with the indentation of that statement. ``blank``: an empty line is inserted between them."""
         statement = before or behind
         assert statement is not None
         line = self.lines[statement.lineno - 1]
@@ -206,19 +214,20 @@ class Source:
         self._edits.append((int(self._starts[last]), int(self._starts[last]), ends + gap + new))
 
     def is_unedited(self, node: ast.expr | ast.stmt) -> bool:
-        """True if no edit overlaps ``node``."""
+        """Return True if no recorded edit overlaps the text of ``node``."""
         return not any(start < self._end(node) and self._start(node) < end for start, end, _ in self._edits)
 
     def checkpoint(self) -> list[_Edit]:
-        """Return the edits recorded so far, for ``rollback``."""
+        """Return a copy of the edits recorded until now, to be passed to ``rollback``."""
         return [*self._edits]
 
     def rollback(self, checkpoint: list[_Edit]) -> None:
-        """Discard all edits since ``checkpoint``."""
+        """Discard all edits recorded after ``checkpoint`` was taken."""
         self._edits = checkpoint
 
     def edited_text(self) -> str:
-        """Return the text with all edits applied. Edits at the same position are applied in the order of recording."""
+        """Return the text with all recorded edits applied; edits at the same position in the order of recording. Overlapping
+        edits fail an assertion."""
         made, at = b"", 0
         for start, end, text in sorted(self._edits, key=lambda edit: edit[:2]):
             assert start >= at, "two changes of one place"
@@ -228,13 +237,15 @@ class Source:
 
 
 def unified_diff(old: str, new: str, name: str) -> str:
-    """Return a diff for ``patch -p0`` and ``git apply -p0``."""
+    """Return a unified diff from ``old`` to ``new`` for ``patch -p0`` and ``git apply -p0``; "" if they are equal. ``name``: the
+    file name in the diff."""
     found = difflib.unified_diff(_lines(old), _lines(new), name, name)
     return "".join(line if line.endswith(("\n", "\r")) else f"{line}\n{_NO_END}" for line in found)
 
 
 def moved_lines(old: str, new: str) -> dict[int, int]:
-    """Map the lines of ``old`` that are also in ``new`` to their numbers there."""
+    """Return a dict from the numbers of the lines of ``old`` that are also in ``new`` to their numbers in ``new``; numbers start
+    at 1."""
     blocks = difflib.SequenceMatcher(None, _lines(old), _lines(new), autojunk=False).get_matching_blocks()
     return {block.a + n + 1: block.b + n + 1 for block in blocks for n in range(block.size)}
 

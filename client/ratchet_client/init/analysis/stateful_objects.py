@@ -33,7 +33,7 @@ _OF_DATA: Final = ("Module", "Dataset", "Sampler")
 
 
 def is_generator(patching: Patching, value: ast.expr) -> bool:
-    """True if ``value`` creates a random number generator: ``torch.Generator().manual_seed(0)``."""
+    """Return True if ``value`` creates a random number generator, as ``torch.Generator().manual_seed(0)`` does."""
     while isinstance(value, ast.Call):
         if patching.origins.is_one(value.func, _GENERATORS):
             return True
@@ -44,8 +44,8 @@ def is_generator(patching: Patching, value: ast.expr) -> bool:
 
 
 def is_used(patching: Patching, loop: Loop | StepLoop, name: str) -> bool:
-    """True if the name is used in the loop or the functions that it calls, and by no ``DataLoader``, since the Session restores a
-    ``DataLoader`` with its generators."""
+    """Return True if ``name`` is used in the loop, or in a function that the loop calls, and not in a ``DataLoader(...)`` call. A
+    generator in such a call is excluded because the Session restores it with the loader."""
     given = [n for call in patching.calls(LOADERS) for n in ast.walk(call)]
     return not _named(given, name) and _named(Loops(patching.source).reachable_nodes(loop.node), name)
 
@@ -55,19 +55,23 @@ def _named(nodes: Iterable[ast.AST], name: str) -> bool:
 
 
 def add_remarks(patching: Patching, loop: Loop | StepLoop, session: str, known: Collection[str]) -> None:
-    """Add remarks on everything else that has or may have state. ``known``: names that the Session has."""
+    """Add remarks on objects, copies of models and iterators with state that the loop uses and the Session does not have, and on
+    random numbers that an epoch draws before its batches. ``session``: the name of the Session; ``known``: names of objects that
+    the Session already has."""
     _add_object_remarks(patching, loop, session, known)
     if isinstance(loop, Loop):
         _add_draw_remarks(patching, loop, session)
 
 
 def is_stepped(loop: Loop | StepLoop, name: str) -> bool:
-    """True if the loop calls ``step`` of it, as for a scheduler that a function has created."""
+    """Return True if the loop calls ``name.step(...)``, as for a scheduler that was created by a function."""
     calls = (n.func for n in ast.walk(loop.node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute))
     return any(func.attr == "step" and ast.unparse(func.value) == name for func in calls)
 
 
 def _add_object_remarks(patching: Patching, loop: Loop | StepLoop, session: str, known: Collection[str]) -> None:
+    """Add one remark for each object with state that the loop uses, except those in ``known``. ``session``: the name of the
+    Session."""
     said = {*known}
     inner = {n.id for n in ast.walk(loop.node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     for node in ast.walk(loop.node):
@@ -86,7 +90,8 @@ def _add_object_remarks(patching: Patching, loop: Loop | StepLoop, session: str,
 
 
 def _used_with_state(patching: Patching, loop: Loop | StepLoop, node: ast.AST) -> tuple[str | None, str]:
-    """Return the name of an object whose state the loop changes at ``node``, and how."""
+    """Return the name of an object whose state the loop may change at ``node``, and the way: "attribute" (assigned), "next" (an
+    iterator or file is read), "call", or "copy" (a copied model). Return None and "" if there is none."""
     source = patching.source
     match node:
         case ast.Attribute(value=ast.Name(id=name), ctx=ast.Store()) if assignments(source, name, loop.node):
@@ -111,7 +116,8 @@ def _used_with_state(patching: Patching, loop: Loop | StepLoop, node: ast.AST) -
 
 
 def _is_changed_copy(patching: Patching, loop: Loop | StepLoop, use: ast.Name) -> bool:
-    """True for a copy of a model (``copy.deepcopy``) whose weights the loop uses, or that it passes to a function of the file."""
+    """Return True if ``use`` is a copy of a model, created by ``deepcopy`` before the loop, and the loop uses its weights or
+    passes it to a function of the file."""
     copies = [made for made in _makers(patching, use.id, loop) if ast.unparse(made).rpartition(".")[2] == "deepcopy"]
     parent = next(patching.source.ancestors(use))
     of_weights = isinstance(parent, ast.Attribute) and parent.attr in ("parameters", "buffers", "load_state_dict")
@@ -120,11 +126,13 @@ def _is_changed_copy(patching: Patching, loop: Loop | StepLoop, use: ast.Name) -
 
 
 def _is_of(patching: Patching, makers: list[ast.expr], package: str) -> bool:
+    """Return True if one of the functions ``makers`` comes from ``package``."""
     return any(origin.startswith(package) for made in makers for origin in patching.origins.origins_of(made))
 
 
 def _add_draw_remarks(patching: Patching, loop: Loop, session: str) -> None:
-    """Add remarks on random numbers that each epoch draws before its batches."""
+    """Add a remark at each statement that draws random numbers in an epoch before its batches: after a resume within the epoch it
+    would draw other numbers."""
     loops = Loops(patching.source)
     bodies = [loop.node.body]
     for one in loop.passes:
@@ -146,7 +154,7 @@ def _add_draw_remarks(patching: Patching, loop: Loop, session: str) -> None:
 
 
 def _is_own(patching: Patching, makers: list[ast.expr]) -> bool:
-    """True if an object is created from a class of the file that is neither a module nor a data set or sampler."""
+    """Return True if one of ``makers`` is a class of the file, and this class is no module, data set or sampler."""
     classes = {
         n.name for n in ast.walk(patching.source.tree) if isinstance(n, ast.ClassDef)
         and not any(ast.unparse(base).endswith(_OF_DATA) for base in n.bases)
@@ -155,13 +163,13 @@ def _is_own(patching: Patching, makers: list[ast.expr]) -> bool:
 
 
 def _is_third_party(patching: Patching, makers: list[ast.expr]) -> bool:
-    """True if an object is created by a package that is not in ``_WITHOUT_STATE``."""
+    """Return True if one of ``makers`` is imported from a package that is not in ``_WITHOUT_STATE``."""
     origins = (origin for made in makers for origin in patching.origins.origins_of(made))
     return any(origin.partition(".")[0] not in _WITHOUT_STATE for origin in origins)
 
 
 def _makers(patching: Patching, name: str, loop: Loop | StepLoop) -> list[ast.expr]:
-    """Return the functions whose results are assigned to ``name`` before the loop."""
+    """Return the functions and classes whose call results are assigned to ``name`` in the loop's function, before the loop."""
     found = []
     for n in ast.walk(patching.source.scope(loop.node)):
         match n:

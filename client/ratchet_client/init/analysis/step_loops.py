@@ -21,8 +21,9 @@ from ratchet_client.init.analysis.source_edits import Source
 
 @dataclass(frozen=True)
 class Counted:
-    """A ``while`` loop that increments ``counter`` by 1, from 0. ``total``: the number of all steps, as an expression of the
-    script. ``exit``: the last statement of ``while True``, which ends the loop; None if the head has the condition."""
+    """The count of a ``while`` loop that increments ``counter`` by 1, starting from 0. ``total``: the number of all steps, as
+    source text. ``exit``: the statement ``if counter >= total: break`` at the end of a ``while True`` loop; None if the head of
+    the loop has the condition."""
 
     counter: ast.Name
     total: str
@@ -31,31 +32,33 @@ class Counted:
 
 @dataclass(frozen=True)
 class StepLoop:
-    """``over`` is None if the number of steps is unknown."""
+    """A loop over training steps without a ``DataLoader``. ``over``: its range or count; None if the number of steps is
+    unknown."""
 
     node: ast.For | ast.While
     over: Range | Counted | None
 
     @property
     def last(self) -> ast.stmt:
-        """The last statement of the body that ``change`` keeps."""
+        """The last statement of the body that is still there after ``change``."""
         return self.node.body[-2 if isinstance(self.over, Counted) and self.over.exit is not None else -1]
 
     @property
     def removed_break(self) -> ast.stmt | None:
-        """The ``break`` that ``change`` removes."""
+        """The ``break`` statement that ``change`` removes; None if it removes none."""
         return self.over.exit.body[0] if isinstance(self.over, Counted) and self.over.exit is not None else None
 
     def unsupported_reason(self, name: str) -> str | None:
-        """Return why the loop cannot be changed to iterate over ``name.steps``; None if it can."""
+        """Return the reason, as text, why the loop cannot be changed to iterate over ``name.steps``; None if it can. ``name``:
+        the variable with the Session."""
         if self.over is not None:
             return None
         over = ast.unparse(self.node.iter if isinstance(self.node, ast.For) else self.node.test)
         return f"it goes over {over}: {name}.steps(n), with the number of all steps, goes over those that are left"
 
     def change(self, patching: Patching, name: str) -> None:
-        """Make the loop iterate over ``name.steps``. An increment of the counter is kept: the code after it, in the body and
-        after the loop, may read it."""
+        """Record the edits that make the loop iterate over ``name.steps``. A ``while`` loop becomes a ``for`` loop; the increment
+        of its counter is kept, since the code after it may read the counter."""
         counted = f"{name}.steps"
         if isinstance(self.over, Range) and isinstance(self.node, ast.For):
             self.over.change(patching, self.node, counted)
@@ -69,14 +72,15 @@ class StepLoop:
 
 
 def training_loops(patching: Patching) -> list[Loop | StepLoop]:
-    """Return the loop over steps, or the loops over epochs."""
+    """Return a list with the script's loop over steps if there is one, else the outermost loops over epochs, in file order."""
     steps = _step_loop(patching)
     return [*Loops(patching.source).training_loops()] if steps is None else [steps]
 
 
 def _step_loop(patching: Patching) -> StepLoop | None:
-    """Return the only loop in which ``zero_grad`` is called, if it runs once, the file creates no ``DataLoader``, and the loop
-    takes no batches from an iterator."""
+    """Return the only loop in which ``zero_grad`` is called, as a loop over steps. Return None if the file creates a
+    ``DataLoader``, if the loop takes batches from an iterator, if it may run several times, or if it is a ``for`` loop with an
+    unknown range. A ``while`` loop with an unknown count is returned, with ``over`` None."""
     source, loops = patching.source, Loops(patching.source)
     if patching.calls(LOADERS):
         return None
@@ -102,7 +106,8 @@ def _step_loop(patching: Patching) -> StepLoop | None:
 
 
 def _runs_once(source: Source, scope: ast.AST) -> bool:
-    """True for the module, and for a function that is called at one place of the file, outside loops."""
+    """Return True if the code in ``scope`` runs once: for the module, and for a function that is called at exactly one place of
+    the file, outside loops, by code that runs once."""
     if not isinstance(scope, Function):
         return isinstance(scope, ast.Module)
     calls = [n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and called_as(n) == scope.name]
@@ -112,7 +117,9 @@ def _runs_once(source: Source, scope: ast.AST) -> bool:
 
 
 def _counted(source: Source, loop: ast.While) -> Counted | None:
-    """Return the count of ``while n < total``, or of ``while True`` whose last statement is ``if n >= total: break``."""
+    """Return the count of ``while n < total`` or ``while n <= last``, or of ``while True`` whose last statement is
+    ``if n >= total: break``. Return None unless ``n`` starts at 0, grows by 1 in each iteration, and the number of steps is
+    constant."""
     leaves: ast.If | None = None
     number: type[ast.cmpop]
     last_number: type[ast.cmpop]
@@ -144,8 +151,8 @@ def _counted(source: Source, loop: ast.While) -> Counted | None:
 
 
 def _is_constant(source: Source, end: ast.expr, loop: ast.While) -> bool:
-    """True if the number of steps is the same in each iteration: it consists of constants, and of variables and attributes that
-    neither the body nor another function assigns."""
+    """Return True if ``end``, the number of steps, has the same value in each iteration: it consists of constants, and of
+    variables and attributes that neither the loop nor a function that it calls changes."""
     if not all(
         isinstance(n, ast.Name | ast.Attribute | ast.Constant | ast.BinOp | ast.operator | ast.expr_context)
         for n in ast.walk(end)

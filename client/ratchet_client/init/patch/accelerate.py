@@ -14,7 +14,8 @@ _RESUMES: Final = ("load_state", "skip_first_batches")
 
 
 def patch(patching: Patching) -> bool:
-    """Patch the script if it uses Accelerate; True if it does."""
+    """Return True if the script creates an Accelerator. Record the edits: the class of ``ratchet.accelerate``, and its ``epochs``
+    in the training loop. Add remarks on what cannot be changed, including the script's own resume code."""
     made = patching.calls(ACCELERATORS)
     if not made:
         return False
@@ -34,7 +35,8 @@ def patch(patching: Patching) -> bool:
 
 
 def _class(patching: Patching, made: list[ast.Call]) -> str:
-    """Replace the class by that of ``ratchet.accelerate``; return its name."""
+    """Replace the script's Accelerator class and its import by those of ``ratchet.accelerate``. Return the class as the first
+    call in ``made`` writes it."""
     uses = [n for n in ast.walk(patching.source.tree)
             if isinstance(n, ast.Attribute) and patching.origins.is_one(n, ACCELERATORS)]  # fmt: skip
     for use in uses:  # accelerate.Accelerator
@@ -52,6 +54,8 @@ def _class(patching: Patching, made: list[ast.Call]) -> str:
 
 
 def _epochs(patching: Patching, accelerator: str) -> None:
+    """Make the only training loop iterate over ``epochs`` of the variable ``accelerator``, and keep its carried variables. If
+    there is no loop, several, or one that cannot be changed, add remarks instead."""
     loops = Loops(patching.source).training_loops()
     if not loops:
         call = patching.calls(ACCELERATORS)[0]
@@ -77,7 +81,8 @@ def _epochs(patching: Patching, accelerator: str) -> None:
 
 
 def _prepared(patching: Patching, accelerator: str, scope: ast.AST) -> set[str]:
-    """Return the names of what ``accelerator.prepare`` returns, and of the parameters of the function ``scope``."""
+    """Return the names that results of ``accelerator.prepare`` are assigned to anywhere in the file, and the parameters of the
+    function ``scope``."""
     found = parameters(scope)
     for node in ast.walk(patching.source.tree):
         match node:
@@ -88,6 +93,7 @@ def _prepared(patching: Patching, accelerator: str, scope: ast.AST) -> set[str]:
 
 
 def _resumes(patching: Patching) -> None:
+    """Add a remark at each call of ``load_state`` and ``skip_first_batches``, which the user must remove."""
     for node in ast.walk(patching.source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
@@ -96,7 +102,8 @@ def _resumes(patching: Patching) -> None:
 
 
 def _sees(patching: Patching, loop: ast.For, name: str) -> bool:
-    """True if ``name`` is the Accelerator at the loop: a variable of its function, or of the module."""
+    """Return True if the Accelerator is visible at the loop under ``name``: as a variable of the module or the loop's function,
+    as a parameter, or as an attribute."""
     scope = patching.source.scope(loop)
     home = patching.source.scope(patching.calls(ACCELERATORS)[0])
     if scope is home or isinstance(home, ast.Module):

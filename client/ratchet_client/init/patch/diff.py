@@ -21,8 +21,9 @@ _KINDS: Final = (lightning.patch, trainer.patch, accelerate.patch, training_loop
 
 @dataclass
 class Patch:
-    """``diff`` is empty if nothing is changed. ``known``: the script trains in a supported way. ``starts_ranks``: it starts its
-    ranks itself, as Lightning does. ``encoding``: that of the script and the diff."""
+    """The result of ``patch_of``. ``diff``: a unified diff, empty if nothing is changed. ``known``: True if the script trains in
+    a way that one of the patches supports. ``starts_ranks``: True if the script starts its ranks itself, as Lightning does.
+    ``encoding``: the encoding of the script and the diff."""
 
     diff: str
     known: bool
@@ -34,13 +35,13 @@ class Patch:
 
     @property
     def is_complete(self) -> bool:
-        """True if nothing is left to do by hand once the diff is applied."""
+        """True if there is a diff, and no needed remark is left to do by hand after it has been applied."""
         return bool(self.diff) and not any(remark.needed for remark in self.remarks)
 
 
 def patch_of(script: Path, name: str) -> Patch:
-    """Return the patch of ``script``. ``name``: that of the file in the diff. Raises ``NotFound``, and ``Refused`` for a file
-    that is not Python."""
+    """Return the patch of ``script``, without writing anything. ``name``: the file name in the diff. Raises ``NotFound`` if the
+    file cannot be read, and ``Refused`` if it is not valid Python."""
     text, encoding, patching = _read(script)
     known = [kind(patching) for kind in _KINDS]
     changed = _without_unused_imports(text, patching.source.edited_text())
@@ -50,7 +51,8 @@ def patch_of(script: Path, name: str) -> Patch:
 
 
 def remaining_remarks(script: Path) -> list[Remark]:
-    """Return remarks on the variables that the loops of a script that uses Ratchet already carry. Raises as ``patch_of``."""
+    """Return remarks on the variables that training loops carry from one iteration to the next, for a script that already uses
+    Ratchet. Raises ``NotFound`` and ``Refused`` as ``patch_of`` does."""
     _, _, patching = _read(script)
     for loop in training_loops(patching):
         carried_variables.add_remarks(patching, loop, "session")
@@ -58,11 +60,13 @@ def remaining_remarks(script: Path) -> list[Remark]:
 
 
 def _sorted(patching: Patching) -> list[Remark]:
+    """Return the distinct remarks, sorted by line, then by text."""
     return sorted(set(patching.remarks), key=lambda remark: (remark.line, remark.text))
 
 
 def _read(script: Path) -> tuple[str, str, Patching]:
-    """Return the text, its encoding, and its ``Patching``."""
+    """Return the text of the script, its encoding without a byte order mark's suffix, and its ``Patching``. Raises ``NotFound``
+    if it cannot be read, ``Refused`` if it is not valid Python."""
     try:
         data = script.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
@@ -78,7 +82,8 @@ def _read(script: Path) -> tuple[str, str, Patching]:
 
 
 def _without_unused_imports(old: str, new: str) -> str:
-    """Return ``new`` without the imported names that are used in ``old`` but not in ``new``."""
+    """Return the source ``new`` without the imported names that ``old`` uses and ``new`` does not use any more. An import that
+    was already unused in ``old`` is kept."""
     if new == old:
         return new
     source = Source(new)
@@ -90,5 +95,6 @@ def _without_unused_imports(old: str, new: str) -> str:
 
 
 def _used(tree: ast.AST) -> set[str]:
+    """Return all names that ``tree`` reads, and all its string constants, since ``__all__`` contains names as strings."""
     exported = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     return {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} | exported

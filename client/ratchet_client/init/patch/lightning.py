@@ -20,7 +20,9 @@ _STRATEGIES: Final = frozenset(
 
 
 def patch(patching: Patching) -> bool:
-    """Patch the script if it uses Lightning's Trainer; True if it does."""
+    """Return True if the script uses Lightning's Trainer or ``LightningCLI``. Record the edits that set ``SessionStrategy()`` as
+    the strategy of the Trainer, and add remarks on what cannot be changed: ``pytorch_lightning``, several Trainers, ``ckpt_path``
+    of ``fit``, ``LightningCLI``."""
     old = patching.calls(OLD_LIGHTNING_TRAINERS)
     for call in old:
         patching.add_remark(call, "pytorch_lightning is the package from before lightning, whose Trainer takes no "
@@ -54,7 +56,8 @@ def patch(patching: Patching) -> bool:
 
 
 def _trains(patching: Patching, call: ast.Call) -> bool:
-    """True for ``Trainer(...).fit(...)``, or if ``fit`` is called on the name that the Trainer is assigned to."""
+    """Return True if the Trainer that ``call`` creates is trained: ``Trainer(...).fit(...)``, or ``fit`` of the name that it is
+    assigned to."""
     parent = next(patching.source.ancestors(call))
     if isinstance(parent, ast.Attribute):
         return parent.attr == "fit"
@@ -69,7 +72,8 @@ def _trains(patching: Patching, call: ast.Call) -> bool:
 
 
 def _strategy(patching: Patching, call: ast.Call) -> bool:
-    """Set the strategy of the Trainer; True if the call was changed."""
+    """Set ``strategy=SessionStrategy()`` in ``call``, which creates a Trainer. Return False, after a remark and without an edit,
+    if its strategy is unknown or is not DDP. A remark is also added if DDP settings are lost."""
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     value = given.get("strategy")
     if value is None and None in given:

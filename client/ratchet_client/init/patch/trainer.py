@@ -13,7 +13,8 @@ OFFERED: Final = ("Seq2SeqTrainer", "Trainer")
 
 
 def patch(patching: Patching) -> bool:
-    """Patch the script if it uses Hugging Face's Trainer; True if it does."""
+    """Return True if the script uses a Trainer of Hugging Face. Record the edits that replace ``Trainer`` and ``Seq2SeqTrainer``
+    by the classes of ``ratchet.transformers``; add a remark for each other Trainer, which is not changed."""
     uses = [
         node
         for node in ast.walk(patching.source.tree)

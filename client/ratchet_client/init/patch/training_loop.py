@@ -35,11 +35,13 @@ _NOT_NEEDED: Final = ("device_ids", "output_device", "dim")
 
 
 class _Unknown(Exception):
-    """Raised if the script cannot be changed; a remark has the reason."""
+    """Raised if the script cannot be patched. A remark with the reason has been added before; ``patch`` catches the exception and
+    discards all edits."""
 
 
 def patch(patching: Patching) -> bool:
-    """Patch the script if it uses DistributedDataParallel, completely or not at all; True if it does."""
+    """Return True if the script calls DistributedDataParallel, and record the edits that patch it in ``patching.source``. If it
+    cannot be patched completely, record no edit and add remarks that outline the change."""
     models = patching.calls(DDP)
     if models:
         change = _Change(patching, models)
@@ -53,6 +55,8 @@ def patch(patching: Patching) -> bool:
 
 
 class _Change:
+    """The patch of one script. ``models``: the calls of DistributedDataParallel in it, at least one."""
+
     def __init__(self, patching: Patching, models: list[ast.Call]) -> None:
         self._patching, self._source = patching, patching.source
         self._models, self._starts = models, patching.calls(_INIT)
@@ -64,7 +68,8 @@ class _Change:
         self._class = "Session" if "Session" not in bound else "RatchetSession"
 
     def apply(self) -> None:
-        """Make all edits. Raises ``_Unknown``."""
+        """Record all edits. Raises ``_Unknown`` if the script cannot be patched; the caller then discards the edits that were
+        recorded before."""
         self._raise_if_unsupported()
         (loop,), (start,), model = self._loops, self._starts, self._models[0]
         made = self._source.statement(model)
@@ -91,7 +96,8 @@ class _Change:
         self._patching.add_import(f"from ratchet import Session{renamed}", [], self._made[1])
 
     def _shuffled(self, loop: Loop | StepLoop) -> None:
-        """Add a remark if all epochs had the same order until now."""
+        """Add an optional remark if all epochs of the script had the same order of samples until now: it creates a
+        DistributedSampler, and never uses ``set_epoch``. Nothing is added for a loop over steps."""
         samplers = self._patching.calls(frozenset({
             "torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler",
         }))  # fmt: skip
@@ -101,12 +107,13 @@ class _Change:
             self._patching.add_remark(samplers[0], text, needed=False)
 
     def _exits(self, loop: Loop | StepLoop) -> list[ast.stmt]:
-        """Return the statements that leave an iteration, except the one that is removed with the counter."""
+        """Return the ``break``, ``continue`` and ``return`` statements that leave an iteration of ``loop``, without the ``break``
+        that the patch removes together with the step counter."""
         return [one for one in exits(loop.node.body) if not isinstance(loop, StepLoop) or one is not loop.removed_break]
 
     def _last_number(self, loop: Loop | StepLoop) -> None:
-        """Assign the number of the iteration its last value if it is read after the loop: an attempt that starts after the last
-        step runs no iteration."""
+        """Insert an assignment after the loop that gives the iteration variable its last value, if the script reads the variable
+        there: an attempt that starts after the last step runs no iteration. If the loop may end early, add a remark instead."""
         node, over = loop.node, loop.over if isinstance(loop, StepLoop) else loop.range
         target = node.target if isinstance(node, ast.For) else over.counter if isinstance(over, Counted) else None
         if (
@@ -125,7 +132,8 @@ class _Change:
         self._source.insert(f"{target.id} = {last}  # also where none was left to do", behind=node)
 
     def outline(self) -> None:
-        """Add remarks that outline the change, at the places without a remark."""
+        """Add remarks that outline the change to make by hand, at each place whose line has no remark yet, and remarks on carried
+        variables and progress bars. No edit is recorded."""
         said = {remark.line for remark in self._patching.remarks}
         places: list[tuple[ast.expr | ast.stmt, str]] = [
             *((call, "session = Session() takes its place (from ratchet import Session)") for call in self._starts),
@@ -143,17 +151,20 @@ class _Change:
             self._bars(loop)
 
     def _bars(self, loop: Loop | StepLoop) -> None:
+        """Add remarks on the progress bars of a loop over epochs. Does nothing for a loop over steps."""
         if isinstance(loop, Loop):
             progress_bars.add_remarks(self._patching, loop, self._session)
 
     # --- unsupported scripts ----------------------------------------------------------------------------------------
 
     def _add_remark(self, node: ast.expr | ast.stmt, text: str) -> None:
+        """Add a needed remark at ``node``, then raise ``_Unknown``; never returns."""
         self._patching.add_remark(node, text)
         raise _Unknown
 
     def _raise_if_unsupported(self) -> None:
-        """Raise ``_Unknown`` if the script cannot be changed, after a remark for each reason."""
+        """Add a remark for each reason why the script cannot be patched, then raise ``_Unknown`` if one of them is needed.
+        Returns if none is."""
         leave, before = self._patching.add_remark, len(self._patching.remarks)
         for call in self._patching.calls(_SPAWN):
             leave(
@@ -193,12 +204,14 @@ class _Change:
             raise _Unknown
 
     def _is_called_too(self, spawn: ast.Call) -> bool:
-        """True if the function that ``spawn`` starts is also called in the file, as in a run under torchrun."""
+        """Return True if the function that ``spawn`` starts in new processes is also called directly in the file, as in a run
+        under torchrun."""
         name = ast.unparse(spawn.args[0]) if spawn.args else ""
         return any(isinstance(n, ast.Call) and ast.unparse(n.func) == name for n in ast.walk(self._source.tree))
 
     def _are_branches(self) -> bool:
-        """True if the calls are ``model = DDP(model)`` of one name in one function, in mutually exclusive branches."""
+        """Return True if all calls of DDP are statements ``model = DDP(model)`` with the same name, in one function, and each two
+        of them are in different branches of an ``if``, so that only one of them runs."""
         made = [self._source.statement(call) for call in self._models]
         names = {self._rebound_name(statement) for statement in made}
         branches = [self._branches(statement) for statement in made]
@@ -210,12 +223,14 @@ class _Change:
         )  # fmt: skip
 
     def _branches(self, statement: ast.stmt) -> dict[int, bool]:
-        """Return, for each ``if`` around ``statement``, True if it is in the body, False if it is in the other branch."""
+        """Return a dict with an entry for each ``if`` around ``statement``. The key is the ``id`` of the ``if`` node; the value
+        is True if ``statement`` is in its body, False if it is in its ``else`` branch."""
         chain = [statement, *self._source.ancestors(statement)]
         return {id(outer): inner in outer.body for inner, outer in pairwise(chain) if isinstance(outer, ast.If)}
 
     def _rebound_name(self, made: ast.stmt) -> str | None:
-        """Return the name in ``model = DDP(model)``, None for another statement."""
+        """Return the name in a statement ``model = DDP(model)``, which assigns to the name that it wraps. Return None for any
+        other statement."""
         match made:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
                 module = _module(call)
@@ -223,15 +238,16 @@ class _Change:
         return None
 
     def _before(self, made: ast.stmt, end: ast.stmt) -> ast.stmt:
-        """Return ``_outermost`` of ``made``, the statement that makes the DDP model. Raises ``_Unknown``, also if that is an
-        ``if`` around ``made`` and ``made`` is not ``model = DDP(model)`` with one name."""
+        """Return ``_outermost(made, end)`` for ``made``, the statement that creates the DDP model. Raises ``_Unknown`` as
+        ``_outermost`` does, and also if the result is an ``if`` around ``made`` but ``made`` is not ``model = DDP(model)``."""
         outer = self._outermost(made, end)
         if outer is not made and self._rebound_name(made) is None:
             self._add_remark(made, "it stands in a block of its own: session.prepare takes the module without DDP")
         return outer
 
     def _outermost(self, statement: ast.stmt, end: ast.stmt) -> ast.stmt:
-        """Return ``statement``, or the outermost ``if`` around it, in a block that also contains ``end``. Raises ``_Unknown``."""
+        """Return ``statement`` if its block also contains ``end``, directly or nested; else the outermost ``if`` around it for
+        which this is true. Raises ``_Unknown`` if something other than an ``if`` is in between."""
         found = statement
         while id(self._source.siblings(found)) not in self._blocks(end):
             around = next(self._source.ancestors(found))
@@ -244,7 +260,9 @@ class _Change:
     # --- the session ---------------------------------------------------------------------------------------------------
 
     def _insert_session(self, start: ast.Call, where: Scope, end: ast.stmt) -> None:
-        """Insert ``session = Session()`` for ``end`` in the scope ``where``, outside any condition."""
+        """Insert ``session = Session()`` outside any condition, in a place where the session is visible to ``end`` in the scope
+        ``where``, and remove ``start``, the call of ``init_process_group``. If ``start`` is in another function, the session is
+        passed to ``where`` as an argument, unless ``where`` itself calls that function. Raises ``_Unknown``."""
         statement, scope = self._source.statement(start), self._source.scope(start)
         if not isinstance(statement, ast.Expr):
             self._add_remark(start, "not a statement of its own: session = Session() takes its place")
@@ -266,7 +284,10 @@ class _Change:
             self._source.remove(statement)
 
     def _find_removed(self, where: Scope, starts: Scope, place: ast.stmt) -> None:
-        """Find what is removed with the process group and DDP: their arguments, and choices of a device."""
+        """Set ``_devices``, ``_set`` and ``_gone``: the statements that choose a device, those that set it, and all nodes whose
+        reads of variables are removed (these two, and the arguments of ``init_process_group`` and DDP). ``where`` is the scope of
+        the DDP model, ``starts`` that of ``init_process_group``, ``place`` the statement where the session is created. No edit is
+        recorded."""
         home, block = self._source.scope(place), self._source.siblings(place)
         known = [s for s in self._statements(home) if s.lineno > place.lineno or s in block]
         known += [] if where is home else self._statements(where)
@@ -283,7 +304,9 @@ class _Change:
         self._gone = [*self._devices, *self._set, *start.args, *start.keywords, *others, *keywords]
 
     def _ranks(self) -> None:
-        """Replace reads of the environment by attributes of the session. This must be the last edit."""
+        """Replace the choice of a device and the reads of ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` by attributes of the
+        session; add an optional remark at each read where the session is not visible. This must be the last edit, because it
+        skips what other edits have changed."""
         for statement in self._devices:
             name = self._variables.device(statement)
             device = f"{self._session}.device"
@@ -308,8 +331,9 @@ class _Change:
                 self._patching.add_remark(read, f"{ast.unparse(read)}: {text}", needed=False)
 
     def _path_to(self, origin: Scope, target: Scope, there: ast.stmt) -> ast.stmt:
-        """Return the statement of ``origin`` through which ``there`` in ``target`` is reached, and pass the session to the
-        function ``target``. Raises ``_Unknown``."""
+        """Return the statement of the function ``origin`` that calls the function ``target``, and insert the session as a
+        parameter of ``target`` and an argument of that call. Return ``there``, which is in ``target``, without an edit if both
+        functions are the same. Raises ``_Unknown`` unless ``origin`` contains the only call of ``target``."""
         if origin is target:
             return there
         call = self._only_call(target)
@@ -325,7 +349,8 @@ class _Change:
         return self._source.statement(call)
 
     def _only_call(self, function: Scope) -> ast.Call | None:
-        """Return the only call of a function of the module, None if the file names it at several places."""
+        """Return the only call of ``function``. Return None if ``function`` is not an undecorated function at the top level of
+        the file, or if the file names it at several places or without a call."""
         if not isinstance(function, Function) or function not in self._source.tree.body or function.decorator_list:
             return None
         uses = [n for n in ast.walk(self._source.tree) if isinstance(n, ast.Name) and n.id == function.name]
@@ -335,8 +360,9 @@ class _Change:
     # --- model and devices ---------------------------------------------------------------------------------------------
 
     def _unwrap(self, name: str, made: ast.stmt, end: ast.stmt, prepared: ast.stmt) -> str | None:
-        """Remove DDP; return the name of the module that is prepared after the statement ``prepared``. None: the model is
-        prepared where it was wrapped in DDP, since the code after that uses it for more than its parameters."""
+        """Remove DDP from the statement ``made``. Return the name of the module that the later ``session.prepare``, after the
+        statement ``prepared``, takes. Return None if the code in between uses the model for more than its parameters; then
+        ``session.prepare`` of the model is inserted here already. Also remove ``register_comm_hook``, with a remark."""
         before, after = list[ast.AST](), list[ast.AST]()
         for node in self._between(made, end):
             (before if getattr(node, "lineno", 0) <= (prepared.end_lineno or 0) else after).append(node)
@@ -368,7 +394,8 @@ class _Change:
         return None if early else taken
 
     def _is_of_parameters(self, use: ast.Name) -> bool:
-        """True for ``model.parameters()`` and similar uses, which are the same with and without DDP."""
+        """Return True if ``use`` is part of ``model.parameters()`` or a similar use of the model that works equally with and
+        without DDP."""
         parent, above = list(self._source.ancestors(use))[:2]
         if not isinstance(parent, ast.Attribute):
             return False
@@ -376,7 +403,9 @@ class _Change:
         return of_module or parent.attr in _SAME or parent.attr == "register_comm_hook"
 
     def _unconditional(self, name: str, made: ast.If) -> None:
-        """Adapt the script to a model that is in DDP regardless of the condition of ``made``."""
+        """Adapt the script to a model that is always in DDP, not only if the condition of ``made`` is true: replace
+        ``model.module if condition else model`` after it by ``model.module``. Add an optional remark on the changed names of
+        weights."""
         for node in ast.walk(self._source.tree):
             match node:
                 case ast.IfExp(
@@ -394,7 +423,8 @@ class _Change:
         self._patching.add_remark(made, text, needed=False)
 
     def _module_of(self, call: ast.Call) -> ast.expr:
-        """Return the module that DDP wraps; add remarks on DDP's settings. Raises ``_Unknown``."""
+        """Return the module that the DDP call ``call`` wraps. Add a needed remark on each setting of DDP that belongs in the spec
+        or is not supported. Raises ``_Unknown`` if the module is not visible in the call."""
         module = _module(call)
         if module is None:
             self._add_remark(call, "cannot determine which module it wraps: pass that to session.prepare")
@@ -410,7 +440,7 @@ class _Change:
         return module
 
     def _between(self, first: ast.stmt, last: ast.stmt) -> Iterator[ast.AST]:
-        """Yield all nodes after ``first`` in its block, up to the statement that contains ``last``."""
+        """Yield all nodes of the statements after ``first`` in its block, and before the statement that contains ``last``."""
         block = self._source.siblings(first)
         for statement in block[block.index(first) + 1 :]:
             if last in list(ast.walk(statement)):
@@ -420,8 +450,10 @@ class _Change:
     # --- session.prepare ----------------------------------------------------------------------------------------------
 
     def _prepare(self, model: str, made: ast.stmt, end: ast.stmt, loop: Loop | StepLoop) -> set[str]:
-        """Insert ``model, ... = session.prepare(model, ...)`` after the last of its arguments, before the loop; return their
-        names."""
+        """Insert ``model, ... = session.prepare(model, ...)`` before the loop, after the statements that create its arguments.
+        Return the names of all objects that the Session then has. ``model``: the name of the DDP model; ``made``: the statement
+        that creates it; ``end``: the loop, or the call that leads to it. Raises ``_Unknown``, for example if no optimizer or not
+        exactly one loader is found."""
         taken: dict[str, list[str]] = {kind: [] for kind in _ORDER}
         taken["model"], last, loaders = [model], made, self._loaders(loop) if isinstance(loop, Loop) else set[str]()
         for statement in self._statements(self._source.scope(made)):
@@ -465,7 +497,8 @@ class _Change:
         return {*known}
 
     def _loaders(self, loop: Loop) -> set[str]:
-        """Return the names of what the passes iterate over, as in the model's function; "" for one without a name."""
+        """Return the names of the loaders that the loop's passes iterate over, as they are named in the function of the DDP
+        model; "" stands for a loader without a name."""
         found: set[str] = set()
         function = self._source.scope(loop.node)
         call = None if function is self._source.scope(self._models[0]) else self._only_call(function)
@@ -476,7 +509,9 @@ class _Change:
         return found
 
     def _kind(self, target: ast.expr, value: ast.expr, model: str, loop: Loop | StepLoop) -> str | None:
-        """Return the kind of ``value``, which is assigned to ``target``; None for others."""
+        """Return the kind of object, as in ``_ORDER``, that ``value`` creates for ``session.prepare``: loader, scaler, scheduler,
+        generator or optimizer. Return None if ``session.prepare`` does not take it. ``target``: what ``value`` is assigned to;
+        ``model``: the name of the model."""
         origins = self._patching.origins.origins_of(value.func) if isinstance(value, ast.Call) else set()
         if origins & LOADERS:
             return "loader"
@@ -499,8 +534,8 @@ class _Change:
         return "scheduler" if stateful_objects.is_stepped(loop, ast.unparse(target)) else None
 
     def _is_stepped(self, name: ast.expr, model: str, loop: Loop | StepLoop) -> bool:
-        """True if the loop calls ``zero_grad`` of something that is not the model and steps it, as for an optimizer that a
-        function has created."""
+        """Return True if the loop calls ``zero_grad`` of ``name`` and steps it, and ``name`` is not the model. This detects an
+        optimizer that was created by a function."""
         return not _is_name(name, model) and any(
             isinstance(n, ast.Attribute) and n.attr == "zero_grad" and ast.unparse(n.value) == ast.unparse(name)
             for n in ast.walk(loop.node)
@@ -517,21 +552,22 @@ class _Change:
         return scope.body
 
     def _statements(self, scope: Scope) -> list[ast.stmt]:
-        """Return the statements of this function itself, in file order."""
+        """Return all statements in ``scope``, at any depth, sorted by line; those of nested functions and classes are left
+        out."""
         found = [
             n for n in ast.walk(scope) if isinstance(n, ast.stmt) and n is not scope and self._source.scope(n) is scope
         ]
         return sorted(found, key=lambda s: s.lineno)
 
     def _blocks(self, statement: ast.stmt) -> list[int]:
-        """Return the ids of the blocks of its function that contain ``statement``, innermost first."""
+        """Return the ids of the blocks (statement lists) that contain ``statement`` in its function, innermost first."""
         scope = self._source.scope(statement)
         chain = [statement, *(n for n in self._source.ancestors(statement) if isinstance(n, ast.stmt))]
         return [id(self._source.siblings(s)) for s in chain if s is not scope and self._source.scope(s) is scope]
 
 
 def _module(call: ast.Call) -> ast.expr | None:
-    """Return the module that DDP wraps; None if it is not visible."""
+    """Return the module argument of a DDP call; None if it is missing or hidden in ``*args``."""
     module = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "module"), None)
     return None if isinstance(module, ast.Starred) else module
 

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class BatchedPowerSGD(LowRank):
-    """One P and one Q per bucket."""
+    """Batched PowerSGD: one P and one Q per bucket. Raises ``UnsupportedModel`` for a parameter without elements."""
 
     def __init__(self, spec: BatchedPowerSGDSpec, setup: Setup) -> None:
         super().__init__(spec, setup)
@@ -44,13 +44,15 @@ class BatchedPowerSGD(LowRank):
         self._scratch_by_dtype: dict[torch.dtype, torch.Tensor] = {}
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
-        """Residuals by parameter name; what belongs to a square as a whole by the bucket's index, together with the buckets."""
+        """Return this rank's state: residuals by parameter name; what belongs to a square as a whole (padding, P, Q) by the
+        bucket's index. The JSON part also contains the buckets."""
         tensors, data = state_by_name.capture(self.state, layout, self, copy=copy)
         return tensors, {**data, "buckets": None if layout is None else [list[JsonValue](bucket) for bucket in layout]}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
-        """Restore into torch's state object. Other buckets than the recorded ones have other squares: only the parameters'
-        residuals fit, the padding's are zero and Q is drawn again; this is logged."""
+        """Restore the result of ``capture`` into torch's state object. In other buckets than the recorded ones the squares
+        differ: only the parameters' residuals are used, those of the padding are zero, and P and Q are drawn again; this is
+        logged as a warning. Raises ``HookStateError``."""
         if isinstance(state, dict) and layout is not None and state.get("buckets") != layout:
             _log.warning(
                 "the buckets differ from the recorded ones: P and Q of the batched_powerSGD state are initialised again"
@@ -64,7 +66,8 @@ class BatchedPowerSGD(LowRank):
         super().restore(tensors, state, layout)
 
     def allocate_zeros(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A residual, P and Q of zeros, for a bucket of these parameters."""
+        """Return a residual, P and Q of zeros, for a bucket of these parameters; the residual has the elements of the whole
+        square."""
         side, rank = self._matrix_size(sum(self.setup.parameters[name].numel() for name in bucket))
         options: dict[str, Any] = {"dtype": self.setup.dtype(bucket[0]), "device": self.setup.device}
         return (
@@ -76,7 +79,8 @@ class BatchedPowerSGD(LowRank):
     def residuals(
         self, index: int, bucket: Sequence[str], residual: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Residuals by parameter name; the padding's by the bucket's index."""
+        """Yield ``(key, view)`` of the residual: ``residual/<parameter>``, and ``residual_padding/<bucket index>`` for the
+        rest of the square."""
         yield from super().residuals(index, bucket, residual)
         length = sum(self.setup.parameters[name].numel() for name in bucket)
         yield f"residual_padding/{index}", residual[length:]
@@ -84,16 +88,19 @@ class BatchedPowerSGD(LowRank):
     def factors(
         self, index: int, bucket: Sequence[str], p: torch.Tensor, q: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """P and Q by the bucket's index."""
+        """Yield P and Q as a whole, under ``p/<bucket index>`` and ``q/<bucket index>``."""
         yield from ((f"p/{index}", p), (f"q/{index}", q))
 
     def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
+        """Return the number of elements that this rank sends for a bucket, and the stages of its compression."""
         square = self._square(bucket.index(), buffer)
         sent = square.p.numel() + square.q.numel()
         self._count_elements(bucket, buffer.numel(), sent)
         return sent, self._stages(square, bucket.index(), buffer, names)
 
     def _stages(self, square: _Square, index: int, buffer: torch.Tensor, names: Sequence[str]) -> Stages:
+        """Compress one bucket in stages: a generator that yields the all-reduce of P, then that of Q, and then puts the
+        average into ``buffer`` and the rest into the residual. The caller waits for a yielded all-reduce before it continues."""
         state = self.state
         square.load(buffer, add=index in state.error_dict)
         if not state.warm_start or index not in state.p_memory_dict:
@@ -116,7 +123,7 @@ class BatchedPowerSGD(LowRank):
             state.p_memory_dict[index], state.q_memory_dict[index] = square.p, square.q
 
     def _square(self, index: int, buffer: torch.Tensor) -> _Square:
-        """The bucket's square, on the memory of its residual, P and Q where these exist."""
+        """Return the bucket's square, in the memory of its residual, P and Q if these exist, otherwise in new memory."""
         state, square = self.state, self._squares.get(index)
         flat, p, q = (d.get(index) for d in (state.error_dict, state.p_memory_dict, state.q_memory_dict))
         if square is None or not square.is_reusable(buffer, flat, p, q):
@@ -131,22 +138,24 @@ class BatchedPowerSGD(LowRank):
         return square
 
     def _scratch(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory for a product; that of the largest bucket serves all, since they are computed one after the other."""
+        """Return flat memory of the size of ``like`` for a product. All buckets of a dtype share the memory of the largest
+        one, since they are computed one after the other."""
         space = self._scratch_by_dtype.get(like.dtype)
         if space is None or space.numel() < like.numel():
             space = self._scratch_by_dtype[like.dtype] = torch.empty_like(like)
         return space[: like.numel()]
 
     def _matrix_size(self, length: int) -> tuple[int, int]:
-        """(side of the square, rank) for a bucket of ``length`` elements."""
+        """Return the side of the square and the rank, for a bucket of ``length`` elements."""
         side = math.isqrt(length - 1) + 1
         return side, min(side, self.state.matrix_approximation_rank)
 
 
 class _Square:
-    """A bucket's square matrix with its factors.
+    """A bucket's square matrix with its factors P and Q.
 
-    ``flat``: the elements to compress, ``side * side`` of them; with error feedback the residual's memory, else separate memory.
+    ``length``: elements of the bucket. ``flat``: the ``side * side`` elements to compress; with error feedback the residual's
+    memory, otherwise separate memory.
     """
 
     def __init__(self, length: int, flat: torch.Tensor, p: torch.Tensor, q: torch.Tensor, trial_results: Tried) -> None:
@@ -159,12 +168,14 @@ class _Square:
     def is_reusable(
         self, buffer: torch.Tensor, flat: torch.Tensor | None, p: torch.Tensor | None, q: torch.Tensor | None
     ) -> bool:
-        """True if the square can be used for this bucket and on these tensors; None: such a tensor does not exist yet."""
+        """True if this square has the size and dtype of the bucket and uses exactly these tensors; None: such a tensor does
+        not exist yet."""
         same = all(want is None or want is have for want, have in ((flat, self.flat), (p, self.p), (q, self.q)))
         return same and self.length == buffer.numel() and self.flat.dtype is buffer.dtype
 
     def load(self, gradients: torch.Tensor, *, add: bool) -> None:
-        """Put the gradients into the matrix, added to the residual or replacing its content."""
+        """Put the gradients into the matrix: ``add`` True adds them to the residual that is there, False replaces it, with
+        zeros as padding."""
         part, padding = self.flat[: self.length], self.flat[self.length :]
         if add:
             torch.add(gradients, part, out=part)
@@ -174,8 +185,8 @@ class _Square:
             padding.zero_()
 
     def store(self, buffer: torch.Tensor, product: torch.Tensor) -> None:
-        """Write P Q^T into the bucket; ``product`` is flat memory for it. The matrix minus the product remains in ``flat``,
-        unless ``product`` is ``flat`` itself."""
+        """Compute P Q^T and copy its elements, without the padding, into the bucket. ``product``: flat memory for P Q^T.
+        Afterwards ``flat`` contains the matrix minus the product, unless ``product`` is ``flat`` itself."""
         torch.mm(self.p, self.q.t(), out=product.view(self.matrix.shape))
         buffer.copy_(product[: self.length])
         if product is not self.flat:

@@ -29,9 +29,10 @@ Tried: TypeAlias = dict[tuple[object, ...], bool]
 
 
 class TransposedProduct:
-    """``q = M^T p`` through views that are made once.
+    """Computes ``q = M^T p``, with views that are made once; the bits are those of ``torch.mm`` or ``torch.bmm``.
 
-    ``matrix``: ``n x m``, ``p``: ``n x r``, ``q``: ``m x r``, or a batch of each; the bits of ``torch.mm`` or ``torch.bmm``.
+    ``matrix`` (M): ``n x m``; ``p``: ``n x r``; ``q``: ``m x r``; or a batch of each. ``trial_results``: results of trials by
+    shape, shared with other products.
     """
 
     def __init__(self, matrix: torch.Tensor, p: torch.Tensor, q: torch.Tensor, trial_results: Tried) -> None:
@@ -42,7 +43,8 @@ class TransposedProduct:
         self._columns: _Columns | None = None
 
     def compute(self) -> None:
-        """Compute into ``q``."""
+        """Compute the product from the present values of the matrix and ``p``, into ``q``. The first call, and the first after
+        the number of threads changed, may run a trial."""
         threads = torch.get_num_threads()
         if threads != self._threads:  # the order of additions depends on it
             self._threads = threads
@@ -53,6 +55,8 @@ class TransposedProduct:
             self._columns.compute(self._transposed, self._p, self._q)
 
     def _choose(self) -> _Columns | None:
+        """Return the memory for a product column by column if that gives the same bits here, otherwise None: use the matrix
+        product."""
         transposed, rank = self._transposed, self._p.shape[-1]
         one = transposed.dim() == 2 or len(transposed) == 1
         full = transposed.device.type == "cpu" and transposed.dtype in (torch.float32, torch.float64)
@@ -68,9 +72,12 @@ class TransposedProduct:
         return columns if self._trial_results[case] else None
 
     def _is_identical(self, columns: _Columns) -> bool:
-        """Try on matrices of these shapes and offsets in a cache line. The order of additions does not depend on the values.
-        Where rows cancel each other, only rounding is left, which reveals another order; where all values are zero, the sign
-        does."""
+        """Return whether the product column by column has the bits of the matrix product, on trial matrices of these shapes
+        and offsets in a cache line.
+
+        The order of additions does not depend on the values. Where rows cancel each other, only rounding is left, which
+        reveals another order; where all values are zero, the sign does.
+        """
         generator = torch.Generator().manual_seed(0)
         matrix, p, q, other = (empty_aligned_like(of) for of in (self._transposed.mT, self._p, self._q, self._q))
         n = matrix.shape[-2]
@@ -99,30 +106,32 @@ class TransposedProduct:
 
 
 def cache_line_offset(tensor: torch.Tensor) -> int:
-    """The tensor's offset within a cache line, in elements: the order of additions may depend on it."""
+    """Return the offset of the tensor's memory within a cache line, in elements: the order of additions may depend on it."""
     return tensor.data_ptr() % _CACHE_LINE_BYTES // tensor.element_size()
 
 
 def empty_aligned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """New memory of the same shape and offset within a cache line."""
+    """Return a new uninitialised tensor of the same shape, at the same offset within a cache line."""
     begin = cache_line_offset(tensor)
     return tensor.new_empty(begin + tensor.numel())[begin:].view(tensor.shape)
 
 
 def _flushes_denormals() -> bool:
-    """True if this thread treats denormals as zero (``torch.set_flush_denormal``): the other threads of a product do not, and
-    which thread computes an element differs between a column and the whole product."""
+    """True if this thread treats denormals as zero (``torch.set_flush_denormal``). The other threads of a product do not, and
+    which thread computes an element differs between a product column by column and the whole product."""
     return not bool(torch.tensor(1e-310, dtype=torch.float64) * 1.0)
 
 
 class _Columns:
-    """Memory in which the columns of ``p`` and ``q`` are contiguous: a strided vector costs three times as much."""
+    """Memory for copies of ``p`` and ``q`` in which columns are contiguous: a product with a strided vector takes three times
+    as long."""
 
     def __init__(self, p: torch.Tensor, q: torch.Tensor) -> None:
         self._p, self._q = (of.new_empty(of.shape[-1], of.shape[-2]) for of in (p, q))
         self._column_pairs = list(zip(self._p.unbind(), self._q.unbind(), strict=True))
 
     def compute(self, transposed: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
+        """Compute ``q = transposed p``, one matrix-vector product per column."""
         matrix = transposed if transposed.dim() == 2 else transposed[0]
         self._p.copy_(p.view(p.shape[-2:]).t())
         for column, out in self._column_pairs:
@@ -134,10 +143,11 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Basis:
-    """A batch of matrices, ``b x n x r`` with ``r <= n``, whose columns are made orthonormal in place, step after step.
+    """A batch of matrices, ``b x n x r`` with ``r <= n``; ``orthogonalize`` makes their columns orthonormal in place. Raises
+    ``ValueError`` if ``r > n``.
 
-    torch's ``_orthogonalize`` over views that are made once: Gram-Schmidt up to rank 2 and in 16 bits (which have no QR), else a
-    QR factorisation, which ignores epsilon.
+    It computes what torch's ``_orthogonalize`` does, over views that are made once: Gram-Schmidt up to rank 2 and in 16 bits
+    (which have no QR), otherwise a QR factorisation, which ignores epsilon.
     """
 
     def __init__(self, matrices: torch.Tensor) -> None:
@@ -154,7 +164,7 @@ class Basis:
             self._columns = list(zip(torch.split(matrices, 1, dim=2), [*rest, None], strict=True))
 
     def orthogonalize(self, epsilon: float) -> None:
-        """Orthogonalize in place. ``epsilon`` is added to the norms; where it is 0, a column of zeros becomes NaN."""
+        """Make the columns orthonormal in place. ``epsilon`` is added to the norms; if it is 0, a column of zeros becomes NaN."""
         if self._triangle is not None:
             torch.linalg.qr(self.matrices, out=(self.matrices, self._triangle))
         for column, rest in self._columns:
@@ -169,9 +179,9 @@ _ROUNDS: Final = 2
 
 
 class OuterProduct:
-    """``average = P Q^T`` through views that are made once; the bits of ``torch.bmm``.
+    """Computes ``average = P Q^T``, with views that are made once; the bits are those of ``torch.bmm``.
 
-    ``average``: ``b x n x m``, ``p``: ``b x n x r``, ``q``: ``b x m x r``.
+    ``average``: ``b x n x m``; ``p``: ``b x n x r``; ``q``: ``b x m x r``. ``trial_results``: as in ``TransposedProduct``.
     """
 
     def __init__(self, average: torch.Tensor, p: torch.Tensor, q: torch.Tensor, trial_results: Tried) -> None:
@@ -181,7 +191,8 @@ class OuterProduct:
         self._blocked = False
 
     def compute(self) -> None:
-        """Compute into ``average``."""
+        """Compute the product of the present P and Q, into ``average``. The first call, and the first after the number of
+        threads changed, may run a trial."""
         threads = torch.get_num_threads()
         if threads != self._threads:  # the order of additions may depend on it
             self._threads = threads
@@ -192,6 +203,7 @@ class OuterProduct:
             torch.bmm(self._p, self._q.mT, out=self._average)
 
     def _choose(self) -> bool:
+        """True if the product in blocks of rows is worth trying here and gives the bits of ``torch.bmm``."""
         average, rank = self._average, self._p.shape[-1]
         full = average.device.type == "cpu" and average.dtype in (torch.float32, torch.float64)
         if rank < 2 or not full or len(average) != 1 or average.shape[1] % _ROWS:
@@ -211,8 +223,11 @@ class OuterProduct:
         return self._trial_results[case]
 
     def _is_identical(self) -> bool:
-        """Try on factors of these shapes and offsets in a cache line, using the memory of ``average`` and of one more matrix. The
-        order of additions does not depend on the values; where all products are zero, the sign of the first shows it."""
+        """Return whether the product in blocks of rows has the bits of ``torch.bmm``, on trial factors of these shapes and
+        offsets in a cache line. Overwrites ``average``, and needs memory for one more matrix.
+
+        The order of additions does not depend on the values; where all products are zero, the sign of the first shows it.
+        """
         generator = torch.Generator().manual_seed(0)
         p, q, other = (empty_aligned_like(of) for of in (self._p, self._q, self._average))
         for zeros in (False,) * _ROUNDS + (True,):
@@ -229,6 +244,7 @@ class OuterProduct:
 
 
 def _blocked_bmm(average: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
+    """Compute ``average = p q^T``, for a batch of one matrix, as a batch of blocks of ``_ROWS`` rows."""
     _, n, m = average.shape
     blocks = n // _ROWS
     torch.bmm(p.view(blocks, _ROWS, -1), q.mT.expand(blocks, -1, m), out=average.view(blocks, _ROWS, m))

@@ -43,7 +43,8 @@ next stage needs, or None where there is none."""
 
 @dataclass
 class _Begun:
-    """A bucket between two stages."""
+    """A bucket whose compression has begun but is not complete. ``average``: the future that DDP received; ``pending_work``:
+    the all-reduce that the next stage waits for, None if there is none."""
 
     stages: Stages
     buffer: torch.Tensor
@@ -51,13 +52,15 @@ class _Begun:
     pending_work: Any = None
 
     def advance(self) -> None:
+        """Wait for the pending all-reduce, and run the next stage."""
         if self.pending_work is not None:
             self.pending_work.wait()
         self.pending_work = next(self.stages, None)
 
 
 class LowRank(Algorithm):
-    """What ``powerSGD`` and ``batched_powerSGD`` share: torch's state, the warm-up, the order of issued work."""
+    """The common part of ``powerSGD`` and ``batched_powerSGD``: torch's state, the warm-up, and the order in which work is
+    issued."""
 
     def __init__(self, spec: PowerSGDSpec | BatchedPowerSGDSpec, setup: Setup) -> None:
         super().__init__(setup)
@@ -71,6 +74,9 @@ class LowRank(Algorithm):
         self._stream = torch.cuda.Stream(setup.device) if nccl else None  # type: ignore[no-untyped-call]
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
+        """Begin to average a bucket: by an all-reduce in the warm-up, by low-rank factors after it. Returns the future of the
+        bucket's average, and the bytes that this rank sends. After the warm-up, the futures of all buckets are completed in
+        the call for the last bucket at the latest."""
         buffer, state = bucket.buffer(), self.state
         if state.iter < state.start_powerSGD_iter:
             state.maybe_increase_iter(bucket)  # type: ignore[no-untyped-call]
@@ -92,58 +98,62 @@ class LowRank(Algorithm):
         return begun.average, sent * buffer.element_size()
 
     def _advance_previous(self, *, last: bool) -> None:
-        """Continue with Q of the second newest bucket; after the last bucket, also with Q of that one, and complete all."""
+        """Run the next stage (Q) of the second newest bucket. After the last bucket also that of the newest one, and then
+        complete all buckets."""
         for begun in self._in_flight[-2:] if last else self._in_flight[-2:-1]:
             begun.advance()
         if last:
             self._complete_all()
 
     def _complete_all(self) -> None:
+        """Run the last stage of all buckets that are not complete, and complete their futures."""
         for begun in self._in_flight:
             begun.advance()
             begun.average.set_result(begun.buffer)
         self._in_flight = []
 
     def _discard_all(self) -> None:
-        """Discard buckets that a backward pass left when it failed half-way."""
+        """Drop buckets that a failed backward pass left incomplete, after waiting for their all-reduces."""
         for begun in self._in_flight:
             if begun.pending_work is not None:
                 begun.pending_work.wait()
         self._in_flight = []
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
-        """As in the base class. Tensors: residuals, P and Q by parameter name, and the tensors of the rest of ``__getstate__()``;
-        the rest itself as JSON. Raises ``HookStateError`` if only some buckets have state."""
+        """Return this rank's state. Tensors: residuals, P and Q by parameter name, and the tensors in the rest of
+        ``__getstate__()``; the JSON part contains the rest itself. ``layout`` and ``copy``: as in the base class. Raises
+        ``HookStateError`` if only some buckets have state."""
         return state_by_name.capture(self.state, layout, self, copy=copy)
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
-        """Restore into torch's state object, through ``__setstate__``."""
+        """Restore the result of ``capture`` into torch's state object, through ``__setstate__``. Raises ``HookStateError``
+        naming the entry that does not fit."""
         if not isinstance(state, dict):
             raise HookStateError("state", "missing from the recorded state")
         state_by_name.restore(self.state, tensors, state, layout, self)
 
     def allocate_zeros(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A residual, P and Q of zeros, for a bucket of these parameters."""
+        """Return a residual, P and Q of zeros, flat, for a bucket with the parameters named in ``bucket``."""
         raise NotImplementedError
 
     def residuals(
         self, index: int, bucket: Sequence[str], residual: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Residuals by parameter name."""
+        """Yield ``(key, view)`` of every parameter's part of a bucket's flat residual; the key is ``residual/<parameter>``."""
         for name, view in state_by_name.residual_views(residual, bucket, self.setup.parameters):
             yield f"residual/{name}", view
 
     def factors(
         self, index: int, bucket: Sequence[str], p: torch.Tensor, q: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(key, view) pairs under which P and Q are stored."""
+        """Yield ``(key, view)`` under which the bucket's P and Q are stored."""
         raise NotImplementedError
 
     def norm_of(self, tensors: Mapping[str, torch.Tensor]) -> float | None:
         return state_by_name.captured_norm(self.state, tensors)
 
     def report(self, *, norm: bool = True) -> Report:
-        """Statistics of torch's state object."""
+        """Return the statistics of torch's state object. ``norm`` False: without the residuals' norm."""
         state = self.state
         rate, before, after = state.compression_stats()  # type: ignore[no-untyped-call]
         return Report(
@@ -157,43 +167,48 @@ class LowRank(Algorithm):
         )
 
     def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
-        """The number of elements that this rank sends, and the stages that put the compressed average into ``buffer``."""
+        """Return the number of elements that this rank sends for a bucket, and the stages that put the compressed average into
+        ``buffer``."""
         raise NotImplementedError
 
     def _stream_context(self) -> AbstractContextManager[Any]:
-        """Context in which the compression runs: on NCCL a separate stream, after what the caller's stream has queued, so that
-        the backward pass continues concurrently."""
+        """Return the context in which the compression runs: on NCCL a separate stream, after what the caller's stream has
+        queued, so that the backward pass continues concurrently; otherwise one without effect."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.setup.device))
         return torch.cuda.stream(self._stream)
 
     def _all_reduce(self, flat: torch.Tensor) -> Any:
-        """Begin to sum ``flat`` over the ranks. ``wait()`` of the result blocks the host on gloo, the stream on NCCL."""
+        """Start to sum ``flat`` over the ranks, in place. ``wait()`` of the returned work blocks the host on gloo, only the
+        stream on NCCL."""
         return dist.all_reduce(flat, group=self.group, async_op=True)
 
     def _count_elements(self, bucket: Any, before: int, after: int) -> None:
-        """Add to torch's statistics, and log them when that is due."""
+        """Add to torch's compression statistics the elements of a bucket ``before`` and ``after`` compression, and log them
+        when that is due."""
         self.state.total_numel_before_compression += before
         self.state.total_numel_after_compression += after
         report_compression(bucket, self.state)
 
     def _draw_random(self, qs: Sequence[Basis]) -> None:
-        """Draw a new random Q, equal on all ranks: torch's numbers, from a separate generator. (torch seeds the default
-        generators for it and restores only the CPU's, so that dropout on CUDA gets the same numbers on every rank.)"""
+        """Fill every Q with random numbers, equal on all ranks: the numbers that torch draws, but from a separate generator.
+        (torch seeds the default generators for it and restores only the CPU's, so that dropout on CUDA gets the same numbers
+        on every rank.)"""
         generator = torch.Generator().manual_seed(self.state.rng.randint(1_000_000_000))
         for q in qs:
             q.matrices.copy_(torch.randn(q.matrices.shape, dtype=q.matrices.dtype, generator=generator))
 
 
 class PowerSGD(LowRank):
-    """One P and one Q per parameter that is worth compressing; the rest is averaged uncompressed."""
+    """PowerSGD with a P and a Q for each parameter that is worth compressing; other gradients are averaged uncompressed."""
 
     def __init__(self, spec: PowerSGDSpec, setup: Setup) -> None:
         super().__init__(spec, setup)
         self._plans: dict[int, Plan] = {}
 
     def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
+        """Prepare a bucket's views and add the residual; returns the number of elements to send, and the stages."""
         index = bucket.index()
         total = self._add_residual(index, buffer)
         plan = self._plan(bucket, buffer, total, names)
@@ -203,6 +218,9 @@ class PowerSGD(LowRank):
         return plan.elements_sent, self._stages(plan, index)
 
     def _stages(self, plan: Plan, index: int) -> Stages:
+        """Compress one bucket in stages: a generator that yields the all-reduce of P, then that of Q, and then puts the
+        average into the bucket and the rest into the residual. The caller waits for a yielded all-reduce before it continues;
+        None stands for no all-reduce."""
         state, small = self.state, None
         if plan.uncompressed.numel():
             torch.cat(plan.uncompressed_sources, out=plan.uncompressed)
@@ -221,7 +239,8 @@ class PowerSGD(LowRank):
             plan.total.sub_(plan.buffer)  # the intended update minus the applied one: the new residual
 
     def _add_residual(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
-        """The sum of gradients and residual: in the residual's memory, or in the bucket's without error feedback."""
+        """Return the sum of a bucket's gradients and residual. It is in the residual's memory; without error feedback it is
+        ``buffer`` itself."""
         if not self.state.use_error_feedback:
             return buffer
         residual = self.state.error_dict.get(index)
@@ -232,7 +251,8 @@ class PowerSGD(LowRank):
         return residual
 
     def _factorise(self, plan: Plan) -> Stages:
-        """Replace the bucket's compressed gradients by their low-rank average."""
+        """Replace the bucket's compressed gradients by their low-rank average: a generator that yields the all-reduce of P,
+        then that of Q."""
         epsilon = self.state.orthogonalization_epsilon
         for product in plan.products:
             product.q.orthogonalize(epsilon)
@@ -253,7 +273,7 @@ class PowerSGD(LowRank):
                 foreach_copy_(product.targets, product.average.unbind())
 
     def allocate_zeros(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A residual, P and Q of zeros, for a bucket of these parameters."""
+        """Return a residual, P and Q of zeros, flat, for a bucket with the parameters named in ``bucket``."""
         numels = state_by_name.factor_numels(state_by_name.low_rank_places(self.state, self._shapes(bucket)))
         dtype = self.setup.dtype(bucket[0])
         length = sum(self.setup.parameters[name].numel() for name in bucket)
@@ -263,7 +283,8 @@ class PowerSGD(LowRank):
     def factors(
         self, index: int, bucket: Sequence[str], p: torch.Tensor, q: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """P and Q by parameter name."""
+        """Yield ``(key, view)`` of P and Q of every compressed parameter; the keys are ``p/<parameter>`` and
+        ``q/<parameter>``."""
         places = state_by_name.low_rank_places(self.state, self._shapes(bucket))
         for place, p_part, q_part in zip(places, *state_by_name.factor_views(places, p, q), strict=True):
             yield f"p/{place.name}", p_part
@@ -273,7 +294,7 @@ class PowerSGD(LowRank):
         return {name: self.setup.parameters[name].shape for name in names}
 
     def _plan(self, bucket: Any, buffer: torch.Tensor, total: torch.Tensor, names: Sequence[str]) -> Plan:
-        """The bucket's views: those of the previous step, if they still refer to its memory."""
+        """Return the bucket's views: those of the previous step if they still refer to the same memory, otherwise new ones."""
         state, index = self.state, bucket.index()
         plan = self._plans.get(index)
         factors = (state.p_memory_dict[index], state.q_memory_dict[index]) if index in state.p_memory_dict else None

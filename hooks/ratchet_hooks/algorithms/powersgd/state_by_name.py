@@ -41,13 +41,14 @@ _PER_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 def make_state(spec: PowerSGDSpec | BatchedPowerSGDSpec, group: dist.ProcessGroup) -> PowerSGDState:
-    """torch's state object with the parameters of ``spec``."""
+    """Return a new ``PowerSGDState`` of torch, with the parameters of ``spec``."""
     return PowerSGDState(process_group=group, **spec.parameters())
 
 
 @dataclass(frozen=True)
 class LowRankPlace:
-    """Position of one compressed parameter's P and Q in its bucket's flat tensors (in elements)."""
+    """Where one compressed parameter's P and Q are in the flat P and Q of its bucket. Starts are in elements; P is n x r, Q is
+    m x r for a parameter of n x m."""
 
     name: str
     p_start: int
@@ -57,7 +58,8 @@ class LowRankPlace:
 
 
 def low_rank_places(state: PowerSGDState, shapes: Mapping[str, torch.Size]) -> list[LowRankPlace]:
-    """The compressed parameters of a bucket in the order of ``powerSGD_hook``: grouped by shape, batched or not."""
+    """Return the places of a bucket's compressed parameters, in the order of ``powerSGD_hook``: grouped by shape. ``shapes``:
+    of the bucket's parameters by name, in order; those that are not worth compressing are left out."""
     by_shape: dict[tuple[int, int], list[str]] = {}
     for name, shape in shapes.items():
         n = shape[0]
@@ -76,14 +78,14 @@ def low_rank_places(state: PowerSGDState, shapes: Mapping[str, torch.Size]) -> l
 
 
 def factor_numels(places: Sequence[LowRankPlace]) -> tuple[int, int]:
-    """Number of elements of a bucket's flat P and Q."""
+    """Return the number of elements of a bucket's flat P, and of its flat Q."""
     return sum(a.p_shape[0] * a.p_shape[1] for a in places), sum(a.q_shape[0] * a.q_shape[1] for a in places)
 
 
 def factor_views(
     places: Sequence[LowRankPlace], p: torch.Tensor, q: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """P and Q of every place, cut out of the bucket's flat ones."""
+    """Return views of P and of Q of every place, in the flat P and Q of the bucket."""
     return [_slice_view(p, a.p_start, a.p_shape) for a in places], [
         _slice_view(q, a.q_start, a.q_shape) for a in places
     ]
@@ -92,38 +94,42 @@ def factor_views(
 def residual_views(
     flat: torch.Tensor, bucket: Sequence[str], parameters: Parameters
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, view in the parameter's shape) for every slice of a bucket's flat residual; memory order as in DDP's buckets."""
+    """Yield ``(name, view)`` of every parameter's part of a bucket's flat residual. The view has the parameter's shape and
+    memory order, as in DDP's buckets."""
     yield from zip(bucket, parameter_views(flat, [parameters[name] for name in bucket]), strict=True)
 
 
 class Shelf(Protocol):
-    """How a hook names and cuts the flat tensors of one bucket for storing."""
+    """Names and views under which a hook stores the flat tensors of one bucket. ``LowRank`` implements it."""
 
     unused: frozenset[str]
     """Slots of torch's state that the hook does not use: they may differ from the recorded ones."""
 
     def allocate_zeros(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A residual, P and Q of zeros as the hook keeps them for a bucket of these parameters."""
+        """Return a residual, P and Q of zeros, in the form in which the hook keeps them for a bucket of these parameters."""
         ...
 
     def residuals(
         self, index: int, bucket: Sequence[str], residual: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(key, view) of everything in it; keys begin with ``residual``."""
+        """Yield ``(key, view)`` of everything in the residual of bucket ``index``; keys begin with ``residual``."""
         ...
 
     def factors(
         self, index: int, bucket: Sequence[str], p: torch.Tensor, q: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(key, view) of everything in P and Q; keys begin with ``p/`` and ``q/``."""
+        """Yield ``(key, view)`` of everything in P and Q of bucket ``index``; keys begin with ``p/`` and ``q/``."""
         ...
 
 
 def capture(
     state: PowerSGDState, layout: Layout | None, shelf: Shelf, *, copy: bool = True
 ) -> tuple[Tensors, dict[str, JsonValue]]:
-    """Return everything in ``state``; ``copy`` False: views of its residuals, P and Q. ``layout`` may be None only before the
-    first iteration. Raises ``HookStateError`` where only some buckets have state: ``restore`` would refuse that."""
+    """Return everything in ``state``: tensors by key, and the JSON part. ``layout``: the parameter names per bucket, None only
+    before the first iteration. ``copy`` False: the residuals, P and Q are views of those in ``state``.
+
+    Raises ``HookStateError`` if only some buckets have state, which ``restore`` would refuse.
+    """
     with _suppress_group_warning():
         slots: dict[str, Any] = state.__getstate__()  # type: ignore[no-untyped-call]
     errors, ps, qs = (slots.pop(key) for key in _PER_BUCKET)
@@ -154,7 +160,9 @@ def restore(
     state: PowerSGDState, tensors: Mapping[str, torch.Tensor], data: Mapping[str, JsonValue], layout: Layout | None,
     shelf: Shelf,
 ) -> None:  # fmt: skip
-    """Put a captured state into ``state`` through ``__setstate__``; its process group stays attached."""
+    """Put a captured state (``tensors`` and its JSON part ``data``) into ``state`` through ``__setstate__``, in the buckets of
+    ``layout``; the process group of ``state`` stays attached. Raises ``HookStateError`` naming the entry that does not fit;
+    ``state`` is then unchanged."""
     slots = to_slots(state, tensors, data, layout, shelf)
     group = state.process_group
     with _suppress_group_warning():
@@ -166,7 +174,8 @@ def to_slots(
     state: PowerSGDState, tensors: Mapping[str, torch.Tensor], data: Mapping[str, JsonValue], layout: Layout | None,
     shelf: Shelf,
 ) -> dict[str, Any]:  # fmt: skip
-    """A captured state in the form of ``__getstate__``, on the buckets of ``layout``; ``state`` has the hyperparameters."""
+    """Return a captured state in the form of ``PowerSGDState.__getstate__``, in the buckets of ``layout``. ``state`` is not
+    changed; its hyperparameters must equal the recorded ones. Raises ``HookStateError`` naming the entry that does not fit."""
     rest = {name.removeprefix("state/"): t for name, t in tensors.items() if name.startswith("state/")}
     slots = decode(rest, data.get("slots"))
     free = {"compression_stats_logging_frequency", *shelf.unused}
@@ -192,6 +201,8 @@ def to_slots(
 
 
 def _check_slots(state: PowerSGDState, slots: object, ignored: Set[str]) -> None:
+    """Raise ``HookStateError`` if recorded slots are missing or unknown, or a hyperparameter that is not ``ignored`` differs
+    from that of ``state``."""
     expected = set(state.__slots__) - {"process_group", *_PER_BUCKET}
     if not isinstance(slots, dict) or set(slots) != expected:
         found = set(slots) if isinstance(slots, dict) else set()
@@ -207,12 +218,13 @@ def _check_slots(state: PowerSGDState, slots: object, ignored: Set[str]) -> None
 
 
 class _Taken:
-    """Copies recorded tensors to their places, checks shape and dtype, and checks that none is left over."""
+    """Copies recorded tensors to their places, checking shape and dtype; ``finish`` checks that all of them were used."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = {name: t for name, t in tensors.items() if not name.startswith("state/")}
 
     def copy_into(self, name: str, place: torch.Tensor) -> None:
+        """Copy the recorded tensor ``name`` into ``place``. Raises ``HookStateError`` if it is missing or does not fit."""
         tensor = self._tensors.pop(name, None)
         if tensor is None:
             raise HookStateError(name, "missing from the recorded state")
@@ -224,19 +236,22 @@ class _Taken:
         place.copy_(tensor)
 
     def finish(self) -> None:
+        """Raise ``HookStateError`` if a recorded tensor was not copied."""
         if self._tensors:
             raise HookStateError(min(self._tensors), "recorded, but the model has no parameter for it")
 
 
 def residual_norm(state: PowerSGDState) -> float | None:
-    """L2 norm over all buckets, added up in float64; None without error feedback or before compression."""
+    """Return the L2 norm of the residuals of all buckets, added up in float64: None without error feedback, 0.0 before
+    compression begins."""
     if not state.use_error_feedback:
         return None
     return float(sum((_sum_of_squares(e) for e in state.error_dict.values()), 0.0) ** 0.5)
 
 
 def captured_norm(state: PowerSGDState, tensors: Mapping[str, torch.Tensor]) -> float | None:
-    """The same from the result of ``capture``. The tensors' sums are added in another order: the last digit may differ."""
+    """Return the same norm as ``residual_norm``, from the tensors that ``capture`` returned. The sums are added in another
+    order: the last digit may differ."""
     if not state.use_error_feedback:
         return None
     parts = (_sum_of_squares(t.reshape(-1)) for name, t in tensors.items() if name.startswith("residual"))
@@ -244,8 +259,8 @@ def captured_norm(state: PowerSGDState, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def _sum_of_squares(flat: torch.Tensor) -> float:
-    """Sum of the squares, in float64. On the CPU chunk by chunk: nine times as fast as ``vector_norm``, and without a copy of
-    everything."""
+    """Return the sum of the squares, added up in float64. On the CPU it is computed chunk by chunk: nine times as fast as
+    ``vector_norm``, and without a copy of everything."""
     if flat.is_cuda:
         return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
     parts = (chunk.double() for chunk in torch.split(flat, _CHUNK))
@@ -253,11 +268,13 @@ def _sum_of_squares(flat: torch.Tensor) -> float:
 
 
 def memory_bytes(state: PowerSGDState) -> int:
+    """Return the bytes of all residuals, P and Q in ``state``."""
     return sum(t.nbytes for key in _PER_BUCKET for t in getattr(state, key).values())
 
 
 def check_parameters(parameters: Parameters) -> None:
-    """Raise ``UnsupportedModel`` for shapes that torch's hook fails on at its first compressed step."""
+    """Raise ``UnsupportedModel`` for a parameter without dimensions or elements: torch's hook fails on it at its first
+    compressed step."""
     for name, parameter in parameters.items():
         if parameter.dim() == 0 or parameter.numel() == 0:
             cure = "make it one-dimensional" if parameter.dim() == 0 else "set its requires_grad to False"
@@ -268,7 +285,7 @@ def check_parameters(parameters: Parameters) -> None:
 
 @contextmanager
 def _suppress_group_warning() -> Iterator[None]:
-    """Suppress torch's message that the process group is not saved: it is attached again here."""
+    """Context manager: suppress torch's log message that the process group is not saved; here it is attached again."""
     logger = logging.getLogger(torch_powersgd.__name__)
 
     def drop(record: logging.LogRecord) -> bool:

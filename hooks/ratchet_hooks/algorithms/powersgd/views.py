@@ -20,7 +20,7 @@ from ratchet_hooks.algorithms.powersgd.state_by_name import (
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix M of ``n x m``, or ``b`` of them in one batch, and the factors of their average, ``P Q^T``."""
+    """Views of one matrix M of ``n x m``, or of ``b`` matrices in one batch, and of the factors of their average ``P Q^T``."""
 
     matrix: torch.Tensor
     """``b x n x m``: a view of the sum of gradients and residual; for several matrices, memory for a copy of them."""
@@ -41,18 +41,19 @@ class Product:
 
 
 class Plan:
-    """All views of one bucket; valid while ``is_reusable`` returns True.
+    """All views of one bucket. They may be used again while ``is_reusable`` returns True.
 
-    ``total`` is the sum of gradients and residual, which is compressed; it is in the residual's memory, or without error feedback
-    in the bucket's. ``p`` and ``q`` are flat, in the order of ``state_by_name.low_rank_places``; ``uncompressed`` holds the
-    uncompressed gradients. Since a plan keeps the bucket's memory alive, an equal address means the same memory.
+    ``total`` is the sum of gradients and residual, which is compressed; it is in the residual's memory, or without error
+    feedback in the bucket's. ``p`` and ``q`` are flat, in the order of ``state_by_name.low_rank_places``; ``uncompressed`` has
+    memory for the uncompressed gradients. A plan keeps the bucket's memory alive, so an equal address means the same memory.
     """
 
     def __init__(
         self, state: PowerSGDState, shapes: Mapping[str, torch.Size], buffer: torch.Tensor, total: torch.Tensor,
         factors: tuple[torch.Tensor, torch.Tensor] | None, trial_results: Tried,
     ) -> None:  # fmt: skip
-        """``shapes``: of the bucket's parameters, by name, in order. ``factors``: P and Q of the previous step."""
+        """``shapes``: of the bucket's parameters, by name, in order. ``buffer``: the bucket. ``factors``: P and Q of the
+        previous step; None: new ones are allocated."""
         self._trial_results = trial_results
         self.names, self.buffer, self.total = list(shapes), buffer, total
         numels = [shape.numel() for shape in shapes.values()]
@@ -79,7 +80,8 @@ class Plan:
         self, buffer: torch.Tensor, total: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor] | None,
         names: Sequence[str],
     ) -> bool:  # fmt: skip
-        """True if the views are of these tensors."""
+        """True if the views refer to exactly these tensors, for a bucket of the same parameters; ``factors`` None: there is no
+        P and Q yet."""
         return (
             self.buffer.data_ptr() == buffer.data_ptr()
             and self.buffer.numel() == buffer.numel()
@@ -92,6 +94,8 @@ class Plan:
     def _product(
         self, group: Sequence[LowRankPlace], inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> Product:
+        """Return the views of one group of places of equal shape. ``inputs``: each parameter's part of ``total``; ``outputs``:
+        its part of the bucket."""
         first, count = group[0], len(group)
         (n, rank), m = first.p_shape, first.q_shape[0]
         p = self.p.narrow(0, first.p_start, count * n * rank).view(count, n, rank)
@@ -108,7 +112,8 @@ class Plan:
 
 
 def _groups(places: Sequence[LowRankPlace], *, batched: bool) -> list[list[LowRankPlace]]:
-    """Consecutive places of equal shape together, or each alone."""
+    """Split the places into groups that are compressed together: with ``batched`` consecutive places of equal shape, otherwise
+    each place alone."""
     if not batched:
         return [[place] for place in places]
     return [list(group) for _, group in groupby(places, key=lambda place: (place.p_shape, place.q_shape))]

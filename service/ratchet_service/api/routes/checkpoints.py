@@ -1,4 +1,4 @@
-"""Attempts and checkpoints of a job."""
+"""Routes for attempts and checkpoints of a job."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ _EXPORTED: Final[dict[int | str, dict[str, Any]]] = {
 
 @router.get("/v1/jobs/{job_id}/attempts", dependencies=[needs(Scope.JOBS_READ)], summary="List attempts")
 def list_attempts(service: ServiceDep, job_id: str, limit: Limit = 50, cursor: Cursor = None) -> Page[AttemptView]:
-    """Newest first."""
+    """The job's attempts, newest first."""
     with service.database.read() as session:
         return job_history.list_attempts(session, job_id, limit, cursor)
 
 
 @router.get("/v1/jobs/{job_id}/attempts/{number}", dependencies=[needs(Scope.JOBS_READ)], summary="Read an attempt")
 def get_attempt(service: ServiceDep, job_id: str, number: str) -> AttemptView:
-    """With outcome, cause, steps done and lost, and the resume report."""
+    """One attempt, with its outcome, cause, steps done and lost, and resume report."""
     with service.database.read() as session:
         view = job_history.get_attempt(session, job_id, number)
     return view.model_copy(
@@ -80,7 +80,7 @@ def list_checkpoints(
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> Page[CheckpointView]:
-    """Newest step first."""
+    """The job's checkpoints, newest step first."""
     with service.database.read() as session:
         return checkpoints.list_checkpoints(session, job_id, tuple(state or ()), limit, cursor)
 
@@ -89,7 +89,7 @@ def list_checkpoints(
     "/v1/jobs/{job_id}/checkpoints/{checkpoint_id}", dependencies=[needs(Scope.JOBS_READ)], summary="Read a checkpoint"
 )
 def get_checkpoint(service: ServiceDep, job_id: str, checkpoint_id: str) -> CheckpointDetail:
-    """With its manifest, if it is still on the disk."""
+    """One checkpoint, with its manifest if it is still on the disk."""
     with service.database.read() as session:
         return checkpoints.checkpoint_detail(session, job_id, checkpoint_id, service.settings.paths)
 
@@ -115,8 +115,9 @@ async def export_checkpoint(
         ),
     ] = "safetensors",
 ) -> Response:
-    """If the ranks' replicas differ, the model is their mean; buffers are rank 0's. Made with the job's own interpreter, which
-    takes as long as reading and writing the files takes."""
+    """The checkpoint as files for other programs. If the ranks' replicas differ, the model is their mean; buffers are rank 0's.
+    The files are made with the job's own interpreter if the job runs on the service's machine, else with the service's. The
+    response begins when they are complete, which takes as long as reading and writing the files takes."""
     async with disconnect_event(request) as disconnect:
         exported = await run_in_threadpool(service.exporter.export, job_id, checkpoint_id, format, disconnect.is_set)
     headers = {
@@ -143,9 +144,9 @@ def compare(
     checkpoint: Annotated[str | None, Query(description="Checkpoint of the first job. Default: see above.")] = None,
     with_checkpoint: Annotated[str | None, Query(description="Checkpoint of the second job.")] = None,
 ) -> ComparisonView:
-    """Every tensor and every rank's state: at the first step, of those with a checkpoint of both, at which they differ; if
-    they are identical at all of them, at the
-    newest. Takes as long as reading the files takes, unless the recorded digests are the same."""
+    """Compares every tensor and every rank's state. Compared is the first step at which the jobs differ, of the steps at which
+    both have a checkpoint; if they are identical at all of these, the newest one. It takes as long as reading the files takes,
+    unless the recorded digests are the same."""
     return service.comparer.compare(job_id, with_job_id, checkpoint, with_checkpoint)
 
 
@@ -157,9 +158,9 @@ def compare(
     summary="Read every byte and compare with the digests",
 )
 def verify(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) -> Response:
-    """Takes as long as reading the files takes. A damaged checkpoint is moved to the quarantine (`state: quarantined`), and
-    the job continues from the one before it. While an attempt may be using it, it is not moved until that attempt has
-    ended."""
+    """Reads the whole checkpoint, and takes as long as that. A damaged checkpoint is moved to the quarantine (`state:
+    quarantined`), and the job continues from the one before it. While an attempt may be using it, it is not moved until that
+    attempt has ended."""
     poster, data = post
     parse(Nothing, data)
     paths = service.settings.paths
@@ -179,7 +180,7 @@ def verify(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str)
     summary="Pin or unpin a checkpoint",
 )
 def pin(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) -> Response:
-    """Retention never deletes a pinned checkpoint; deleting the job does."""
+    """Pins or unpins the checkpoint. Retention never deletes a pinned checkpoint; deleting the job does."""
     poster, data = post
     request = parse(PinRequest, data)
     paths = service.settings.paths
@@ -197,8 +198,9 @@ def pin(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) ->
     summary="Delete checkpoints that no attempt will start from",
 )
 def prune_checkpoints(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
-    """Branches that a resume from an earlier step left behind (`lineage: abandoned`), checkpoints of attempts that had lost their
-    lease, and remains of saves. Pinned checkpoints stay, and so do files that a running attempt may be writing."""
+    """Deletes the branches that a resume from an earlier step left behind (`lineage: abandoned`), the checkpoints of attempts
+    that had lost their lease, and the remains of saves. Pinned checkpoints stay, and so do files that a running attempt may be
+    writing."""
     poster, data = post
     request = parse(PruneRequest, data)
     paths = service.settings.paths

@@ -1,4 +1,5 @@
-"""Code on its way: from clients whose directories the service does not see, and to the agents of nodes that do not have it."""
+"""Routes that transfer code: from clients whose directories the service cannot read, and to the agents of nodes that do not have
+it."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def fetch_code(
     digest: str,
     authorization: Annotated[str | None, Header(description="Bearer and the token of the attempt.")] = None,
 ) -> StreamingResponse:
-    """The snapshot of `code` or the file of `start_from` with this digest. 409 `stale-attempt`: the attempt is over."""
+    """The job's code, or the file of `start_from`, with this digest. 409 `stale-attempt`: the attempt is over."""
     attempt = code_transfer.parse_attempt_number(number)
     with (
         count_stale_requests(service.database, job_id, attempt, "a request for code"),
@@ -68,7 +69,8 @@ def fetch_code(
     summary="Check whether the service has a tree of code",
 )
 def look_for_code(service: ServiceDep, digest: Digest) -> Response:
-    """204: any caller's spec may name it as `code.digest` in the next ten minutes. 404 `code-not-found`: send it."""
+    """204: the service has the code, and any caller's spec may name it as `code.digest` in the next ten minutes. 404
+    `code-not-found`: the client must send it."""
     service.uploads.renew(digest)
     return Response(status_code=204)
 
@@ -84,6 +86,7 @@ def look_for_code(service: ServiceDep, digest: Digest) -> Response:
     summary="Send a tree of code",
 )
 async def put_code(service: ServiceDep, digest: Digest, request: Request) -> Response:
-    """Kept for ten minutes, and while a job uses it. `code-archive-invalid`: it is not the tree with the digest."""
+    """Stores the code. It is kept for ten minutes, and while a job uses it. `code-archive-invalid`: the archive is not the tree
+    with the digest."""
     made = await service.uploads.receive(request, digest)
     return Response(status_code=201 if made else 200, headers={"Location": f"/v1/code/{digest}"})

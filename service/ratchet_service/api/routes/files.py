@@ -1,4 +1,4 @@
-"""What a job left in its working directory: listed, one file, a directory as a tar."""
+"""Routes for the files in a job's working directory: a list, one file, a directory as a tar."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def list_files(
     limit: Annotated[int, Query(ge=1, le=1000, description="Items per page.")] = 100,
     cursor: Annotated[str | None, Query(max_length=16_384, description="`next_cursor` of the previous page.")] = None,
 ) -> Page[FileView]:
-    """The files in its working directory, sorted by name, each directory before its content. Symbolic links are shown and not
-    followed. Also of a job that was deleted without its outputs."""
+    """The files in the job's working directory, sorted by name, each directory before its content. Symbolic links are listed and
+    not followed. Also for a job that was deleted without its outputs."""
     response.headers.update(_NO_SNIFFING)  # names are users' own text
     return service.files.page(
         job_id, path, recursive=recursive, include_unchanged=everything, limit=limit, cursor=cursor
@@ -94,7 +94,7 @@ def get_file(
         str | None, Header(description="The `ETag` of the part before: the whole file if it has changed since.")
     ] = None,
 ) -> Response:
-    """Its content when it is opened: later writes are not in the response."""
+    """The file's content, or the bytes of `Range`. What is appended after the file was opened is not in the response."""
     content = service.files.content(job_id, path)
     try:
         part = byte_range.parse_range(wanted, content.size) if if_range in (None, content.etag) else None
@@ -128,8 +128,8 @@ def get_file(
     summary="Read a directory of a job's files as a tar",
 )
 def get_archive(service: ServiceDep, job_id: str, path: Below = "", everything: All = False) -> Response:
-    """Files and directories alone: links, FIFOs and devices are left out, and `Ratchet-Notes` says how many. Each file has
-    its content at the time when it is added."""
+    """A tar with files and directories only: links, FIFOs and devices are left out, and `Ratchet-Notes` has their number. Each
+    file has its content at the time when it is added."""
     archive = service.files.archive(job_id, path, include_unchanged=everything)
     headers = {
         **_attachment_headers(archive.name),
@@ -142,8 +142,8 @@ def get_archive(service: ServiceDep, job_id: str, path: Below = "", everything: 
 
 
 def _attachment_headers(name: str) -> dict[str, str]:
-    """A browser saves it, under its own name, and takes it for nothing but bytes (RFC 6266, RFC 8187): users' code may have
-    written a page with scripts."""
+    """Return headers that make a browser save the response under the file's own name, as plain bytes (RFC 6266, RFC 8187). A
+    browser must not show it: users' code may have written a page with scripts."""
     raw = name.encode("utf-8", "surrogateescape")
     plain = "".join(chr(c) if 0x20 <= c < 0x7F and chr(c) not in '"\\%' else "_" for c in raw)
     return {

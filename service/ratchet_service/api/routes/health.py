@@ -23,28 +23,33 @@ log = logging.getLogger(__name__)
 
 
 class Alive(BaseModel):
+    """The process answers requests."""
+
     status: str = "ok"
     version: str = RATCHET_VERSION
 
 
 class Ready(Alive):
+    """The service can accept requests. ``components``: the state of each checked component, by name."""
+
     components: dict[str, Component]
 
 
 @router.get("/healthz", dependencies=[OPEN], summary="The process answers")
 def healthz() -> Alive:
-    """Nothing else is checked: a process that responds must not be killed because its database is unavailable."""
+    """200 as long as the process answers. Nothing else is checked: a process that answers must not be killed because its database
+    is unavailable."""
     return Alive()
 
 
 @router.get("/readyz", dependencies=[OPEN], response_model=Ready, summary="The service can take requests")
 def readyz(service: ServiceDep, request: Request) -> Ready | Response:
-    """200 with the checked components. 503 with a code: `database-unavailable`; `schema-newer`, `schema-older`,
-    `schema-unsupported` (the database is not of this version's revision); `run-directory-unwritable`; `reconciler-failing` (the
-    last rounds of this process's own failed); `reconciler-stalled` (it has finished none for a minute, or all ends of attempts
-    that it may make at one time take longer);
-    `shutting-down`. 507 `disk-full`. Reconcilers of other processes appear as a component, and change nothing: an API without
-    one still takes requests."""
+    """200 with the checked components if the service can accept requests. Else 503 with a code: `database-unavailable`;
+    `schema-newer`, `schema-older`, `schema-unsupported` (the database does not have this version's revision);
+    `run-directory-unwritable`; `reconciler-failing` (the last rounds of this process's reconciler failed); `reconciler-stalled`
+    (this process's reconciler has finished no round for a minute, or it finishes its maximum number of attempts and each takes
+    longer than that); `shutting-down`. 507 `disk-full`. Reconcilers of other processes are a component, and never make this
+    process unready: an API without a reconciler still accepts requests."""
     health = service.health
     try:
         found = check(health, service.database, service.settings.paths)

@@ -1,4 +1,4 @@
-"""Every communication hook by name, from the registry."""
+"""Routes for the communication hooks, by name, from the registry."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ router = APIRouter(tags=["hooks"])
 
 @router.get("/v1/hooks", dependencies=[needs(Scope.JOBS_READ)], summary="List hooks")
 def list_hooks() -> Page[HookInfo]:
-    """Parameters as JSON schema, back ends, warnings; also those that are named but not available yet."""
+    """All hooks, with their parameters as a JSON schema, back ends and warnings. Hooks that are named but not available yet are
+    included."""
     return Page[HookInfo](items=[_info(entry) for entry in HOOKS.values()])
 
 
 @router.get("/v1/hooks/{name}", dependencies=[needs(Scope.JOBS_READ)], summary="Read a hook")
 def get_hook_info(name: str) -> HookInfo:
-    """torch's name, with or without `_hook`."""
+    """One hook, by torch's name, with or without `_hook`."""
     entry = HOOKS.get(canonical_hook_name(name))
     if entry is None:
         raise NotFound(f"no hook is named {name!r}{suggestion(name, HOOKS)}", code="hook-not-found")
@@ -32,6 +33,7 @@ def get_hook_info(name: str) -> HookInfo:
 
 
 def _info(entry: HookEntry) -> HookInfo:
+    """Return the API's view of a hook's registry entry."""
     return HookInfo(
         name=entry.name,
         title=entry.title,

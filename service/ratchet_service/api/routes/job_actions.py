@@ -1,4 +1,4 @@
-"""What may be asked of a job: suspend, resume, cancel, preempt, checkpoint, fork."""
+"""Routes for the actions on a job: suspend, resume, cancel, preempt, checkpoint, fork."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STOP_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class Nothing(BaseModel):
-    """The body of an action without parameters: none, or an empty object."""
+    """The body of an action without parameters: no body, or an empty object."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,6 +39,9 @@ class Nothing(BaseModel):
 def _run_change(
     service: Service, poster: Poster, change: Callable[[Session], Job], *, accepted: bool = False
 ) -> Response:
+    """Run ``change`` on the job, once per Idempotency-Key, wake the reconciler, and return the job. ``accepted``: the status is
+    202 in any case."""
+
     def effect(session: Session, _: None) -> Reply:
         return _job_reply(session, change(session), accepted=accepted)
 
@@ -48,11 +51,14 @@ def _run_change(
 
 
 def _job_reply(session: Session, job: Job, *, accepted: bool = False) -> Reply:
+    """Return the job as an answer: 202 if ``accepted``, or if the job has not reached its desired state yet; else 200."""
     status = 202 if accepted or job.desired is not Desired.RUN else 200
     return reply(status, job_view(session, job), ETag=queries.etag(job))
 
 
 def _run_event(service: Service, post: tuple[Poster, Any], job_id: str, event: Event) -> Response:
+    """Apply ``event`` to the job, for an action without parameters, and return the job. Raises ``SpecError`` if there is a
+    parameter."""
     poster, data = post
     parse(Nothing, data)
     return _run_change(service, poster, lambda session: job_actions.apply_action(session, job_id, event))
@@ -67,7 +73,7 @@ def _run_event(service: Service, post: tuple[Poster, Any], job_id: str, event: E
     summary="Save and release",
 )
 def suspend(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
-    """The group saves at a step that all ranks agree on and ends; the job waits for `resume`."""
+    """The group saves at a step that all ranks agree on and ends; the job then waits for `resume`."""
     return _run_event(service, post, job_id, Event.SUSPEND)
 
 
@@ -80,7 +86,7 @@ def suspend(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     summary="End a job",
 )
 def cancel(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
-    """The group ends; checkpoints stay, and the job may be resumed later."""
+    """The group ends; the checkpoints stay, and the job may be resumed later."""
     return _run_event(service, post, job_id, Event.CANCEL)
 
 
@@ -93,7 +99,8 @@ def cancel(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     summary="Save, stop and queue again",
 )
 def preempt(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
-    """As if its machine were taken away: it counts against `max_preemptions`."""
+    """The group saves and ends, and the job is queued again, as if its machine were taken away: it counts against
+    `max_preemptions`."""
     return _run_event(service, post, job_id, Event.PREEMPT)
 
 
@@ -121,12 +128,11 @@ def checkpoint(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     summary="Go on",
 )
 def resume(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
-    """A suspended, failed or cancelled job is queued again; with `from_step` from an older checkpoint of its lineage.
+    """Queues a suspended, failed or cancelled job again; with `from_step`, it continues from an older checkpoint of its lineage.
 
-    `world` gives it another number of ranks, `hook` another hook, wrapper or parameters, which is not exact: `on_hook_mismatch`
-    decides what happens to the hook's
-    state. `code` takes a new snapshot of its code, which is not exact either, unless no file has
-    changed. All changes are stored in the spec, and all require a job without a running attempt.
+    `world` gives it another number of ranks. `hook` gives it another hook, wrapper or parameters; such a resume is not exact, and
+    `on_hook_mismatch` decides what happens to the hook's state. `code` takes a new snapshot of its code; such a resume is not
+    exact either, unless no file has changed. All changes are stored in the spec, and all require a job without a running attempt.
     """
     poster, data = post
     request = parse(ResumeRequest, data)
@@ -152,7 +158,8 @@ def resume(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     summary="New job from a checkpoint",
 )
 def fork_job(service: ServiceDep, post: SpecPost, caller: Caller, job_id: str) -> Response:
-    """The parent's spec with `spec` merged over it (RFC 7386; another hook replaces it whole). The source is pinned.
+    """Creates a new job with the parent's spec and `spec` merged over it (RFC 7386; another hook replaces the parent's whole
+    hook). It starts from a checkpoint of the parent, which is pinned.
 
     The code is the parent's snapshot; set `code` in `spec`, even to the same path, to take a new one.
     """

@@ -55,7 +55,7 @@ def submit_job(
         ),
     ] = None,
 ) -> Response:
-    """Validate the spec against this machine, snapshot its code and queue it. JSON or YAML, by content type."""
+    """Validates the spec against this machine, takes a snapshot of its code and queues the job. JSON or YAML, by content type."""
     poster, data = post
     ports, homes = service.ports, service.settings.paths
     if dry_run:
@@ -79,6 +79,8 @@ def submit_job(
 
 
 def _plan(data: Any, adopt: str | None, ports: SubmissionPorts) -> PlanView:
+    """Return the plan of a submission; nothing is stored. ``adopt``: the directory of a run to continue, whose warnings are
+    added."""
     plan = submit.dry_run(data, ports)
     if adopt is None:
         return plan
@@ -99,7 +101,7 @@ def list_jobs(
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> Page[JobView]:
-    """One page. Jobs submitted while pages are read neither repeat nor hide earlier ones."""
+    """One page of jobs. Jobs that are submitted while pages are read make no other job appear twice or not at all."""
     labels = tuple(listing.parse_label(text) for text in label or ())
     job_filter = listing.JobFilter(tuple(phase or ()), labels, name, sort, owner)
     with service.database.read() as session:
@@ -108,7 +110,7 @@ def list_jobs(
 
 @router.get("/v1/jobs/{job_id}", dependencies=[needs(Scope.JOBS_READ)], summary="Read a job")
 def get_job(service: ServiceDep, job_id: str, response: Response) -> JobView:
-    """The ETag changes with phase, desired state, labels and priority, not with progress.
+    """The job's current state. The ETag changes with phase, desired state, labels and priority, not with progress.
 
     While the database's disk is full, jobs that have not ended show the reason `disk-full`, which cannot be stored.
     """
@@ -146,7 +148,7 @@ def patch_job(
     body: BodyDep,
     if_match: Annotated[str | None, Header(description=openapi.IF_MATCH)] = None,
 ) -> Response:
-    """Labels are merged, null removes one. The spec stays as it was submitted."""
+    """Changes labels and priority. Labels are merged into the job's; null removes one. The spec stays as it was submitted."""
     request = parse(PatchRequest, decode(body))
     with service.database.write() as session:
         job = update_job.patch(session, job_id, request, if_match)
@@ -172,8 +174,8 @@ def delete_job(
     ] = False,
     if_match: Annotated[str | None, Header(description=openapi.IF_MATCH)] = None,
 ) -> DeleteResult:
-    """Deletes its history, logs and, unless kept, its checkpoints. This cannot be undone. The files in its working
-    directory stay unless `outputs` is true: the response has their directory."""
+    """Deletes the job's history, its logs and, unless kept, its checkpoints. This cannot be undone. The files in its working
+    directory stay unless `outputs` is true. If they stay, the response has their directory."""
     return deletion.delete(
         service.database,
         job_id,

@@ -27,8 +27,8 @@ _MaxName = Annotated[str, Query(max_length=200)]
 
 @router.get("/v1/jobs/{job_id}/hook", dependencies=[needs(Scope.JOBS_READ)], summary="State of the communication hook")
 def get_hook(service: ServiceDep, job_id: str) -> HookView:
-    """Newest summaries of all ranks of the running attempt; without one, those of the checkpoint from which the next
-    attempt starts."""
+    """The newest summaries of all ranks of the running attempt. Without one, those of the checkpoint from which the next attempt
+    starts."""
     with service.database.read() as session:
         return metrics.hook_view(session, job_id, service.settings.paths)
 
@@ -43,7 +43,7 @@ def get_hook_history(
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> Page[HookSampleView]:
-    """Oldest step first; long histories are thinned."""
+    """The stored hook summaries, oldest step first. Long histories are thinned."""
     with service.database.read() as session:
         return metrics.hook_history(session, job_id, rank, limit, cursor)
 
@@ -55,7 +55,8 @@ def get_metrics(
     name: Annotated[list[_MaxName] | None, Query(description="Only these series; default: all.")] = None,
     max_points: Annotated[int, Query(ge=2, le=10_000, description="Points per series.")] = 1000,
 ) -> MetricsView:
-    """A longer series is thinned to evenly spaced points. Points of repeated steps replace the earlier ones."""
+    """The job's metric series. A longer series is thinned to evenly spaced points. Points of repeated steps replace the earlier
+    ones."""
     with service.database.read() as session:
         return metrics.metrics(session, job_id, name or [], max_points)
 
@@ -88,7 +89,8 @@ def get_events(
     accept: Annotated[str | None, Header()] = None,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response | Page[EventView]:
-    """Oldest first. The stream ends with `event: end` when the job has ended; `Last-Event-ID` continues after that event."""
+    """The job's events, oldest first: a page (JSON), or a stream of events. The stream ends with `event: end` when the job has
+    ended; with `Last-Event-ID` it continues after that event."""
     if (
         dependencies.negotiate_media_type(
             accept, [dependencies.EVENTS] if follow else [dependencies.JSON, dependencies.EVENTS]
@@ -103,6 +105,7 @@ def get_events(
         find_job(session, job_id)
 
     def poll() -> PollResult:
+        """Return the events after the last one, as chunks of the stream. It is finished if the job has ended or was deleted."""
         nonlocal last
         try:
             with service.database.read() as session:
@@ -159,10 +162,11 @@ def get_logs(
     accept: Annotated[str | None, Header()] = None,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response | Page[LogLine]:
-    """By Accept: a JSON page (default), `text/plain` or `application/x-ndjson` with everything, `text/event-stream`.
+    """The lines of the ranks' logs. By Accept: a JSON page (default), `text/plain` or `application/x-ndjson` with all lines,
+    `text/event-stream`.
 
-    Plain text of several ranks has `[attempt.rank]` before each line. The middle of a log that is too long is dropped: one
-    line has the number of bytes (`left_out`). Searches return it too.
+    Plain text of several ranks has `[attempt.rank]` before each line. The middle of a log that is too long is dropped: one line
+    in its place has the number of bytes (`left_out`). Searches return this line too.
     """
     offers = (
         [dependencies.EVENTS, dependencies.TEXT, dependencies.NDJSON]
@@ -191,6 +195,8 @@ def get_logs(
     follower = logs.Follower(paths, log_filter, last_event_id or None)
 
     def poll() -> PollResult:
+        """Return the new lines as chunks of the stream. It is finished if the job has ended or was deleted, and all lines are
+        returned."""
         ended = _has_ended(service, job_id)  # asked before the files are read, or a last line could be missed
         found = follower.poll(_BATCH, is_final=ended)
         return PollResult([write(mark, line) for mark, line in found], ended and len(found) < _BATCH)
@@ -199,6 +205,9 @@ def get_logs(
 
 
 def _writer(form: str, prefix: bool) -> Any:
+    """Return the function that formats a line, given its mark, in the media type ``form``. ``prefix``: plain text has attempt and
+    rank before each line."""
+
     def text(_mark: str, line: LogLine) -> str:
         return f"[{line.attempt}.{line.rank}] {line.text}\n" if prefix else line.text + "\n"
 
@@ -212,6 +221,7 @@ def _writer(form: str, prefix: bool) -> Any:
 
 
 def _has_ended(service: Service, job_id: str) -> bool:
+    """Return True if the job has ended or does not exist any more."""
     try:
         with service.database.read() as session:
             return find_job(session, job_id).phase.terminal
@@ -220,11 +230,13 @@ def _has_ended(service: Service, job_id: str) -> bool:
 
 
 def _refuse_cursor(cursor: str | None) -> None:
+    """Raise ``Refused`` (``invalid-parameter``) if a request that is not for a JSON page has a cursor."""
     if cursor is not None:
         raise Refused("a cursor pages through JSON; a stream continues after Last-Event-ID", code="invalid-parameter")
 
 
 def _stream(service: Service, poll: Any, form: str) -> StreamingResponse:
+    """Return a response that sends the chunks of ``poll``, in the media type ``form``, until it is finished."""
     settings = service.settings
     events_form = form == dependencies.EVENTS
     chunks = follow(

@@ -1,6 +1,6 @@
-"""Web pages, for a browser without the internet: all that they load comes from the installed packages, and the
-Content-Security-Policy allows nothing else. They tell nothing themselves: the browser reads the REST API, with a token where the
-service wants one."""
+"""Web pages for a browser without internet access. All that they load comes from the installed packages, and the
+Content-Security-Policy allows nothing else. The pages themselves contain no data: the browser reads it from the REST API, with a
+token if the service requires one."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from ratchet_service.api.authentication import OPEN
 router = APIRouter(include_in_schema=False)
 _WEB: Final = Path(__file__).parents[2] / "web"
 _BUNDLE: Final = "fastapi_offline"
-"""The package that has Swagger UI as files; nothing of its Python is used."""
+"""The package that contains Swagger UI as files. None of its Python code is used."""
 _POLICY: Final = "default-src 'none'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
 _SWAGGER_POLICY: Final = _POLICY + "script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
-"""It sets style attributes."""
+"""The policy of Swagger UI's page. Swagger UI sets style attributes, so inline styles are allowed."""
 
 
 @cache
 def _jobs_policy() -> str:
-    """The policy of the page of jobs: the script and the style that stand in it, by their digests, and no other."""
+    """Return the Content-Security-Policy of the page of jobs. It allows the inline script and the inline style of the page, by
+    their digests, and no others."""
     text = (_WEB / "jobs.html").read_text()
     [script], [style] = (re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("script", "style"))
     allowed = (
@@ -41,7 +42,7 @@ def _jobs_policy() -> str:
 
 @router.get("/", dependencies=[OPEN])
 def jobs() -> Response:
-    """What runs and what waits, and one job's curve over its attempts."""
+    """Return the page of running and waiting jobs, which also shows one job's metrics over its attempts."""
     return _page(_WEB / "jobs.html", _jobs_policy())
 
 
@@ -53,16 +54,19 @@ class DocsFile(StrEnum):
 
 @router.get("/docs", dependencies=[OPEN])
 def docs() -> Response:
-    """Swagger UI on ``/openapi.json``."""
+    """Return the page of Swagger UI, which shows ``/openapi.json``."""
     return _page(_WEB / "docs.html", _SWAGGER_POLICY)
 
 
 @router.get("/docs/{name}", dependencies=[OPEN])
 def docs_file(name: DocsFile) -> Response:
+    """Return one file that the page of Swagger UI loads. Raises ``NotFound`` if the package with it is not installed."""
     return _page(_WEB / name if name is DocsFile.START else _bundled(name), _SWAGGER_POLICY)
 
 
 def _bundled(name: str) -> Path:
+    """Return the path of a file of Swagger UI. Raises ``NotFound`` (``file-not-found``) if the package with it is not
+    installed."""
     found = find_spec(_BUNDLE)
     if found is None or found.origin is None:
         raise NotFound(
@@ -73,6 +77,8 @@ def _bundled(name: str) -> Path:
 
 
 def _page(path: Path, policy: str) -> Response:
+    """Return the file as a response with ``policy`` as its Content-Security-Policy. Browsers may cache it, but must revalidate
+    it."""
     headers = {
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",

@@ -1,7 +1,4 @@
-"""The queue.
-
-Quotas: how much an owner may have at one time.
-"""
+"""Routes for the queue, and for quotas: how much an owner may have at one time."""
 
 from __future__ import annotations
 
@@ -25,9 +22,10 @@ Of = Annotated[str | None, Query(max_length=100, description="Only this job.")]
 
 @router.get("/v1/queue", dependencies=[needs(Scope.JOBS_READ)], summary="Who is next")
 def get_queue(service: ServiceDep, limit: Limit = 50, cursor: Cursor = None, job_id: Of = None) -> QueueView:
-    """Queued jobs in the order in which they start, and why each waits: by priority, then in turns of their owners, then age.
+    """The queued jobs in the order in which they start, and why each waits. The order is by priority, then in turns of their
+    owners, then by age.
 
-    It has the jobs of all owners, without those in a back-off. `job_id`: only that job, with its position and what it waits
+    The list has the jobs of all owners, without those in a back-off. `job_id`: only that job, with its position and what it waits
     for; no item if it is not queued.
     """
     with service.database.read() as session:
@@ -41,7 +39,7 @@ Owner = Annotated[
 
 @router.get("/v1/quotas", dependencies=[needs(Scope.JOBS_READ)], summary="List quotas")
 def list_quotas(service: ServiceDep) -> Page[QuotaView]:
-    """All quotas that were set, on one page, with their owners' current use."""
+    """All quotas that were set, on one page, each with its owner's current use."""
     with service.database.read() as session:
         return quotas.list_quotas(session)
 
@@ -61,7 +59,7 @@ def get_quota(service: ServiceDep, owner: Owner) -> QuotaView:
     summary="Set a quota",
 )
 def put_quota(service: ServiceDep, owner: Owner, body: BodyDep) -> Response:
-    """Replaces the whole quota: an omitted key has no limit. Running jobs are not stopped."""
+    """Replaces the owner's whole quota: a key that is omitted has no limit. Running jobs are not stopped."""
     request = parse(QuotaRequest, decode(body))
     with service.database.write() as session:
         view = quotas.set_quota(session, owner, request)
@@ -73,7 +71,7 @@ def put_quota(service: ServiceDep, owner: Owner, body: BodyDep) -> Response:
     "/v1/quotas/{owner}", status_code=204, dependencies=[needs(Scope.QUOTAS_WRITE)], summary="Delete a quota"
 )
 def delete_quota(service: ServiceDep, owner: Owner) -> Response:
-    """Afterwards the quota of `*`, if set, applies to the owner."""
+    """Deletes the owner's own quota. Afterwards the quota of `*`, if set, applies to the owner."""
     with service.database.write() as session:
         quotas.delete_quota(session, owner)
     service.ports.wake()

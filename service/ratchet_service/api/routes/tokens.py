@@ -1,4 +1,4 @@
-"""Tokens, and who the caller is."""
+"""Routes for API tokens and for the identity of the caller."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ router = APIRouter(tags=["access"])
 
 @router.get("/v1/whoami", dependencies=[needs(None)], summary="Identity and rights of the caller")
 def whoami(service: ServiceDep, caller: Caller) -> WhoAmI:
-    """401 if the token is unknown, revoked or expired."""
+    """The caller's owner name, role and scopes, and its token's id and expiry. 401 if the token is unknown, revoked or
+    expired."""
     return WhoAmI(
         owner=caller.owner,
         role=caller.role,
@@ -43,9 +44,8 @@ def whoami(service: ServiceDep, caller: Caller) -> WhoAmI:
     summary="Make a token",
 )
 def create_token(post: JsonPost, caller: Caller) -> Response:
-    """A caller creates tokens for itself, with at most its own rights and no later expiry; an admin creates them for any
-    owner. The text is shown once:
-    the answer to a repeated request with the same Idempotency-Key has `token: null`."""
+    """A caller creates tokens for itself, with at most its own rights and no later expiry; an admin creates them for any owner.
+    The token's text is returned once: the response to a repeated request with the same Idempotency-Key has `token: null`."""
     poster, data = post
     request = parse(TokenRequest, data)
 
@@ -67,21 +67,21 @@ def list_tokens(
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> Page[TokenView]:
-    """The caller's own tokens, newest first; an admin gets all owners' tokens. Never their text."""
+    """The caller's own tokens, newest first; an admin gets all owners' tokens. The response never has their text."""
     with service.database.read() as session:
         return tokens.list_tokens(session, caller, owner, gone, limit, cursor)
 
 
 @router.get("/v1/tokens/{token_id}", dependencies=[needs(Scope.TOKENS_WRITE)], summary="Read a token")
 def get_token(service: ServiceDep, caller: Caller, token_id: str) -> TokenView:
-    """The caller's own; an admin may read any."""
+    """One of the caller's own tokens; an admin may read any token. The response never has its text."""
     with service.database.read() as session:
         return token_view(tokens.find(session, caller, token_id))
 
 
 @router.delete("/v1/tokens/{token_id}", dependencies=[needs(Scope.TOKENS_WRITE)], summary="Revoke a token")
 def revoke_token(service: ServiceDep, caller: Caller, token_id: str) -> TokenRevoked:
-    """The token is revoked, and so are all tokens made with it, directly or indirectly; their rows stay as a record. 403 if
-    its role or scopes exceed the caller's."""
+    """Revokes the token and all tokens made with it, directly or indirectly; their rows stay as a record. 403 if the token's role
+    or scopes exceed the caller's."""
     with service.database.write() as session:
         return tokens.revoke(session, caller, token_id)
