@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.checkpoint_tables import aim
+from benchmarks.checkpoint_tables import target
 from benchmarks.stats import Estimate, estimate, machine
 from ratchet_contract.checkpoint.manifest import FileEntry, HookRecord, Manifest, TensorEntry
 from ratchet_contract.checkpoint.resume_report import Base
@@ -50,7 +50,7 @@ def main() -> None:
             ("store alone: save, x write + fsync", 1.15, SAVE, WRITE),
             ("store alone: load and verify, x raw read", 1.40, LOAD, READ),
         ):
-            aim(what, limit, estimate([a / b for a, b in zip(times[ours], times[plain], strict=True)]))
+            target(what, limit, estimate([a / b for a, b in zip(times[ours], times[plain], strict=True)]))
 
 
 class _Bench:

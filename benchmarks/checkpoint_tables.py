@@ -1,4 +1,4 @@
-"""What ``benchmarks.checkpoint`` prints: ways to save beside each other, what is aimed at, and growth."""
+"""What ``benchmarks.checkpoint`` prints: ways to save beside each other, the targets, and growth."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def stalls(beside: Measured, blocking: Measured, again: Sequence[Measured] = ())
         )
     if beside.loads:
         _loads(beside)
-    aims(beside, blocking, again)
+    targets(beside, blocking, again)
 
 
 def _save_row(title: str, measured: Measured, saves: Saves) -> None:
@@ -92,23 +92,23 @@ def _loads(measured: Measured) -> None:
     )
 
 
-def aims(beside: Measured, blocking: Measured, again: Sequence[Measured]) -> None:
-    """What is aimed at, and whether the medians are within it."""
+def targets(beside: Measured, blocking: Measured, again: Sequence[Measured]) -> None:
+    """Print the targets, and whether the medians reach them."""
     hidden, bare, copied = beside.saves[BESIDE], beside.saves[BARE], blocking.saves[BARE]
-    print(f"{'aims':<66} {'aim':>6}   seen")
-    aim("stall, blocking, x copy of 1/N", 1.10, blocking.ratio(copied.stall, SHARE))
-    aim("stall, overlapped with nothing to hide it, x copy of 1/N", 1.10, beside.ratio(bare.stall, SHARE))
-    aim("stall, overlapped, % of a step", 1.0, _of_step(hidden, beside))
+    print(f"{'targets':<66} {'target':>6}   seen")
+    target("stall, blocking, x copy of 1/N", 1.10, blocking.ratio(copied.stall, SHARE))
+    target("stall, overlapped with nothing to hide it, x copy of 1/N", 1.10, beside.ratio(bare.stall, SHARE))
+    target("stall, overlapped, % of a step", 1.0, _of_step(hidden, beside))
     each = [measured.saves[BESIDE] for measured in (beside, *again)]
     first = estimate([100 * saves.first / saves.step for saves in each])
-    aim("stall of the attempt's first save, overlapped, % of a step", 1.0, first)
+    target("stall of the attempt's first save, overlapped, % of a step", 1.0, first)
     _interference(beside, blocking, SMALL, "extra time of small steps beside it, % of the save")
     _interference(beside, blocking, "", "extra time of the training's steps beside it, % of the save")
     direct = f"; x O_DIRECT write {_short(blocking.ratio(copied.total, DIRECT_WRITE))}"
-    aim("durable, no steps beside it, x write + fsync of 1/N", 1.15, blocking.ratio(copied.total, WRITE), direct)
+    target("durable, no steps beside it, x write + fsync of 1/N", 1.15, blocking.ratio(copied.total, WRITE), direct)
     if beside.loads:
         for place in ("", COLD):
-            aim(f"load and verify{place}, x raw read", 1.40, _of_raw(f"{LOAD}{place}", beside))
+            target(f"load and verify{place}, x raw read", 1.40, _of_raw(f"{LOAD}{place}", beside))
 
 
 def _interference(beside: Measured, blocking: Measured, steps: str, what: str) -> None:
@@ -122,7 +122,7 @@ def _interference(beside: Measured, blocking: Measured, steps: str, what: str) -
             )
     lost = f"; the loop lost {statistics.median(hidden.lost):.3f} s by it; {'; '.join(told)}"
     cpu = f"; without steps a save takes {_short(estimate(beside.saves[BARE].cpu))} s of CPU"
-    aim(what, 5.0, _extra(hidden), lost + cpu + _without_a_core(hidden, beside, blocking))
+    target(what, 5.0, _extra(hidden), lost + cpu + _without_a_core(hidden, beside, blocking))
 
 
 def _without_a_core(hidden: Saves, beside: Measured, blocking: Measured) -> str:
@@ -133,7 +133,7 @@ def _without_a_core(hidden: Saves, beside: Measured, blocking: Measured) -> str:
     return f"; no core is free: the stall of blocking staging, which is the copy, and one digest take {share:.0f} % of the save"
 
 
-def aim(what: str, limit: float, seen: Estimate, beside: str = "") -> None:
+def target(what: str, limit: float, seen: Estimate, beside: str = "") -> None:
     """``beside``: what else is to be told of it."""
     verdict = "met" if seen.median <= limit else "not met"
     print(f"{what:<66} {limit:>6.2f}   {_short(seen)}: {verdict}{beside}", flush=True)
