@@ -48,7 +48,9 @@ SIZES: Final = {
 
 
 def table(service: Service, folder: Path, sizes: dict[str, Size] = SIZES) -> None:
-    print(_line("", "ratio of a pair", "of CPU time", "ms", "without", "limit", "of CPU time", "save, ms", "MB", "target"))
+    print(
+        _line("", "ratio of a pair", "of CPU time", "ms", "without", "limit", "of CPU time", "save, ms", "MB", "target")
+    )
     for title, size in sizes.items():
         begin = time.monotonic()
         with ExitStack() as stack:

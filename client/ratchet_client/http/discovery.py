@@ -158,8 +158,9 @@ def find_target(
     server: str | None = None, home: str | os.PathLike[str] | None = None, token: str | None = None
 ) -> Target:
     """Return the service to use and its token. The arguments are the values of the options; None: not set. Precedence: options,
-    variables, the configuration file, the run directory ``./.ratchet`` if it exists, this user's only running service. Raises
-    ``Refused`` if an address, the token or the configuration file is invalid. No request is sent."""
+    variables, the configuration file, the run directory ``./.ratchet`` if it exists, this user's only running service. If none
+    applies, the result names ``./.ratchet``, and in ``several`` the running services if there are several: only ``Target.url``
+    raises then. Raises ``Refused`` if an address, the token or the configuration file is invalid. No request is sent."""
     environ = os.environ
     path = config_path()
     variable = environ.get(env_vars.SERVER)

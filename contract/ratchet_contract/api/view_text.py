@@ -18,8 +18,9 @@ _MAX_CELL_CHARS: Final = 300
 
 
 def displayed_fields(view: BaseModel, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield ``(name, value)`` of those fields in ``names`` that have a value, for ``repr``. A dotted name is a nested field.
-    Long texts are cut; of lists and mappings only the length is shown."""
+    """Yield ``(name, value)`` of those fields in ``names`` that have a value, for ``repr``. Left out are None, empty texts, lists
+    and mappings, and names that do not exist. A dotted name is a nested field. Long texts are cut; of lists and mappings only the
+    length is shown."""
     for name in names:
         value: Any = view
         for part in name.split("."):

@@ -83,7 +83,8 @@ def _is_running(pointer: ServicePointer) -> bool:
 
 
 def _read_pointers(directory: Path) -> Iterator[tuple[Path, ServicePointer]]:
-    """Yield path and content of every valid pointer in the directory."""
+    """Yield path and content of every pointer in the directory that can be read and parsed, also if its service has ended. Other
+    files are skipped; nothing is yielded if the directory is missing. The caller checks who owns it (``_is_own``)."""
     for path in directory.glob("*.json"):
         with suppress(OSError, ValidationError):
             yield path, ServicePointer.model_validate_json(path.read_bytes())

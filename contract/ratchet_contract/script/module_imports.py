@@ -11,7 +11,8 @@ from typing import NamedTuple
 class Import(NamedTuple):
     """One import of a module. ``name``: dotted. ``is_required`` False: the module may be missing (the import is within
     ``try``, ``with suppress(...)`` or ``if TYPE_CHECKING``), or ``name`` may be a name in a module instead of a module.
-    ``is_top_level``: the import is a statement of the file itself, outside conditions and functions."""
+    ``is_top_level``: the import is itself a statement of the file, not part of another (``if``, ``try``, ``with``, a class, a
+    function)."""
 
     name: str
     line: int

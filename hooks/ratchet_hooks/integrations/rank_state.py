@@ -110,7 +110,9 @@ class RankFile:
         return Path(directory, f"ratchet_hook_{self.ddp.process_group.rank() if rank is None else rank}.safetensors")
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Capture this rank's state and write it to its file in ``directory``. A collective, between two steps."""
+        """Capture this rank's state and write it to its file in ``directory``, as ``save_state`` does: atomically, and missing
+        directories are created. A collective, between two steps; it does not wait for the other ranks' files. Raises
+        ``HookStateError`` for state that cannot be stored, and ``OSError``."""
         save_state(self.path(directory), capture_rank(self.ddp, self.optimizers))
 
     def load(self, directory: str | os.PathLike[str]) -> None:

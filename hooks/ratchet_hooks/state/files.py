@@ -90,7 +90,9 @@ def _parts(state: object) -> Iterator[memoryview | bytes]:
 
 
 def _read(file: BinaryIO, size: int, where: str) -> Any:
-    """Return the state in an open file of ``size`` bytes. ``where``: its name in errors. Raises ``HookStateError``."""
+    """Return the state in a file of ``size`` bytes that is open at its beginning, with tensors on the CPU. ``where``: its name in
+    errors. Raises ``HookStateError`` if it is incomplete or not of ``save_state``. There is no checksum: changed bytes in a
+    tensor are not noticed."""
     try:
         stored, metadata, _ = read_header(file, size)
         data = metadata.get(_KEY)

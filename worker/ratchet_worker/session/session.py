@@ -275,9 +275,11 @@ class Session:
         return self._runtime.batches(data)
 
     def restore(self, total_steps: int | None = None) -> None:
-        """Restore the state now; otherwise ``steps`` does it. Everything must be registered before. ``total_steps``: as ``total``
-        of ``steps``. Raises ``UserError`` for state that does not fit the registered objects, and for a difference that
-        ``determinism: strict`` forbids."""
+        """Restore the state now; otherwise ``steps`` does it. A collective: every rank calls it, at most once, after the model is
+        wrapped and everything is registered. Without a checkpoint nothing is restored, and training begins. ``total_steps``: as
+        ``total`` of ``steps``; the same on all ranks. Raises ``UserError`` if one of these rules is broken, for state that does
+        not fit the registered objects, and for a difference that ``determinism: strict`` forbids; ``StateError`` if the restored
+        tensors are not those that were saved."""
         digest = getattr(self._runtime.state.data, "data_digest", None)
         self._runtime.data_digest = digest() if callable(digest) else None
         self._runtime.restore(total_steps)

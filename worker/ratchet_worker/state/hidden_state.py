@@ -637,8 +637,9 @@ def _is_code(item: Any) -> bool:
 
 
 def _plain_references(path: str, items: list[Any]) -> References | None:
-    """Return the references of all ``items`` in one compact form; None if one of them needs a reference of its own, or there are
-    no items."""
+    """Return the references of all ``items`` in one compact form (the two dicts of ``References``). None if there are no items,
+    or if one of them is not a number, a text, bytes or None, or cannot be stored: the caller then makes one reference for each.
+    ``path``: that of their container; it does not affect the result."""
     kinds = {*map(type, items)}
     if not kinds or not kinds <= _PLAIN:
         return None

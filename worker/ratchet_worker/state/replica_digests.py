@@ -142,10 +142,11 @@ class Difference(NamedTuple):
 def first_difference(
     writer_digests: Sequence[Sequence[str]], other_digests: Sequence[Mapping[str, Sequence[str]]]
 ) -> Difference | None:
-    """Return the difference with the lowest part and slice; None if there is none.
+    """Return the difference with the lowest part and slice, with all ranks that differ there; None if there is none.
 
     ``writer_digests``: by part, the digests of its slices from the rank that writes it. ``other_digests``: by rank, its digests
-    of parts that other ranks write, by the part's number as text (a JSON key).
+    of parts that other ranks write, by the part's number as text (a JSON key). Raises ``ValueError`` if a rank has another number
+    of digests of a part than its writer.
     """
     odd: dict[tuple[int, int], list[int]] = {}
     for rank, found in enumerate(other_digests):

@@ -276,7 +276,8 @@ def _lost_component(attempts: list[AttemptView]) -> str | None:
 
 
 def _reports(attempts: list[AttemptView]) -> list[str]:
-    """Return what the resume reports list as not exact, and their notes: distinct texts, at most ``MAX_LINES``."""
+    """Return, for each attempt, the first redone step that differed, what its resume has lost (``_lost_state``) and the notes of
+    its resume report: distinct texts, the first ``MAX_LINES``. The report of a fresh start is left out."""
     out: dict[str, None] = {}
     for attempt in attempts:
         report, redone = attempt.resume_report, attempt.redone.first_difference

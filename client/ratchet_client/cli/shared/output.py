@@ -53,8 +53,8 @@ def line(text: str = "") -> None:
 
 
 def sentence(text: str, indent: str = "") -> None:
-    """Print one sentence or paragraph on standard output; on a terminal it is wrapped between words. ``indent``: text before each
-    line."""
+    """Print one sentence or paragraph on standard output; on a terminal it is wrapped between words. ``indent``: text before the
+    first line and, on a terminal, before the others (two spaces if it is empty)."""
     line(wrap_text(text, indent))
 
 

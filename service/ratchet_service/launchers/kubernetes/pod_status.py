@@ -234,8 +234,9 @@ def disruption(pod: Pod) -> tuple[Cause, str] | None:
 
 
 def status_end(pod: Pod) -> tuple[Cause, str] | None:
-    """Return cause and message of the pod's end, if its own status has a reason for it, or if it failed before it had a
-    container; otherwise None."""
+    """Return cause and message of the end of a pod that has ended, if its own status has a known reason for it
+    (``_STATUS_REASONS``), or if its node rejected it: it failed, its container has not ended, and nobody has deleted the pod.
+    Otherwise None."""
     status = pod.object.get("status", {})
     reason, message = str(status.get("reason", "")), status.get("message")
     if reason == "Evicted" and _OVER_ITS_LIMIT.search(str(message)):

@@ -82,7 +82,7 @@ def test_repeated_submission_over_faulty_relay_creates_one_job_per_key(control_p
         asked = [pool.submit(submit, relay.url, token, number, seed) for number in range(POSTS)]
         while not all(each.done() for each in asked):
             done = sum(each.done() for each in asked)
-            if done >= (kills + 1) * max(15, POSTS // 8) and kills < 6:  # SIGKILL in the middle of whatever it does
+            if done >= (kills + 1) * max(5, POSTS // 8) and kills < 6:  # SIGKILL in the middle of whatever it does
                 service.kill()
                 service.wait()
                 kills += 1
