@@ -31,7 +31,7 @@ demo: $(RUNS)
 test: $(STAMP)
 	@echo "==> running the tests"
 	@$(BIN)/python -m compileall -q -j 0 client contract hooks migrations service store worker tests/support  # once, not in each of a thousand processes
-	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(or $(JOBS),5) --dist loadfile --no-loadscope-reorder
 
 # the rules without I/O and the small parts: no torch, no processes, within a minute
 test-fast: $(STAMP)
@@ -77,7 +77,7 @@ quick-start: $(STAMP)
 exactness: $(STAMP)
 	$(BIN)/python -m tests.e2e.exactness --n $(or $(N),24)
 	$(BIN)/python -m tests.support.planted_runs
-	RATCHET_TEST_STRIKES=all RATCHET_TEST_PROVE=all RATCHET_TEST_SEEDS=5 RATCHET_TEST_OPTIONS=all $(BIN)/python -m pytest -v --timeout=7200 tests/e2e/test_exactness.py tests/e2e/test_adopted_run.py tests/e2e/test_slurm.py tests/e2e/test_kubernetes.py tests/e2e/test_nodes.py tests/e2e/test_prove.py tests/e2e/test_prove_engines.py tests/e2e/test_gpu_rows.py tests/e2e/test_benchmarks_checkpoint.py tests/e2e/test_benchmarks.py tests/e2e/test_user_code.py tests/integration/hooks/algorithms/test_accuracy.py tests/integration/worker/tasks/test_quality.py tests/integration/worker/integrations/test_trainer_options.py tests/integration/worker/integrations/test_accelerate_scripts.py tests/integration/worker/data/test_stream_jobs.py tests/integration/worker/integrations/test_trainer_jobs.py tests/integration/worker/training/test_epoch_loops.py tests/integration/worker/training/test_loop_examples.py tests/e2e/test_benchmarks_traffic.py tests/e2e/test_integrations_service.py tests/integration/worker/session/test_without_service.py tests/integration/worker/session/test_script_seeds.py tests/integration/service/launchers/test_kubernetes_service.py tests/integration/service/reconciler/test_protocol_upgrade.py tests/integration/worker/integrations/test_lightning_scripts.py tests/integration/worker/checkpoint/test_tensor_resizing.py tests/unit/worker/data/test_sampler_position.py tests/e2e/test_adoption_ladder.py tests/e2e/test_chaos.py tests/e2e/test_hooks_wheel.py tests/e2e/test_run_as_service.py tests/e2e/test_run_command.py tests/integration/client/cli/test_doctor_exactness.py tests/integration/docs/test_docs_examples.py tests/integration/worker/export/test_export.py tests/integration/worker/integrations/test_lightning_example.py
+	RATCHET_TEST_STRIKES=all RATCHET_TEST_PROVE=all RATCHET_TEST_SEEDS=5 RATCHET_TEST_OPTIONS=all $(BIN)/python -m pytest -v --timeout=7200 tests/e2e/test_exactness.py tests/e2e/test_adopted_run.py tests/e2e/test_slurm.py tests/e2e/test_kubernetes.py tests/e2e/test_nodes.py tests/e2e/test_prove.py tests/e2e/test_prove_engines.py tests/e2e/test_gpu_rows.py tests/e2e/test_benchmarks_checkpoint.py tests/e2e/test_benchmarks.py tests/e2e/test_user_code.py tests/integration/hooks/algorithms/test_accuracy.py tests/integration/worker/tasks/test_quality.py tests/integration/worker/integrations/test_trainer_options.py tests/integration/worker/integrations/test_accelerate_scripts.py tests/integration/worker/data/test_stream_jobs.py tests/integration/worker/integrations/test_trainer_jobs.py tests/integration/worker/training/test_epoch_loops.py tests/integration/worker/training/test_loop_examples.py tests/e2e/test_benchmarks_traffic.py tests/e2e/test_integrations_service.py tests/integration/worker/session/test_without_service.py tests/integration/worker/session/test_script_seeds.py tests/integration/service/launchers/test_kubernetes_service.py tests/integration/service/reconciler/test_protocol_upgrade.py tests/integration/worker/integrations/test_lightning_scripts.py tests/integration/worker/checkpoint/test_tensor_resizing.py tests/unit/worker/data/test_sampler_position.py tests/e2e/test_custom_hook.py tests/integration/hooks/integrations/test_accelerate.py tests/integration/hooks/integrations/test_lightning.py tests/unit/worker/checkpoint/test_thread_priority.py tests/e2e/test_adoption_ladder.py tests/e2e/test_chaos.py tests/e2e/test_hooks_wheel.py tests/e2e/test_run_as_service.py tests/e2e/test_run_command.py tests/integration/client/cli/test_doctor_exactness.py tests/integration/docs/test_docs_examples.py tests/integration/worker/export/test_export.py tests/integration/worker/integrations/test_lightning_example.py
 	RATCHET_TEST_LIGHTNING=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/worker/integrations/test_lightning_exact.py
 	RATCHET_TEST_CLEAN=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/worker/state/test_public_models_strict.py
 
@@ -131,7 +131,7 @@ containers:
 teardown: $(STAMP)
 	$(BIN)/python -m tests.e2e.teardown --n $(or $(N),1000)
 
-# ONLY=checkpoint, step, hooks, startup, service, queue, series, launchers (needs root and Slurm), paper, accuracy or network (needs root); benchmarks/README.md tells how to read them
+# ONLY=checkpoint, step, hooks, startup, service, queue, series, launchers (needs root and Slurm), paper, accuracy, kills or network (needs root); benchmarks/README.md tells how to read them
 bench: $(STAMP)
 	@echo "==> benchmarks: ratios against a named alternative in the same run; a machine that does nothing else gives narrow intervals"
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))

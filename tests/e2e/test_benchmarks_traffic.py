@@ -27,6 +27,7 @@ def namespaces() -> None:
         pytest.skip(str(error))
 
 
+@full
 def test_paper_table_counts_the_same_bytes_as_the_hook(capsys: pytest.CaptureFixture[str]) -> None:
     paper.table("resnet18", [1], ranks=1)
     out = capsys.readouterr().out

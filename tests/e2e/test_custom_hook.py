@@ -10,6 +10,7 @@ import pytest
 from ratchet_store.read.compare import compare, render
 from tests.support.cli import Cli
 from tests.support.docs import ROOT
+from tests.support.full_matrix import full
 from tests.support.server import Server
 
 EXAMPLE = ROOT / "examples" / "custom_hook"
@@ -32,6 +33,7 @@ KILLED = (
 SMALL = (*SHORT, "--set", "resources.cpus_per_rank=1", "--set", "ddp.bucket_cap_mb=0.02")
 
 
+@full
 @pytest.mark.slow
 def test_custom_hook_example_resumes_exactly_with_residuals(server: Server, tmp_path: Path) -> None:
     cli, spec = Cli(server.home, tmp_path), str(EXAMPLE / "job.yaml")

@@ -67,6 +67,7 @@ def test_prove_of_exact_job_succeeds_and_leaves_no_job(server: Server, spec: str
     assert server.call("GET", "/v1/jobs").json()["items"] == [] and sorted(CODE.iterdir()) == before
 
 
+@full
 def test_prove_names_a_generator_missing_in_the_checkpoint(server: Server, spec: str, tmp_path: Path) -> None:
     text = Cli(server.home, tmp_path)("prove", spec, "--set", "env.PLANT=generator", expect=1, deadline=240).text
     assert text.startswith("DIFFERS: the interrupted run of proved") and "NOT REPEATABLE" not in text
@@ -74,6 +75,7 @@ def test_prove_names_a_generator_missing_in_the_checkpoint(server: Server, spec:
     assert "__main__:NOISE" in text and "metric loss at step" in text and "next: " in text
 
 
+@full
 def test_prove_fails_for_a_transient_difference_in_redone_steps(server: Server, spec: str, tmp_path: Path) -> None:
     given = ("--set", "env.PLANT=healing", "--set", "hook={name: allreduce}")
     proof = Cli(server.home, tmp_path)("prove", spec, *given, "--json", expect=1, deadline=240).data

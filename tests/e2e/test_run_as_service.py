@@ -200,6 +200,7 @@ def test_run_as_job_resumes_exactly_after_restart_and_preemption(confined: Serve
     assert not root.exists() and not list(confined.home.glob("made"))
 
 
+@full
 def test_hang_under_run_as_writes_stacks_and_next_attempt_resumes(confined: Server, place: Path) -> None:
     gate = place / "out" / "hang"
     gate.mkdir()

@@ -63,6 +63,7 @@ SlurmdTimeout={node_timeout}
 MessageTimeout=60
 TCPTimeout=2
 KillWait=10
+UnkillableStepTimeout=20
 MinJobAge={job_age}
 JobRequeue=1
 CompleteWait=0
@@ -178,6 +179,11 @@ class Slurm:
             partition=PARTITION,
         )
         (self.root / "slurm.conf").write_text(text)
+
+    def resume_drained(self) -> None:
+        """Return drained nodes to service. Slurm drains a node if a step that was cancelled during its launch does not end."""
+        for node in self.run("sinfo", "-h", "-N", "-p", PARTITION, "-t", "drain", "-o", "%N", check=False).split():
+            self.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
 
     def idle(self) -> bool:
         """Are all nodes up, with nothing on them?"""

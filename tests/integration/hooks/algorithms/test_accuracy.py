@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks.accuracy import AGAINST, ALLOWED, HOOKS, difference, table
 from benchmarks.scripts.accuracy import train
+from tests.support.full_matrix import full
 from tests.support.gloo_ranks import Ranks
 
 POWERSGD = HOOKS["powerSGD rank 4"]
@@ -60,6 +61,7 @@ def test_powersgd_without_error_feedback_loses_accuracy(two_ranks: Ranks) -> Non
     assert difference(compressed, plain) < -ALLOWED, (compressed, plain)
 
 
+@full
 def test_benchmark_table_has_accuracy_loss_and_bytes_sent(capsys: pytest.CaptureFixture[str]) -> None:
     table({name: HOOKS[name] for name in (AGAINST, "fp16_compress")}, 1, ranks=1, steps=2)
     out = capsys.readouterr().out

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.full_matrix import full
 from tests.support.gloo_ranks import Named, Ranks
 from tests.support.optional_packages import skip_if_missing
 
@@ -54,6 +55,7 @@ def test_changed_rank_count_is_refused_without_redistribute(two_ranks: Ranks, tm
         assert "whose models differ" in answer["refused"]
 
 
+@full
 @transformers
 def test_the_trainer_with_a_stock_hook_does_not_resume_exactly(two_ranks: Ranks, tmp_path: Path) -> None:
     assert min(two_ranks.run(runs.trainer_difference, str(tmp_path), "plain", 6)) > 1e-4

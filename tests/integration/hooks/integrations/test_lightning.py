@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.full_matrix import full
 from tests.support.gloo_ranks import Named, Ranks
 from tests.support.optional_packages import skip_if_missing
 
@@ -14,6 +15,7 @@ pytestmark = skip_if_missing("lightning")
 runs = Named("tests.support.lightning_runs")
 
 
+@full
 def test_unmanaged_lightning_does_not_resume_exactly_under_powersgd(two_ranks: Ranks, tmp_path: Path) -> None:
     """The control: nothing random in the net, so that what is missing is the hook's state alone."""
     found = two_ranks.run(runs.resume_difference, str(tmp_path), "plain", 6, {"noise": False})

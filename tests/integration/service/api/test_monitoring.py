@@ -170,7 +170,7 @@ def test_logs_default_to_the_newest_attempt(api: Api, job: str) -> None:
     assert lines(api, job, attempt="all", rank=0) == [(1, 0, "one"), (1, 0, "two"), (2, 0, "again")]
     missing = api.client.get(f"/v1/jobs/{job}/logs", params={"attempt": 9})
     assert missing.status_code == 404 and missing.json()["code"] == "attempt-not-found"
-    query = query_digest(of="logs", job=job, range=[2, 2], rank=None, grep=None, since=None)
+    query = query_digest(of="logs", job=job, range=[2, 2], rank=None, grep=None, since=None, tail=None)
     far = encode(query, [2, 0, 2**63 - 1])  # beyond what any file system can seek to
     assert api.client.get(f"/v1/jobs/{job}/logs", params={"cursor": far}).json()["items"] == []
     assert lines(api, job, attempt="all", limit=1, grep="o")[-1] == (1, 1, "dos")

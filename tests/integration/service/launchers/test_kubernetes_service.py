@@ -207,6 +207,7 @@ def test_exceeded_object_quota_leaves_the_job_in_engine_queue(site: Site, kind: 
     assert len(site.server.attempts(job_id)) == 1
 
 
+@full
 def test_unreachable_api_server_is_shown_as_reason_until_available_again(site: Site) -> None:
     job_id = site.submit()
     site.running(job_id)

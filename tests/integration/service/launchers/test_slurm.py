@@ -38,7 +38,7 @@ from tests.support.slurm import Slurm, missing_reason, slurm_cluster
 
 pytestmark = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 
-PATIENCE = 30.0
+PATIENCE = 150.0  # a message to a node that stands still is sent again after up to 60 s (tests.support.slurm)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +117,7 @@ def site_on(cluster: Slurm, tmp_path: Path) -> Iterator[Site]:
         return not [left for ref in made.started for left in launcher.kill(ref)]
 
     wait_for(ended, "the test's jobs to end", PATIENCE)
+    cluster.resume_drained()
 
 
 def over(made: SlurmLauncher, ref: AttemptRef, deadline: float = PATIENCE) -> None:

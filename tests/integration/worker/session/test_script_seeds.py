@@ -117,7 +117,7 @@ def drawn(place: Path) -> Any:
 @pytest.mark.parametrize(
     ("where", "names"),
     [
-        ("before", ()),
+        pytest.param("before", (), marks=full),
         pytest.param("before", ("torch",), marks=full),
         pytest.param("behind", ("torch",), marks=full),
         pytest.param("before", ("numpy", "random"), marks=full),

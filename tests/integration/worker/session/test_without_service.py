@@ -551,6 +551,7 @@ def test_interrupted_training_at_a_python_prompt_resumes(place: Path) -> None:
     assert "and the main file" in done.stderr or "the code, which has no file" in done.stderr
 
 
+@full
 def test_failed_training_at_a_python_prompt_resumes(place: Path) -> None:
     text = AT_A_PROMPT + FAILED
     done = subprocess.run(

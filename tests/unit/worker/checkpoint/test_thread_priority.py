@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from ratchet_worker.checkpoint.threads import BackgroundThread, set_long_time_slice
+from tests.support.full_matrix import full
 from tests.unit.worker.checkpoint.test_saving import RANKS, Group
 
 pytestmark = pytest.mark.skipif(
@@ -82,7 +83,7 @@ print(*attributes(), before.slice)
 """
 
 
-@pytest.mark.parametrize(("policy", "number"), [("other", 0), ("idle", 5)])
+@pytest.mark.parametrize(("policy", "number"), [("other", 0), pytest.param("idle", 5, marks=full)])
 def test_user_nice_and_scheduling_policy_are_kept(usual: Attributes, policy: str, number: int) -> None:
     """A job under ``nice`` is not lifted, and a policy that has no slice is left alone."""
     told = subprocess.run(
