@@ -93,7 +93,7 @@ class Instruments:
         self._queue = gauge("ratchet_queue_jobs", "Queued jobs by the reason why they wait.", "reason")
         self._oldest_waits = gauge(
             "ratchet_queue_oldest_seconds",
-            "Seconds since the longest waiting job with that reason was queued.",
+            "Seconds since the row of the longest waiting job with that reason last changed.",
             "reason",
         )
         self._attempts = counter("ratchet_attempts_ended", "Attempts that this process has ended.", "outcome", "cause")

@@ -39,7 +39,7 @@ def logs(
         str | None,
         typer.Option(
             metavar="AGE|TIME",
-            help="Only logs modified since then, each in full (lines have no time): 30s, 10m, 2h, 1d, or 2026-01-31T12:00:00Z.",
+            help="Only lines since then, to about 6 s: 30s, 10m, 2h, 1d, or 2026-01-31T12:00:00Z.",
         ),
     ] = None,
     tail: Annotated[

@@ -78,7 +78,7 @@ def _report(
         )
     if agent_report.result is not None:
         service.ports.wake()
-    answer = Response(ack.model_dump_json(), media_type=JSON)
+    answer = Response(ack.model_dump_json(exclude_none=True), media_type=JSON)
     after = service.pacing.record_report(
         (agent_report.job_id, agent_report.attempt, agent_report.node), time.thread_time() - begin
     )
