@@ -333,8 +333,10 @@ class Watcher:
         watch.finish_future = self._background.start_finishing(watch.lease, work)
         watch.evidence = evidence if watch.finish_future is None else None
         if watch.finish_future is None:
-            number, others = watch.lease.attempt, f"one of {MAX_CONCURRENT_FINISHES} other ends"
-            text = f"no process of attempt {number} is alive; it is finalised after {others}"
+            text = (
+                f"no process of attempt {watch.lease.attempt} is alive; its end waits until one of the "
+                f"{MAX_CONCURRENT_FINISHES} ends that are being processed is done"
+            )
             self._store_wait_reason(watch, self._database.clock.monotonic(), reason=ENDING, message=text)
         return self.finish_result(watch)
 

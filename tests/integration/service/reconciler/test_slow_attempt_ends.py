@@ -237,7 +237,7 @@ def test_hanging_attempt_ends_are_reported_and_further_ends_wait(
     slow = hung.submit(control_plane, MAX_CONCURRENT_FINISHES)
     waits = control_plane.submit({"steps": 20})
     job = control_plane.wait_job(waits, lambda job: job.reason == "attempt-ending", "told that it waits for other ends")
-    assert f"it is finalised after one of {MAX_CONCURRENT_FINISHES} other ends" in (job.message or "")
+    assert f"until one of the {MAX_CONCURRENT_FINISHES} ends that are being processed is done" in (job.message or "")
     kills = launcher.kills[waits]
     for one in slow:
         job = control_plane.wait_job(one, lambda job: job.reason == "attempt-ending", "told that its end takes long")
