@@ -136,8 +136,9 @@ class _Reader:
     # --- helpers -------------------------------------------------------------------------------------------------------
 
     def _name(self, function: ast.expr) -> str:
-        """Return the last part of the dotted name of ``function``. A name imported with ``as`` is replaced by its original name.
-        Return "" if ``function`` is not a name."""
+        """Return the name under which ``function`` is called, without what is before the last dot: ``save`` for ``torch.save``,
+        ``mkdir`` for ``Path(x).mkdir``. A name from ``from ... import ... as`` is replaced by its original name. Return "" if
+        ``function`` is neither a name nor an attribute."""
         if isinstance(function, ast.Attribute):
             return function.attr
         return self.renamed.get(function.id, function.id) if isinstance(function, ast.Name) else ""

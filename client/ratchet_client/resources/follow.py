@@ -32,7 +32,8 @@ _PATIENCE = 120.0
 
 
 class Following(Calls):
-    """The part of ``RatchetClient`` that only reads, once or repeatedly."""
+    """The part of ``RatchetClient`` that observes a job, once or repeatedly: its state, hook, metrics, logs and events, and
+    waiting for its end. It changes nothing in the service."""
 
     def view(self, job: str | Job) -> views.JobView:
         """Return the current state of the job as data. Raises ``NotFound``."""

@@ -268,7 +268,8 @@ class _Encoder:
 
     def _numpy(self, value: object, path: tuple[str, ...]) -> JsonValue:
         """Return the JSON of a numpy array, scalar or generator; an array's bytes are added to ``tensors``. Raises
-        ``HookStateError`` for objects and unknown generators."""
+        ``HookStateError`` for dtypes other than numbers, times and fixed strings (objects, records), for subclasses of arrays,
+        and for generators that are not numpy's own."""
         if isinstance(value, np.random.RandomState):
             state = value.get_state(legacy=False)
             assert isinstance(state, dict)

@@ -255,6 +255,6 @@ class ThreadedLauncher:
         return self._call_queue.call(("logs", ref.name), partial(self._launcher.logs, ref, limit))
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> Sequence[str]:
-        """As ``Launcher.sweep``. ``known`` is called on the engine's thread. Names ended by a sweep that finished late are
-        returned by the next call."""
+        """As ``Launcher.sweep``, on the engine's thread, where ``known`` is called, too. Raises ``EngineBusy`` or
+        ``EngineUnreachable`` if the sweep has not finished yet: a call after its end returns the names that it ended."""
         return self._call_queue.call(("sweep", ""), partial(self._launcher.sweep, known), keep_seconds=math.inf)

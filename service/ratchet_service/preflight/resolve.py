@@ -147,7 +147,8 @@ def code_path(spec: JobSpec) -> list[str]:
 
 
 def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) -> None:
-    """Add to ``report`` the secrets whose environment variable is not set in ``environ``, or is reserved for the service."""
+    """Add to ``report``, as problems, the secrets with ``from_env`` whose environment variable is not set in ``environ``, or is
+    reserved for the service. Secrets with ``from_secret`` are not checked."""
     kept = withheld_names(environ)
     for name, secret in spec.secrets.items():
         if secret.from_env is None:

@@ -64,8 +64,8 @@ _NAMES: Final = {"gpus": "GPUs", "ranks": "ranks", "jobs": "jobs"}
 
 
 class Queued(NamedTuple):
-    """A job that waits for an attempt. ``share``: what it takes. ``claimed_since``: since when another job is being stopped for
-    it; None: none is."""
+    """A job that waits for an attempt. ``share``: what it takes. ``claimed_since``: when another job was last requested to stop
+    for it, which counts until this job leaves the queue, also after the other has stopped; None: none was."""
 
     job: str
     owner: str

@@ -123,8 +123,9 @@ def _check_no_overlap(file: str, entries: list[TensorEntry]) -> None:
 
 
 def _check_coverage(name: str, entries: list[TensorEntry], world_size: int) -> None:
-    """Check that the pieces of one tensor contain each of its elements exactly once, and that a private tensor is whole in its
-    own rank's file. Raises ``CheckpointError``."""
+    """Check that the pieces of one tensor agree in dtype and shape and contain each of its elements exactly once, that its name
+    has the prefix of a shared or a private tensor, and that a private one is whole in its own rank's file. Raises
+    ``CheckpointError``."""
     first = entries[0]
     if any(e.dtype != first.dtype or e.shape != first.shape for e in entries):
         raise CheckpointError(f"the pieces of tensor {name!r} differ in dtype or shape")

@@ -101,7 +101,8 @@ def unfinished_body_message(step: int, attempt: int) -> str:
 
 
 def _marks(snapshot: Snapshot) -> dict[str, Any]:
-    """Return a value by which each tensor of ``snapshot`` is compared, by name."""
+    """Return, by name, a value for each tensor of ``snapshot`` that differs once the tensor has changed (``_mark``). For a shared
+    tensor it includes the address, so that another tensor in its place counts as a change."""
     tensors: Mapping[str, torch.Tensor] = snapshot.shared
     found = {name: (address(tensor), _mark(tensor)) for name, tensor in tensors.items()}
     return {**found, **{name: _mark(tensor) for name, tensor in snapshot.private.items()}}

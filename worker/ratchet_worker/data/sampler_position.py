@@ -133,7 +133,8 @@ class SamplerPosition(LoaderPosition):
         self._reload_ahead = False
 
     def _discard_ahead(self) -> None:
-        """Discard the batch read ahead and the states from before it."""
+        """Discard the batch that was loaded ahead, or is to be loaded again after a resume, and the generators' states from
+        before it was loaded."""
         self._ahead.clear()
         self._before, self._reload_ahead = None, False
 

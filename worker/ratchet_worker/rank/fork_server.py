@@ -108,8 +108,8 @@ class _Birth:
         self._release_read_fd, self._release_write_fd = os.pipe()
 
     def fork(self) -> int | None:
-        """Fork the rank's process. Return its pid in the server, and None in the new process. Raises ``OSError``, in the server,
-        if no process could be forked."""
+        """Fork the rank's process, which is not a child of the server. In the server, return the new process's pid once it has
+        reported it; in the new process, return None. Raises ``OSError``, in the server, if no process could be forked."""
         between = os.fork()
         if between == 0:
             try:

@@ -248,11 +248,11 @@ class Session:
         return self._runtime.wrap(module)
 
     def register(self, **objects: Any) -> None:
-        """Register ``objects`` with state, by name: objects with ``state_dict`` and ``load_state_dict``, a ``torch.Generator``,
-        or a dict, a list, a ``SimpleNamespace`` or an object of your own, whose items and attributes are restored. The names
-        ``optimizer``, ``scheduler`` and ``scaler`` are for these; ``data`` is for a ``TrainLoader``, a ``TrainStream``, or an
-        object that implements ``TrainData``; other names are free. Raises ``UserError`` after the first step, and for objects
-        without state."""
+        """Register ``objects`` by name, so that checkpoints contain their state: objects with ``state_dict`` and
+        ``load_state_dict``, a ``torch.Generator``, or a dict, a list, a ``SimpleNamespace`` or an object of your own, whose items
+        and attributes are saved and restored. The names ``optimizer``, ``scheduler`` and ``scaler`` are meant for objects of that
+        kind; ``data`` is for a ``TrainLoader``, a ``TrainStream``, or an object that implements ``TrainData``; other names are
+        free. Raises ``UserError`` after the first step, for a name that is registered already, and for objects without state."""
         if self._runtime.restored:
             raise UserError("call register before the first step: the state has already been restored")
         for name, item in objects.items():

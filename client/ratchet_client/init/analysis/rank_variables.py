@@ -63,7 +63,8 @@ class RankVariables:
         return names.pop() if len(names) == 1 else None
 
     def _names_device(self, value: ast.expr) -> bool:
-        """Return True if ``value`` is ``torch.device(...)`` or a string that begins with ``cuda`` or ``cpu``."""
+        """Return True if ``value`` is ``torch.device(...)``, or a string or f-string that names a device: ``"cpu"``,
+        ``"cuda:0"``, ``f"cuda:{local_rank}"``."""
         if isinstance(value, ast.Call):
             return self._origins.is_one(value.func, _DEVICE)
         first = value.values[0] if isinstance(value, ast.JoinedStr) and value.values else value
