@@ -25,6 +25,7 @@ _BY_CODE: Final[dict[str, int]] = {
     "invalid-character": 400,
     "bad-cursor": 400,
     "invalid-idempotency-key": 400,
+    "malformed-head": 400,
     "protocol-mismatch": 400,
     "token-missing": 401,
     "token-unknown": 401,

@@ -33,11 +33,13 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.processes import service_pointers
 from ratchet_contract.protocol.messages import ServiceFile
 from ratchet_contract.protocol.timing import MAX_CONTROL_DELAY_SECONDS
+from ratchet_service.api.problem_json import MEDIA_TYPE, problem
 from ratchet_service.db.engine import utc_now
 from ratchet_service.observability.health import Health
 
 MAX_HEADERS: Final = 32 * 1024
-"""Maximum bytes of request line and headers. A larger head is answered with 400, and the connection is closed."""
+"""Maximum bytes of request line and headers, as far as they do not arrive at once. A larger head is answered with 400
+(``malformed-head``), and the connection is closed."""
 HEAD_SECONDS: Final = 20.0
 REST_SECONDS: Final = 20.0
 """Time limit in seconds for the rest of a request body after its request is answered, for example refused. Nothing reads that
@@ -62,6 +64,7 @@ class HeadDeadline(H11Protocol):
         super().__init__(*args, **options)
         self._deadline: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
+        self._is_discarding = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer for the first request head."""
@@ -70,7 +73,11 @@ class HeadDeadline(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Process the bytes. Stop the head timer if a head is complete; start it if a head is incomplete and no timer runs."""
+        if self._is_discarding:
+            return
         super().data_received(data)
+        if self._is_discarding:
+            return
         if self.conn.their_state is not h11.IDLE:
             self._disarm()
         elif self._deadline is None:
@@ -87,6 +94,23 @@ class HeadDeadline(H11Protocol):
         """Abort the connection if ``answered`` is still its current request and that request's body is still incomplete."""
         if self.cycle is answered and self.conn.their_state is h11.SEND_BODY:
             self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a head that is malformed or too large with a problem, and end the sending side. What the client still sends is
+        discarded until it ends, for at most ``rest_seconds``: if the connection were closed at once, it would be reset, and the
+        client could lose the answer. ``msg``, uvicorn's text, is not used."""
+        text = f"the head of the request is not valid HTTP, or is larger than {MAX_HEADERS >> 10} KiB"
+        body = problem(400, "malformed-head", text).model_dump_json(exclude_none=True).encode()
+        headers = [("content-type", MEDIA_TYPE), ("content-length", str(len(body))), ("connection", "close")]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self._is_discarding = True
+        self._disarm()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._deadline = self.loop.call_later(self.rest_seconds, self.transport.abort)
+        else:  # TLS
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel both timers."""
