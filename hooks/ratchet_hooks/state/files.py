@@ -52,7 +52,8 @@ def save_state(path: str | os.PathLike[str], state: object) -> None:
 
 def load_state(path: str | os.PathLike[str]) -> Any:
     """Return the state that ``save_state`` wrote to ``path``, with tensors on the CPU. Raises ``FileNotFoundError``, and
-    ``HookStateError`` for a file that is damaged or that ``save_state`` did not write."""
+    ``HookStateError`` for a file that is incomplete or malformed, or that ``save_state`` did not write. There is no checksum:
+    changed bytes in a tensor are not noticed."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no such file: {path}")
     with Path(path).open("rb") as file:
@@ -66,7 +67,8 @@ def pack_state(state: object) -> torch.Tensor:
 
 
 def unpack_state(packed: torch.Tensor) -> Any:
-    """Return the state that ``pack_state`` packed. Raises ``HookStateError`` for bytes that it did not make."""
+    """Return the state that ``pack_state`` packed, with tensors on the CPU. Raises ``HookStateError`` for bytes that are
+    incomplete or malformed; as in ``load_state`` there is no checksum."""
     content = packed.cpu().numpy().tobytes()
     return _read(io.BytesIO(content), len(content), "state")
 
@@ -80,6 +82,8 @@ def _parts(state: object) -> Iterator[memoryview | bytes]:
         tensors, key=lambda name: -tensors[name].element_size()
     ):  # so that each is aligned to its elements
         tensor = tensors[name]
+        if tensor.dtype not in DTYPE_NAMES:
+            raise HookStateError(name, f"tensors of {tensor.dtype} cannot be stored")
         stored[name] = Stored(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), end, end + tensor.nbytes)
         end += tensor.nbytes
     try:
@@ -90,9 +94,9 @@ def _parts(state: object) -> Iterator[memoryview | bytes]:
 
 
 def _read(file: BinaryIO, size: int, where: str) -> Any:
-    """Return the state in a file of ``size`` bytes that is open at its beginning, with tensors on the CPU. ``where``: its name in
-    errors. Raises ``HookStateError`` if it is incomplete or not of ``save_state``. There is no checksum: changed bytes in a
-    tensor are not noticed."""
+    """Return the state in a file of ``size`` bytes that is open at its beginning, with tensors on the CPU. ``where``: the file's
+    name in errors. Raises ``HookStateError`` if the file is incomplete or ``save_state`` did not write it. There is no checksum:
+    changed bytes in a tensor are not noticed."""
     try:
         stored, metadata, _ = read_header(file, size)
         data = metadata.get(_KEY)

@@ -10,7 +10,7 @@ import xxhash
 
 from ratchet_contract.checkpoint.manifest import FileEntry, Manifest, open_manifest
 from ratchet_contract.errors import CheckpointError
-from ratchet_contract.paths import MANIFEST_NAME, is_job_id, parse_checkpoint_dir_name
+from ratchet_contract.paths import MANIFEST_NAME, parse_checkpoint_dir_name
 from ratchet_store.filesystem.durable_io import DAMAGED, EXISTS, MISSING
 from ratchet_store.format.manifest_file import MAX_MANIFEST_BYTES
 from ratchet_store.format.manifest_structure import check_structure
@@ -39,8 +39,8 @@ def digest_of(entry: FileEntry) -> str:
 
 
 class RemoteCheckpoints:
-    """A job's checkpoints in an object store. Nothing is cached: every method sends requests, and raises ``CheckpointError``.
-    ``folder`` is always a checkpoint's directory name, such as ``step-000000001200.a0007``."""
+    """A job's checkpoints in an object store. Nothing is cached: every method except ``parse`` sends requests. All raise
+    ``CheckpointError``. ``folder`` is always a checkpoint's directory name, such as ``step-000000001200.a0007``."""
 
     def __init__(self, objects: ObjectStore, job_id: str) -> None:
         self.objects = objects
@@ -117,7 +117,7 @@ class RemoteCheckpoints:
 
     def remove_all(self) -> None:
         """Delete everything below the job's prefix, manifests first, also quarantined data. The job must not run."""
-        assert is_job_id(self.job_id) or self.job_id, "a prefix of its own"
+        assert self.job_id, "a prefix of its own"
         names = list(self.objects.list())
         manifests = [name for name in names if name.endswith(f"/{MANIFEST_NAME}")]
         self.objects.delete(manifests)

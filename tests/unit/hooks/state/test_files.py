@@ -94,3 +94,9 @@ def test_load_of_missing_or_damaged_state_file_is_refused_by_name(tmp_path: Path
         save_file({}, tmp_path / "damaged.safetensors", metadata={"ratchet_state": damaged})
         with pytest.raises(HookStateError):
             load_state(tmp_path / "damaged.safetensors")
+
+
+def test_tensor_of_a_type_without_a_name_in_safetensors_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(HookStateError, match=r"torch.float8_e8m0fnu cannot be stored") as caught:
+        save_state(tmp_path / "state", {"residual": torch.zeros(2).to(torch.float8_e8m0fnu)})
+    assert "residual" in caught.value.key and not (tmp_path / "state").exists()
