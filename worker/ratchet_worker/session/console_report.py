@@ -38,7 +38,8 @@ class ConsoleReport(Spool):
     def close(self) -> None:
         """Close the spool. If only some of the redone steps were compared, rank 0 first prints how many and why."""
         found, self._last_redone = self._last_redone, None
-        if found is not None and found.rank == 0 and found.reason is not None and 0 < found.compared < found.steps:
+        is_partly = found is not None and found.reason is not None and 0 < found.compared < found.steps
+        if found is not None and found.rank == 0 and is_partly and found.first_difference is None:
             print_line(
                 f"of {_count_redone(found)} {found.compared} were compared and are the same for rank 0: {found.reason}"
             )

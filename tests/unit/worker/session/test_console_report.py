@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ratchet_contract.checkpoint.resume_report import StepDifference
+from ratchet_contract.protocol.messages import RedoneSteps
 from ratchet_worker.session import console_report
 from tests.support.optional_packages import skip_if_missing
 
@@ -34,3 +38,23 @@ def test_console_line_is_printed_when_tqdm_is_replaced(
     monkeypatch.setattr(tqdm, "tqdm", partial(tqdm.tqdm, ncols=80))
     console_report.print_line("step 1 is saved")
     assert capsys.readouterr().err == "ratchet: step 1 is saved\n"
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_redone_steps_that_differ_are_not_said_to_be_the_same_at_the_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, differs: bool
+) -> None:
+    found: dict[str, Any] = {
+        "rank": 0,
+        "at": "2030-01-01T00:00:00Z",
+        "world_size": 1,
+        "steps": 5,
+        "reason": "no room for more",
+    }
+    first = StepDifference(step=2, rank=0, part="parameters") if differs else None
+    report = console_report.ConsoleReport(tmp_path / "spool", ".", lambda: True)
+    report.append(RedoneSteps(**found, compared=3, equal=1 if differs else 3, first_difference=first))
+    report.close()
+    printed = capsys.readouterr().err
+    assert ("not exact: step 2" in printed) is differs
+    assert ("3 were compared and are the same" in printed) is not differs
