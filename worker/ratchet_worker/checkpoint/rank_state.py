@@ -309,8 +309,8 @@ class JobState:
         """Restore the state ``saved`` by the same rank of a group of the same size, bit for bit except for what ``transfer``
         changes.
 
-        Return a report for each component that has something to report. Raises ``UserError`` if an object does not accept its
-        state.
+        Return the reports on the restored components, exact ones included, and on what is missing. Raises ``UserError`` if an
+        object does not accept its state.
         """
         reports = self._restore_common(saved, "exact", None, transfer)
         if self.data is not None and "data" in saved.state:
@@ -326,8 +326,8 @@ class JobState:
         """Restore, as far as possible, the state that a group of another number of ranks, ``len(old)``, has saved.
 
         ``own``: the state of the old rank from which this rank takes private state. ``old``: data and hook of all old ranks, in
-        rank order. The random generators are seeded from ``seed`` and the rank. Return a report for each component that has
-        something to report. Raises ``UserError`` if an object does not accept its state.
+        rank order. The random generators are seeded from ``seed`` and the rank. Return the reports on the restored components and
+        on what is missing. Raises ``UserError`` if an object does not accept its state.
         """
         reason = f"the group had {pluralize(len(old), 'rank')}; this is the state of one of them"
         reports = self._restore_common(own, "redistributed", reason, transfer)
@@ -454,7 +454,8 @@ class JobState:
 
     def _resize_data(self, states: list[Any], ranks: int) -> ComponentReport:
         """Continue the data after a change of the number of ranks; return the report. ``states``: those of all old ranks. Data
-        without ``load_resized`` begin their epoch again."""
+        without ``load_resized`` are reported as reset: a ``SamplerPosition`` or ``StreamPosition`` begins its epoch again, other
+        data keep their initial position."""
         assert self.data is not None
         load: Any = getattr(self.data, "load_resized", None)
         if load is None:
@@ -474,14 +475,15 @@ class JobState:
     def _load_component(self, component: str, load: Callable[[], Any]) -> ComponentReport:
         """Run ``load``, and return a report of status ``exact`` for ``component``.
 
-        Raises ``UserError`` if ``load`` raises because an object does not accept the recorded state: another attempt would fail,
-        too. An error of the device is raised unchanged.
+        Raises ``UserError`` if ``load`` raises ``StateError`` or an error that user code raises for a state that does not fit:
+        the object does not accept the recorded state, and another attempt would fail, too. An error of the device, and any other
+        error, is raised unchanged.
         """
         try:
             load()
         except (torch.OutOfMemoryError, torch.AcceleratorError):  # the device's fault: another attempt may succeed
             raise
-        except (StateError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        except (StateError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise UserError(
                 f"{component} of rank {self.rank} cannot load the state of the checkpoint: {error}. Resume with the code, the "
                 "spec and the arguments that made it. To continue from an earlier checkpoint fork the job; without a service "
@@ -494,8 +496,8 @@ class JobState:
         return ComponentReport(component=component, rank=self.rank, status=status, reason=reason)
 
     def group_components(self) -> list[str]:
-        """Return the names of registered schedulers and gradient scalers: they control all ranks alike, unlike the user's own
-        objects, which may differ per rank."""
+        """Return the names of registered schedulers and gradient scalers, by their class or by the name ``scheduler`` or
+        ``scaler``. They control all ranks alike, unlike the user's own objects, which may differ per rank."""
         kinds = (torch.amp.GradScaler, LRScheduler)
         return [c for c, item in self.stateful.items() if c in ("scaler", "scheduler") or isinstance(item, kinds)]
 
@@ -567,7 +569,8 @@ def _load(item: Stateful, state: Any) -> None:
 
 
 def _without_functions(state: Any) -> Any:
-    """Return ``state`` without the functions in it, at any depth of dicts and lists."""
+    """Return ``state`` without the functions that are values of dicts in it, at any depth of dicts and lists. Functions that are
+    items of a list stay."""
     if type(state) is list:
         return [_without_functions(one) for one in state]
     if type(state) is not dict:
@@ -578,7 +581,8 @@ def _without_functions(state: Any) -> Any:
 
 
 def _with_functions(state: Any, live: Any) -> Any:
-    """Return ``state`` with the functions that are at the same places in ``live``. Inverse of ``_without_functions``."""
+    """Return ``state`` with the functions that ``live`` has as values of the dicts at the same places. Inverse of
+    ``_without_functions``."""
     if type(state) is type(live) is list and len(state) == len(live):
         return [_with_functions(*pair) for pair in zip(state, live, strict=True)]
     if not type(state) is type(live) is dict:
@@ -622,7 +626,7 @@ def _unwrap(item: Stateful) -> Any:
 
 def _as_stateful(component: str, item: Any) -> Stateful:
     """Return ``item``, or a wrapper, as an object with ``state_dict`` and ``load_state_dict``. Raises ``UserError`` for an object
-    that has neither and is no generator."""
+    that lacks one of these methods and is no generator."""
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
         if isinstance(getattr(item, "param_groups", None), list) and hasattr(item, "__dict__"):
             return optimizer_state.AroundOptimizer(item)

@@ -16,6 +16,7 @@ import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -232,7 +233,7 @@ class HiddenState:
         """Put the objects into the saved state: undo changes made since ``note_built``, then apply the changes ``stored``.
 
         ``changed_before_begin``: ``Changes.made_before_begin`` of the attempt that saved. Return, by path, why an object still
-        differs from the saved state: its change is too large to be undone, or only one of the two attempts has made an
+        differs from the saved state: it has changed and is too large to be restored, or only one of the two attempts has made an
         unstorable change to it. Without ``note_built`` nothing is undone or compared, and the result is empty. Raises
         ``StateError`` if no object of the stored kind is at a stored path, or the stored content does not fit the object.
         """
@@ -427,8 +428,9 @@ class _Recorder:
         return [*old] == [*new] and all(self._is_equal(old[key], value, depth) for key, value in new.items())
 
     def _attributes(self, path: str, before: Node, now: Node) -> Any:
-        """Return the changed attributes of an object: ``set``, references by name, and ``gone``, names of removed attributes.
-        None if there is nothing to store. Adds the paths of changed attributes that cannot be stored to ``_unsaved``."""
+        """Return the changed attributes of an object: ``set``, a reference to the value by attribute name, and ``gone``, names of
+        removed attributes. None if there is nothing to store. Adds the paths of changed attributes that cannot be stored to
+        ``_unsaved``."""
         names = [
             n for n, value in now.children.items() if n not in before.children or not is_same(before.children[n], value)
         ]
@@ -457,7 +459,7 @@ class _Recorder:
         return {"set": found, "gone": gone} if found or gone else None
 
     def _has_state(self, value: Any) -> bool:
-        """True if ``value`` is a constant other than None, or an object whose state counts. False for code, for objects that the
+        """True if ``value`` is state: a constant other than None, or an object with state. False for code, for objects that the
         walk does not enter, and for shared objects of installed packages except tensors, arrays, generators and bytes."""
         if value is None or is_constant(value):
             return value is not None
@@ -583,8 +585,8 @@ class _Recorder:
         )
 
     def _object(self, path: str, item: Any) -> Any:
-        """Return the class and the attributes of an object that the next attempt creates again: of a class of the user's, or a
-        module. Raises ``_Unstorable``."""
+        """Return the class and the attributes of an object that the next attempt creates again. Raises ``_Unstorable`` unless the
+        class is the user's or the object is an ``nn.Module``, and if one of its attributes cannot be stored."""
         users: type = type(item)
         if not (is_user_class(users) or isinstance(item, nn.Module)):
             raise _Unstorable(path)
@@ -637,8 +639,8 @@ def _is_code(item: Any) -> bool:
 
 
 def _plain_references(path: str, items: list[Any]) -> References | None:
-    """Return the references of all ``items`` in one compact form (the two dicts of ``References``). None if there are no items,
-    or if one of them is not a number, a text, bytes or None, or cannot be stored: the caller then makes one reference for each.
+    """Return the references of all ``items`` in one of the two compact forms of ``References``. None if there are no items, or if
+    one of them is not a number, a text, bytes or None, or cannot be stored: the caller then makes one reference for each.
     ``path``: that of their container; it does not affect the result."""
     kinds = {*map(type, items)}
     if not kinds or not kinds <= _PLAIN:
@@ -690,8 +692,8 @@ def _storable(path: str, value: Any) -> Any:
 
 
 def _generator_source(path: str, generator: Any) -> Any:
-    """Return what the next attempt creates a new generator from: a generator of numpy itself, ``"random"``, or ``"torch"`` for
-    one on the CPU. Raises ``_Unstorable`` for any other."""
+    """Return what the next attempt creates a new generator from: for one of numpy the generator itself, else ``"random"``, or
+    ``"torch"`` for one on the CPU. Raises ``_Unstorable`` for any other."""
     if type(generator) in (np.random.Generator, np.random.RandomState):
         return _storable(path, generator)
     if type(generator) is random.Random:
@@ -767,7 +769,7 @@ class _Restorer:
 
     def run(self) -> None:
         """Apply all stored changes. Raises ``StateError``, before it changes anything, if an object of the stored kind is missing
-        at a path."""
+        at a path. A later ``StateError``, for content or a reference that does not fit, leaves the changes up to it applied."""
         for path, change in self._changed.items():
             node = self._built.nodes.get(path)
             if node is None or node.kind != change["kind"]:
@@ -858,7 +860,7 @@ class _Restorer:
         if kind == "flag":
             return _require_class(rest[0], rest[1])(rest[2])
         if kind == "member":
-            return _find_by_name(rest[0], rest[1])[rest[2]]
+            return _require_class(rest[0], rest[1])[rest[2]]
         if kind == "torch":
             return getattr(torch, rest[0])
         if kind == "device":
@@ -942,11 +944,15 @@ def _set(item: Any, name: str, value: Any) -> None:
 
 
 def _remove(item: Any, name: str) -> None:
-    """Remove an attribute that ``_set`` has added; the gradient of a tensor is set to None. No effect if there is no such
-    attribute."""
+    """Remove an attribute from the object's ``__dict__`` or slots, without calling ``__delattr__`` of the class; the gradient
+    of a tensor is set to None. No effect if there is no such attribute."""
     if isinstance(item, torch.Tensor) and name == "grad":
         item.grad = None
-    vars(item).pop(name, None)
+    elif name in slots_of(type(item)):
+        with suppress(AttributeError):
+            object.__delattr__(item, name)
+    else:
+        vars(item).pop(name, None)
 
 
 def _fill_tensor(item: torch.Tensor, value: torch.Tensor) -> None:

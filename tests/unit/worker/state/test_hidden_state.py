@@ -237,6 +237,11 @@ CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
         lambda n: (n.x.keys.add_(3), vars(n.x).update(at=2)),
         lambda n: (n.x.keys.tolist(), n.x.at),
     ),
+    "a slot that training deletes": (
+        lambda: Net(x=[Slotted()]),
+        lambda n: delattr(n.x[0], "last"),
+        lambda n: (n.x[0].count, hasattr(n.x[0], "last")),
+    ),
     "a plain object with slots": (
         lambda: Net(x=[Slotted()]),
         lambda n: (setattr(n.x[0], "count", 4), setattr(n.x[0], "last", [1])),
