@@ -50,8 +50,10 @@ class Choice:
     left_out: list[str]
 
     def is_left_out(self, path: str) -> bool:
-        """True if the path is ignored, or is below an ignored directory."""
-        return any(_at_or_below(path, name.rstrip("/")) for name in self.left_out)
+        """True if the path is in ``left_out`` or below a directory in it, and not in the snapshot by ``include``."""
+        return all(entry.path != path for entry in self.entries) and any(
+            _at_or_below(path, name.rstrip("/")) for name in self.left_out
+        )
 
     def notes(self) -> list[tuple[str, str]]:
         """Return notes for the user who submits the code, each with a code and a sentence: on ignored files, and on large
@@ -77,7 +79,8 @@ class Choice:
 
 
 def iter_chosen(root: Path) -> Iterator[Entry]:
-    """Yield the entries that a snapshot of ``root`` would include, unsorted and without limits. Raises ``TreeError``."""
+    """Yield the entries that a snapshot of ``root`` without ``code.include`` would have, unsorted and without limits. Raises
+    ``TreeError``."""
     return walk(root.resolve(), _Rules(root.resolve(), []).is_included)
 
 
@@ -121,7 +124,7 @@ class _Rules:
 
     def is_included(self, path: str, is_dir: bool) -> bool:
         """True if a file is included, or if a directory is to be searched. Records the path in ``left_out`` if it is ignored.
-        Raises ``TreeError`` (``too-large``) after ``_MAX_NAMES`` calls."""
+        Raises ``TreeError``: ``too-large`` after ``_MAX_NAMES`` calls, ``ignore-file`` for an ignore file that cannot be used."""
         self._examined_count += 1
         if self._examined_count > _MAX_NAMES:
             raise TreeError(
@@ -161,8 +164,8 @@ class _Rules:
 
 
 def _repository(root: Path, is_allowed: Allowed) -> Path:
-    """Return the directory at or above ``root`` that has ``.git``, if both have the same owner and it may be read; else
-    ``root``."""
+    """Return the nearest directory at or above ``root`` that has ``.git``, if ``.git`` and ``root`` have the same owner and
+    ``is_allowed`` is True for that directory; else ``root``."""
     for folder in (root, *root.parents):
         try:
             same = (folder / ".git").lstat().st_uid == root.stat().st_uid

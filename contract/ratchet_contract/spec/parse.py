@@ -78,8 +78,8 @@ def parse_spec(data: Any) -> JobSpec:
 
 
 def examine_spec(data: Any) -> Examined:
-    """Find every fault of a spec that can be found without a machine. Faults are returned, not raised. Raises ``SpecError``
-    only for data that are not a mapping."""
+    """Find the faults of a spec that can be found without a machine. The faults are in the result. ``SpecError`` is raised only
+    for data that are not a mapping."""
     if not isinstance(data, dict):
         raise SpecError("a job spec is a mapping (JSON object or YAML mapping)", code="invalid-spec")
     problems = _hook_problems(data.get("hook"))
@@ -108,7 +108,8 @@ def examine_spec(data: Any) -> Examined:
 
 
 def spec_error(problems: Sequence[FieldProblem], data: Any) -> SpecError:
-    """Return the error with the first 50 of ``problems``, in the order of the keys in ``data``; missing keys come last."""
+    """Return the error with the first 50 of ``problems``, in the order of the keys in ``data``. A problem of a missing key comes
+    after those of the other keys in the same mapping."""
     ordered = sorted(problems, key=lambda problem: _position_in(data, problem.pointer))
     return SpecError(_summary(ordered), errors=ordered[:_MAX_PROBLEMS])
 
@@ -224,7 +225,7 @@ class _Mended:
 
 
 def _without(data: dict[Any, Any], place: list[Any]) -> dict[Any, Any]:
-    """Return a copy of ``data`` without the entry at ``place``; ``data`` itself if there is none."""
+    """Return ``data`` without the entry at ``place``, if there is one; ``data`` itself is not changed."""
     if not place or place[0] not in data:
         return data
     key, *rest = place
@@ -248,8 +249,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_spec_text(text: str) -> Any:
-    """Return the data in a spec file's text, YAML or JSON (which is a subset of YAML). Raises ``SpecError`` with line and
-    column, also for a key that is given twice."""
+    """Return the data in a spec file's text, YAML or JSON (which is a subset of YAML). Raises ``SpecError`` for text that is not
+    valid YAML, and for a key that is given twice; the error names the line and the column, if they are known."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -258,6 +259,10 @@ def load_spec_text(text: str) -> Any:
         problem = str(getattr(error, "problem", error))
         cure = "; YAML must be indented with spaces, not tabs" if "'\\t'" in problem else ""
         raise SpecError(f"not valid YAML{where}: {problem}{cure}", code="invalid-yaml") from None
+    except (ValueError, TypeError, RecursionError, OverflowError, AttributeError, KeyError) as error:
+        # YAML's constructors raise these for dates that do not exist, numbers that are too long, and unhashable keys
+        problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:300]
+        raise SpecError(f"not valid YAML: {problem}", code="invalid-yaml") from None
 
 
 def _summary(problems: Sequence[FieldProblem]) -> str:
@@ -352,7 +357,8 @@ def problem_of(error: Any, model: type[BaseModel]) -> FieldProblem:
 
 
 def _explained_detail(error: Any, model: type[BaseModel], detail: str) -> str:
-    """Return ``detail`` with the given value and a correct one: an example for the key, or the key's description."""
+    """Return a better text than ``detail`` where possible: with the given value, and with an example for the key or the key's
+    description. Values of ``env`` are not shown: they may be secret."""
     loc, kind = error["loc"], error["type"]
     pointer = pointer_of(loc)
     if model is JobSpec and pointer == "/name" and kind == "string_pattern_mismatch":
@@ -428,7 +434,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 def cross_check(spec: JobSpec, uncertain_keys: Collection[str] = ()) -> list[FieldProblem]:
     """Check rules over several fields that need no machine, and return the problems: settings that can never work, or are not
-    supported yet. A rule that reads a key in ``uncertain_keys`` is skipped."""
+    supported yet. Rules that could report a wrong problem because of a key in ``uncertain_keys`` are skipped."""
     out: list[FieldProblem] = []
 
     def is_certain(*keys: str) -> bool:

@@ -124,15 +124,12 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _yaml(content: bytes) -> Any:
-    """Return the data of a YAML text in UTF-8. Raises ``Refused`` (``invalid-yaml``), and ``SpecError`` from
-    ``load_spec_text``."""
+    """Return the data of a YAML text in UTF-8. Raises ``Refused`` or ``SpecError`` (both ``invalid-yaml``)."""
     try:
-        return load_spec_text(content.decode("utf-8"))
-    except SpecError:
-        raise
-    except (ValueError, TypeError, RecursionError, OverflowError, AttributeError, KeyError) as error:
-        # YAML's constructors raise these for dates that do not exist, numbers that are too long, and unhashable keys
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
         raise Refused(f"not valid YAML: {_error_text(error)}", code="invalid-yaml") from None
+    return load_spec_text(text)
 
 
 def _error_text(error: BaseException) -> str:

@@ -75,6 +75,9 @@ def test_gitignore_of_parent_directories_applies_as_in_git(tmp_path: Path, code:
     assert ours == by_git(root) and {"train.py", "data/x.bin"} <= ours and not {"runs/a/log.txt", "build"} & ours
     assert "runs/" in choose(root).left_out
     assert {entry.path for entry in choose(root, ["runs"]).entries} == ours | {"runs/a/log.txt"}
+    assert choose(root).is_left_out("runs/a/log.txt") and not choose(root, ["runs/a/log.txt"]).is_left_out(
+        "runs/a/log.txt"
+    )
     unread = {entry.path for entry in choose(root, is_allowed=lambda path: path.is_relative_to(root)).entries}
     assert unread == (ours if code == "." else bare)
 

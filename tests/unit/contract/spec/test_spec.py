@@ -238,6 +238,16 @@ def test_spec_error_count_is_capped_at_50() -> None:
     assert len(caught.value.errors) == 50
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("env: {D: 2026-13-45}", "month must be in 1..12"), ("[" * 3000, "nested too deeply"), ("? [a]\n: 1", "")],
+)
+def test_yaml_value_that_cannot_be_read_is_a_spec_error(text: str, words: str) -> None:
+    with pytest.raises(SpecError, match=f"not valid YAML.*{words}") as caught:
+        load_spec_text(text)
+    assert caught.value.code == "invalid-yaml"
+
+
 def test_yaml_syntax_error_names_line() -> None:
     with pytest.raises(SpecError) as caught:
         load_spec_text("name: a\n  task: [")
