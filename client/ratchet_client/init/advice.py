@@ -46,8 +46,8 @@ def run_mode(facts: Facts, place: Place) -> Way:
 
 
 def device_of(command: Command, facts: Facts) -> Literal["auto", "cpu", "cuda"]:
-    """Return the device that the command specifies. If it specifies "auto", return "cuda" or "cpu" according to the script's only
-    backend (nccl, gloo), else "auto"."""
+    """Return the device that the command specifies. If it specifies "auto", return "cuda" if the script's only backend is
+    nccl, "cpu" if it is gloo and the script uses no GPU, else "auto"."""
     names = {where.value for where in facts.backends}
     if command.device != "auto" or len(names) != 1:
         return command.device
@@ -110,7 +110,8 @@ def training_place(facts: Facts) -> Where | None:
 
 
 def _change(facts: Facts, place: Place) -> str:
-    """Return a sentence that names the command, or the guide, for making an unmanaged script resume bit for bit."""
+    """Return a sentence that names the command for making an unmanaged script resume bit for bit, or only the guide if the script
+    has no DDP call and no framework."""
     there = training_place(facts)
     if there is None:
         return f"The steps from here to bit for bit: {_GUIDE}"
@@ -120,7 +121,7 @@ def _change(facts: Facts, place: Place) -> str:
 
 def _frameworks(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
     """Yield notes on frameworks that run the training of an unmanaged script, and a serious one if Lightning's number of devices
-    is unknown or differs from the command's ranks. Nothing is yielded for other scripts."""
+    differs from the command's ranks, or if neither number is known. Nothing is yielded for other scripts."""
     if way != "unmanaged":
         return
     for one in {one.name: one for one in facts.frameworks}.values():
@@ -141,8 +142,8 @@ def _frameworks(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _hooks(facts: Facts, way: Way) -> Iterator[Note]:
-    """Yield a note for each hook that the script registers, whether its state survives a restart, and a note for each hook
-    argument that is not a literal."""
+    """Yield a note for each hook that the script registers: whether its state survives a restart, or, in a script that is not
+    unmanaged, that the line must be removed. Also yield a note for each hook argument that is not a literal."""
     for hook in facts.hooks:
         name, at = hook.name, f"{hook.place.file}, line {hook.place.line}"
         entry = HOOKS.get(canonical_hook_name(name))
@@ -168,7 +169,8 @@ def _hooks(facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _saves(facts: Facts, way: Way) -> Iterator[Note]:
-    """Yield a note for each checkpoint that the script writes itself, and a serious one if an unmanaged script writes none."""
+    """Yield a note for each checkpoint that the script writes itself, and a serious one if an unmanaged script and its framework
+    write none."""
     for save in facts.saves:
         target = f'"{save.value}"' if save.value else "a path computed at run time"
         if way == "unmanaged":
@@ -213,8 +215,8 @@ def _start(facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _paths(command: Command, facts: Facts, place: Place) -> Iterator[Note]:
-    """Yield notes on relative paths that the script writes or reads, and on arguments that are paths from the current
-    directory."""
+    """Yield a note on the relative paths that the script writes to. Yield serious notes on relative paths that it reads and that
+    do not exist in the code directory, and on arguments that are paths from the current directory, if that is another one."""
     written = sorted({str(where.value) for where in facts.writes if _is_relative_path(where)})
     if written:
         names = ", ".join(f'"{name}"' for name in written)
@@ -239,8 +241,8 @@ def _is_relative_path(where: Where) -> bool:
 
 
 def _arguments(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
-    """Yield serious notes if the script requires options or positional arguments that the command lacks. Nothing is yielded for a
-    task's options."""
+    """Yield a serious note if the script requires options that the command lacks, and one if it requires positional arguments and
+    the command has no arguments at all. Nothing is yielded for a task."""
     flags = [word.partition("=")[0] for word in command.arguments if word.startswith("-")]
     lacking = [
         option.flags[-1]

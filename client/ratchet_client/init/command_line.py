@@ -90,8 +90,9 @@ def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _explicit(word: str) -> Path | None:
-    """Return the interpreter that ``word`` names by a path: the program itself, or ``python`` in the directory of a program like
-    ``.venv/bin/torchrun``. Return None for a word without "/". Raises ``Refused`` if the interpreter does not exist."""
+    """Return the interpreter that ``word`` names by a path: the program itself if it is a python, else ``python`` in the
+    directory of a program like ``.venv/bin/torchrun``. Return None for a word without "/". Raises ``Refused`` if the interpreter
+    does not exist."""
     if "/" not in word:
         return None
     path = Path(word).expanduser().absolute()
@@ -103,7 +104,7 @@ def _explicit(word: str) -> Path | None:
 
 def _from_python(words: list[str], environ: Mapping[str, str]) -> Command:
     """Return the command for the words after ``python``: a script, or ``-m torch.distributed.run`` (or ``.launch``) with its
-    options. Raises ``Refused`` for other options and modules."""
+    options. The option ``-u`` is dropped. Raises ``Refused`` for other options of python and other modules."""
     rest, dropped = list(words), {}
     while rest and rest[0] == "-u":
         dropped["-u"] = "output of ranks is never buffered"
@@ -143,7 +144,7 @@ class _Parser(argparse.ArgumentParser):
 def _torchrun(words: Sequence[str], environ: Mapping[str, str], *, legacy: bool = False) -> Command:
     """Return the command for the words after ``torchrun``, parsed with argparse as torchrun does: with abbreviations and
     ``--a=b``; everything after the script belongs to the script. ``legacy``: the launcher is ``torch.distributed.launch``. Raises
-    ``Refused``."""
+    ``Refused`` for options that are invalid or not supported."""
     parser = _Parser(prog="torchrun", add_help=False)
     for option in OPTIONS:
         more: dict[str, Any] = {"action": "store_const", "const": ""} if option.switch else {}
@@ -171,15 +172,15 @@ def _torchrun(words: Sequence[str], environ: Mapping[str, str], *, legacy: bool 
 
 
 def _from_environment(dest: str, switch: bool, environ: Mapping[str, str]) -> str | None:
-    """Return the value of torchrun's option ``dest`` from the variable ``PET_<DEST>``; "" for a ``switch`` that is on; None if it
-    is not set."""
+    """Return the value of torchrun's option ``dest`` from the variable ``PET_<DEST>``; "" for a ``switch`` that is on; None if
+    the variable is not set, or "0" for a ``switch``."""
     value = environ.get(f"PET_{dest.upper()}")
     return None if value is None or (switch and value == "0") else "" if switch else value
 
 
 def _apply(command: Command, name: str, value: str, answer: Keep | Drop | Refuse) -> None:
     """Apply the rule's result ``answer`` for the option ``name`` to ``command``: set ranks, device or a policy key, or note the
-    option as dropped. Raises ``Refused``."""
+    option as dropped. Raises ``Refused`` if the option is not supported or ``value`` is invalid."""
     shown = f"{name}={value}" if value else name
     if isinstance(answer, Refuse):
         raise Refused(_module(command.script) if name == "--module" else f"{shown}: {answer.cure}")
@@ -204,7 +205,8 @@ def _number(name: str, value: str, *, minimum: int) -> int:
 
 def count_ranks(value: str) -> tuple[int, Literal["auto", "cpu", "cuda"]]:
     """Return the ranks and the device for the value of ``--nproc-per-node``: a number (device "auto"), or ``cpu``, ``gpu`` or
-    ``auto``, for which CPUs or GPUs of this machine are counted as torchrun does. Raises ``Refused``."""
+    ``auto``, for which CPUs or GPUs of this machine are counted as torchrun does. Raises ``Refused`` for any other value, and for
+    ``gpu`` without a GPU."""
     gpus = count_gpus() if value in ("gpu", "auto") else 0
     if value == "gpu" and not gpus:
         raise Refused("--nproc-per-node=gpu: this machine has no GPU; give the number of ranks")
@@ -219,7 +221,7 @@ def count_ranks(value: str) -> tuple[int, Literal["auto", "cpu", "cuda"]]:
 
 def count_gpus() -> int:
     """Return the number of NVIDIA GPUs that a process started here would see: from ``CUDA_VISIBLE_DEVICES``, else from
-    ``nvidia-smi``. Return 0 without a driver. Blocks for at most 30 seconds."""
+    ``nvidia-smi``. Return 0 if ``nvidia-smi`` is needed, and is missing or fails. Blocks for at most 30 seconds."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])

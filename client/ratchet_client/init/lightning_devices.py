@@ -13,9 +13,9 @@ _ALL: Final = ("auto", "-1")
 
 
 def with_devices(command: Command, facts: Facts) -> Command:
-    """Return a copy of ``command`` with the number of ranks that the script's Lightning Trainer would start. Return ``command``
-    unchanged if it specifies a number of ranks, if the script does not have exactly one Lightning Trainer, or if the Trainer's
-    number is unknown."""
+    """Return a copy of ``command`` with the number of ranks, and the device, that the script's Lightning Trainer would use.
+    Return ``command`` unchanged if it specifies a number of ranks, if the script does not have exactly one Lightning Trainer, or
+    if the Trainer's number is unknown."""
     trainer = lightning(facts)
     if trainer is None or command.given is not None:
         return command
@@ -53,8 +53,9 @@ def device_count(command: Command, facts: Facts, trainer: Framework) -> int | No
 
 
 def _value(command: Command, facts: Facts, text: str | None) -> str | None:
-    """Return the value of ``text``, the source text of the ``devices`` argument: a literal itself, for ``args.devices`` the value
-    in the command or the option's default, and "auto" if ``text`` is None. Return None if the value is unknown."""
+    """Return the value of ``text``, the source text of the ``devices`` argument: for ``args.devices`` the value in the command,
+    else the option's default, None if there is neither; for a string literal its content; "auto" if ``text`` is None. Any other
+    ``text`` is returned unchanged."""
     if text is None:
         return "auto"
     node = ast.parse(text, mode="eval").body

@@ -39,8 +39,8 @@ print(json.dumps([name for name in names if not there(name)]))
 
 @dataclass(frozen=True)
 class Place:
-    """Where a script is, as absolute paths. ``code``: the directory that is copied into the job's snapshot. ``script``: the
-    script's file, which is below ``code``."""
+    """Where a script is, as absolute paths without symbolic links. ``code``: the directory that is copied into the job's
+    snapshot. ``script``: the script's file, which is below ``code``."""
 
     code: Path
     script: Path
@@ -76,8 +76,9 @@ def locate(script: str, code: Path | None) -> Place:
 
 
 def environment_of(python: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the interpreter or virtual environment that the job needs: ``python`` if it is given, else that of ``VIRTUAL_ENV``
-    or ``CONDA_PREFIX``. Return None if there is none, or if it is the environment that runs this command."""
+    """Return the directory of the environment that the job needs: that of the interpreter ``python`` if it is given, else
+    ``VIRTUAL_ENV`` or ``CONDA_PREFIX``. Return ``python`` itself if it is in no environment. Return None if nothing is specified,
+    or if it is the environment that runs this command."""
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         if python is None and environ.get(name):
             python = Path(environ[name])
@@ -111,8 +112,8 @@ def missing_modules(python: Path | None, names: Iterable[str], folders: list[Pat
 
 @dataclass(frozen=True)
 class Entry:
-    """A file directly in the code directory, or a directory there with everything below it. ``count``: number of files; ``size``:
-    bytes."""
+    """A file directly in the code directory, or a directory there with everything below it. ``name``: ends with "/" for a
+    directory; ``count``: number of files; ``size``: bytes."""
 
     name: str
     count: int

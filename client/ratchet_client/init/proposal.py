@@ -45,8 +45,8 @@ def propose(
 ) -> Proposal:
     """Return the proposal for the command ``words``: torchrun and its options, ``python train.py``, or only the script.
     ``environ``: the environment variables. ``overrides``: the keys of ``--set``, of which only ``code`` and ``python`` are used.
-    ``code`` and ``name``: the values of ``--code`` and ``--name``. Raises ``Refused`` and ``NotFound``. The script is read and
-    not run."""
+    ``code`` and ``name``: the values of ``--code`` and ``--name``. Raises ``Refused`` for what is not supported, and ``NotFound``
+    if the script or the code directory does not exist. The script is read and not run."""
     command = parse_command(words, environ)
     place = project.locate(command.script, _code(overrides, code))
     facts = read_script.read_script(place.script, place.code)
@@ -74,7 +74,8 @@ def _code(overrides: Mapping[str, Any], code: Path | None) -> Path | None:
 
 
 def _python(overrides: Mapping[str, Any]) -> Path | None:
-    """Return the absolute path that ``--set python`` names; None if it is not set. Raises ``Refused`` if it is not a path."""
+    """Return the absolute path that ``--set python`` names; None if it is not set. Raises ``Refused`` if it is not text or is
+    empty."""
     named = overrides.get("python")
     if named is not None and (not isinstance(named, str) or not named):
         raise Refused("--set python: name an interpreter, or the directory of an environment")

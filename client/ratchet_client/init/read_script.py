@@ -156,8 +156,8 @@ class _Reader:
         return node
 
     def _text(self, node: ast.expr | None, depth: int = 0) -> str | None:
-        """Return the text of a string or path that is a literal, or the first literal part of ``Path(...)``, ``a / b``,
-        ``os.path.join(...)`` or an f-string. Return None if there is none. ``depth``: the number of nested calls of this
+        """Return the text of a string literal, or the literal with which ``Path(...)``, ``a / b``, ``os.path.join(...)`` or an
+        f-string begins. Return None if ``node`` does not begin with a literal. ``depth``: the number of nested calls of this
         method."""
         node = self._value(node)
         if depth > _MAX_DEPTH:  # path = path / "more"
@@ -194,7 +194,8 @@ class _Reader:
         self.facts.ddp = self.facts.ddp or self._place(node)
 
     def _framework(self, node: ast.Call) -> None:
-        """Record ``node`` if it creates a Session through an integration, or a Trainer or Accelerator of a framework."""
+        """Record ``node`` if it creates a Session through an integration, a LightningCLI, or a framework's Trainer or
+        Accelerator."""
         origins, given = self.origins.origins_of(node.func), {k.arg: k.value for k in node.keywords}
         place = self._place(node)
         if any(map(makes_a_session, origins)):
@@ -311,8 +312,8 @@ class _Reader:
             self.facts.cuda.append(self._place(node))
 
     def _argument(self, node: ast.Call) -> None:
-        """Record an ``add_argument`` call as an option. A positional argument is required unless it has a default or ``nargs`` is
-        "?" or "*"."""
+        """Record an ``add_argument`` call as an option, which is required only with ``required=True``. A positional argument is
+        required unless it has a default or ``nargs`` is "?" or "*"."""
         flags = tuple(a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
         more = {k.arg: k.value for k in node.keywords}
         if not flags:

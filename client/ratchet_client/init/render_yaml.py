@@ -26,7 +26,8 @@ _EXAMPLE: Final = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_po
 
 def make_spec(command: Command, facts: Facts, place: Place, way: Way, *, name: str | None) -> dict[str, Any]:
     """Return the spec's keys to set, without ``code`` and ``python``. ``name``: the job's name; None: a name derived from the
-    script's. Raises ``Refused`` for arguments that the constructor of a task does not have."""
+    script's. ``hook`` is set to the first hook that the script registers and Ratchet has, except for an unmanaged script. Raises
+    ``Refused`` for arguments that the constructor of a task does not have."""
     spec: dict[str, Any] = {"name": name or _label(place.script.stem)}
     if way == "task":
         assert facts.task is not None
@@ -54,7 +55,8 @@ def _label(stem: str) -> str:
 
 def _task_arguments(words: Sequence[str], known: Sequence[str], task: str) -> dict[str, Any]:
     """Return the command line arguments ``words`` as a dict: ``--lr 0.1`` as ``{"lr": 0.1}``, an option without a value as True.
-    Raises ``Refused`` for an argument that is not among ``known``, the parameters of the constructor of ``task``."""
+    Values are read as YAML. Raises ``Refused`` for an argument that is not among ``known``, the parameters of the constructor of
+    ``task``."""
     found: dict[str, Any] = {}
     rest = list(words)
     while rest:
@@ -175,7 +177,7 @@ def _world(command: Command, world: Mapping[str, Any]) -> str:
 
 def _hook(spec: Mapping[str, Any], facts: Facts, way: Way) -> list[str]:
     """Return the line for the key ``hook``; if the spec has none, a commented example, or no line for an unmanaged script without
-    hooks."""
+    a hook that Ratchet has."""
     if "hook" in spec:
         return [_line("hook", spec["hook"], "as in torch, without _hook; all of them: ratchet hooks")]
     blocks = [block for hook in facts.hooks if (block := hook_block(hook))]

@@ -84,8 +84,8 @@ def _nodes(value: str) -> Keep | Drop | Refuse:
 
 
 def _local_address(value: str) -> Keep | Drop | Refuse:
-    """Return ``Drop`` for an address of this machine, which has no effect, and ``Refuse`` for any other, which means a second
-    node."""
+    """Return ``Drop`` for no address, a loopback address or 0.0.0.0, which have no effect, and ``Refuse`` for any other, which
+    is taken as another machine."""
     host = value.rsplit(":", 1)[0] if value.count(":") == 1 or value.startswith("[") else value
     return Drop(_RENDEZVOUS) if host in ("", *LOOPBACK) else Refuse(f"{value} names another machine; {_ONE_MACHINE}")
 

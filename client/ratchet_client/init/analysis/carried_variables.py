@@ -162,14 +162,14 @@ class _Carrying:
         return None
 
     def _values(self, name: str) -> Iterator[ast.expr]:
-        """Yield the expressions that assignments anywhere in the file assign to ``name``."""
+        """Yield the right side of each ``=`` assignment anywhere in the file that has ``name`` among its targets."""
         for one in ast.walk(self._source.tree):
             if isinstance(one, ast.Assign) and name in [n.id for t in one.targets for n in _names(t)]:
                 yield one.value
 
     def _is_changed_elsewhere(self, name: str) -> bool:
-        """Return True if another function declares ``name`` as ``global`` or ``nonlocal``, or if the loop's function does and
-        other functions use the variable too."""
+        """Return True if another function declares ``name`` as ``global`` or ``nonlocal``, or if the loop's function does and the
+        variable cannot become local (``_can_be_local``)."""
         others = (
             n for n in ast.walk(self._source.tree) if isinstance(n, ast.Global | ast.Nonlocal) and name in n.names
         )
@@ -261,7 +261,8 @@ def is_read_after(source: Source, loop: ast.For | ast.While, name: str) -> bool:
 
 
 def _binds(function: ast.AST, name: str) -> bool:
-    """Return True if ``name`` is a parameter or local variable of ``function``."""
+    """Return True if ``name`` is a parameter or local variable of ``function`` or of a function in it, and is declared ``global``
+    or ``nonlocal`` in none of them."""
     nodes = list(ast.walk(function))
     if any(isinstance(n, ast.Global | ast.Nonlocal) and name in n.names for n in nodes):
         return False

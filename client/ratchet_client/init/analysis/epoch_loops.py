@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from ratchet_client.init.analysis.loop_ranges import Range, called_as, range_of
 from ratchet_client.init.analysis.script_source import Patching
@@ -28,9 +29,9 @@ class Pass:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop ``for ... in range(...)`` around passes over data. ``range``: None if the number of epochs is unknown. ``passes``:
-    the loops over batches in it; their loaders are named as in the loop's function. ``outer``: True if another such loop is
-    nested in it."""
+    """A ``for`` loop around passes over data. ``range``: its range; None if it is not over a ``range(...)`` with a known number
+    of epochs. ``passes``: the loops over batches in it; their loaders are named as in the loop's function. ``outer``: True if
+    another such loop is nested in it."""
 
     node: ast.For
     range: Range | None
@@ -136,7 +137,8 @@ class Loops:
 
     def _loader(self, over: ast.expr, one: Pass) -> ast.expr | None:
         """Return the expression inside the ``enumerate`` and ``tqdm`` calls and aliases of ``over``, and append these calls and
-        aliases to ``one``. Return None if ``over`` is another call."""
+        aliases to ``one``. Return None if ``over`` is another call, or a conditional expression whose two values do not lead to
+        the same name."""
         if isinstance(over, ast.IfExp):
             return _common_name([self._loader(value, one) for value in (over.body, over.orelse)])
         if isinstance(over, ast.Call):
@@ -206,16 +208,16 @@ def parameters(scope: ast.AST) -> set[str]:
 
 
 def bind(function: Function, call: ast.Call) -> Arguments:
-    """Return the argument expressions of ``call`` by the parameter names of ``function``. ``self`` of a method call, and
-    arguments after ``*`` and ``**``, are left out."""
+    """Return the argument expressions of ``call`` by the parameter names of ``function``. ``self`` of a method call,
+    ``*x`` with the positional arguments after it, and ``**x`` are left out."""
     names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
     if names[:1] == ["self"] and isinstance(call.func, ast.Attribute):
         del names[0]
-    given = [a for a in call.args if not isinstance(a, ast.Starred)]
+    given = takewhile(lambda a: not isinstance(a, ast.Starred), call.args)
     return dict(zip(names, given, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg}
 
 
 def _common_name(found: list[ast.expr | None]) -> ast.expr | None:
-    """Return the first expression if all in ``found`` are the same name, else None."""
+    """Return the first expression if all in ``found`` are names, and the same name; else None."""
     names = [one for one in found if isinstance(one, ast.Name)]
     return names[0] if len(names) == len(found) and len({one.id for one in names}) == 1 else None

@@ -21,8 +21,9 @@ class Range:
     start: ast.expr | None = None
 
     def change(self, patching: Patching, loop: ast.For, counted: str) -> None:
-        """Record the edits that make ``loop`` iterate over ``counted(total)``, for example ``session.epochs(10)``. Since this
-        counts from 0, a line that adds 1 is inserted for a range from 1. A script's own ``start`` is dropped, with a remark."""
+        """Record the edits that make ``loop`` iterate over ``counted(total)``, for example ``session.epochs(10)``. Since
+        ``counted`` counts from 0, a line that adds 1 is inserted for a range from 1. A script's own ``start`` is dropped, with a
+        remark."""
         source = patching.source
         source.replace(self.call, f"{counted}({self.total})")
         if self.first:
@@ -69,7 +70,7 @@ def range_call(over: ast.expr) -> ast.Call | None:
 
 
 def called_as(call: ast.Call) -> str:
-    """Return the last part of the called function's dotted name; "" if the function is not a name."""
+    """Return the last part of the called function's dotted name; "" if the function is neither a name nor an attribute."""
     match call.func:
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return name

@@ -31,8 +31,8 @@ def add_remarks(patching: Patching, loop: Loop, session: str) -> None:
 
 
 def _numbers(patching: Patching, one: Pass, session: str) -> None:
-    """Add a remark if the pass has ``enumerate`` around ``tqdm``, since it counts from 0 after a resume within an epoch. The
-    remark is needed if the loop's body uses the number, else optional."""
+    """Add a remark if the pass has ``enumerate`` around ``tqdm``, since ``enumerate`` then counts from 0 after a resume within an
+    epoch. The remark is needed if the loop's body uses the number, else optional."""
     kinds = [called_as(call) for call in one.calls]
     target = one.node.target.elts[0] if isinstance(one.node.target, ast.Tuple) else one.node.target
     used = {n.id for s in one.node.body for n in ast.walk(s) if isinstance(n, ast.Name)}

@@ -40,8 +40,9 @@ class RankVariables:
             match node:
                 case ast.Compare(comparators=[ast.Name(id=used)], ops=[ast.In() | ast.NotIn()]) if used == name:
                     return True
-                case ast.Attribute(value=ast.Name(id=used), attr=method) if used == name and hasattr(str, method):
-                    return True
+                case ast.Attribute(value=ast.Name(id=used), attr=method) if used == name and method != "index":
+                    if hasattr(str, method):  # ``index`` is also an attribute of torch.device
+                        return True
         return False
 
     def _chosen(self, block: list[ast.stmt], values: list[ast.expr]) -> str | None:

@@ -30,7 +30,8 @@ class Patching:
 
     @classmethod
     def parse(cls, text: str) -> Patching:
-        """Return a ``Patching`` of the source ``text``, without edits or remarks. Raises ``SyntaxError``."""
+        """Return a ``Patching`` of the source ``text``, without edits or remarks. Raises ``SyntaxError`` if it is not valid
+        Python."""
         source = Source(text)
         return cls(source, Origins(source.tree))
 
@@ -38,14 +39,14 @@ class Patching:
         self.remarks.append(Remark(node.lineno, text, needed))
 
     def calls(self, names: frozenset[str]) -> list[ast.Call]:
-        """Return the calls of functions and classes whose origins are in ``names`` (dotted names), in file order."""
+        """Return the calls of functions and classes whose origins are all in ``names`` (dotted names), in file order."""
         found = [
             n for n in ast.walk(self.source.tree) if isinstance(n, ast.Call) and self.origins.is_one(n.func, names)
         ]
         return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
     def bound_names(self) -> set[str]:
-        """Return every name that the file binds in any scope: variables, parameters, functions, classes and imports."""
+        """Return the names of the file's variables, parameters, functions, classes and absolute imports, in all scopes."""
         nodes = list(ast.walk(self.source.tree))
         return (
             {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
@@ -55,8 +56,8 @@ class Patching:
         )
 
     def imports_of(self, wanted: frozenset[str]) -> list[ast.stmt]:
-        """Return the import statements anywhere in the file that import one of the dotted names in ``wanted``, or a module or
-        package that contains it."""
+        """Return the import statements anywhere in the file that make a dotted name in ``wanted`` available: ``import`` of a
+        package or module that contains it, and ``from ... import`` of the name itself."""
         found: list[ast.stmt] = []
         for node in ast.walk(self.source.tree):
             if isinstance(node, ast.Import):
@@ -70,7 +71,7 @@ class Patching:
     def add_import(self, line: str, statements: list[ast.stmt], used: int | None = None) -> None:
         """Record the insertion of the import ``line`` after the imports at the top of the file, and after ``statements``.
         ``used``: a line number; only imports above it count. If all ``statements`` are in functions, ``line`` is inserted in each
-        of these functions instead."""
+        of these functions instead. Without such imports, ``line`` becomes the first line of the file or function body."""
         scopes = {id(scope): scope for scope in map(self.source.scope, statements)}
         functions = [s for s in scopes.values() if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)]
         inside = bool(functions) and len(functions) == len(scopes)

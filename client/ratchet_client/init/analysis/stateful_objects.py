@@ -64,7 +64,7 @@ def add_remarks(patching: Patching, loop: Loop | StepLoop, session: str, known: 
 
 
 def is_stepped(loop: Loop | StepLoop, name: str) -> bool:
-    """Return True if the loop calls ``name.step(...)``, as for a scheduler that was created by a function."""
+    """Return True if the loop calls ``name.step(...)``, which detects a scheduler that was created by a function."""
     calls = (n.func for n in ast.walk(loop.node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute))
     return any(func.attr == "step" and ast.unparse(func.value) == name for func in calls)
 
@@ -126,7 +126,7 @@ def _is_changed_copy(patching: Patching, loop: Loop | StepLoop, use: ast.Name) -
 
 
 def _is_of(patching: Patching, makers: list[ast.expr], package: str) -> bool:
-    """Return True if one of the functions ``makers`` comes from ``package``."""
+    """Return True if one of the functions ``makers`` has an origin that begins with ``package``, a dotted name."""
     return any(origin.startswith(package) for made in makers for origin in patching.origins.origins_of(made))
 
 

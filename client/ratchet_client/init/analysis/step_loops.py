@@ -78,9 +78,10 @@ def training_loops(patching: Patching) -> list[Loop | StepLoop]:
 
 
 def _step_loop(patching: Patching) -> StepLoop | None:
-    """Return the only loop in which ``zero_grad`` is called, as a loop over steps. Return None if the file creates a
-    ``DataLoader``, if the loop takes batches from an iterator, if it may run several times, or if it is a ``for`` loop with an
-    unknown range. A ``while`` loop with an unknown count is returned, with ``over`` None."""
+    """Return the only loop in which ``zero_grad`` is called, as a loop over steps. Return None if there is no such loop, if there
+    are several or nested ones, or if the file creates a ``DataLoader``. Also return None if the loop takes batches from an
+    iterator, does not train, has an ``else``, may run several times, or is a ``for`` loop with an unknown range. A ``while`` loop
+    with an unknown count is returned, with ``over`` None."""
     source, loops = patching.source, Loops(patching.source)
     if patching.calls(LOADERS):
         return None
@@ -118,8 +119,8 @@ def _runs_once(source: Source, scope: ast.AST) -> bool:
 
 def _counted(source: Source, loop: ast.While) -> Counted | None:
     """Return the count of ``while n < total`` or ``while n <= last``, or of ``while True`` whose last statement is
-    ``if n >= total: break``. Return None unless ``n`` starts at 0, grows by 1 in each iteration, and the number of steps is
-    constant."""
+    ``if n >= total: break``. Return None unless ``n`` starts at 0, grows by 1 in each iteration (no ``continue``), and the number
+    of steps is constant."""
     leaves: ast.If | None = None
     number: type[ast.cmpop]
     last_number: type[ast.cmpop]

@@ -35,8 +35,8 @@ def patch(patching: Patching) -> bool:
 
 
 def _class(patching: Patching, made: list[ast.Call]) -> str:
-    """Replace the script's Accelerator class and its import by those of ``ratchet.accelerate``. Return the class as the first
-    call in ``made`` writes it."""
+    """Replace the script's Accelerator class and its import by those of ``ratchet.accelerate``. Return the source text of
+    the class in the first call of ``made``, like ``accelerate.Accelerator``."""
     uses = [n for n in ast.walk(patching.source.tree)
             if isinstance(n, ast.Attribute) and patching.origins.is_one(n, ACCELERATORS)]  # fmt: skip
     for use in uses:  # accelerate.Accelerator
@@ -54,8 +54,8 @@ def _class(patching: Patching, made: list[ast.Call]) -> str:
 
 
 def _epochs(patching: Patching, accelerator: str) -> None:
-    """Make the only training loop iterate over ``epochs`` of the variable ``accelerator``, and keep its carried variables. If
-    there is no loop, several, or one that cannot be changed, add remarks instead."""
+    """Record the edits that make the only training loop iterate over ``epochs`` of the variable ``accelerator`` and save its
+    carried variables. If there is no loop, several, or one that cannot be changed, add remarks instead."""
     loops = Loops(patching.source).training_loops()
     if not loops:
         call = patching.calls(ACCELERATORS)[0]

@@ -21,9 +21,9 @@ _KINDS: Final = (lightning.patch, trainer.patch, accelerate.patch, training_loop
 
 @dataclass
 class Patch:
-    """The result of ``patch_of``. ``diff``: a unified diff, empty if nothing is changed. ``known``: True if the script trains in
-    a way that one of the patches supports. ``starts_ranks``: True if the script starts its ranks itself, as Lightning does.
-    ``encoding``: the encoding of the script and the diff."""
+    """The result of ``patch_of``. ``diff``: a unified diff, empty if nothing is changed. ``known``: True if one of the patches
+    found in the script what it handles (a framework's Trainer, an Accelerator, DDP). ``starts_ranks``: True if the script starts
+    its ranks itself, as Lightning does. ``encoding``: the encoding of the script and the diff."""
 
     diff: str
     known: bool
@@ -65,8 +65,8 @@ def _sorted(patching: Patching) -> list[Remark]:
 
 
 def _read(script: Path) -> tuple[str, str, Patching]:
-    """Return the text of the script, its encoding without a byte order mark's suffix, and its ``Patching``. Raises ``NotFound``
-    if it cannot be read, ``Refused`` if it is not valid Python."""
+    """Return the text of the script, its encoding (without ``-sig``, so that the text keeps a byte order mark), and its
+    ``Patching``. Raises ``NotFound`` if the script cannot be read, ``Refused`` if it is not valid Python."""
     try:
         data = script.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)

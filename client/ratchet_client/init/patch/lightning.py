@@ -21,8 +21,8 @@ _STRATEGIES: Final = frozenset(
 
 def patch(patching: Patching) -> bool:
     """Return True if the script uses Lightning's Trainer or ``LightningCLI``. Record the edits that set ``SessionStrategy()`` as
-    the strategy of the Trainer, and add remarks on what cannot be changed: ``pytorch_lightning``, several Trainers, ``ckpt_path``
-    of ``fit``, ``LightningCLI``."""
+    the strategy of the Trainer, and add remarks on what cannot be changed: ``pytorch_lightning``, several Trainers of which not
+    exactly one is trained, ``ckpt_path`` of ``fit``, ``LightningCLI``."""
     old = patching.calls(OLD_LIGHTNING_TRAINERS)
     for call in old:
         patching.add_remark(call, "pytorch_lightning is the package from before lightning, whose Trainer takes no "

@@ -40,8 +40,8 @@ class _Unknown(Exception):
 
 
 def patch(patching: Patching) -> bool:
-    """Return True if the script calls DistributedDataParallel, and record the edits that patch it in ``patching.source``. If it
-    cannot be patched completely, record no edit and add remarks that outline the change."""
+    """Return True if the script calls DistributedDataParallel, and record the edits that patch it in ``patching.source``. If that
+    is impossible, record no edit and add remarks that outline the change. A patched script can have needed remarks, too."""
     models = patching.calls(DDP)
     if models:
         change = _Change(patching, models)
@@ -246,8 +246,8 @@ class _Change:
         return outer
 
     def _outermost(self, statement: ast.stmt, end: ast.stmt) -> ast.stmt:
-        """Return ``statement`` if its block also contains ``end``, directly or nested; else the outermost ``if`` around it for
-        which this is true. Raises ``_Unknown`` if something other than an ``if`` is in between."""
+        """Return ``statement`` if its block also contains ``end``, directly or nested; else the innermost ``if`` around it
+        whose block does. Raises ``_Unknown`` if something other than an ``if`` is in between."""
         found = statement
         while id(self._source.siblings(found)) not in self._blocks(end):
             around = next(self._source.ancestors(found))
@@ -262,7 +262,8 @@ class _Change:
     def _insert_session(self, start: ast.Call, where: Scope, end: ast.stmt) -> None:
         """Insert ``session = Session()`` outside any condition, in a place where the session is visible to ``end`` in the scope
         ``where``, and remove ``start``, the call of ``init_process_group``. If ``start`` is in another function, the session is
-        passed to ``where`` as an argument, unless ``where`` itself calls that function. Raises ``_Unknown``."""
+        passed to ``where`` as an argument, unless ``where`` itself calls that function. Raises ``_Unknown`` if there is no such
+        place, or if ``start`` is not a statement of its own."""
         statement, scope = self._source.statement(start), self._source.scope(start)
         if not isinstance(statement, ast.Expr):
             self._add_remark(start, "not a statement of its own: session = Session() takes its place")
@@ -284,10 +285,10 @@ class _Change:
             self._source.remove(statement)
 
     def _find_removed(self, where: Scope, starts: Scope, place: ast.stmt) -> None:
-        """Set ``_devices``, ``_set`` and ``_gone``: the statements that choose a device, those that set it, and all nodes whose
-        reads of variables are removed (these two, and the arguments of ``init_process_group`` and DDP). ``where`` is the scope of
-        the DDP model, ``starts`` that of ``init_process_group``, ``place`` the statement where the session is created. No edit is
-        recorded."""
+        """Set three attributes. ``_devices``: the statements that choose a device; ``_set``: the calls of
+        ``torch.cuda.set_device``; ``_gone``: all nodes whose reads of variables are removed, which are these statements and the
+        arguments of ``init_process_group`` and DDP. ``where`` is the scope of the DDP model, ``starts`` that of
+        ``init_process_group``, ``place`` the statement where the session is created. No edit is recorded."""
         home, block = self._source.scope(place), self._source.siblings(place)
         known = [s for s in self._statements(home) if s.lineno > place.lineno or s in block]
         known += [] if where is home else self._statements(where)
@@ -305,7 +306,7 @@ class _Change:
 
     def _ranks(self) -> None:
         """Replace the choice of a device and the reads of ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` by attributes of the
-        session; add an optional remark at each read where the session is not visible. This must be the last edit, because it
+        session; add an optional remark at each read that is not replaced. This must be the last edit, because it
         skips what other edits have changed."""
         for statement in self._devices:
             name = self._variables.device(statement)
@@ -403,9 +404,9 @@ class _Change:
         return of_module or parent.attr in _SAME or parent.attr == "register_comm_hook"
 
     def _unconditional(self, name: str, made: ast.If) -> None:
-        """Adapt the script to a model that is always in DDP, not only if the condition of ``made`` is true: replace
-        ``model.module if condition else model`` after it by ``model.module``. Add an optional remark on the changed names of
-        weights."""
+        """Adapt the script to a model that is always in DDP, not only if the condition of ``made`` is true: in the code after
+        ``made``, replace ``model.module if condition else model`` by ``model.module``. Add an optional remark on the changed
+        names of weights."""
         for node in ast.walk(self._source.tree):
             match node:
                 case ast.IfExp(
@@ -452,8 +453,8 @@ class _Change:
     def _prepare(self, model: str, made: ast.stmt, end: ast.stmt, loop: Loop | StepLoop) -> set[str]:
         """Insert ``model, ... = session.prepare(model, ...)`` before the loop, after the statements that create its arguments.
         Return the names of all objects that the Session then has. ``model``: the name of the DDP model; ``made``: the statement
-        that creates it; ``end``: the loop, or the call that leads to it. Raises ``_Unknown``, for example if no optimizer or not
-        exactly one loader is found."""
+        that creates it; ``end``: the loop, or the call that leads to it. A needed remark is added if no optimizer is found.
+        Raises ``_Unknown``, for example if not exactly one loader is found for a loop over epochs."""
         taken: dict[str, list[str]] = {kind: [] for kind in _ORDER}
         taken["model"], last, loaders = [model], made, self._loaders(loop) if isinstance(loop, Loop) else set[str]()
         for statement in self._statements(self._source.scope(made)):

@@ -626,7 +626,9 @@ def test_patch_prepares_optimizer_returned_by_function() -> None:
     assert "model, optimizer = session.prepare(net, optimizer)\n" in text
 
 
-@pytest.mark.parametrize("use", ["'cuda' in device", "device.startswith('cuda')", "model.to(device)"])
+@pytest.mark.parametrize(
+    "use", ["'cuda' in device", "device.startswith('cuda')", "model.to(device)", "model.to(device.index)"]
+)
 def test_patch_keeps_device_used_as_string_a_string(use: str) -> None:
     text = changed(LOOP.replace(INIT, INIT + READ + f"device = f'cuda:{{local_rank}}'\nprint({use})\n"))
     assert ("device = str(session.device)\n" in text) == ("model" not in use) and "session.device" in text
