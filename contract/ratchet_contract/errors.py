@@ -54,12 +54,13 @@ class RatchetError(Exception):
 
 
 class SpecError(RatchetError):
-    """A job's spec cannot be honoured; ``errors`` has every wrong field: ``pointer``, ``code``, ``detail``."""
+    """A job's spec cannot be honoured. ``errors``: the wrong fields; empty if the problem is not one of a field, such as
+    invalid YAML. ``parse_spec`` reports at most 50 of them."""
 
     code = "invalid-spec"
 
     def __str__(self) -> str:
-        """Return all errors, a line each; ``detail`` has only the first."""
+        """Return all ``errors``, a line each, or ``detail`` if there are fewer than two. ``detail`` describes the first only."""
         if len(self.errors) < 2:
             return self.detail
         each = (f"  {wrong.pointer or '/'}: {wrong.detail} [{wrong.code}]" for wrong in self.errors)
@@ -85,8 +86,8 @@ class Refused(RatchetError):
 
 
 class CheckpointError(RatchetError):
-    """Checkpoint data are damaged, missing, unreadable or not written; ``code`` says which
-    (``ratchet_store.filesystem.durable_io``)."""
+    """Checkpoint data cannot be read, written or used; ``code`` states why. ``ratchet_store.filesystem.durable_io`` describes
+    the codes of files on a local disk."""
 
     code = "checkpoint-damaged"
 

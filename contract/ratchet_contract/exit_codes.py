@@ -48,7 +48,7 @@ def script_exit_code(code: object) -> int | None:
 
 
 def exit_code_of(cause: Cause) -> int:
-    """Return the exit code with which a rank or an agent ends for ``cause``."""
+    """Return the exit code of an agent that ends for ``cause``, or of a rank whose script has not chosen an exit code."""
     codes = {
         Cause.COMPLETED: EXIT_COMPLETED,
         Cause.CHECKPOINT_ERROR: EXIT_CHECKPOINT_ERROR,

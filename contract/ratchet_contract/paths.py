@@ -65,7 +65,7 @@ def rank_file_name(rank: int, world_size: int) -> str:
 
 @dataclass(frozen=True)
 class HomePaths:
-    """Paths of the files in the run directory ``home``, which the service uses."""
+    """Paths of the files in ``home``, the run directory of a service."""
 
     home: Path
 
@@ -80,7 +80,7 @@ class HomePaths:
 
     @property
     def service_log(self) -> Path:
-        """File with the output of a service that another command has started in the background."""
+        """File with the output of a service that a command of the client has started in the background."""
         return self.home / "service.log"
 
     @property
@@ -91,8 +91,8 @@ class HomePaths:
 
     @property
     def run_as_file(self) -> Path:
-        """File with name and ids of the user that users' code runs as. Empty: that is the service's own user, but it was
-        another one before."""
+        """File with the name and the ids of the user that users' code runs as. Empty: users' code runs as the service's own
+        user, but an earlier service ran it as another user. No file: it has always run as the service's own user."""
         return self.home / "run-as"
 
     @property
@@ -101,13 +101,14 @@ class HomePaths:
 
     @property
     def reconciler_marker(self) -> Path:
-        """Empty file; its modification time is that of the last pass of any reconciler of this run directory, exact to a few
-        seconds."""
+        """Empty file. Its modification time is the time of the last successful pass of any reconciler of this run directory,
+        exact to a few seconds."""
         return self.home / "reconciler.mark"
 
     @property
     def database_reserve(self) -> Path:
-        """File that reserves disk space for a SQLite database; a deletion may use that space."""
+        """File that reserves disk space. If the disk is full when a job is deleted, this file is removed, so that SQLite has
+        space to record the deletion."""
         return self.home / "ratchet.reserve"
 
     @property
@@ -152,13 +153,13 @@ class JobPaths:
 
     @property
     def work_file(self) -> Path:
-        """JSON file with the files of the code that ``work_dir`` is a copy of. Written by agents."""
+        """JSON file that lists the files of the code that were copied to ``work_dir``, with digests. Written by agents."""
         return self.root / "work.json"
 
     @property
     def framework_files(self) -> Path:
-        """File with a line for each checkpoint file that Lightning itself has written in the ranks, with its step. Written by
-        rank 0."""
+        """File with a line for each checkpoint file that Lightning's own callbacks have written or removed, and at which step.
+        Written by rank 0."""
         return self.root / "framework-files.jsonl"
 
     @property
@@ -202,7 +203,7 @@ class NodePaths:
 
     @property
     def result_file(self) -> Path:
-        """``AttemptResult`` as JSON: written once by the agent, as its last action."""
+        """``AttemptResult`` as JSON: how the attempt ended on this node. Written once by the agent, before it ends."""
         return self.root / "result.json"
 
     @property
@@ -226,8 +227,8 @@ class AttemptPaths(NodePaths):
 
     @property
     def fence_file(self) -> Path:
-        """Empty file; written by the service before it proves the attempt dead. An agent that starts after that (its launcher
-        was delayed) finds the file and does nothing. An agent that was unreachable ends its ranks, and these delete nothing."""
+        """Empty file. The service writes it to end the attempt, before it looks for processes that are still alive. An agent that
+        finds the file at its start ends at once. A running agent ends its ranks, and these commit and delete no checkpoint."""
         return self.root / "FENCED"
 
     @property

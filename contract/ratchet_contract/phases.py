@@ -28,7 +28,8 @@ class JobPhase(StrEnum):
 
 
 class Desired(StrEnum):
-    """The desired state of a job, which the API sets. Level-triggered; it is reset to ``run`` once it is reached."""
+    """The desired state of a job, set by API requests and by the scheduler. Level-triggered; it is reset to ``run`` when the
+    job has stopped as desired, or has ended in another way."""
 
     RUN = "run"
     SUSPEND = "suspend"
@@ -162,7 +163,7 @@ def _build_transitions() -> dict[JobPhase, dict[Event, Step]]:
     no_end = dict.fromkeys(ends, _STALE)
 
     def unchanged(p: JobPhase, delete: Step = _NO) -> dict[Event, Step]:
-        """Return the steps of patch, fork and delete: the first two do not change the phase ``p``."""
+        """Return the steps of patch, fork and delete. Patch and fork keep the phase ``p``; ``delete``: the step for a delete."""
         return {e.PATCH: Step(p), e.FORK: Step(p), e.DELETE: delete}
 
     def active_row(p: JobPhase, training: Step) -> dict[Event, Step]:

@@ -80,7 +80,8 @@ def _has_type(value: object, kind: Any) -> bool:
 
 
 def _is_json(value: object) -> bool:
-    """True if JSON can represent the value."""
+    """True if the value is made of what Python's ``json`` writes: dicts with strings as keys, lists, strings, numbers (NaN and
+    infinity too), booleans and None."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
     if isinstance(value, list):

@@ -37,7 +37,8 @@ _SPARSE = "Cannot access storage of SparseTensorImpl"
 
 
 def advice_on(error: BaseException) -> str | None:
-    """Return advice for the user on an error of torch that DDP's settings cause; None for any other error."""
+    """Return advice for the user on two errors that torch raises under DDP: ``detach_()`` of a gradient under
+    ``gradient_as_bucket_view``, and a sparse gradient. None for any other error."""
     if isinstance(error, RuntimeError) and _DETACHED_VIEW in str(error):
         return (
             "under gradient_as_bucket_view gradients are views of DDP's buckets, and detach_() cannot take those out of their "

@@ -47,7 +47,7 @@ class TorchUnsupported(RuntimeError):
 
 
 def check_torch_version() -> None:
-    """Raise ``TorchUnsupported`` if the installed torch is older than ``OLDEST``, or if its DDP lacks a method that
+    """Raise ``TorchUnsupported`` if the installed torch is older than ``OLDEST``, or if its DDP or reducer lacks a method that
     ``ManagedDDP`` overrides or calls."""
     if _parse_release(torch.__version__) < _parse_release(OLDEST):
         raise TorchUnsupported(f"torch {torch.__version__} is too old for Ratchet: {_CURE}")
@@ -102,7 +102,8 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 
 
 def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Return the vector norm of order ``order`` of each tensor, as tensors without dimensions; on CUDA in one kernel launch."""
+    """Return the vector norm of order ``order`` of each tensor, as tensors without dimensions; computed together where torch has
+    a function for that."""
     together = getattr(torch, "_foreach_norm", None)
     if together is None or not tensors:
         return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
@@ -259,7 +260,7 @@ def assign_buckets(tensors: Sequence[torch.Tensor], limits: Sequence[int], indic
 
 def after_collectives(callback: Callable[[str, Any], None]) -> AbstractContextManager[Any]:
     """Context manager: in it, ``callback(name, result)`` is called after each of c10d's operators (``allreduce_``, ``send``,
-    ...) that this thread calls, in whatever way."""
+    ...) that this thread calls, directly or through functions of ``torch.distributed``."""
     mode: AbstractContextManager[Any] = _after_collectives()(callback)
     return mode
 

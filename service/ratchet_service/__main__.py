@@ -243,8 +243,8 @@ def _add_access_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _split_env(variable: str, separator: str | None) -> list[str] | None:
-    """Return the non-empty parts of an environment variable; None if it is not set or empty. ``separator`` None: blanks separate
-    them."""
+    """Return the non-empty parts of an environment variable; None if the variable is not set or empty. ``separator`` None: blanks
+    separate the parts."""
     text = os.environ.get(variable)
     return [part for part in text.split(separator) if part] if text else None
 
@@ -256,8 +256,8 @@ def _path_from_env(variable: str) -> Path | None:
 
 
 def _log_format(text: str) -> str:
-    """Return ``text`` if it is a log format. Raises ``argparse.ArgumentTypeError``; argparse does not check ``choices`` of a
-    default, which the variable is."""
+    """Return ``text`` if it is a log format. Raises ``argparse.ArgumentTypeError`` otherwise. This is a ``type`` function since
+    argparse does not check the default, which comes from an environment variable, against ``choices``."""
     if text not in service_logging.FORMATS:
         raise argparse.ArgumentTypeError(
             f"must be {' or '.join(service_logging.FORMATS)}, not {text!r} ({env_vars.LOG_FORMAT})"
@@ -270,7 +270,8 @@ def _absolute(path: str) -> Path:
 
 
 def _rate(text: str) -> float:
-    """Parse a rate, a number more than 0 and at most a million. Raises ``argparse.ArgumentTypeError`` or ``ValueError``."""
+    """Parse a rate, a number more than 0 and at most a million. Raises ``argparse.ArgumentTypeError`` for a number outside this
+    range, and ``ValueError`` for text that is not a number."""
     value = float(text)
     if not 0 < value <= 1e6:
         raise argparse.ArgumentTypeError("must be more than 0")
@@ -278,7 +279,8 @@ def _rate(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    """Parse seconds, a number of 0 or more and at most a billion. Raises ``argparse.ArgumentTypeError`` or ``ValueError``."""
+    """Parse seconds, a number of 0 or more and at most a billion. Raises ``argparse.ArgumentTypeError`` for a number outside this
+    range, and ``ValueError`` for text that is not a number."""
     value = float(text)
     if not 0 <= value <= 1e9:
         raise argparse.ArgumentTypeError("must be 0 or more")

@@ -104,8 +104,8 @@ class TrainData(Protocol):
     the difference.
 
     When the number of ranks has changed, ``load_resized(states)`` is called, if the object has it, with the old ranks' states in
-    rank order; it must continue without repeating or leaving out a sample. Without it the resume is refused, or, under
-    ``policy.on_hook_mismatch: reset``, the data start over and are reported as reset.
+    rank order; it must continue without repeating or leaving out a sample. Without that method the resume is refused if
+    ``policy.on_hook_mismatch`` is ``fail``; otherwise the data start over and are reported as reset.
     """
 
     # Properties, so that a plain attribute fits as well as a computed one.

@@ -73,8 +73,8 @@ class _Group(TyperGroup):
 
 
 def _report(error: RatchetError, job: str | None) -> None:
-    """Print an error on standard error, with one line for each field error and a hint at the next command. ``job``: the job as
-    named on the command line."""
+    """Print an error on standard error, with one line for each field error and a hint at the next command. A single field error
+    that the message contains gets no line. ``job``: the job as named on the command line."""
     sys.stdout.flush()
     several, first = len(error.errors) > 1, error.errors[0] if error.errors else None
     listed = several and first is not None and error.detail.startswith(f"{first.pointer or '/'}: {first.detail}")

@@ -45,7 +45,7 @@ def config_path() -> Path:
 
 def read_config(path: Path) -> ConfigFile:
     """Return the content of the configuration file; if it does not exist, an empty ``ConfigFile``. Raises ``Refused`` if it
-    cannot be read or is invalid, and if it has a token and other users may read it."""
+    cannot be read or is invalid, and if it has a token and its permissions give the group or other users any access."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -66,8 +66,8 @@ def read_config(path: Path) -> ConfigFile:
 
 
 def _validated(path: Path, data: Any) -> ConfigFile:
-    """Return the decoded JSON ``data`` as a ``ConfigFile``. Raises ``Refused`` for unknown keys, values that are not text, and a
-    token without ``token_server`` or the reverse."""
+    """Return the decoded JSON ``data`` as a ``ConfigFile``. Raises ``Refused`` if it is not an object, for unknown keys, for
+    values that are not text or are empty, and for a token without ``token_server`` or the reverse."""
     known = [field.name for field in fields(ConfigFile)]
     if not isinstance(data, dict):
         raise _refusal(path, "is not a JSON object", "correct it, or")

@@ -50,8 +50,8 @@ class Target:
     ``home``, read at each call.
 
     ``token_server``: the only address that ``token`` is sent to. If it is None, the token was specified for this target by an
-    option or variable; it is sent to ``server``, or without a ``server`` only to an address of this machine. ``several``: the run
-    directories of the running services if there are several and none is specified; else empty.
+    option or variable; it is sent to ``server``, or without a ``server`` only to an address of this machine. ``several``: if no
+    service is specified, ``./.ratchet`` does not exist and several services run, their run directories; else empty.
     """
 
     server: Setting | None
@@ -61,9 +61,9 @@ class Target:
     several: tuple[Path, ...] = ()
 
     def url(self) -> str:
-        """Return the base URL of the service. ``service.json`` is read at every call, since a restart may change the address.
-        Raises ``ServiceUnreachable`` if that file is missing or invalid, and ``Refused`` if several services run and none is
-        specified, or if the service has another protocol."""
+        """Return the base URL of the service: ``server``, else the address in ``service.json``. That file is read at every
+        call, since a restart may change the address. Raises ``ServiceUnreachable`` if the file is missing, unreadable or invalid,
+        and ``Refused`` if it has another protocol or ``several`` is not empty."""
         if self.server is not None:
             return self.server.value
         if self.several:
@@ -92,8 +92,8 @@ class Target:
         return found.url.rstrip("/")
 
     def start_hint(self) -> str:
-        """Return, as text, what to do if the service does not respond. If ``service.json`` names a process that has ended, as
-        after a kill, the text says so."""
+        """Return, as text, what to do if the service does not respond. If there is no ``server`` and ``service.json`` names a
+        process that has ended, as after a kill, the text says so."""
         if self.server is not None:
             return f"start it with `ratchet serve` on its machine, or check the address ({self.server.source})"
         home = Path(self.home.value)
@@ -104,8 +104,8 @@ class Target:
         return start_hint(home)
 
     def _start_hint_for(self, home: Path) -> str:
-        """Return, as text, how to start a service for the run directory ``home``, which has none. If ``home`` is only the default
-        and does not exist, the text names this user's services in other directories that were killed."""
+        """Return, as text, how to start a service for the run directory ``home``, which has no running service. If ``home`` is
+        only the default and does not exist, and services of this user were killed, return how to start those again."""
         killed = service_pointers.killed_services() if self.home.source == "default" and not home.exists() else []
         if not killed:
             return start_hint(home)
@@ -113,7 +113,7 @@ class Target:
         return f"a service of yours was killed, {again} starts it again with its jobs (`ratchet serve` a new one here)"
 
     def _other_services_hint(self) -> str:
-        """Return text that lists this user's running services; "" if there are none, or if the run directory was specified."""
+        """Return text that lists this user's running services; "" if there are none, or if ``home`` is not the default."""
         others = service_pointers.running_services() if self.home.source == "default" else []
         return "".join(f", or use the one that runs: --home {other}" for other in others)
 
@@ -128,8 +128,8 @@ class Target:
 
 
 def _own_runs_hint(home: Path) -> str:
-    """Return text on where the jobs of ``ratchet run`` are and how to list those of the newest command, which has its own run
-    directory below ``home``; "" if there are none."""
+    """Return text that says below which directory ``ratchet run`` keeps its jobs, and how to list the jobs of its newest
+    command. Each command has its own run directory below ``home``. Return "" if ``home`` has no such directories."""
     runs = HomePaths(home).runs
     with suppress(OSError, ValueError):  # no such directory, or one is removed meanwhile
         newest = max(runs.iterdir(), key=lambda path: path.stat().st_mtime)
@@ -184,11 +184,12 @@ def find_target(
 
 
 def _running(default: Setting) -> tuple[Setting, tuple[Path, ...]]:
-    """Return the run directory to use, and the other candidates. The directory is ``default`` if it exists, else that of this
-    user's only running service. If several services run, the second value has all their directories; else it is empty.
+    """Return the run directory to use, and the value of ``Target.several``. The directory is ``default`` if it exists, else that
+    of this user's only running service, else ``default``. The second value is empty unless ``default`` does not exist and
+    several services run; then it has their run directories.
 
     A run directory whose service has ended is still used: its jobs are there, and another service may have other jobs with the
-    same names. A directory that contains only those of ``ratchet run`` does not count as existing.
+    same names. A ``default`` that contains only the run directories of ``ratchet run`` does not count as existing.
     """
     if _is_run_directory(HomePaths(Path(default.value))):
         return default, ()
@@ -199,8 +200,8 @@ def _running(default: Setting) -> tuple[Setting, tuple[Path, ...]]:
 
 
 def _is_run_directory(paths: HomePaths) -> bool:
-    """Return True if the directory exists and contains anything other than the run directories of ``ratchet run``. A directory
-    that cannot be read counts as existing."""
+    """Return True if the directory exists, even if it is empty or cannot be read. Return False if it does not exist or contains
+    only the run directories of ``ratchet run``."""
     try:
         return list(paths.home.iterdir()) != [paths.runs]
     except OSError as error:
@@ -209,7 +210,7 @@ def _is_run_directory(paths: HomePaths) -> bool:
 
 def _stored(config: ConfigFile, path: Path) -> tuple[Setting | None, str | None]:
     """Return the token of the configuration file ``path`` and the normalised address of its server; None and None if it has no
-    token."""
+    token. Raises ``Refused`` if one of them is invalid."""
     if config.token is None or config.token_server is None:
         return None, None
     return Setting(validate_token(config.token), str(path)), normalise_url(config.token_server)
@@ -224,19 +225,20 @@ def validate_token(text: str) -> str:
 
 
 def _home(home: str | os.PathLike[str] | None) -> Setting:
-    """Return the run directory with its source: the option ``home``, else the variable ``RATCHET_HOME``, else the default."""
+    """Return the absolute run directory with its source: the option ``home``, else the variable ``RATCHET_HOME``, else the
+    default."""
     if home:
         return Setting(str(home_directory(home)), "--home")
     return Setting(str(home_directory()), env_vars.HOME if os.environ.get(env_vars.HOME) else "default")
 
 
 def home_directory(home: str | os.PathLike[str] | None = None) -> Path:
-    """Return the absolute run directory: the argument, else ``RATCHET_HOME``, else ``./.ratchet``. It need not exist, and is not
-    created."""
+    """Return the absolute run directory: the argument, else ``RATCHET_HOME``, else ``./.ratchet``; ``~`` is expanded. It need not
+    exist, and is not created."""
     return Path(home or os.environ.get(env_vars.HOME) or DEFAULT_HOME).expanduser().absolute()
 
 
 def is_loopback(url: str) -> bool:
-    """Return True if the host of ``url`` is ``localhost`` or a loopback address."""
+    """Return True if the host of ``url`` is ``localhost``, ``::1`` or an address 127.x.x.x."""
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or (host.startswith("127.") and host.replace(".", "").isdigit())

@@ -43,7 +43,7 @@ class AmbiguousName(RatchetError):
 
 
 class DeadlineReached(RatchetError):
-    """The ``deadline`` of ``wait`` or ``poll`` has passed; the job continues."""
+    """A time limit has passed, such as the ``deadline`` of ``wait`` or ``poll``; the job continues."""
 
     code = "deadline-reached"
 
@@ -87,8 +87,8 @@ def _problem(response: httpx.Response) -> Problem | None:
 
 
 def _class_of(status: int, problem: Problem) -> type[RatchetError]:
-    """Return the exception class for a problem: by its code for specs, else by the HTTP status; ``Refused`` for other 4xx
-    statuses."""
+    """Return the exception class for a problem: ``SpecError`` if its code means an invalid spec or value, else by the HTTP
+    status; ``Refused`` for a 4xx status without a class of its own."""
     if problem.code in _SPEC_CODES:
         return SpecError
     if status >= 500:

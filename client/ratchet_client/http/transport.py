@@ -104,9 +104,11 @@ class Transport:
     def request(self, method: str, path: str, *, params: Params | None = None, json: Any = None,
                 idempotency_key: str | None = None, body: Body | None = None) -> httpx.Response:  # fmt: skip
         """Send a request and return the 2xx response. While the service does not respond or responds 429, 502, 503 or 504, the
-        call blocks and retries for ``retry_for`` seconds; a DELETE only if it cannot have arrived. A POST has an Idempotency-Key
-        (a random one by default), so that it takes effect once. ``body``: sent instead of ``json``. Raises the service's problem
-        as a ``RatchetError``, ``ServiceUnreachable``, and any error from producing the body."""
+        call blocks and retries for ``retry_for`` seconds; a DELETE only if it cannot have arrived. There are no retries if the
+        run directory has no ``service.json`` and no service has responded to this client before. A POST has an Idempotency-Key (a
+        random one by default), so that it takes effect once. ``body``: sent instead of ``json``. Raises the service's problem as
+        a ``RatchetError``, ``ServiceUnreachable``, ``ServiceFault`` if another program responds, and any error from producing
+        the body."""
         headers = {}
         if body is not None:
             headers = {"Content-Type": body.media_type, "Content-Length": str(body.size)}
@@ -149,7 +151,8 @@ class Transport:
             raise self._unreachable(url, error) from error
 
     def _client(self, url: str) -> httpx.Client:
-        """Return the HTTP client for ``url``. It is created at first use and then kept, since loading certificates is slow."""
+        """Return the HTTP client for ``url``. It is created at first use and kept, since loading certificates is slow.
+        URLs of the same kind (https or http, this machine or another) share a client."""
         secure, local = url.startswith("https:"), is_loopback(url)
         if (secure, local) not in self._clients:
             # A proxy from the environment would break requests to this machine; for other machines it is wanted.
@@ -160,9 +163,9 @@ class Transport:
         return self._clients[secure, local]
 
     def _authorities(self) -> ssl.SSLContext | bool:
-        """Return the certificate authorities that verify a server: those in the file that ``RATCHET_CA_FILE`` names, else those
-        that the service stored in the run directory, else True for the system's. Raises ``Refused`` if the file cannot be
-        used."""
+        """Return the certificate authorities that verify a server: those in the file that ``RATCHET_CA_FILE`` names, else, if no
+        ``server`` is specified, those that the service stored in the run directory. Return True, for the system's authorities,
+        if there are neither. Raises ``Refused`` if such a file cannot be used."""
         given = os.environ.get(env_vars.CA_FILE)
         file = Path(given) if given else HomePaths(Path(self.target.home.value)).service_authorities
         if not given and (self.target.server is not None or not file.exists()):
@@ -177,7 +180,7 @@ class Transport:
               body: Body | None) -> httpx.Response | ServiceUnreachable:  # fmt: skip
         """Send the request once and return the response, of any status. If the service does not respond, return the
         ``ServiceUnreachable`` error instead of raising it. Raises ``Refused`` for an invalid address or another protocol, and
-        ``ServiceFault`` if another program responds."""
+        ``ServiceFault`` for a success from another program."""
         try:
             url = self.target.url()
         except ServiceUnreachable as error:
@@ -198,7 +201,7 @@ class Transport:
             raise Refused(f"server address {url!r} is not valid: {error}", code="invalid-address") from None
 
     def _may_retry(self, method: str, outcome: httpx.Response | ServiceUnreachable) -> bool:
-        """Return True if a failed request may be sent again. Not if no service was started for the run directory and none has
+        """Return True if a failed request may be sent again. Not if the run directory has no ``service.json`` and no service has
         responded to this client before; and not for a DELETE that may have arrived, because the second response (404) would
         misreport the first."""
         if isinstance(outcome, httpx.Response):
@@ -208,8 +211,8 @@ class Transport:
         return method != "DELETE" or not outcome.extra.get("sent", False)
 
     def _is_foreign(self, error: httpx.TransportError) -> bool:
-        """Return True if ``error`` suggests that another program is at the address, rather than a service that was killed while
-        it responded."""
+        """Return True if the response was not valid HTTP, the server is specified, and no service has responded to this client
+        before. Then another program is at the address, rather than a service that was killed while it responded."""
         return isinstance(error, httpx.RemoteProtocolError) and self.target.server is not None and not self._reached
 
     def _unreachable(self, url: str, error: httpx.TransportError) -> ServiceUnreachable:
@@ -240,8 +243,8 @@ def _raise_if_foreign(response: httpx.Response) -> None:
 
 
 def _is_retryable(response: httpx.Response) -> bool:
-    """Return True if the request may succeed when it is sent again: for 429, 502, 503, 504, and while an earlier try of it is in
-    progress."""
+    """Return True if the request may succeed when it is sent again: for 429, 502, 503, 504, and for the 409 that says that an
+    earlier try of the same request is still in progress."""
     if response.status_code in _RETRY_STATUS:
         return True
     # A request whose response was lost may still be in progress: its key is rejected until it is done.

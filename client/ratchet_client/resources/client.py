@@ -33,14 +33,15 @@ __all__ = ["TERMINAL", "Job", "RatchetClient", "Series", "Snapshot", "WhichAttem
 class RatchetClient(Following, Access):
     """A client of one service, which it finds as the command line does.
 
-    ``base_url``: the service's address; default ``RATCHET_SERVER``, else that of the configuration file, else ``service.json`` in
-    the run directory ``home`` (default ``RATCHET_HOME``, else ``./.ratchet`` if it exists, else that of this user's only running
-    service). ``service.json`` is read again when a connection fails, so that a restarted service is found. ``token``: sent as
-    bearer token; default ``RATCHET_TOKEN``, else the configuration file's token for that server.
-    ``timeout``: seconds for one request. ``retry_for``: seconds for which one call is retried while the service does not respond.
-    Every method raises the errors of ``ratchet_contract.errors`` and ``ratchet_client.errors``. Lists are returned as lazy
-    iterators of models (``ratchet_contract.api``). While the service does not respond, calls are retried: a POST with the same
-    Idempotency-Key, so that it takes effect once; a PATCH, since it sets values; a DELETE only if it cannot have arrived.
+    ``base_url``: the service's address. ``home``: the run directory whose ``service.json`` has the address. If neither is given,
+    the first of these applies: ``RATCHET_SERVER``, ``RATCHET_HOME``, the configuration file's server, ``./.ratchet`` if it
+    exists, this user's only running service. ``service.json`` is read at each request, so that a restarted service is found.
+    ``token``: sent as bearer token; default ``RATCHET_TOKEN``, else the configuration file's token, which is sent only to its
+    server. ``timeout``: seconds for one request. ``retry_for``: seconds for which one call is retried while the service does not
+    respond. Methods can raise the errors of ``ratchet_contract.errors`` and ``ratchet_client.errors``. Methods that return an
+    iterator read the list page by page while it is consumed. While the service does not respond, calls are retried: a POST with
+    the same Idempotency-Key, so that it takes effect once; a PATCH, since it sets values; a DELETE only if it cannot have
+    arrived.
 
     >>> with ratchet.Client() as client:
     ...     client.ready()
@@ -61,7 +62,7 @@ class RatchetClient(Following, Access):
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; a later call opens new ones."""
         self._transport.close()
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
@@ -95,8 +96,9 @@ class RatchetClient(Following, Access):
         return Job(self, view)
 
     def job(self, job: str | Job) -> Job:
-        """Return the job with this id or name, with its current state. Raises ``NotFound``, and ``AmbiguousName`` if several jobs
-        have the name and not exactly one of them has not ended.
+        """Return the job with this id or name, with its current state. If several jobs have the name, return the only one that
+        has not ended. Raises ``NotFound``, and ``AmbiguousName`` if several jobs have the name and none or several have not
+        ended.
 
         >>> client.job(job_id).phase.value
         'SUCCEEDED'
@@ -145,7 +147,7 @@ class RatchetClient(Following, Access):
                upload: bool | None = None, note: Note | None = None) -> views.JobView:  # fmt: skip
         """Resume a suspended, failed or cancelled job; returns before it trains. ``from_step``: from the older checkpoint of this
         step; ``world``: with another number of ranks (per node), and optionally of ``nodes``; ``hook``: with another hook or
-        changed parameters, as a name or a mapping that is merged over the job's hook; the resume report describes both.
+        changed parameters, as a name or a mapping that is merged over the job's hook; the resume report describes these changes.
         ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute). ``code``: a directory with other code, of
         which a new snapshot is taken; without it the job continues with the code that it was submitted with. ``include``: with
         ``code``, the job's ``code.include`` from now on. ``upload``, ``note``: as in ``submit``, for ``code``."""
@@ -176,9 +178,9 @@ class RatchetClient(Following, Access):
 
     def fork(self, job: str | Job, request: requests.ForkRequest, *, upload: bool | None = None,
              note: Note | None = None) -> Job:  # fmt: skip
-        """Create and return a new job that starts from a checkpoint of this job with a changed spec. ``request`` has the step or
-        the id of the checkpoint, and the keys of the spec that change. ``upload``, ``note``: as in ``submit``, for a
-        ``code.path`` in the request.
+        """Create and return a new job that starts from a checkpoint of this job with a changed spec. ``request`` has the id of
+        the checkpoint (default: the newest), the new job's name, and the keys of the spec that change. ``upload``, ``note``: as
+        in ``submit``, for a ``code.path`` in the request.
 
         >>> fork = client.fork(job_id, ratchet.ForkRequest(spec={"task": {"args": {"epochs": 3}}}))
         >>> fork.view.forked_from.startswith(job_id), fork.cancel().id == fork.id
@@ -251,8 +253,8 @@ class RatchetClient(Following, Access):
                 with_checkpoint: str | None = None) -> views.ComparisonView:  # fmt: skip
         """Compare every tensor and every rank's state of two jobs' checkpoints. The result is for the first step at which they
         differ, among the steps of which both have a checkpoint; if they are all equal, for the newest one. ``checkpoint`` (of
-        ``job``) and ``with_checkpoint`` (of ``with_job``) select the checkpoints instead. Raises ``Conflict`` if the jobs have no
-        step in common.
+        ``job``) and ``with_checkpoint`` (of ``with_job``) select two checkpoints instead; one of them alone is compared with the
+        other job's checkpoint of the same step. Raises ``Conflict`` if there is no step in common.
 
         >>> client.compare(job_id, job_id).identical
         True
@@ -315,7 +317,8 @@ class RatchetClient(Following, Access):
         return self._job_pages(views.FileView, params, job, "files")
 
     def read_file(self, job: str | Job, path: str, start: int = 0, end: int | None = None) -> bytes:
-        """Return the bytes of the file ``path`` from ``start`` up to ``end`` (default: the current end of the file), in memory.
+        """Return the bytes of the file ``path`` from ``start`` up to ``end`` (not included; default: the current end of the
+        file), in memory.
 
         Raises ``NotFound`` (``file-not-found``), ``Refused`` (``range-not-satisfiable``: no such bytes, ``symbolic-link`` ...).
         """
@@ -349,8 +352,8 @@ class RatchetClient(Following, Access):
         return list(islice(self._pages("/v1/queue", api_queue.QueuedView, {"limit": min(limit, 100)}), limit))
 
     def queue_view(self, limit: int = 50, job: str | Job | None = None) -> api_queue.QueueView:
-        """Return one page of at most ``limit`` (maximum 100) queued jobs, with the total number. With ``job``, return only the
-        place of this job instead; the page has no item if it is not queued."""
+        """Return one page of at most ``limit`` (maximum 100) queued jobs, with the number of all jobs that wait, without those in
+        back-off. With ``job``, return only the place of this job instead; the page has no item if the job is not queued."""
         params: Params = {"limit": limit} if job is None else {"job_id": self.job_id(job)}
         return self._get("/v1/queue", api_queue.QueueView, params)
 
@@ -393,7 +396,7 @@ class RatchetClient(Following, Access):
 
     def ready(self) -> bool:
         """Return True if the service responds that it is ready, which means that its database responds too; False if it does not
-        respond or is not ready."""
+        respond or is not ready, after the usual retries."""
         try:
             self._transport.request("GET", "/readyz")
         except (ServiceUnreachable, ServiceFault):

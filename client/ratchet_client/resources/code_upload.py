@@ -30,10 +30,10 @@ _PERIOD: Final = 5.0
 def with_code(
     transport: Transport, spec: dict[str, Any], upload: bool | None, note: Note | None = None, *, within: str = ""
 ) -> dict[str, Any]:
-    """Upload the directory ``code.path`` of this machine unless the service has it, and return a copy of ``spec`` with
-    ``code.digest`` and the facts of its git repository. Return ``spec`` itself if there is nothing to upload. ``upload``: True:
-    upload; False: do not; None: upload if the service's address is another machine's and the directory exists here. ``note``:
-    receives sentences about left-out files and progress.
+    """Upload the directory ``code.path`` of this machine, without a transfer if the service has its content already, and return a
+    copy of ``spec`` with ``code.digest`` and the facts of its git repository. ``upload``: True: upload; False: do not; None:
+    upload if the service's address is another machine's and the directory exists here. Return ``spec`` itself if no directory is
+    uploaded. ``note``: receives sentences about left-out files and progress.
 
     ``within``: the JSON pointer of ``spec`` in the request, for error messages. Raises ``SpecError`` if the directory cannot be
     read or uploaded, and what a request raises.
@@ -67,8 +67,8 @@ def with_code(
 
 
 def _of_a_directory(code: Any) -> bool:
-    """Return True if ``code``, the spec's key, names a directory that may be uploaded and was not yet. A malformed ``code`` gives
-    False, and the service rejects it."""
+    """Return True if ``code``, the spec's key, names a directory of which a snapshot is taken, and has no ``digest`` of uploaded
+    code yet. A malformed ``code`` gives False, and the service rejects it."""
     if not isinstance(code, Mapping) or not isinstance(code.get("path"), str) or not code["path"]:
         return False
     return code.get("digest") is None and code.get("source") in (None, "snapshot")

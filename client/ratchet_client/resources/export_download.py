@@ -70,9 +70,9 @@ def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> 
 
 @contextmanager
 def temporary_sibling(target: Path) -> Iterator[Path]:
-    """Yield a new temporary directory next to ``target``, which is removed after the block. This process holds a lock on it until
-    the process ends in any way. Temporary directories for the same ``target`` that no process has locked are left over from
-    killed processes, and are removed here."""
+    """Yield a new temporary directory next to ``target``, which is removed after the block. During the block this process holds a
+    lock on it, which also ends if the process is killed. Temporary directories for the same ``target`` that no process has locked
+    are left over from killed processes, and are removed here."""
     parent, prefix = target.absolute().parent, f".{target.name[:100]}."
     left = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}\.tmp", re.ASCII)
     for path in [path for path in parent.iterdir() if left.fullmatch(path.name)]:
@@ -178,8 +178,8 @@ def _unpack(body: Any, folder: Path, names: re.Pattern[str]) -> None:
 
 
 def _rename_into_place(source: Path, target: Path) -> None:
-    """Give ``source`` the name ``target``. Raises ``Refused`` (``output-exists``) instead of replacing a file or directory that
-    appeared meanwhile, except an empty directory."""
+    """Give ``source`` the name ``target``. Raises ``Refused`` (``output-exists``) if ``target`` exists; only an empty
+    directory is replaced, by a directory."""
     try:
         if source.is_dir():
             source.rename(target)

@@ -40,7 +40,8 @@ class Following(Calls):
         return self._get(self._path(job), views.JobView)
 
     def hook(self, job: str | Job) -> views.HookView:
-        """Return the state of the communication hook: phase, iteration, compression rate, residual norm per rank.
+        """Return the state of the communication hook: phase, iteration, compression rate, residual norm per rank. ``phase`` is
+        None if the hook has reported nothing.
 
         >>> hook = client.hook(job_id)
         >>> hook.name, hook.phase, hook.iteration == client.job(job_id).progress.step
@@ -79,8 +80,8 @@ class Following(Calls):
     def metrics(
         self, job: str | Job, *, name: Collection[str] = (), max_points: int | None = None
     ) -> views.MetricsView:
-        """Return series over steps with attempt and time of each point, for the names ``name`` or all; a series longer than
-        ``max_points`` is thinned, but always has its last point."""
+        """Return series over steps with attempt and time of each point, for the names ``name`` or all. A series longer than
+        ``max_points`` (default: 1000) is thinned, but always has its last point."""
         params: Params = {"name": list(name), "max_points": max_points}
         return self._get(self._path(job, "metrics"), views.MetricsView, params)
 
@@ -110,9 +111,10 @@ class Following(Calls):
 
     def logs(self, job: str | Job, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
              grep: str | None = None, since: str | None = None) -> Iterator[views.LogLine]:  # fmt: skip
-        """Yield the lines of the ranks' logs so far. ``tail``: only the last lines of each rank; ``grep``: only lines with this
-        text; ``since`` (RFC 3339): only lines written since then, to within about six seconds. If the middle of a log was
-        discarded, a line with ``left_out`` has the number of bytes."""
+        """Yield the lines of the ranks' logs so far, of all ranks or of ``rank``. ``attempt``: a number or "all"; None: the
+        newest. ``tail``: only this many last lines of each rank; ``grep``: only lines with this text; ``since`` (RFC 3339): only
+        lines written since then, to within about six seconds. If the middle of a log was discarded, a line with ``left_out`` has
+        the number of bytes."""
         params: Params = {"rank": rank, "attempt": attempt, "tail": tail, "grep": grep, "since": since}
         return self._job_pages(views.LogLine, params, job, "logs")
 
@@ -155,7 +157,7 @@ class Following(Calls):
     def follow_events(self, job: str | Job, *, after: int | None = None,
                       on_gap: Callable[[str], None] | None = None) -> Generator[views.EventView]:  # fmt: skip
         """Yield events from the first (or after the event with id ``after``) until the job has ended, across restarts of the
-        service. ``on_gap`` is called once per interruption.
+        service. ``on_gap`` is called once per interruption, with the error text.
 
         >>> seen = [event.id for event in client.follow_events(job_id)]
         >>> [event.id for event in client.follow_events(job_id, after=seen[2])] == seen[3:]
@@ -167,8 +169,9 @@ class Following(Calls):
     def follow_logs(self, job: str | Job, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
                     grep: str | None = None, since: str | None = None, after: Collection[str] = (),
                     on_gap: Callable[[str], None] | None = None) -> Generator[views.LogLine]:  # fmt: skip
-        """Yield log lines as they are written, until the job has ended. ``after``: continue after these lines, given as the
-        ``id`` of the last line read of each rank. ``on_gap`` is called once per interruption.
+        """Yield log lines as they are written, until the job has ended. ``rank``, ``tail``, ``grep``, ``since``: as for ``logs``.
+        ``attempt``: a number or "all"; None: the newest and later ones. ``after``: continue after these lines, given as the
+        ``id`` of the last line read of each rank. ``on_gap`` is called once per interruption, with the error text.
 
         >>> read = [line.id for line in client.follow_logs(job_id, rank=0, attempt="all")]
         >>> [line.id for line in client.follow_logs(job_id, rank=0, attempt="all", after=read[:1])] == read[1:]

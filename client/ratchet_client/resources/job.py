@@ -23,7 +23,8 @@ class Job:
     """One job, and the client that accesses it.
 
     ``view`` and the properties are the job's state when it was last read: by ``refresh``, ``wait``, ``poll`` or an action.
-    Methods without a description are the client's methods of the same name.
+    Methods without a description call the client's methods of the same name. ``suspend``, ``cancel``, ``preempt`` and
+    ``checkpoint_now`` return this ``Job`` with its new state.
 
     >>> job = client.job(job_id)
     >>> job.phase.value, job.progress.step == job.metrics("loss")["loss"].steps[-1]
@@ -76,25 +77,25 @@ class Job:
 
     @property
     def last_checkpoint(self) -> str | None:
-        """Id of the newest committed checkpoint that the job can resume from."""
+        """Id of the newest committed checkpoint that the job can resume from; None if there is none."""
         return self.view.last_checkpoint
 
     @property
     def message(self) -> str | None:
-        """Why the job waits or how it ended, and what to do next."""
+        """Why the job waits or how it ended, and what to do next; None if there is nothing to say."""
         return self.view.message
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def refresh(self) -> Job:
-        """Read the job again."""
+        """Read the job's state again, and return this ``Job``."""
         self.view = self._client.view(self.id)
         return self
 
     def wait(self, until: Collection[JobPhase] = TERMINAL, deadline: float | None = None,
              on_change: Callable[[views.JobView], None] | None = None) -> Job:  # fmt: skip
-        """Wait until the job's phase is one of ``until``, or it has ended. Raises ``DeadlineReached`` after ``deadline`` seconds.
-        ``on_change`` is called at every new phase or reason."""
+        """Wait until the job's phase is one of ``until``, or it has ended, and return this ``Job``. Raises ``DeadlineReached``
+        after ``deadline`` seconds. ``on_change`` is called at every new phase or reason."""
         self.view = self._client.wait(self.id, until, deadline, on_change)
         return self
 
@@ -148,8 +149,8 @@ class Job:
         return self._now(self._client.suspend(self.id))
 
     def resume(self, from_step: int | None = None, **changes: Any) -> Job:
-        """Resume the job. ``from_step``: from an older checkpoint. ``changes``: further keyword arguments of the client's
-        ``resume``."""
+        """Resume the job, and return this ``Job`` before it trains. ``from_step``: from the older checkpoint of this step.
+        ``changes``: further keyword arguments of the client's ``resume``."""
         return self._now(self._client.resume(self.id, from_step, **changes))
 
     def cancel(self) -> Job:
@@ -162,8 +163,8 @@ class Job:
         return self._now(self._client.checkpoint_now(self.id))
 
     def fork(self, request: ForkRequest, *, upload: bool | None = None) -> Job:
-        """Create a new job from a checkpoint of this one, with a changed spec. ``request``, ``upload``: as in the client's
-        ``fork``."""
+        """Create and return a new job from a checkpoint of this one, with a changed spec. ``request``, ``upload``: as in the
+        client's ``fork``."""
         return self._client.fork(self.id, request, upload=upload)
 
     def delete(self, *, keep_checkpoints: bool = False, outputs: bool = False) -> views.DeleteResult:
@@ -172,18 +173,18 @@ class Job:
     # --- checkpoints: by default the newest one ------------------------------------------------------------
 
     def verify(self, checkpoint_id: str | None = None) -> views.VerifyResult:
-        """Verify the checkpoint ``checkpoint_id``: the service reads every byte and compares it with the digests. Raises
-        ``NotFound`` if the job has no checkpoint."""
+        """Verify the checkpoint ``checkpoint_id`` (default: the newest): the service reads every byte and compares it with the
+        digests. Raises ``NotFound`` if the job has no checkpoint."""
         return self._client.verify(self.id, self._checkpoint(checkpoint_id))
 
     def export(self, target: str | os.PathLike[str], checkpoint_id: str | None = None, *,
                format: ExportFormat = "safetensors") -> list[str]:  # fmt: skip
-        """Write the checkpoint ``checkpoint_id`` as files for other programs. ``target``, ``format``: as in the client's
-        ``export``."""
+        """Write the checkpoint ``checkpoint_id`` (default: the newest) as files for other programs. ``target``, ``format``: as in
+        the client's ``export``."""
         return self._client.export(self.id, self._checkpoint(checkpoint_id), target, format=format)
 
     def pin(self, checkpoint_id: str | None = None, pinned: bool = True) -> views.CheckpointView:
-        """Exempt the checkpoint ``checkpoint_id`` from retention, or with ``pinned=False`` undo that."""
+        """Exempt the checkpoint ``checkpoint_id`` (default: the newest) from retention, or with ``pinned=False`` undo that."""
         return self._client.pin(self.id, self._checkpoint(checkpoint_id), pinned)
 
     def _checkpoint(self, checkpoint_id: str | None) -> str:

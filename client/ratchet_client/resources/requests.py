@@ -54,7 +54,7 @@ class Calls:
 
     def _no_such_job(self, job: str) -> NotFound:
         """Return, and do not raise, the error for a name that no job has. The message suggests a similar name of one of the
-        newest jobs."""
+        newest 100 jobs, if there is one."""
         names = {other.name for other in islice(self._pages("/v1/jobs", JobView, {"limit": PAGE}), PAGE)}
         near = get_close_matches(job, names, 1)
         hint = f"did you mean {near[0]!r}?" if near else "`ratchet list` shows the jobs"
@@ -75,7 +75,7 @@ class Calls:
 
     def _pages(self, path: str, model: type[M], params: Params) -> Iterator[M]:
         """Yield every item of the list at ``path`` as ``model``. The first request is sent when the first item is requested, and
-        each page when the previous one has been read."""
+        each further page when the previous one has been read."""
         cursor: str | None = None
         while True:
             body = self._transport.request("GET", path, params={**params, "cursor": cursor}).json()

@@ -21,7 +21,8 @@ Spec: TypeAlias = JobSpec | Mapping[str, Any] | str | os.PathLike[str]
 def spec_body(spec: Spec) -> dict[str, Any]:
     """Return the spec as JSON data for a request; the argument is not changed. ``code.path``, ``start_from.path`` and a
     ``python`` that is a path become absolute, relative to the directory of the spec's file, or to the current one for data that
-    is not from a file. Raises ``SpecError``, and ``NotFound`` if the file cannot be read."""
+    is not from a file. Raises ``SpecError`` if the file is not a YAML or JSON mapping or a value cannot be JSON, and ``NotFound``
+    if the file cannot be read."""
     if isinstance(spec, str | os.PathLike):
         return read_spec(os.fspath(spec))
     given = spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, JobSpec) else dict(spec)
@@ -58,7 +59,7 @@ def read_spec(file: str) -> dict[str, Any]:
 
 def _spec_hint(file: str) -> str:
     """Return text with up to five spec files that the user may mean: those in ``file`` if it is a directory, else in the
-    directory of ``file``."""
+    directory of ``file``. If there are none, return how to write a spec."""
     path = Path(file)
     folder = path if path.is_dir() else path.parent
     found = sorted(str(p) for pattern in ("*.yaml", "*.yml", "*.json") for p in folder.glob(pattern))[:5]

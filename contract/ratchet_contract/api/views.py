@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class View(BaseModel):
-    """Base of the API's bodies. Times are UTC, RFC 3339 with ``Z``. NaN and infinities are sent as strings."""
+    """Base of most bodies of the API. Times are UTC, RFC 3339 with ``Z``. NaN and infinities are sent as strings."""
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
     SHOWN: ClassVar[tuple[str, ...]] = ()
     """Fields in ``repr``, which is one line; if empty, all."""
 
     def __repr_args__(self) -> Iterator[tuple[str, Any]]:
-        """Return the fields in ``SHOWN`` that have a value."""
+        """Return name and value of the fields in ``SHOWN`` (of all fields if it is empty) that have a value."""
         return displayed_fields(self, self.SHOWN or tuple(type(self).model_fields))
 
     def _repr_html_(self) -> str:

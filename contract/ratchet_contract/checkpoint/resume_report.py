@@ -148,8 +148,9 @@ class Redone(_Model):
 
 def proof_text(report: ResumeReport, redone: Redone) -> str:
     """Return the verdict with its level of proof: ``exact, proved (37 of 37 redone steps)``, ``exact, not yet proved``,
-    ``not-exact``, ``not-exact: code changed``. The first two are followed by ``; not exact since the resume from step 90,
-    attempt 1`` if the base descends from such a resume."""
+    ``not-exact``, ``not-exact: code changed``. If a redone step differs, the text is ``not-exact`` with this step, whatever the
+    report says. The first two are followed by ``; not exact since the resume from step 90, attempt 1`` if the base descends from
+    such a resume."""
     verdict = report.verdict
     if redone.first_difference is not None:
         return f"not-exact ({redone.first_difference.sentence()})"

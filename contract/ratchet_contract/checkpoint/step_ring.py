@@ -68,7 +68,8 @@ class RingHeader:
 
 
 class StepRing:
-    """The ring of one rank in one attempt, as its only writer sees it: memory mapped to the file."""
+    """The file with the fingerprints of the newest steps of one rank in one attempt, mapped into memory. The rank is its only
+    writer."""
 
     def __init__(self, path: Path, header: RingHeader) -> None:
         """Create the file ``path``, with its disk space allocated: a full disk must fail here, not as a SIGBUS in the middle
@@ -111,12 +112,12 @@ class StepRing:
 
 
 def read_header(path: Path) -> RingHeader | None:
-    """Return the header of a ring; None if the file does not exist, or this version cannot read it."""
+    """Return the header of a ring file; None if the file does not exist, or this version cannot read it."""
     return _header(_read(path, _HEADER_SIZE))
 
 
 def read_ring(path: Path) -> dict[int, StepFingerprint]:
-    """Return the fingerprints in a ring, by step; empty if the file does not exist, or this version cannot read it. Torn
+    """Return the fingerprints in a ring file, by step; empty if the file does not exist, or this version cannot read it. Torn
     records are left out."""
     data = _read(path, _FILE_SIZE + 1)
     if _header(data) is None:

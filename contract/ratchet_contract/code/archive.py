@@ -38,7 +38,7 @@ class BadArchive(Exception):
 
 def write_archive(entries: list[Entry]) -> Iterator[bytes]:
     """Yield the bytes of a tar of the sorted ``entries``, which are the same whenever and wherever it is made. It contains no
-    directories. Raises ``OSError``, also for a file that has changed since it was listed."""
+    directories. Raises ``OSError``, also for a file whose size has changed since it was listed."""
     for entry in entries:
         yield _header(entry)
         if entry.link is None:

@@ -94,7 +94,8 @@ def within_limits(root: Path, candidates: Iterable[Entry], limits: Limits) -> li
 
 
 def file_entry(path: Path) -> Entry:
-    """Return the entry of a tree that is one file, under its own name; its mode is not recorded. Raises ``OSError``."""
+    """Return the entry of the file ``path`` for a tree of only this file: under its own name, not executable. Raises
+    ``OSError``."""
     return Entry(path.name, path, size=path.stat().st_size)
 
 

@@ -109,7 +109,7 @@ def _root_failure(failures: Sequence[AttemptResult]) -> AttemptResult:
 
 
 def _is_nccl_abort(result: AttemptResult) -> bool:
-    """True if NCCL's watchdog aborted the rank (SIGABRT), because a connection to another rank broke."""
+    """True if SIGABRT ended the rank, as when NCCL's watchdog aborts it because a connection to another rank broke."""
     return result.cause is Cause.RANK_KILLED and result.exit_code == -signal.SIGABRT
 
 

@@ -34,8 +34,8 @@ class LogTimes:
         self._cached: tuple[int, int, datetime | None] = (0, 0, None)
 
     def time_of(self, end: int) -> datetime | None:
-        """Return by when the line that ends at byte ``end`` (at least 1) had been written; None if it is after the last
-        record."""
+        """Return the time by which the line that ends at byte ``end`` (at least 1) had been written; None if the line ends
+        after the size in the last record."""
         first, last, when = self._cached
         if not first < end <= last:
             place = bisect_left(self._records, end, key=self._offset)
@@ -51,11 +51,11 @@ class LogTimes:
         return self._offset(place - 1) if place else 0
 
     def _offset(self, record: int) -> int:
-        """Return the log's size in a record."""
+        """Return the size of the log that a record states. ``record``: its number, from 0."""
         return self._field(record, 0)
 
     def _field(self, record: int, index: int) -> int:
-        """Return the size (index 0) or the time (index 1) in a record."""
+        """Return the size (index 0) or the time (index 1) that a record states. ``record``: its number, from 0."""
         number: int = RECORD.unpack_from(self._data, record * RECORD.size)[index]
         return number
 

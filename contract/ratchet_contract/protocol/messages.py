@@ -27,7 +27,7 @@ def node_rank(node: int) -> int:
 
 
 def node_of_agent_rank(rank: int) -> int | None:
-    """Return the node for such a number (``node_rank``); None for a real rank or ``AGENT_RANK``."""
+    """Return the node whose ``node_rank`` is ``rank``; None if ``rank`` is a real rank or ``AGENT_RANK``."""
     return -2 - rank if rank <= node_rank(0) else None
 
 
@@ -70,7 +70,7 @@ class ForkSource(Message):
 
 class LaunchFile(Message):
     """Content of ``launch.json``: everything that the agents and the ranks of one attempt need. It contains the values of the
-    variables in ``secret_env``, but none of ``secrets``."""
+    variables in ``secret_env``, but not those of the variables in ``secrets``."""
 
     _older = model_validator(mode="before")(rename_epoch)
 
@@ -215,8 +215,9 @@ class Progress(Message):
 
 
 class RedoneSteps(Message):
-    """How many of the steps that an earlier attempt had done a rank has done again and compared (``Redone``). ``steps`` and
-    ``reason`` are the same on all ranks; a newer message of a rank replaces the previous one."""
+    """Sent by a rank that does steps of an earlier attempt again: how many, and how many of them it has compared with the earlier
+    fingerprints (``Redone``). ``steps`` and ``reason`` are the same on all ranks. A newer message of a rank replaces its
+    previous one."""
 
     kind: Literal["redone"] = "redone"
     rank: int
@@ -323,8 +324,8 @@ class RankResult(Message):
 
 
 class RankEnd(Message):
-    """What the agent saw of one rank's end. ``exit_code``: negative is ``-signal``; None: the agent killed the rank in the
-    teardown. ``result``: what the rank itself wrote, None if nothing."""
+    """What the agent saw of one rank's end. ``exit_code``: negative is ``-signal``; None: the agent killed the rank.
+    ``result``: what the rank itself wrote, None if nothing."""
 
     rank: int
     exit_code: int | None

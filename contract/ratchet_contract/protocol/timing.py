@@ -58,10 +58,10 @@ class Pace(BaseModel):
 
 
 class Deadlines(NamedTuple):
-    """Time limits of one attempt, in seconds. ``startup``: from the ranks' start to their first step; ``rendezvous``: until
-    nodes, code and checkpoints are ready before that; ``step``: the longest time that a rank may be silent, regardless of what
-    is learned meanwhile (the time limits of the process group and of saves are based on it). ``learns``: True if the limit may
-    become shorter within the attempt."""
+    """Time limits of one attempt, in seconds. ``startup``: from the ranks' start to their first step; ``rendezvous``: from an
+    agent's start until all nodes, the code and the checkpoints are ready and the ranks can start; ``step``: the longest time
+    that a rank may be silent (the time limits of the process group and of saves are based on it). ``learns``: True if the limit
+    for silence may become shorter within the attempt."""
 
     startup: float
     rendezvous: float
@@ -113,6 +113,6 @@ MAX_CONTROL_DELAY_SECONDS: Final = 10.0
 
 def max_control_delay(stop_grace: float) -> float:
     """Return the seconds within which an agent receives a desired state: a quarter of ``stop_grace`` (``policy.stop_grace``,
-    in seconds), at most ``MAX_CONTROL_DELAY_SECONDS``. So an agent that must stop sooner polls more often, four times within
-    that time."""
+    in seconds), at most ``MAX_CONTROL_DELAY_SECONDS``. While the service responds, an agent waits no longer than this between
+    two reports."""
     return min(MAX_CONTROL_DELAY_SECONDS, stop_grace / 4)

@@ -38,8 +38,9 @@ _COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.Generator
 def carried_variables(loop: Loop, scope: ast.AST | None = None) -> dict[str, ast.Name]:
     """Return the local variables that the loop carries from one pass to the next, by name with a place in the source.
 
-    The place is where the body first reads the value of the previous pass. With ``scope``, the loop's function or module, it
-    may also be where ``scope`` reads, after the loop, what earlier passes have assigned.
+    The place is where the body first reads the value of the previous pass. With ``scope``, the loop's function or module, two
+    more kinds of variables count: those that only some passes assign and that ``scope`` reads after the loop, and containers
+    that the loop fills. Variables computed from a clock are left out.
     """
     flow = _Flow()
     if isinstance(loop, ast.While):
@@ -138,8 +139,8 @@ def _is_container(value: ast.expr | None) -> bool:
 
 
 def only_displayed(scope: ast.AST, names: Collection[str]) -> set[str]:
-    """Return those of ``names`` that are printed, and that nothing else in ``scope``, the loop's function or module, depends
-    on."""
+    """Return those of ``names`` that are displayed (printed or logged), and that nothing else in ``scope``, the loop's function
+    or module, depends on."""
     shown = [node for node in ast.walk(scope) if _is_display_call(node)]
     found = {*names} & {one.id for node in shown for one in ast.walk(node) if isinstance(one, ast.Name)}
     while wrong := found & _used(scope, found):

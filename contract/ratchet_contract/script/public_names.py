@@ -49,8 +49,8 @@ def requirement(module: str) -> str:
 
 
 def shadow_advice(error: BaseException, file: str | None) -> str | None:
-    """Return advice for ``error`` if it comes from a module of the user, in ``file``, that was imported under Ratchet's name;
-    None for any other error."""
+    """Return advice for ``error`` if it reports that ``ratchet`` lacks one of its public names: a user's own module, in ``file``,
+    was then imported as ``ratchet``. None for any other error."""
     if isinstance(error, AttributeError):
         package, missing = getattr(error.obj, "__name__", None), error.name
     elif isinstance(error, ImportError):

@@ -88,7 +88,7 @@ class _Blob(NamedTuple):
 
 def git_facts(root: Path, entries: Iterable[Entry], is_allowed: Allowed = allow_all) -> GitFacts | None:
     """Return the git commit of a directory of code and its differences from the snapshot; None if the directory is in no
-    repository. If git fails, the facts contain only ``reason``. Takes up to ten seconds.
+    repository. If git fails, the facts contain only ``reason``. The git commands take at most ten seconds in all.
 
     ``root``: the user's directory; ``entries``: those of its snapshot, whose sources may be the snapshot's files.
     ``is_allowed``: returns whether a directory of the repository, passed as a real path, may be read.
@@ -107,14 +107,16 @@ def git_facts(root: Path, entries: Iterable[Entry], is_allowed: Allowed = allow_
 
 
 class _Look:
-    """Examines one directory, until ``deadline`` of the monotonic clock. All methods raise ``_Unknown``."""
+    """Examines one directory. ``deadline``: when git is stopped, by the monotonic clock. The methods raise ``_Unknown`` if the
+    commit cannot be determined."""
 
     def __init__(self, deadline: float, is_allowed: Allowed) -> None:
         self._deadline = deadline
         self._is_allowed = is_allowed
 
     def facts(self, root: Path, entries: Iterable[Entry]) -> GitFacts:
-        """Return the commit, and the number and the digest of the files that differ between it and ``entries``."""
+        """Return the commit, and the number and the digest of the files that differ between it and ``entries``. A file of the
+        commit that exists in ``root``, but not among ``entries``, does not count."""
         commit = self._commit(root)
         tree = self._tree(root, commit)
         if not tree:

@@ -209,7 +209,7 @@ class ResourcesSpec(SpecModel):
 
 
 class DdpSpec(SpecModel):
-    """Options of torch's DistributedDataParallel, under its own names."""
+    """Options of torch's DistributedDataParallel, under its own names, and ``backend``, that of the process group."""
 
     bucket_cap_mb: float | None = Field(
         None, gt=0, le=100_000, allow_inf_nan=False, description="MiB of gradients per bucket; null: torch's default."
@@ -310,7 +310,7 @@ class JobSpec(SpecModel):
     @field_validator("env", "nccl", mode="before")
     @classmethod
     def _stringify(cls, value: Any) -> Any:
-        """Convert numbers among the values to text."""
+        """Convert the numbers among the values of ``env`` and ``nccl`` to text; booleans are left as they are."""
         if isinstance(value, dict):
             return {
                 k: str(v) if isinstance(v, int | float) and not isinstance(v, bool) else v for k, v in value.items()
@@ -320,7 +320,7 @@ class JobSpec(SpecModel):
     @field_validator("env")
     @classmethod
     def _lengths(cls, value: dict[str, str]) -> dict[str, str]:
-        """Check that each ``NAME=value`` is short enough for a process."""
+        """Check that each ``NAME=value`` of ``env`` is short enough for a process."""
         if long := [name for name, text in value.items() if _byte_length(name) + 1 + _byte_length(text) > _MAX_STRING]:
             raise ValueError(
                 f"the value of {', '.join(long)} is longer than the operating system allows for a process: put it into a file"
@@ -330,7 +330,7 @@ class JobSpec(SpecModel):
     @field_validator("script")
     @classmethod
     def _arguments(cls, value: list[str] | None) -> list[str] | None:
-        """Check that each argument can be passed to a process."""
+        """Check that each argument of ``script`` can be passed to a process."""
         for i, argument in enumerate(value or ()):
             if "\0" in argument or _byte_length(argument) > _MAX_STRING:
                 raise ValueError(
@@ -375,12 +375,13 @@ class JobSpec(SpecModel):
         return size_in_bytes(self.resources.memory) // self.world.ranks_per_node
 
     def digest(self) -> str:
-        """Return the SHA-256 in hex of ``canonical()`` as JSON. Specs that differ only in what cannot change the result of
-        training have the same digest."""
+        """Return the SHA-256 in hex of ``canonical()`` as JSON. Specs that differ only in what ``canonical`` leaves out have the
+        same digest."""
         return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def canonical(self) -> dict[str, Any]:
-        """Return everything in the spec that can change the result of training, as JSON values."""
+        """Return the spec as JSON values without the keys that do not change the result of training, such as ``name`` and
+        ``policy``, and without secret values."""
         irrelevant = {
             "name",
             "labels",
@@ -412,10 +413,10 @@ class JobSpec(SpecModel):
 
 
 class Resolved(SpecModel):
-    """Values for every ``auto`` of a spec. They are determined once per job, at submission, and are the same for all its
-    attempts; only a change of the number of ranks determines ``threads_per_rank`` again. ``python``: the interpreter that was
-    examined at submission; if the spec names none, each attempt uses that of its agents. In launch files unknown keys are
-    ignored."""
+    """Values that a spec leaves open, such as ``device`` for ``auto``. They are determined at submission and hold for all
+    attempts of the job, except that a resume with another number of ranks changes ``threads_per_rank``, and one with other code
+    ``code_digest``. ``python``: the interpreter that was examined at submission; if the spec names none, each attempt uses that
+    of its agents. Unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -177,7 +177,7 @@ class SlurmLauncherSpec(EngineSpec):
     @field_validator("setup")
     @classmethod
     def _lines(cls, value: list[str]) -> list[str]:
-        """Check that no line has a NUL character."""
+        """Check that no line of ``setup`` has a NUL character."""
         if any("\0" in line for line in value):
             raise ValueError("a line has a NUL character")
         return value

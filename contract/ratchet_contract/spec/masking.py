@@ -15,6 +15,6 @@ def masked(env: Mapping[str, str], secret: Collection[str]) -> dict[str, str]:
 
 
 def masked_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored spec in a form that may be shown: values of ``secret_env`` are masked. A spec without ``secret_env``,
-    from before that key existed, is unchanged."""
+    """Return a stored spec in a form that may be shown: the values of variables in ``secret_env`` are masked. Nothing is
+    masked in a spec without that key, which an older version stored."""
     return {**spec, "env": masked(spec.get("env", {}), spec.get("secret_env", ()))}

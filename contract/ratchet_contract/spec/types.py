@@ -15,7 +15,8 @@ _SIZE_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 def _duration(value: Any) -> Any:
-    """Convert a text like ``30s`` or ``2h`` to seconds; other values are returned unchanged."""
+    """Return the seconds of a text like ``30s`` or ``2h``; a value that is no text is returned unchanged. Raises ``ValueError``
+    for any other text."""
     if isinstance(value, str):
         match = _DURATION.fullmatch(value)
         if match is None:
@@ -49,5 +50,5 @@ class SpecModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Return only the fields that were set, without the defaults."""
+        """Return names and values of only those fields that were set, without the defaults."""
         return ((name, value) for name, value in super().__repr_args__() if name in self.model_fields_set)

@@ -56,7 +56,7 @@ class Report:
 
 
 class Algorithm:
-    """Base class of all hooks; without overrides, a hook without state.
+    """Base class of all hooks. Every subclass overrides ``run``; with nothing else overridden, it is a hook without state.
 
     Without NCCL ``run`` itself must issue all collectives of a bucket, in the call for this bucket or for a later one:
     collectives that callbacks start would cross in different orders on different ranks. When ``run`` returns for the last

@@ -80,8 +80,9 @@ class Custom(Algorithm):
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
         """Call the user's function on a bucket; returns the future of its result, and None: the bytes that are sent are
-        unknown. Raises ``CustomHookError`` if the function raises, or its result is not an average of the bucket's form;
-        errors of memory or device are raised as they are."""
+        unknown. Raises ``CustomHookError`` if the function raises, or does not return a future; also if the future fails or holds
+        no tensor of the bucket's shape, dtype and device (on NCCL the returned future then fails). Errors of memory or device are
+        raised as they are."""
         index, flat = bucket.index(), bucket.buffer()
         place = f"hook {self.spec.hook} in bucket {index} ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})"
         try:
@@ -109,7 +110,8 @@ class Custom(Algorithm):
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """Return the state as its class saves it, always as copies, since it is unknown when the user's code changes it. The
-        JSON part also contains the layout, since a state may use bucket indices as keys."""
+        JSON part also contains the layout, since a state may use bucket indices as keys. For a hook without a state: no tensors,
+        and None."""
         if self._state_class is None:
             return {}, None
         tensors, data = self._encode_state()
@@ -188,7 +190,8 @@ class Custom(Algorithm):
             raise HookStateError(error.key, f"{what} ({self.spec.state}); {cure}") from error
 
     def _load_state(self, saved: Any) -> None:
-        """Put a saved value into the state object. A ``process_group`` that is None then becomes this hook's group."""
+        """Put a saved value into the state object. If the object's ``process_group`` is None afterwards, it becomes this hook's
+        group."""
         assert self._state_class is not None and self.spec.state is not None
         if state_protocol(self._state_class, self.spec.state) == "getstate":
             self.state.__setstate__(saved)
@@ -240,8 +243,8 @@ def redistribute(
 
 def _checked_result(value: object, flat: torch.Tensor, context: str) -> torch.Tensor:
     """Return the future's result in the form that DDP reads: element i at offset i of the memory, regardless of a view's
-    offset or strides. ``flat``: the bucket; ``context``: for messages. Raises ``CustomHookError`` for a result of another
-    shape, dtype or device."""
+    offset or strides. ``flat``: the bucket; ``context``: for messages. Raises ``CustomHookError`` for a result that is no
+    tensor, or has another shape, dtype or device than the bucket."""
     if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], torch.Tensor):
         text = f"{context}: its future holds a list of one tensor; add .then(lambda done: done.value()[0])"
         raise CustomHookError("hook", "hook-result", text)
@@ -264,7 +267,8 @@ def _unprefixed(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a state object: those in its attributes, and in the lists, tuples and dictionaries among these."""
+    """Yield the strided tensors of a state object: those in its attributes, and in lists, tuples and dictionaries in them.
+    Attributes of further objects are not searched."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             yield value
@@ -291,7 +295,8 @@ def describe_hook(state: object, function: Callable[..., Any]) -> dict[str, Any]
 
 
 class ExistingObjectsHook(Custom):
-    """A user's own hook that runs the given ``function`` and ``state`` object, instead of importing what the spec names."""
+    """A user's own hook that runs the given ``function`` and ``state`` object, instead of importing what the spec names. If a
+    restore fails, the object ``state`` stays as the failed load left it, since no new one can be made."""
 
     def __init__(self, function: Callable[..., Any], state: Any, spec: CustomSpec, setup: Setup) -> None:
         """Use ``function`` and ``state`` as they are. Raises ``CustomHookError`` for a state whose class cannot save its
@@ -309,7 +314,7 @@ class ExistingObjectsHook(Custom):
 
 
 def _import_path(target: Any) -> str:
-    """Return ``module:name`` for an object; characters that no identifier has (of a lambda, or inside a function) become
-    ``_``."""
+    """Return ``module:name`` for an object. The name is the last part of its qualified name; characters that no identifier has,
+    as in ``<lambda>``, become ``_``."""
     name = getattr(target, "__qualname__", type(target).__qualname__).rpartition(".")[2]
     return f"{target.__module__}:{re.sub(r'[^A-Za-z0-9_]', '_', name)}"

@@ -87,7 +87,7 @@ class PostLocalSGD(Algorithm):
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
         """Restore the result of ``capture``. Raises ``HookStateError``, and changes nothing, if it was recorded with other
-        parameters or other subgroups."""
+        parameters of the hook, or by the same number of ranks with other subgroups."""
         recorded = state if isinstance(state, dict) else {}
         slots, averager = recorded.get("slots"), recorded.get("averager")
         if tensors or not isinstance(slots, dict) or not isinstance(averager, dict):
@@ -120,8 +120,8 @@ class PostLocalSGD(Algorithm):
         return {"step": self.averager.step, "warm_up": self.averager.warm_up}
 
     def _requested_settings(self) -> dict[str, JsonValue]:
-        """Return the settings of the averager that must be equal for an exact continuation, as the spec has them: defaults
-        depend on the number of ranks."""
+        """Return the settings of the averager that must be equal for an exact continuation. A ``subgroup_size`` that the spec
+        does not set stays None, since its default depends on the number of ranks."""
         levels = self._spec.period_group_size_dict
         return {
             "subgroup_size": self._spec.subgroup_size,

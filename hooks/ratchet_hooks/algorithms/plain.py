@@ -59,8 +59,8 @@ class Fp16Compress(_Compress16):
 
 
 class Bf16Compress(_Compress16):
-    """torch's ``bf16_compress_hook``: gradients are sent as bfloat16. Unlike torch's, it also runs on the CPU: DDP refuses
-    torch's there by the function's name, although gloo can add bfloat16."""
+    """torch's ``bf16_compress_hook``: gradients are sent as bfloat16. Unlike torch's, this one also runs on the CPU: there DDP
+    refuses torch's function by its name, although gloo can add bfloat16."""
 
     dtype = torch.bfloat16
 

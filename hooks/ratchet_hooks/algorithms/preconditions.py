@@ -24,8 +24,8 @@ def check_one_device(module: torch.nn.Module) -> None:
 
 
 def check_no_apex(spec: HookSpec) -> None:
-    """Raise ``UnsupportedModel`` if Apex AMP is active and ``spec`` is a PowerSGD hook: Apex passes scaled half-precision
-    gradients to the hook, and scales them again after it, but not the residuals.
+    """Raise ``UnsupportedModel`` if Apex AMP is active and ``spec`` is a PowerSGD hook: under Apex the hook receives scaled
+    half-precision gradients, which overflow in it, and its residuals belong to another loss scale than later gradients.
 
     ``apex.amp.initialize`` leaves its options in ``apex.amp._amp_state``; this check works without Apex installed.
     """

@@ -32,7 +32,7 @@ class Quantization(Algorithm):
     never below float32's epsilon (1.2e-7), so gradients below half of that become 0, as with torch. A channel that contains
     inf or nan becomes nan on every rank, so that a GradScaler on any rank detects it.
 
-    The count of sent bytes is this rank's part of the all-gather: a byte per element and 8 per channel.
+    The count of sent bytes is this rank's part of the all-gather: a byte per element, up to 3 of padding, and 8 per channel.
     """
 
     def __init__(self, spec: QuantizationPertensorSpec | QuantizationPerchannelSpec, setup: Setup) -> None:
@@ -46,8 +46,8 @@ class Quantization(Algorithm):
                 )
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
-        """Quantize a bucket and start to gather all ranks'; returns the future of the average, and the bytes that this rank
-        sends."""
+        """Quantize a bucket and start to gather the quantized buckets of all ranks. Returns the future of the average, and the
+        number of bytes that this rank sends."""
         buffer = bucket.buffer()
         if not buffer.numel():
             return completed(buffer), 0

@@ -43,8 +43,8 @@ def check_data(recorded: JsonValue, spec: HookSpec) -> dict[str, Any]:
 def redistribute(
     states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]], spec: HookSpec | None = None
 ) -> tuple[Tensors, JsonValue]:
-    """Return one captured state for every rank of a group of any size. ``states``: those of all ranks of the old group, in
-    rank order.
+    """Return one captured state, the same for every rank of a new group of any size. ``states``: those of all ranks of the old
+    group, in rank order.
 
     Residuals become their mean over the old ranks, added up in float64 and rounded once to their own dtype, the same on every
     new rank: the averaged residual, on which error feedback relies, is kept up to that rounding. Everything else must be equal

@@ -84,7 +84,8 @@ def constructor_arguments(kind: type, args: Mapping[str, Any], group: Any) -> di
 
 
 def error_summary(error: BaseException) -> str:
-    """Return an exception's type, message and the place where it was raised, such as ``KeyError: 'x' (hooks.py, line 12)``."""
+    """Return an exception's type, message and the place where it was raised, such as
+    ``KeyError: 'x' (/code/hooks.py, line 12)``. Of a message of several lines only the last is used."""
     said = "".join(traceback.format_exception_only(error)).strip().splitlines() or [type(error).__name__]
     frames = traceback.extract_tb(error.__traceback__)
     text = said[-1][:500]

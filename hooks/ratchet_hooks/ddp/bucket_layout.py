@@ -122,7 +122,8 @@ class ManagedDDP(DistributedDataParallel):
 
     def _apply_layout(self, recorded: Layout | None) -> None:
         """Make the layout of a new reducer final, if one is recorded or the graph is static; otherwise DDP rebuilds it once,
-        later. A collective. Raises ``LayoutMismatch`` if the reducer's layout is then not ``recorded``."""
+        later. With ``find_unused_parameters`` it is final as constructed. A collective. Raises ``LayoutMismatch`` if a layout is
+        ``recorded`` and the reducer has another one."""
         self._layout_final = self.find_unused_parameters
         if not self._layout_final and (recorded is not None or self.static_graph):
             self.fix_layout()
@@ -167,9 +168,9 @@ class ManagedDDP(DistributedDataParallel):
         return [[self.name_of(p) for p in bucket] for bucket in torch_compat.bucket_parameters(self.reducer)]
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
-        """Return the trained parameters in the order from which DDP makes the recorded layout (without one: DDP's own layout),
-        and False for each: its gradients are not sparse. Called by DDP. Raises ``UnsupportedModel`` for sparse gradients, and
-        ``LayoutMismatch``."""
+        """Return the trained parameters in the order from which DDP makes the recorded layout, and False for each: its gradients
+        are not sparse. Without a recorded layout the order is that of registration, under static graph its reverse. Called by
+        DDP. Raises ``UnsupportedModel`` for sparse gradients, and ``LayoutMismatch``."""
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         names = [self.name_of(p) for p in parameters]
         if any(sparse):
@@ -184,7 +185,8 @@ class ManagedDDP(DistributedDataParallel):
         return [parameters[i] for i in order], [False] * len(order)
 
     def _set_static_graph(self) -> None:
-        """Refuse a switch to static graph after the construction. Raises ``UnsupportedModel``."""
+        """Raise ``UnsupportedModel`` if DDP was constructed without static graph: a later switch is refused. Otherwise do what
+        torch's method does."""
         if not self._static_wanted:
             raise UnsupportedModel(
                 "_set_static_graph was called after DDP was built, so its buckets would change in the middle of the run; set "
@@ -198,16 +200,16 @@ class ManagedDDP(DistributedDataParallel):
         raise UnsupportedModel("DDP's join is not supported; give every rank the same number of batches")
 
     def _ddp_init_helper(self, *args: Any) -> None:
-        """Make a new reducer with the original bucket limit. Afterwards the limit is raised to torch's first one: only
-        torch.compile reads it then, and asserts that it is not below that."""
+        """Make a new reducer with the bucket limit that DDP was constructed with. Then raise ``bucket_bytes_cap`` to at least
+        torch's default for the first bucket: from then on only torch.compile reads it, and asserts that it is not smaller."""
         self.bucket_bytes_cap = self._bucket_limits()[1]
         super()._ddp_init_helper(*args)  # type: ignore[no-untyped-call]
         self.bucket_bytes_cap = max(self.bucket_bytes_cap, torch_compat.first_bucket_bytes())
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Refuse forwards under static graph that torch answers with an internal assertion or, from the second step on, with
-        gradients that are not averaged: static graph counts the gradients of ``no_sync`` passes into the graph that it learns.
-        Raises ``UnsupportedModel`` or ``RuntimeError``."""
+        """Begin a forward pass as torch's DDP does, but refuse two kinds of it under static graph, which torch answers with an
+        internal assertion or with gradients that are not averaged. Raises ``UnsupportedModel`` for a first pass with gradients
+        under ``no_sync``, and ``RuntimeError`` for a pass with gradients after a first backward that failed half-way."""
         learning = self.static_graph and not self._static_graph_delay_allreduce_enqueued
         if learning and not self.require_backward_grad_sync and torch.is_grad_enabled():
             raise UnsupportedModel(
@@ -226,7 +228,7 @@ class ManagedDDP(DistributedDataParallel):
 
     def _bucket_limits(self) -> tuple[int, int]:
         """Return the limits in bytes of the first bucket and of every further one, as they were before ``_ddp_init_helper``
-        raised one."""
+        raised ``bucket_bytes_cap``."""
         if self._limits is None:
             self._limits = torch_compat.bucket_limits(self)
         return self._limits
@@ -241,7 +243,8 @@ def _check_reducer(ddp: DistributedDataParallel) -> None:
 
 
 def _check_adoptable(ddp: DistributedDataParallel) -> None:
-    """Raise ``UnsupportedModel`` for a DDP whose reducer cannot be replaced."""
+    """Raise ``UnsupportedModel`` for a DDP that cannot become a ``ManagedDDP``: a subclass of torch's, one that has run a
+    forward, or one with an unsupported option."""
     _check_reducer(ddp)
     reason = None
     if type(ddp) is not DistributedDataParallel:

@@ -19,7 +19,8 @@ def order_for(
 
     Buckets contain one dtype each and fill up in parallel; those that stay below their limit come last, in the order of a hash
     map that depends on which dtype came first. So every order of the dtypes is tried with torch's own function. Raises
-    ``LayoutMismatch`` if no order gives the recorded layout (another ``bucket_cap_mb``, other shapes).
+    ``LayoutMismatch`` if no order gives the recorded layout (another ``bucket_cap_mb``, other shapes). With only one dtype the
+    order is returned without a trial; the caller compares the layout that DDP makes.
     """
     index = {name: i for i, name in enumerate(names)}
     wanted = [[index[name] for name in bucket] for bucket in recorded]
@@ -36,8 +37,8 @@ def order_for(
 def _with_dtype_order(
     order: Sequence[torch.dtype], target_buckets: list[list[int]], parameters: Sequence[torch.nn.Parameter]
 ) -> list[int]:
-    """Return the parameters' indices bucket by bucket, but with the dtypes beginning in the order ``order``: the first
-    parameter of a dtype is moved forward, no further than needed, since a bucket of one parameter is full at once."""
+    """Return the parameters' indices bucket by bucket, except that the dtypes first occur in the order ``order``: where needed,
+    the first parameter of a dtype is moved forward, and no further than that, since a bucket of one parameter may be full."""
     first: dict[torch.dtype, int] = {}
     for bucket in target_buckets:
         first.setdefault(parameters[bucket[0]].dtype, bucket[0])

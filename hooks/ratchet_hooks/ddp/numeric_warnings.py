@@ -46,8 +46,8 @@ _TEXT: dict[Code, str] = {
 
 @dataclass(frozen=True)
 class HookWarning:
-    """The first occurrence of one problem of one parameter. ``iteration``: number of the backward pass that averaged
-    gradients, from 1."""
+    """The first occurrence of one problem of one parameter. ``iteration``: number of the backward pass, counted from 1 since the
+    job began; only passes that average gradients count."""
 
     code: Code
     parameter: str
@@ -59,8 +59,8 @@ class HookWarning:
 
 @dataclass(frozen=True)
 class _Look:
-    """One check of a bucket whose result is not evaluated yet. ``peaks``: a number per name in ``names``; one of at least
-    ``limit`` is a problem."""
+    """One check of a bucket whose result is not evaluated yet. ``peaks``: a number per name in ``names``. A finite one of at
+    least ``limit`` is a problem; for inf and nan ``_CODE_IF_INFINITE`` has the code of the problem, or None."""
 
     code: Code
     iteration: int
@@ -73,8 +73,8 @@ class Watch:
     """Checks gradients for numeric problems. It stores the first problem per code and parameter, and logs each once. The
     caller sets ``iteration``.
 
-    On the CPU a check costs one sum over the bucket. On CUDA a check does not wait for the device: its result stays there
-    until ``warnings`` is called.
+    On the CPU a check that finds no problem costs at most one pass over the bucket. On CUDA a check does not wait for the device:
+    its result stays there until ``warnings`` is called, or ``_PENDING_LIMIT`` results are there.
     """
 
     def __init__(self) -> None:
@@ -106,10 +106,11 @@ class Watch:
     def check_low_rank(
         self, names: Sequence[str], flat: torch.Tensor, parts: Sequence[torch.Tensor], *, dims: tuple[int, ...]
     ) -> None:
-        """Report gradients that PowerSGD corrupts. Called with P before it is made orthonormal (``dims`` 0), and with the
-        averaged Q.
+        """Report gradients that PowerSGD corrupts. Called with the P of a bucket before it is made orthonormal (``dims`` 0), and
+        with the averaged Q.
 
-        ``parts`` (rows x rank): one for each parameter in ``flat``, or a single one that all of them share.
+        ``flat``: all elements of P, or of Q. ``parts``: its matrices (rows x rank), one for each parameter in ``names``, or a
+        single one that all of them share. ``dims``: dimensions of a matrix along which norms are computed.
 
         P and Q are small, and every problem shows in them. Every element of a matrix M is a factor in M Q, so inf or nan in a
         gradient or a residual is inf or nan in its row of P. A P of zeros becomes nan when it is made orthonormal, and so does
@@ -141,7 +142,8 @@ class Watch:
     def _check_peaks(
         self, code: Code, names: Sequence[str], flat: torch.Tensor, gradients: Gradients, limit: float
     ) -> None:
-        """Report the gradients in ``flat`` whose largest magnitude is at least ``limit``, with ``code``."""
+        """Report, with ``code``, the ``gradients`` whose largest magnitude is at least ``limit``. ``flat``: all of them, or their
+        16-bit copy; on the CPU nothing is reported while its sum is finite."""
         if flat.is_cuda:
             peaks = _device_peaks(gradients())
             self._defer(_Look(code, self.iteration, list(names), peaks, limit))
@@ -179,8 +181,8 @@ def _finite_sum(flat: torch.Tensor) -> bool:
 
 
 def _device_peaks(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the largest magnitude in each tensor, as a tensor on the device, in one kernel launch and without waiting; 0 for
-    a tensor without elements."""
+    """Return one tensor on the device with the largest magnitude in each of ``gradients``, without waiting for the device; 0 for
+    a gradient without elements."""
     parts = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]
     return torch.stack(norms_of(parts, float("inf")))
 

@@ -35,8 +35,8 @@ def duplicate_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proc
 
 
 def new_groups(parts: Sequence[Sequence[int]], all_ranks: bool, timeout: timedelta) -> dist.ProcessGroup:
-    """Make groups of ``parts`` (global ranks), and return the one that this rank is in. Raises ``ValueError`` if it is in
-    none.
+    """Make groups of ``parts`` (global ranks), and return the one that this rank is in. Raises ``ValueError`` if this rank is in
+    no part.
 
     ``all_ranks`` True: all ranks of the job call this and make all parts in the same order, as torch requires. False: only the
     ranks of the parts call it, and each makes its own part.

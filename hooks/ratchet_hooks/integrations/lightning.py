@@ -145,7 +145,7 @@ class RatchetDDPStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers as ``DDPStrategy`` does, then the rest of this rank's state; the model is loaded before.
-        Raises ``HookStateError`` if that state does not fit or is missing."""
+        Raises ``HookStateError`` if that state does not fit, or is missing and ``reset_hook`` is not set."""
         super().load_optimizer_state_dict(checkpoint)
         ddp = self._managed_ddp()
         if KEY not in checkpoint:

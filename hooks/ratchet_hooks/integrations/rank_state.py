@@ -26,8 +26,8 @@ _NO_STATE = "not the state of a rank: this entry is missing"
 
 def capture_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Return this rank's state, for ``files.save_state`` or ``files.pack_state``: the hook's state, the buffers and the
-    generators; under a hook whose replicas differ (post_localSGD) also parameters and optimizers. A collective, between two
-    steps."""
+    generators; under a hook whose replicas differ (such as post_localSGD) also parameters and optimizers. A collective, between
+    two steps."""
     hook = hook_of(ddp)
     state: dict[str, Any] = {
         "version": VERSION,
@@ -50,7 +50,8 @@ def redistribute_ranks(ddp: nn.parallel.DistributedDataParallel, states: Sequenc
 
     The hook states are merged by ``state_version.redistribute``, which keeps the mean of residuals. Buffers are those of the
     old rank with this rank's number, modulo the old number of ranks; the generators are not restored. Rank 0 issues a warning.
-    Raises ``HookStateError`` for states that are not of one checkpoint, and under post_localSGD, whose replicas differ.
+    Raises ``HookStateError`` for states that are not of one checkpoint, and under a hook whose replicas differ (such as
+    post_localSGD).
     """
     hook, ranks, rank = hook_of(ddp), ddp.process_group.size(), ddp.process_group.rank()
     for number, state in enumerate(states):
@@ -76,8 +77,8 @@ def redistribute_ranks(ddp: nn.parallel.DistributedDataParallel, states: Sequenc
 
 
 def restore_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer], state: Any) -> None:
-    """Restore the result of ``capture_rank`` except the generators: call ``restore_generators`` when nothing draws from them
-    before training continues.
+    """Restore the result of ``capture_rank`` except the generators. Call ``restore_generators`` later, as the last step before
+    training continues, so that nothing draws from the restored generators.
 
     A collective, after model and optimizers were loaded and before the first forward. Raises ``HookStateError`` for a state of
     another rank, number of ranks, hook or model.

@@ -81,7 +81,8 @@ class RatchetCallback(TrainerCallback):
 
     @property
     def hook(self) -> ManagedHook:
-        """The hook of the model in training, with its ``summary`` and ``warnings``."""
+        """The hook of the model in training, with its ``summary`` and ``warnings``. It is registered now if it was not yet.
+        Raises ``UnsupportedModel`` for a model that cannot be managed, also before ``Trainer.train`` has wrapped it in DDP."""
         return hook_of(self._ensure_managed())
 
     def on_train_begin(

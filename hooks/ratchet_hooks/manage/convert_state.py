@@ -33,7 +33,7 @@ def convert_state(
     ``hook_change`` returned for them.
 
     ``parameters``: the trained ones by name; without a wrapper a residual has its parameter's dtype. Raises ``HookStateError``
-    if values do not fit into the new dtype, or if ``new`` cannot use anything of the state.
+    if values do not fit into the new dtype, if ``new`` cannot use anything of the state, or if only ``new`` has a state.
     """
     checked = check_data(data, old)
     if change.state == "lost" or (change.state == "none" and is_stateful(new)):

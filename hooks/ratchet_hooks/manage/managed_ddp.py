@@ -63,7 +63,8 @@ def managed_ddp(
     call it.
 
     ``ddp``: DDP's own keywords bucket_cap_mb (MiB), static_graph, gradient_as_bucket_view, find_unused_parameters,
-    broadcast_buffers, init_sync. DDP broadcasts rank 0's parameters and buffers here, so load per-rank state afterwards.
+    broadcast_buffers, init_sync. Unless init_sync is False, DDP broadcasts rank 0's parameters and buffers here, so load per-rank
+    state afterwards.
     ``device``: the device of the module's parameters; None: that of the first one. ``process_group``: None for the default
     group. ``node_ranks``: ranks per node, for hooks that treat the ranks of one node separately; None: LOCAL_WORLD_SIZE as
     torchrun sets it, else all ranks.
@@ -72,7 +73,8 @@ def managed_ddp(
     layout. ``recorded_layout``: instead of it, the ``ManagedHook.layout()`` of the run that is continued, for callers that
     call ``ManagedHook.restore`` themselves; the reducer uses it from the first iteration. Raises ``LayoutMismatch`` if that is
     impossible, ``HookStateError`` for a captured state of another hook or model, ``UnsupportedModel`` for a model or option
-    that the hook cannot handle, ``RuntimeError`` without an initialised process group.
+    that the hook cannot handle, ``RuntimeError`` without an initialised process group, ``ValueError`` if both ``captured`` and
+    ``recorded_layout`` are given.
     """
     kwargs = _ddp_kwargs(ddp or {})
     if captured is not None:
@@ -149,8 +151,9 @@ def _ddp_kwargs(ddp: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check_module(module: torch.nn.Module, spec: HookSpec) -> None:
-    """Raise ``UnsupportedModel`` if ``module`` has a parameter that the hook would corrupt, or a module that cannot train
-    here, or if Apex is active under PowerSGD."""
+    """Raise ``UnsupportedModel`` if ``module`` has parameters on several devices, a complex parameter that the hook or wrapper
+    would corrupt, a parameter that powerSGD cannot view as a matrix, or a ``SyncBatchNorm`` on the CPU, or if Apex is active
+    under PowerSGD."""
     check_one_device(module)
     check_no_apex(spec)
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -24,8 +24,8 @@ from ratchet_hooks.summary import HookSummary
 
 
 class _Known(NamedTuple):
-    """A bucket of the final layout that was checked. ``ids``: identities of its parameters: comparing these is twenty times as
-    fast as comparing names."""
+    """A bucket that was compared with the final layout and fits it. ``ids``: identities of its parameters, which are compared in
+    later iterations: that is twenty times as fast as comparing names."""
 
     ids: list[int]
     names: list[str]
@@ -74,11 +74,12 @@ class ManagedHook:
         return self._earlier_iterations + self._process_iterations
 
     def layout(self) -> Layout | None:
-        """Return the parameter names per bucket, as the next iteration reduces them; None before the first iteration of a new
-        run. Raises ``RuntimeError`` inside a backward pass.
+        """Return the parameter names per bucket, as the next iteration reduces them. None while DDP may still change its buckets:
+        before the first iteration, unless they are final from the start (a recorded layout, static graph, unused parameters, a
+        user's hook with a state). Raises ``RuntimeError`` inside a backward pass, and after one that ended early.
 
-        The first call after an iteration is a collective: DDP's one rebuild of its buckets, which the next forward would do,
-        happens in it.
+        The first call after the first iteration may be a collective: DDP's one rebuild of its buckets, which the next forward
+        would do, happens in it.
         """
         self._raise_if_in_step("layout")
         if self._final_layout is None and self._process_iterations:

@@ -46,7 +46,7 @@ def register(
     **parameters: Any,
 ) -> ManagedHook:
     """Put a managed hook, whose state can be captured and restored bit for bit, on ``ddp_model``; returns the hook. A
-    collective: on every rank, right after the model's construction, before its first forward.
+    collective: on every rank, right after the construction of ``ddp_model``, before its first forward.
 
     ``hook``: a spec of ``ratchet_hooks.specs``, its name or its values; or a function as ``ddp_model.register_comm_hook``
     takes it, or a pair of state and function, in the order of Lightning's ``register_ddp_comm_hook``. torch's own functions

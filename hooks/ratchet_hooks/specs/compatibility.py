@@ -30,8 +30,8 @@ class HookChange:
     """What happens to a recorded state when the hook has changed. ``description``: the changes, for a message.
 
     ``state``: ``none``: there is no recorded state; ``carried``: it is carried over, except the parts in ``restarted``
-    (``continued`` names the others); ``lost``: the new hook cannot use any of it. ``averages``: replicas differed under the
-    old hook and may not under the new one, so the ranks' parameters become their mean.
+    (``continued`` names the others); ``lost``: the new hook cannot use any of it. ``averages``: True if the ranks' parameters
+    become their mean, since they may differ under the old hook, and the new hook cannot begin with such differences.
     """
 
     description: str
@@ -74,8 +74,9 @@ def recorded_spec(parameters: Mapping[str, Any]) -> HookSpec | None:
 
 
 def hook_change(name: str, parameters: Mapping[str, Any], new: HookSpec) -> HookChange | None:
-    """Return the change from the recorded hook ``name`` to ``new``; None if it is the same hook. ``parameters``: those of the
-    recorded hook, as in a manifest. Parameters without effect on the bits are not compared."""
+    """Return the change from the recorded hook ``name`` to ``new``; None if name, wrapper and parameters are the same.
+    ``parameters``: those of the recorded hook, as in a manifest, with the wrapper. Parameters without effect on the bits are not
+    compared. If no spec can be made of the recorded values any more, the change has the state ``lost``."""
     old = recorded_spec({**parameters, "name": name})
     if old is None:
         return HookChange(f"hook {name} was recorded with parameters that no longer exist", "lost")
@@ -106,11 +107,12 @@ def _state_change(description: str, old: HookSpec, new: HookSpec) -> HookChange:
 
 
 def _averages_parameters(old: HookSpec, new: HookSpec) -> bool:
-    """True if the ranks' parameters must become their mean, since they may differ under ``old`` and ``new`` cannot begin with
-    that.
+    """True if the ranks' parameters must become their mean, since they may differ under ``old``, and ``new`` cannot begin with
+    parameters that differ.
 
-    This holds if ``new`` keeps them equal; if it is post_localSGD and ``old`` is not; and if both are, but ``new`` has other
-    subgroups (each keeps its parameters equal) or a later start (the warm-up until then does not bring replicas together).
+    Where they may differ under ``old``, ``new`` cannot in three cases: it keeps them equal; it is post_localSGD and ``old`` is
+    not; or both are post_localSGD, but ``new`` has other subgroups (each keeps its parameters equal) or a later start (the
+    warm-up until then does not bring replicas together).
     """
     if replicas_of(old) == "equal":
         return False

@@ -138,8 +138,8 @@ _ALIASES = {
 
 
 def canonical_hook_name(name: str) -> str:
-    """Return torch's name of a hook without ``_hook``: ``powerSGD`` for ``powerSGD_hook`` or ``powersgd``; an unknown name is
-    returned unchanged."""
+    """Return torch's name of a hook without ``_hook``: ``powerSGD`` for ``powerSGD_hook`` or ``powersgd``. An unknown name only
+    loses the suffix ``_hook``."""
     short = name.removesuffix("_hook")
     return _ALIASES.get(short.lower(), short)
 

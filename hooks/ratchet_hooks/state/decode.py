@@ -131,7 +131,8 @@ class _Decoder:
         return out.copy_(tensor)
 
     def _device_for(self, data: Mapping[str, Any]) -> torch.device:
-        """Return the device to restore a tensor on."""
+        """Return the device to restore a tensor on: that of ``decode`` for a tensor that was on an accelerator, if one was
+        given; otherwise the CPU."""
         return self.device if self.device is not None and data.get("accelerator") is True else torch.device("cpu")
 
     def _view(self, data: Any, path: str) -> torch.Tensor:

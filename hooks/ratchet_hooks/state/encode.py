@@ -53,8 +53,9 @@ def encode(value: object, *, root: str) -> tuple[Tensors, JsonValue]:
 
     Accepted: None, bool, int, float, complex, str, bytes, list, tuple, deque, dict, OrderedDict, Counter and defaultdict of
     built-in types (keys: None, bool, int, float, str, bytes or tuples of them), set, frozenset, torch.Size, dense tensors,
-    numpy arrays and scalars without objects, ``np.random.RandomState`` and ``np.random.Generator``. Raises ``HookStateError``
-    for anything else, for cycles, and for more than 100 levels.
+    numpy arrays and scalars of numbers, times and fixed strings, ``np.random.RandomState``, ``np.random.Generator``, and
+    ``Encoded``. Raises ``HookStateError`` for anything else, such as other subclasses of containers and tensors, for cycles,
+    and for more than 100 levels.
     """
     return _Encoder(root).run(value)
 
@@ -223,8 +224,8 @@ class _Encoder:
         return name
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> JsonValue:
-        """Add a dense tensor to ``tensors`` and return its JSON. Raises ``HookStateError`` for other layouts and for
-        subclasses."""
+        """Add a dense tensor to ``tensors`` and return its JSON. Raises ``HookStateError`` for other layouts, quantized and meta
+        tensors, and subclasses except ``Parameter``."""
         if type(tensor) not in _TENSOR_TYPES:
             raise self.fail(
                 path, f"a tensor of type {type(tensor).__qualname__} cannot be stored; pass its local tensor"

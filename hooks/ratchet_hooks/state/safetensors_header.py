@@ -111,7 +111,7 @@ def _entry(key: str, value: Any) -> Stored:
 
 def bounded_json(raw: bytes | str) -> Any:
     """Return the value of a JSON text of unknown origin. Raises ``ValueError`` for invalid JSON, NaN or infinity, too deep
-    nesting, or more than ``MAX_JSON_VALUES`` values."""
+    nesting, or too many values (``refuse_json_bomb``)."""
     refuse_json_bomb(raw)
     try:
         return json.loads(raw, parse_constant=_no_constant)
@@ -120,14 +120,14 @@ def bounded_json(raw: bytes | str) -> Any:
 
 
 def refuse_json_bomb(raw: bytes | str) -> None:
-    """Raise ``ValueError`` for a JSON text with more than ``MAX_JSON_VALUES`` values, which would need far more memory than
-    its length."""
+    """Raise ``ValueError`` for a JSON text that may have more than ``MAX_JSON_VALUES`` values, which would need far more memory
+    than its length. Commas and brackets are counted, also those inside strings."""
     if _max_value_count(raw) > MAX_JSON_VALUES:
         raise ValueError(f"JSON with more than {MAX_JSON_VALUES} values is refused")
 
 
 def _max_value_count(raw: bytes | str) -> int:
-    """Return an upper bound of the number of values in a JSON text (for a text with a single value it may be 0)."""
+    """Return an upper bound of the number of values in a JSON text, the outermost value not counted."""
     if isinstance(raw, str):
         return raw.count(",") + raw.count("[") + raw.count("{")
     return raw.count(b",") + raw.count(b"[") + raw.count(b"{")

@@ -36,7 +36,7 @@ _CHUNK: Final = 500
 
 def reported_iterations(batches: Sequence[RankBatch]) -> tuple[dict[Key, int], list[CheckpointCommitted]]:
     """Return two values: the hook iteration of each checkpoint that the batches report as committed, by step and attempt; and the
-    commits for which the batches do not contain it.
+    commits whose hook iteration is not in the batches.
 
     Rank 0 reports the iteration (``HookState``) when it saves, usually in the same batch as the commit.
     """
@@ -59,9 +59,9 @@ def reported_iterations(batches: Sequence[RankBatch]) -> tuple[dict[Key, int], l
 
 
 def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[Key, int]:
-    """Return the hook iteration of each checkpoint that the batches report as committed, by step and attempt. Those that the
-    batches do not contain are read from the checkpoints' manifests on the disk, so this must not be called within a transaction.
-    Iterations that cannot be read are missing."""
+    """Return the hook iteration of each checkpoint that the batches report as committed, by step and attempt. An iteration that
+    is not in the batches is read from the checkpoint's manifest on the disk, so this must not be called within a transaction.
+    Iterations that cannot be read are missing in the result."""
     out, unknown = reported_iterations(batches)
     for message in unknown:
         found = _saved_iteration(job, message)

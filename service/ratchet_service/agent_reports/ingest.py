@@ -76,8 +76,9 @@ def ingest(
     acknowledged: AcknowledgedReports | None = None,
 ) -> ReportAck:
     """Store what is new in a report. Return which messages are stored, and which state is desired. A report without news is only
-    read, so that no write transaction is needed. ``acknowledged``: what earlier answers of this process acknowledged, and is
-    updated; if it shows that the report has news, the check before the write transaction is skipped.
+    read, so that no write transaction is needed. ``acknowledged``: what this process has acknowledged in earlier answers; the new
+    answer is added. If the report goes beyond ``acknowledged``, it has news, and the check before the write transaction is
+    skipped where possible.
 
     Raises ``Refused`` (``token-missing``, ``token-wrong``, ``invalid-report``), ``NotFound``, and ``Stale`` (409
     ``stale-attempt``) for an attempt that is not the newest one or has ended; a stale report is counted, and recorded as an
@@ -226,7 +227,8 @@ def _attempt_not_found(job_id: str, attempt: int) -> NotFound:
 
 
 def _get_or_create_node(session: Session, report: AgentReport) -> AttemptNode:
-    """Return the row of the report's node. The launcher creates it; a report that arrives earlier creates it here."""
+    """Return the row of the report's node. It is created together with the attempt; if it is missing all the same, it is created
+    here."""
     key = (report.job_id, report.attempt, report.node)
     node = session.get(AttemptNode, key, populate_existing=True)
     if node is None:

@@ -91,7 +91,7 @@ class Effects:
         return self._attempt.number == self._job.attempt
 
     def prefetch(self, messages: Sequence[RankMessage]) -> None:
-        """Read in one query the rows that ``messages``, which the caller applies next, need."""
+        """Read with few queries the checkpoint rows that ``messages``, which the caller applies next, need."""
         self._checkpoints.prefetch(messages)
 
     def apply(self, rank: int, message: RankMessage) -> None:
@@ -149,8 +149,8 @@ class Effects:
         self._session.flush()
 
     def _add_note(self, kind: str, message: str, data: dict[str, Any]) -> None:
-        """Add an event that a rank has requested, such as a note. Beyond ``Bounds.notes`` per attempt, such events are only
-        counted, so that no rank can flood the history."""
+        """Add an event that a rank can cause any number of times: a note, or a dropped message. Beyond ``Bounds.notes`` per
+        attempt, such events are only counted, which one last event says: so no rank can flood the history."""
         self._attempt.notes_reported += 1
         most = self._bounds.notes
         if self._attempt.notes_reported <= most:
@@ -175,8 +175,8 @@ class Effects:
         self._add_event("rank-started", f"rank {rank} started on {data['host']} ({data['device']})", data)
 
     def _apply_training(self, message: Training) -> None:
-        """Store the base of the attempt, and that it has begun to train. If it is the newest attempt of an active job, set the
-        job's steps to the base and its phase to running."""
+        """Store the base of the attempt (the checkpoint that it started from), and that it has begun to train. If it is the
+        newest attempt of an active job, set the job's steps to that of the base and its phase to running."""
         attempt, job, base = self._attempt, self._job, message.base
         attempt.base_step, attempt.base_attempt = base.step, base.attempt
         attempt.base_digest = None if base.digest is None else sanitize_text(base.digest)[:64]
@@ -211,8 +211,8 @@ class Effects:
             self._mark_unmanaged(message)
 
     def _mark_unmanaged(self, message: Resumed) -> None:
-        """Store that a script without a Session has begun to train. It reports no base and no steps, so only the phase of the job
-        changes."""
+        """Store that a script without a Session has begun to train. Such a script reports no base and no steps, so only the phase
+        of the job changes."""
         if self._attempt.training_at is None:
             self._attempt.training_at = parse_time(message.at, self._now)
         if self._is_newest and self._job.phase.active:

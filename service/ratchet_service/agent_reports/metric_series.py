@@ -40,9 +40,10 @@ _metrics, _series = cast("sa.Table", Metric.__table__), cast("sa.Table", MetricS
 
 @dataclass(slots=True)
 class SeriesRow:
-    """A row of ``MetricSeries``: one metric of one job, and which of its points are stored. ``stride``, ``phase``: the grid.
-    ``points``: number of stored points on the grid. ``top``: the highest step on the grid; ``newest``: the highest step that the
-    newest attempt reported; -1: none. ``attempt``: the newest attempt that reported a point."""
+    """A row of ``MetricSeries``: one metric of one job, and which of its points are stored. ``stride``, ``phase``: the grid, that
+    is all steps with ``step % stride == phase``. ``points``: number of stored points on the grid. ``top``: the highest step on
+    the grid; ``newest``: the highest step that the newest attempt reported; -1: none. ``attempt``: the newest attempt that
+    reported a point."""
 
     job_id: str
     name: str
@@ -119,9 +120,9 @@ class Series:
         return left_out
 
     def delete_unneeded_points(self) -> None:
-        """Delete points of the ``keep_best`` series up to the job's committed step that are neither on the grid nor at a
-        checkpoint: their steps can no longer become checkpoints. Called after a checkpoint commit; other series are not
-        changed."""
+        """Delete points of the ``keep_best`` series up to the job's committed step that are neither on the grid, nor at a
+        committed checkpoint, nor the newest: their steps can no longer become checkpoints. Called after a checkpoint commit;
+        other series are not changed."""
         series = None if self._best_metric is None else self._read([self._best_metric]).get(self._best_metric)
         if series is not None and series.stride > 1:
             self._session.execute(sa.delete(Metric).where(*self._off_grid_filter(series)))
@@ -184,8 +185,8 @@ class Series:
         return {row["step"]: dict(row) for row in found if row["step"] in steps}
 
     def _store_superseded(self, superseded: list[Row]) -> None:
-        """Store superseded points, at most ``_MAX_SUPERSEDED`` per series, and add each series' name with its first differing
-        step to the attempt's row."""
+        """Store ``superseded``, points of earlier attempts that this attempt's points replace with other values, at most
+        ``_MAX_SUPERSEDED`` per series. Add each series' name with its first differing step to the attempt's row."""
         first: dict[str, int] = {}
         for name in dict.fromkeys(row["name"] for row in superseded):
             mine = sorted((row for row in superseded if row["name"] == name), key=lambda row: int(row["step"]))
@@ -203,9 +204,10 @@ class Series:
             self._session.execute(statement, execution_options={"synchronize_session": False})
 
     def _thin(self, series: SeriesRow) -> None:
-        """Delete points of a series until it has at most ``Bounds.points`` on its grid. First points that a later attempt
-        abandoned (its base is before them) are deleted; then the stride is doubled as often as needed, and points off the new
-        grid are deleted. Updates the counts in ``series``."""
+        """Delete points of a series until it has at most ``Bounds.points`` on its grid. First, points that a later attempt
+        abandoned (that attempt's base is before them) are deleted; then the stride is doubled as often as needed, and points off
+        the new grid are deleted. Points of the ``keep_best`` series that may still be needed (``_unprotected_filter``) stay.
+        Updates the counts in ``series``."""
         later = sa.exists().where(
             Attempt.job_id == Metric.job_id, Attempt.number > Metric.attempt, Attempt.base_step < Metric.step
         )

@@ -61,8 +61,8 @@ def problem_response(
 
 
 def install(app: FastAPI, instruments: Instruments) -> None:
-    """Add the exception handlers and the ``ErrorsAndMetrics`` middleware to ``app``. The middleware added last is the outermost
-    one."""
+    """Add the exception handlers and the ``ErrorsAndMetrics`` middleware to ``app``. Call it after all other middleware has been
+    added, since the middleware added last is the outermost one."""
     app.add_exception_handler(RatchetError, _ratchet_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid_parameters)

@@ -136,8 +136,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> None:
-    """Complete an operation of the document, in place: problems as the bodies of its errors, and the Idempotency-Key of a
-    POST."""
+    """Complete an operation of the document, in place: problems as the bodies of its errors, and the Idempotency-Key of a POST,
+    except for agents' reports."""
     operation["responses"].pop("422", None)  # FastAPI's; ours is among the 4XX
     for status, response in operation["responses"].items():
         if status[0] in "45":

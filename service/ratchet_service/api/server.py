@@ -177,7 +177,7 @@ class Shutdown:
 
 class Server(uvicorn.Server):
     """uvicorn's server for one app. It writes ``service.json`` and the pointer to the run directory once it answers requests, and
-    removes them at a clean shutdown. It leaves files that another service has written in their place."""
+    removes them at a clean shutdown. If another service has replaced one of these files meanwhile, that file is not removed."""
 
     def __init__(
         self, app: FastAPI, paths: HomePaths, url: str, tls: ssl.SSLContext | None, shutdown_state: Shutdown

@@ -47,9 +47,9 @@ def metric_values_of(
     """Return (step, attempt) -> value of the ``keep_best`` metric, for those of ``rows`` for which a number was logged. Empty if
     the spec has no ``keep_best``. ``bases``: each attempt's base.
 
-    The value is the one logged at exactly the checkpoint's step by the attempt that wrote the checkpoint, or by one that started
-    from it: an evaluation that a stop cut short runs again after the resume. A value of the same step from another branch does
-    not count.
+    The value is the one logged at exactly the checkpoint's step by the attempt that wrote the checkpoint, or by an attempt that
+    started from the checkpoint: an evaluation that a stop cut short runs again after the resume. A value of the same step from
+    another branch does not count.
     """
     best = checkpoint_spec_of(job).keep_best
     if best is None or not rows:
@@ -102,10 +102,10 @@ def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
 def mark_surplus(
     session: Session, job: Job, paths: JobPaths, segments: list[Segment], on_disk: OnDisk, attempt: int
 ) -> None:
-    """Mark the checkpoints that the spec's rules (``ratchet_store.retention.rules``) do not keep, over the whole lineage;
-    ``removal`` deletes their files later. A checkpoint is also kept if it is pinned, requested by a resume, or the newest
-    verified one. Damaged checkpoints are quarantined, and rows whose files are lost get the state ``deleted``. Called in the
-    transaction that ends attempt ``attempt``, with the job's row locked."""
+    """Mark as deleted the checkpoints that the spec's rules (``ratchet_store.retention.rules``) do not keep, over the whole
+    lineage; ``removal`` deletes their files later. A checkpoint is also kept if it is pinned, requested by a resume, or the
+    newest verified one. Damaged checkpoints are quarantined, and rows whose files are lost get the state ``deleted``. Called in
+    the transaction that ends attempt ``attempt``, with the job's row locked."""
     aside = {
         (row.step, row.attempt)
         for row in committed_of(session, job.id)

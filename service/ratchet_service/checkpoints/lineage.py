@@ -12,7 +12,7 @@ from ratchet_service.db.models import Attempt, Checkpoint, Job
 
 
 def bases_of(session: Session, job_id: str) -> dict[int, Base]:
-    """Return number -> base of every attempt that reported from which checkpoint it started."""
+    """Return attempt number -> base, for every attempt that reported from which checkpoint it started."""
     query = sa.select(Attempt.number, Attempt.base_step, Attempt.base_attempt, Attempt.base_digest)
     rows = session.execute(query.where(Attempt.job_id == job_id, Attempt.base_step.is_not(None)))
     return {number: Base(step=step or 0, attempt=attempt, digest=digest) for number, step, attempt, digest in rows}

@@ -36,8 +36,8 @@ def mark_deleted(session: Session, rows: Iterable[Checkpoint]) -> None:
 
 
 def delete_marked(database: Database, paths: JobPaths, job_id: str) -> set[str]:
-    """Delete the files of the job's marked checkpoints, oldest first, and return the names of those deleted. Called in no
-    transaction, and with the job's row not locked.
+    """Delete the files of the job's checkpoints that ``mark_deleted`` has marked, oldest first, and return the names of the
+    deleted checkpoints. Called in no transaction, and with the job's row not locked.
 
     A checkpoint that the system refuses to delete, or with a marker file ``PINNED`` that no row knows of, is committed again if
     it is still complete; a refusal adds an event.

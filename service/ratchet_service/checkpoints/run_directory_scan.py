@@ -30,8 +30,9 @@ _MAX_NAMES: Final = 10
 
 @dataclass(frozen=True)
 class Next:
-    """The number of a job's next attempt. ``on_disk``: the directory of an attempt with this number exists; it is imported, and
-    not launched. ``skipped``: numbers before it that the disk has seen and that have no directory any more."""
+    """The number of a job's next attempt. ``on_disk``: the directory of an attempt with this number exists, so that attempt is
+    recorded in the database (``adopt_attempt``), and not launched. ``skipped``: numbers before it that the disk has seen and that
+    have no directory any more."""
 
     number: int
     on_disk: bool = False
@@ -39,8 +40,9 @@ class Next:
 
 
 def next_attempt(paths: JobPaths, attempt: int) -> Next:
-    """Return what follows attempt ``attempt``, the newest in the job's row. If the disk has a directory of a later attempt, that
-    is the next; otherwise the number after all those that the disk has seen. Raises ``OSError`` if the disk does not respond."""
+    """Return what follows attempt ``attempt``, the newest in the job's row. If the disk has directories of later attempts, the
+    first of these is the next; otherwise the number after all those that the disk has seen. Raises ``OSError`` if a directory
+    cannot be read."""
     attempts = sorted(number for number in _attempt_numbers(paths) if number > attempt)
     if attempts:
         return Next(attempts[0], on_disk=True)

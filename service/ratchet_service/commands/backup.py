@@ -55,7 +55,7 @@ def add_parsers(commands: Any, database_options: argparse.ArgumentParser) -> Non
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
     """Run the command, print its results and return 0. Raises ``StartError`` if it cannot be carried out; then nothing is
-    changed."""
+    changed, unless only the comparison after a restore fails: the database stays restored."""
     if options.command == "backup":
         backup(settings, options.file.expanduser().absolute(), replace=options.replace)
         print(f"written: {options.file}")

@@ -77,9 +77,9 @@ def _service_uid(home: HomePaths) -> int | None:
 
 
 def check_orphans(home: HomePaths, live_attempts: Callable[[], set[str]]) -> Finding:
-    """Report attempts that have processes on this machine although they have ended according to the database. ``live_attempts``
-    returns ``JOB/NNNN`` of all attempts that have not ended. If there are any, checks again after 1 s, since an attempt may be
-    ending right now."""
+    """Report attempts that have processes on this machine although, according to the database, they have ended or do not exist.
+    ``live_attempts`` returns ``JOB/NNNN`` of all attempts that have not ended. If any are found, checks again after 1 s, since an
+    attempt may be ending right now."""
     orphaned = _running_attempts(home) - live_attempts()
     if orphaned:
         time.sleep(_RECHECK_SECONDS)

@@ -66,8 +66,8 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions) -> None:
-    """Run API and reconciler until SIGTERM or SIGINT. Raises ``StartError`` if the service cannot start. The shutdown does not
-    affect agents: training continues."""
+    """Run the API, and with ``options.reconcile`` a reconciler, until SIGTERM or SIGINT. Raises ``StartError`` if the service
+    cannot start. The shutdown does not affect agents: training continues."""
     settings, listen = options.settings, options.listen
     listen.check()
     _require_tokens_with_run_as(settings, listen)
@@ -171,8 +171,8 @@ def _stop(sig: int, reconciler: Reconciler, health: Health) -> None:
 
 def machine_of_jobs(settings: Settings, launchers: Launchers, cpu_slots: int | None) -> Machine:
     """Return the machine that local jobs run on: this one, or the one that an agent host has recorded. ``cpu_slots`` (None: as
-    detected) replaces its number of CPU slots. Raises ``StartError`` if the agent host has not run yet, or if it is unknown which
-    GPUs may be assigned."""
+    detected or recorded) replaces the machine's number of CPU slots. Raises ``StartError`` if the agent host has not run yet, or
+    if it is unknown which GPUs may be assigned."""
     if uses_agent_host(launchers):
         found = read_machine(settings.home)
         if found is None:
@@ -193,7 +193,7 @@ def uses_agent_host(launchers: Launchers) -> bool:
 
 
 def open_launchers(settings: Settings) -> Launchers:
-    """Return the launchers that the launchers file names. Raises ``StartError``."""
+    """Return the launchers that the launchers file names; without such a file, ``local`` alone. Raises ``StartError``."""
     try:
         return load_launchers(settings.paths, settings.launchers_file, settings.sandbox)
     except ValueError as error:

@@ -39,8 +39,8 @@ class Listening:
     insecure_http: bool = False
 
     def check(self) -> None:
-        """Raise ``StartError`` for options that cannot be used. They contradict each other, would send tokens unencrypted, or
-        name unusable files."""
+        """Raise ``StartError`` for options that contradict each other, for a ``url`` or ``ca_file`` that cannot be used, and if
+        tokens would be sent unencrypted."""
         if self.auth not in ("auto", "token"):
             raise StartError(f"RATCHET_AUTH is auto or token, not {self.auth!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -80,7 +80,8 @@ class Listening:
 
     @property
     def is_exposed(self) -> bool:
-        """True if other machines can reach the service, by its address or through a proxy."""
+        """True if other machines can reach the service: ``host``, or the host in ``url`` (such as that of a proxy), is not
+        loopback."""
         named = None if self.url is None else urlsplit(self.url).hostname
         return not is_loopback(self.host) or (named is not None and not _is_loopback_name(named))
 
@@ -101,7 +102,8 @@ class Listening:
         return context
 
     def service_url(self, bound: socket.socket) -> str:
-        """Return the URL at which agents and clients reach the service: ``url``, else the address of the socket ``bound``."""
+        """Return the URL at which agents and clients reach the service: ``url``, else http with the address of the socket
+        ``bound``; loopback if the socket is bound to all addresses."""
         if self.url is not None:
             return self.url
         host, port = bound.getsockname()[:2]
@@ -111,8 +113,8 @@ class Listening:
 
     @contextmanager
     def bind(self) -> Iterator[socket.socket]:
-        """Yield the listening socket, and close it at the end of the block. It is bound before anything else is done, so that no
-        other process takes the port meanwhile. Raises ``StartError``."""
+        """Yield the listening socket, and close it at the end of the block. The port is taken when the block is entered, before
+        the slow steps of the start, so that no other process takes it meanwhile. Raises ``StartError``."""
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
         except OSError as error:

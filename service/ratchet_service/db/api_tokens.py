@@ -116,8 +116,8 @@ def _new_id() -> str:
 
 
 def authenticate(database: Database, text: str) -> Principal:
-    """Return the caller with this token text, and store the time of use. Raises ``Refused`` (``token-unknown``,
-    ``token-expired``, ``token-revoked``). If the time of use cannot be stored, that is only logged."""
+    """Return the caller with this token text, and store the time of use, at most once a minute. Raises ``Refused``
+    (``token-unknown``, ``token-expired``, ``token-revoked``). If the time of use cannot be stored, that is only logged."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise _token_unknown()

@@ -97,8 +97,8 @@ class Blocking:
 
 
 def run_with_retries(database: Database, migrate: Callable[[Blocking], None]) -> None:
-    """Run ``migrate``; if it does not get a lock, it is rolled back as a whole and retried after a pause, up to ``MAX_TRIES``
-    times. Raises ``MigrationBlocked`` after the last try, and every other error of ``migrate``."""
+    """Run ``migrate``. If it does not get a lock, it is rolled back as a whole and tried again after a pause, with ``MAX_TRIES``
+    tries in all. Raises ``MigrationBlocked`` after the last try, and every other error of ``migrate``."""
     for n in range(1, MAX_TRIES + 1):
         blocking = Blocking(database)
         try:

@@ -152,8 +152,8 @@ class JobLabel(Base):
 
 
 class Attempt(Base):
-    """One launch of a job's group of agents; ``number`` is the attempt number. ``base_step`` is None until the ranks report from
-    which checkpoint they continue (0: none)."""
+    """One launch of a job's group of agents; ``number`` is the attempt number. ``base_step`` is the step of the checkpoint from
+    which the ranks report to continue (0: they start without one); None until they report it."""
 
     __tablename__ = "attempts"
     __table_args__ = (sa.Index("ix_attempts_phase", "phase"),)
@@ -192,7 +192,7 @@ class Attempt(Base):
 
 
 class AttemptNode(Base):
-    """One node of an attempt. ``acked``: rank, as text -> highest sequence number that is stored of its messages."""
+    """One node of an attempt. ``acked``: by rank, as text, the highest sequence number of the rank's messages that are stored."""
 
     __tablename__ = "attempt_nodes"
     __table_args__ = (

@@ -149,9 +149,9 @@ def recorded_user(paths: HomePaths) -> str | None:
 
 
 def _restrict_permissions(paths: HomePaths, database: Path | None) -> None:
-    """Let other users pass through the run directory and its directories of jobs and code, and close the other files in it to
-    them. Other directories in it (copies of the database, perhaps) are closed, too, if until now only the run directory's mode
-    kept other users out."""
+    """Let other users pass through the run directory and its directories of jobs and code, and close to them the run directory's
+    other files and the database's. Other directories in the run directory (copies of the database, perhaps) are also closed to
+    other users if until now only the run directory's mode kept these out."""
     opened = (paths.home, paths.jobs, paths.code)
     closed = not paths.home.exists() or not paths.home.stat().st_mode & stat.S_IXOTH
     for folder in opened:

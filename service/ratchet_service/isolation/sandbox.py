@@ -72,8 +72,9 @@ NO_LIMITS: Final = Limits()
 
 
 def probe_limits(spec: JobSpec | None, seconds: float) -> Limits:
-    """Return the limits of a probe of ``spec``'s code or interpreter that takes at most ``seconds``: memory and open files as in
-    the spec, or, if it has none (or ``spec`` is None), more than any probe needs."""
+    """Return the limits of a probe (a short process that runs ``spec``'s code or interpreter) that takes at most ``seconds``.
+    Memory and open files are limited as in the spec, or, if it has no such limit or ``spec`` is None, to more than any probe
+    needs. Processor time is limited to about ``seconds``, and no core is dumped."""
     share = None if spec is None else spec.memory_per_rank
     files = None if spec is None else spec.resources.open_files
     return Limits(share or _DEFAULT_MEMORY_BYTES, files or _DEFAULT_OPEN_FILES, int(seconds) + 1, core=0)
@@ -100,10 +101,10 @@ class Sandbox:
         self, argv: Sequence[str], environ: Mapping[str, str], limits: Limits | None = None, cwd: str | None = None
     ) -> Iterator[Command]:
         """Yield the command by which ``argv`` is started in this sandbox; it must be started within the block. ``environ``: its
-        environment; ``limits``: its own limits, which cannot exceed ``max_limits``. Without a user and limits, the command is
-        ``argv`` itself. The process keeps its pid and its descriptors, and, without ``cwd``, its directory. From its start it can
-        be found by its marker variables (``RATCHET_ATTEMPT_DIR``, ``RATCHET_ASKED``). Raises ``OSError`` for a program that not
-        even the service can run."""
+        environment; ``limits``: its own limits, which cannot exceed ``max_limits``. If the sandbox has no user and ``limits`` is
+        None, the command is ``argv`` itself; ``cwd`` and ``max_limits`` then have no effect. The process keeps its pid and its
+        descriptors, and, without ``cwd``, its directory. From its start it can be found by its marker variables
+        (``RATCHET_ATTEMPT_DIR``, ``RATCHET_ASKED``). Raises ``OSError`` for a program that not even the service can run."""
         within = (limits or NO_LIMITS).min_with(self.max_limits)
         if self.user is None and limits is None:
             yield Command(list(argv), dict(environ))

@@ -40,7 +40,8 @@ _MAX_MARKER_BYTES: Final = 64 << 10  # bytes of a marker file
 
 class _Mark(BaseModel):
     """Content of the marker file: what remains to be done, for the process that finishes the deletion. ``outputs``: the working
-    directory is deleted, too; ``uri``: copies below it are to be deleted; ``code``: digest of the snapshot."""
+    directory is deleted, too; ``uri``: prefix in the object store whose copies of the job's checkpoints are deleted; ``code``:
+    digest of the code's snapshot."""
 
     keep_checkpoints: bool = False
     outputs: bool = False
@@ -170,8 +171,8 @@ def _remove_files(homes: HomePaths, job_id: str) -> str | None:
 
 
 def _remove_unkept_files(paths: JobPaths, homes: HomePaths) -> tuple[str | None, bool]:
-    """Like ``_remove_files``, called within ``as_owner``. Return also True if the job's directory is empty then, so that the
-    caller must remove it."""
+    """Like ``_remove_files``, called within ``as_owner``. Return its result, and True if the job's directory is empty then, so
+    that the caller must remove it."""
     place = paths.root / MARKER_NAME
     try:
         handle = open_read(place)

@@ -21,10 +21,10 @@ _MAX_OWNER_BYTES: Final = 4096  # bytes of the file that names the owner
 
 
 def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
-    """Delete from the working directory the files of the code that are unchanged, and write a marker file with the job's owner.
-    Return True if any other file is left, so that the working directory must stay; otherwise the directory is deleted. ``code``:
-    directory of the code snapshot. Called within ``as_owner`` before the rest of the job's directory is deleted, and again if a
-    crash interrupted that."""
+    """Delete from the working directory the files of the code that are unchanged. If any other file is left, return True: the
+    working directory then stays, and a marker file with the job's owner is written. Otherwise the working directory is deleted,
+    and False is returned. ``code``: directory of the code snapshot. Called within ``as_owner`` before the rest of the job's
+    directory is deleted, and again if a crash interrupted that."""
     if not paths.work_dir.is_dir() or paths.work_dir.is_symlink():
         return False
     _remove_code(paths, code)

@@ -66,8 +66,9 @@ def _shorten_all(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | N
 
 
 def drop_spools(paths: JobPaths, attempt: int, bounds: Bounds) -> None:
-    """Delete files of old attempts: spools of attempts up to ``attempt`` except the last ``bounds.log_attempts`` (each was stored
-    completely when its attempt ended), and fingerprint rings that no later attempt reads any more."""
+    """Delete files of old attempts: the spools of attempts up to ``attempt`` except the last ``bounds.log_attempts`` (the
+    messages in a spool were all stored when its attempt ended), and the files of step fingerprints that no later attempt reads
+    any more."""
     with as_owner(paths.root):
         attempts = paths.attempt(0).root.parent
         for name in names_in(attempts):

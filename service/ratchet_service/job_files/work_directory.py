@@ -143,7 +143,7 @@ def refusal(mode: int) -> str | None:
 
 def _open_error(name: str, folder_fd: int | None, path: str, error: OSError) -> Exception:
     """Return the error to raise for a name that cannot be opened: ``Refused`` or ``NotFound`` with a message for users, or
-    ``error`` itself if it is another."""
+    ``error`` itself if it has another cause than a missing name, a link or missing permission."""
     if error.errno in (errno.EACCES, errno.EPERM):
         return Refused(_REFUSAL_TEXTS["file-unreadable"].format(path=path), code="file-unreadable")
     if error.errno not in _VANISHED_ERRNOS and error.errno != errno.ENAMETOOLONG:

@@ -89,7 +89,8 @@ def _parse_other_protocol_result(data: bytes, path: Path, job_id: str, attempt: 
 
 
 def cut(result: AttemptResult) -> AttemptResult:
-    """Return ``result`` with its texts cut to ``MOST_TEXT`` characters; the same object if none is longer."""
+    """Return ``result`` with each text cut to ``MOST_TEXT`` characters, followed by a note that says how many are left out; the
+    same object if no text is longer."""
     plain = result.model_dump(mode="json")
     short = _truncate(plain)
     return result if short == plain else AttemptResult.model_validate(short)

@@ -28,7 +28,7 @@ _STOP_ROOM: Final = 20.0
 
 
 class LaunchError(RatchetError):
-    """The launcher could not start the group, and a retry without changes would not help; ``detail`` says why."""
+    """The launcher could not start the attempt's agents, and a retry without changes would not help; ``detail`` says why."""
 
     code = "launcher-error"
 
@@ -40,7 +40,7 @@ class EngineUnreachable(RatchetError):
 
 
 class EngineFull(RatchetError):
-    """The engine has no capacity for another group now; ``detail`` says why. The caller submits the group again later."""
+    """The engine has no capacity for another attempt now; ``detail`` says why. The caller submits the attempt again later."""
 
     code = "engine-queue"
 
@@ -181,26 +181,26 @@ class Launcher(Protocol):
     same_files: bool
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-        """Return two lists: warnings for parts of the spec that have no effect on this engine, and problems, by JSON pointer, for
-        parts that it cannot honour. Pure."""
+        """Return two lists: warnings about parts of the spec that have no effect, or another effect than expected, on this
+        engine; and problems, by JSON pointer, for parts that it cannot honour. Pure."""
         ...
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
-        """Return what to submit for ``launch`` (which is the launch file as node 0 sees it). Pure."""
+        """Return what to submit for ``launch``, the launch file for node 0. Pure."""
         ...
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Start the group, unless it was started before. Once this returns, ``poll`` sees the group. Raises ``LaunchError`` and
-        ``EngineFull``."""
+        """Start the attempt's agents, unless they were started before. Once this returns, ``poll`` sees them. Raises
+        ``LaunchError`` and ``EngineFull``."""
         ...
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        """Return the group's current state."""
+        """Return the attempt's current state."""
         ...
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Request the agents to end; does not wait for that. An engine that kills by itself does so after ``grace`` seconds; with
-        other engines the caller kills (``kill``)."""
+        """Request the agents to end; does not wait for that. ``grace``: seconds after which the caller kills them (``kill``). An
+        engine that kills by itself may do so after a time of its own."""
         ...
 
     def kill(self, ref: AttemptRef) -> Sequence[str]:
@@ -209,7 +209,8 @@ class Launcher(Protocol):
         ...
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
-        """Return the last ``limit`` characters that agents and engine printed; empty if there are none."""
+        """Return the ends of what the agents and the engine printed, at most ``limit`` characters altogether; empty if there is
+        nothing."""
         ...
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> Sequence[str]:

@@ -57,9 +57,9 @@ Key = tuple[str, str]
 
 @dataclass(eq=False)
 class _Call:
-    """One call on the engine. ``must_run``: it is made even if its caller does not repeat it; ``keep_seconds``: how long its late
-    answer is kept for the caller; ``reuse_until``: time until which the answer is reused after its first use; None: it was not
-    used yet."""
+    """One call on the engine. ``must_run``: the call is made even if its caller does not repeat it; ``keep_seconds``: how long
+    its late answer is kept for the caller; ``reuse_until``: time until which the answer is reused after its first use; None: it
+    was not used yet."""
 
     key: Key
     run: Callable[[], Any]
@@ -139,8 +139,9 @@ class CallQueue:
             thread.join(timeout=5)
 
     def _add(self, call: _Call) -> _Call:
-        """Put a new call into the queue, and start the thread if there is none. An action drops all earlier calls of its attempt,
-        with their answers. Called with the lock held."""
+        """Put a new call into the queue, and start the thread if there is none. An action (``submit``, ``stop`` or ``kill``)
+        discards all earlier calls of its attempt: those not started never run, and the answers of the others are not used. Called
+        with the lock held."""
         what, attempt = call.key
         if not self._queue:  # drop answers that nobody fetched
             self._calls = {key: kept for key, kept in self._calls.items() if not kept.is_stale(call.created_at)}
@@ -158,7 +159,8 @@ class CallQueue:
         return call
 
     def _wait_seconds(self, now: float) -> float:
-        """Return how many seconds a caller may wait now, counted from the start of the call that is running."""
+        """Return how many seconds from ``now`` a caller may wait for its answer. Its limit, which is shorter while the engine is
+        slow, runs from the start of the call that is running; if none is running, from ``now``."""
         since = now if self._busy_since is None else self._busy_since
         return max(0.0, since + (SLOW_WAIT_SECONDS if now < self._slow_until else WAIT_SECONDS) - now)
 

@@ -26,8 +26,9 @@ def build_launch_file(
     token: str,
     desired: Any,
 ) -> LaunchFile:
-    """Return the launch file as far as it follows from spec and placement; the caller adds lineage and fork. ``gpus``: GPU
-    indices of node 0; ``token``: the report token of the agents; ``desired``: the job's desired state."""
+    """Return the launch file as far as it follows from spec and placement; the caller adds what depends on the job's history,
+    such as lineage and fork. ``gpus``: GPU indices of node 0; ``token``: the report token of the agents; ``desired``: the job's
+    desired state."""
     job = home.job(job_id)
     paths = job.attempt(attempt)
     digest = resolved.code_digest

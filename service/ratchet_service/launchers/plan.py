@@ -26,8 +26,7 @@ def rank_commands(launch: LaunchFile, agent: str) -> tuple[dict[str, Any], ...]:
 
 
 def _rank_command(launch: LaunchFile, local_rank: int, python: str) -> dict[str, Any]:
-    """Return command, environment and directory of one rank, for display. ``launch``: the launch file as the rank's node sees
-    it."""
+    """Return command, environment and directory of one rank, for display. ``launch``: the launch file for the rank's node."""
     env = {
         names.RANK: str(launch.ranks[local_rank]),
         names.LOCAL_RANK: str(local_rank),

@@ -29,11 +29,11 @@ from ratchet_service.lifecycle.repeated_error import repeated_error_step
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of an attempt's end. ``state``: the launcher's last poll. ``forced_cause``: the cause for which the
-    reconciler killed or stopped the attempt; None: it did not. ``message``: for an end without a result. ``killed``: agents were
-    killed because they had not ended in time after the first one's result. ``logs``: the end of the output of agents that never
-    began. ``ran_seconds``: how many seconds the attempt ran at most, by the monotonic clock (``monotonic_deadlines``); None: no
-    agent began."""
+    """What is known of an attempt's end. ``state``: the launcher's last poll. ``forced_cause``: the cause that the reconciler
+    itself has determined, since it killed or stopped the attempt or could not start it; None: none. ``message``: for an end
+    without a result. ``killed``: the reconciler recorded that it kills what is left, instead of waiting longer for its end.
+    ``logs``: the end of the output of agents that never began. ``ran_seconds``: how many seconds the attempt ran at most, by the
+    monotonic clock (``monotonic_deadlines``); None: no agent began."""
 
     state: AttemptState
     forced_cause: Cause | None = None
@@ -86,8 +86,8 @@ class Verdict(NamedTuple):
 
 def cause_of(job: Job, evidence: Evidence) -> EndSeen:
     """Return the cause of the attempt's end, with its rank, exit code and message. The agents' own results take precedence over
-    the engine's reports. Exceptions: if this service killed or stopped the attempt and a result is missing, its own cause counts;
-    and a preemption gets the cause for which this service sent the signal."""
+    the engine's reports. Exceptions: if this service killed or stopped the attempt and a result is missing, the service's cause
+    counts; and a preemption gets the cause for which this service sent the signal."""
     state = evidence.state
     engine = [EndSeen(end.cause, end.node, message=end.message) for end in state.ends]
     valid_results = [
@@ -183,8 +183,8 @@ def _running_seconds(attempt: Attempt, ended_at: datetime, ran_seconds: float | 
 
 
 def job_values(job: Job, attempt: Attempt, decision: Decision, facts: Facts, seconds: float) -> dict[str, Any]:
-    """Return the columns of the job's row after the attempt's end, except its phase and desired state. The lease is released with
-    them. ``seconds``: how long the attempt ran."""
+    """Return the columns of the job's row that the attempt's end changes, except for its phase and desired state. They also
+    release the lease. ``seconds``: how long the attempt ran."""
     values: dict[str, Any] = {
         "preemptions": decision.counters.preemptions,
         "failures": decision.counters.failures,

@@ -323,8 +323,9 @@ def _delay(view: JobView, treated: Treatment, counters: Counters, end: AttemptEn
 
 
 def _needs_spacing(treated: Treatment, end: AttemptEnd) -> bool:
-    """True if the end counts against no budget and may recur at once: by a rule ``retry``, or because an interpreter that was not
-    upgraded with the service refused the attempt before it began to train. Such attempts are delayed like failures."""
+    """True if the end counts against no budget and may recur at once: by a rule ``retry``, or by an upgrade before the attempt
+    began to train, as when an interpreter that was not upgraded with the service refuses it. The next attempt is then delayed
+    like one after a failure."""
     refused = treated.cause is Cause.UPGRADE and end.base_step is None
     return treated.budget is Budget.NONE and (treated.rule is not None or refused)
 

@@ -63,8 +63,8 @@ class AttemptEnd:
     ``exit_code``: of the rank that the cause comes from; ``base_step``: where the attempt started (None: it never got that far);
     ``committed_step``: the newest step that it committed; ``last_step``: the last step that it did; ``begun``: an agent began;
     ``finished``: the newest committed checkpoint is the job's final one; ``unmanaged``: it was a script without a Session;
-    ``seconds``: how long it ran; ``repeated_error``: not None if an exception ended it that had ended the previous attempt at the
-    same line and step; the value is the last step of the rank that raised it.
+    ``seconds``: how long it ran; ``repeated_error``: not None if the same exception, at the same line and step, had ended the
+    previous attempt, too; the value is the last step of the rank that raised it.
     """
 
     cause: Cause
@@ -135,8 +135,8 @@ class JobView:
 @dataclass(frozen=True)
 class Decision:
     """What to do with a job. ``cause`` is the attempt's, for STOP, KILL and END. For END, ``outcome`` and ``rule`` (a sentence:
-    which rule of ``policy.exit_codes`` applied; None: none) are the attempt's, too. The other fields describe the job after an
-    END: the event to apply, its counters, and its reason and message."""
+    which rule of ``policy.exit_codes`` applied; None: none) are the attempt's, too. ``not_before``: when a back-off ends, for
+    WAIT and END. The other fields describe the job after an END: the event to apply, its counters, and its reason and message."""
 
     action: Action
     event: Event | None = None

@@ -31,7 +31,8 @@ from ratchet_contract.phases import Cause, Outcome
 class Span:
     """Times of one attempt. ``begun``: when its first agent began; ``training``: when its first step began; ``until``: its end,
     or now; ``stop``: when its agent received a stop request; ``end_began``: when what ended its ranks began; None: this has not
-    happened. ``stall``: in seconds; ``unmanaged``: it ran a script without a Session."""
+    happened. ``stall``: seconds for which rank 0's training stood still for saves; ``unmanaged``: it ran a script without a
+    Session."""
 
     created: datetime
     until: datetime
@@ -123,7 +124,7 @@ def notice_used(
     outcome: Outcome | None, stop: datetime | None, saved: datetime | None, ended: datetime | None, *, unsaved: bool
 ) -> float | None:
     """Return the seconds from the stop's request to the commit of its checkpoint (``saved``), or to the end of the ranks
-    (``ended``) if nothing was left to save. None: no stop was requested, it led to no checkpoint although steps were ``unsaved``,
+    (``ended``) if nothing was left to save. None: no stop was requested; or it led to no checkpoint, and steps were ``unsaved``
     or the attempt failed, was lost or has not ended."""
     if stop is None:
         return None

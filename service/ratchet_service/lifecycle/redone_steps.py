@@ -40,8 +40,8 @@ def add_redone(attempt: Attempt, rank: int, message: RedoneSteps) -> StepDiffere
 
 
 def redone_of(attempt: Attempt) -> Redone:
-    """Return the attempt's result over all ranks. Nothing is compared before all ranks have reported; an attempt without a report
-    has replayed no step."""
+    """Return the attempt's result over all ranks. No step counts as compared before all ranks have reported; an attempt without a
+    report has replayed no step."""
     kept = attempt.redone
     if kept is None:
         return Redone()

@@ -100,7 +100,7 @@ def _directory(database: Database) -> Path | None:
 
 
 def _reserve_file(database: Database) -> Path | None:
-    """Return the path of the file that ``reserve_space`` creates; None for a database server."""
+    """Return the path of the file that ``reserve_space`` creates; None for a database server or a database in memory."""
     directory = _directory(database)
     return None if directory is None else HomePaths(directory).database_reserve
 

@@ -91,8 +91,8 @@ class ReconcilerHeartbeat:
         self.failures, self.error = self.failures + 1, type(error).__name__
 
     def record_jump(self, seconds: float) -> None:
-        """Record that the wall clock has jumped by ``seconds``. All later readiness reports mention the latest jump, to explain
-        surprising times."""
+        """Record that the wall clock has jumped by ``seconds``. Later readiness reports without a warning about the reconciler
+        mention the latest jump, to explain surprising times."""
         self.jump_note = f"; at {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC the wall clock had jumped by {seconds:+.0f} s"
 
     def silence_seconds(self) -> float:
@@ -198,8 +198,8 @@ def _check_writable(home: Path) -> str:
 
 def _check_reconciler(heartbeat: ReconcilerHeartbeat | None, paths: HomePaths) -> Component:
     """Return the state of the reconciler of this process (``heartbeat``), or of another process if this one runs none. Raises
-    ``Unready`` if this process's reconciler hangs or fails. If another process's reconciler is silent, that is only a warning:
-    this process can still accept requests."""
+    ``Unready`` if this process's reconciler hangs or fails round after round; a few failed rounds are a warning. If another
+    process's reconciler is silent, that is only a warning: this process can still accept requests."""
     if heartbeat is not None:
         silence, failures = heartbeat.silence_seconds(), heartbeat.failures
         if failures >= FAILED_ROUNDS or (failures and silence > ROUND_SECONDS):

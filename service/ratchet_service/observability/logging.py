@@ -101,9 +101,9 @@ class Hide:
 
 
 def configure(level: str, log_format: LogFormat, secrets: Iterable[str] = (), stream: TextIO | None = None) -> None:
-    """Send the log records of all loggers to ``stream`` (None: standard error). This includes those of uvicorn, Alembic and
-    ``warnings``; earlier handlers are replaced. ``level``: the least level that is logged. ``secrets``: texts that are hidden,
-    besides tokens."""
+    """Send the log records of all loggers, those of uvicorn and of ``warnings`` included, to ``stream`` (None: standard error);
+    the root logger's earlier handlers are replaced. ``level``: the least level that is logged; Alembic and httpx log from
+    ``warning`` on in any case. ``secrets``: texts that are hidden, besides tokens and passwords in URLs."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(Json(secrets) if log_format == "json" else Text(secrets))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -201,8 +201,8 @@ class Instruments:
                         instrument.observe(seconds)
 
     def render(self, database: Database) -> bytes:
-        """Return all metrics in Prometheus' text format, with the counts of jobs queried from ``database`` now. Raises
-        SQLAlchemy's errors."""
+        """Return all metrics in Prometheus' text format, with the counts of jobs queried from ``database``. The counts of ended
+        jobs may be up to two minutes old, the others are those of now. Raises SQLAlchemy's errors."""
         with database.read() as session:
             self._count_jobs(session, database)
             self._measure_queue(session, database)
@@ -227,8 +227,9 @@ class Instruments:
             self._jobs.labels(phase.value).set(number)
 
     def _count_in_background(self, database: Database) -> None:
-        """Count ended jobs on a thread, and release the lock that the caller has acquired. With a million jobs a count takes 0.1
-        s, which no scrape needs to wait for. A failure is logged, and a later scrape starts a new count."""
+        """Count ended jobs, and release the lock that the caller has acquired. It runs on a thread of its own: with a million
+        jobs a count takes 0.1 s, which no scrape needs to wait for. A failure is logged, and a later scrape starts a new
+        count."""
         try:
             with database.read() as session:
                 self._count_ended(session)
@@ -243,8 +244,8 @@ class Instruments:
         self._ended_jobs, self._ended_counted_at = _count_by_phase(session, _ENDED_PHASES), now
 
     def _measure_queue(self, session: Session, database: Database) -> None:
-        """Set, by reason to wait, the number of queued jobs and the seconds of the longest wait. A reason that is not in
-        ``_REASONS`` is counted as "other", a missing one as "none"."""
+        """Set, by reason to wait, the number of queued jobs, and the longest time in seconds since the row of one of them last
+        changed. A reason that is not in ``_REASONS`` is counted as "other", a missing one as "none"."""
         query = sa.select(Job.reason, sa.func.count(), sa.func.min(Job.updated_at)).where(Job.phase == JobPhase.QUEUED)
         found: dict[str, tuple[int, float]] = {}
         now = database.clock.now()

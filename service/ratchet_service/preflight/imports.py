@@ -63,9 +63,10 @@ def find_job_imports(spec: JobSpec, path: Sequence[str], sandbox: Sandbox) -> Im
 
 
 def _scan(entry: Sequence[Path], roots: Sequence[Path], code: Path) -> Imported:
-    """Return what the files ``entry`` import, and the modules in the directory ``code`` that they import. ``roots``: directories
-    in which modules are searched. A file that cannot be read or parsed is left out, and at most ``_MAX_FILES`` files are read. If
-    the code changes where modules are searched, all imports count as conditional."""
+    """Return what the files ``entry`` import, and what the modules in the directory ``code`` import that these files import,
+    directly or indirectly. ``roots``: directories in which modules are searched. A file that cannot be read or parsed is left
+    out, and at most ``_MAX_FILES`` files are read. If the code changes where modules are searched, all imports count as
+    conditional."""
     out, seen, own_paths = Imported(), dict[Path, bool](), False
     pending = [(file, True) for file in entry]
     while pending and len(seen) < _MAX_FILES:
@@ -101,9 +102,9 @@ def _is_local(name: str, roots: Sequence[Path]) -> bool:
 
 
 def check(spec: JobSpec, python: str, packages: Imported, missing: Sequence[str], report: Report) -> None:
-    """Add to ``report`` the packages that the code imports and the interpreter ``python`` lacks. A package that is imported in
-    any case is a problem, any other a warning. ``missing``: the modules that the interpreter did not find. A module that hides
-    Ratchet's own package is a warning."""
+    """Add to ``report`` the packages that the code imports and the interpreter ``python`` lacks: as one problem those that are
+    imported in any case; if there are none of these, as one warning those whose import is conditional. ``missing``: the modules
+    that the interpreter did not find. A module that hides Ratchet's own package is a warning."""
     pointer = "/script/0" if spec.script is not None else "/task/entrypoint"
     if packages.shadow is not None:
         file, place = packages.shadow

@@ -34,7 +34,8 @@ def check(
 ) -> tuple[str, Findings]:
     """Return the path of the interpreter for the ranks, and what it reports about itself and the task's module. Warnings and
     problems are added to ``report``. ``code_ok``: the code can be inspected; ``sandbox``: the user and limits for inspections. If
-    the interpreter is not found, ``Findings.error`` is set. If the spec's interpreter is on the nodes only, it is not queried."""
+    the interpreter is not found, ``Findings.error`` is set. If the spec's interpreter is on the nodes only, it is not queried,
+    and is assumed to have torch."""
     given = spec.python or machine.python
     path = find_interpreter(given) if Path(given).is_absolute() else None
     if path is None:

@@ -29,8 +29,8 @@ def check(
     spec: JobSpec, launchers: Mapping[str, Launcher], report: Report, faulty_keys: frozenset[str] = frozenset()
 ) -> None:
     """Add to ``report`` what the spec's launcher refuses and warns about. A check that depends on one of ``faulty_keys`` is left
-    out; the launcher's own check is left out if any of them is not in ``_UNCHECKED_KEYS``. If the service does not have the
-    launcher, that is the only problem."""
+    out. The launcher's own check runs only if no launcher checks any of the faulty keys (``_UNCHECKED_KEYS``). If the service
+    does not have the launcher, that is the only problem."""
     if "launcher" in faulty_keys:
         return
     launcher = launchers.get(spec.launcher.kind)

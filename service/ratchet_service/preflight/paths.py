@@ -23,8 +23,8 @@ from ratchet_store.filesystem.mount_policy import check_directory
 @dataclass(frozen=True)
 class Roots:
     """The directories and object stores that specs may name. ``code``: directories on the service's machine; ``uris``: prefixes
-    of ``checkpoint.uri``. None: any; an empty tuple: none. ``home``: the run directory; no path within or above it is allowed,
-    except below a root that is itself within it."""
+    of ``checkpoint.uri``. None: any; an empty tuple: none. ``home``: the run directory. If ``code`` is set, no path within or
+    above ``home`` is allowed, except below a root that is itself within it."""
 
     home: Path = Path("/")
     code: tuple[Path, ...] | None = None

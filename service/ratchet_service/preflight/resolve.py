@@ -50,13 +50,14 @@ def resolve(
     allowed: Allowed = allow_all,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
     """Return every ``auto`` of ``spec`` decided for ``machine``, the warnings, and the problems that forbid the job; if there are
-    problems, ignore the other two. Every problem that can be detected is reported, whatever else is wrong.
+    problems, ignore the other two. Independent problems are reported together. Only the import of a user's own hook is left out
+    if anything that it needs is wrong.
 
     ``launchers``: those of the service; None: ``machine`` is used, whatever the spec's launcher is. ``environ``: what the
     launcher's environment will be (for secrets); None: this process's. ``code_digest`` of the result is not set: the snapshot
-    sets it. ``hook_seconds``: time limit in seconds for the import of a user's own hook; ``sandbox``: the user and limits for
-    that import. ``faulty_keys``: keys of the spec that have their defaults because of a fault; what depends on one is not
-    checked. ``allowed``: returns whether the snapshot may read a real path.
+    sets it. ``hook_seconds``: time limit in seconds for the import of a user's own hook; ``sandbox``: the user and limits for the
+    processes that inspect the code and the interpreter. ``faulty_keys``: keys of the spec that have their defaults because of a
+    fault; what depends on one is not checked. ``allowed``: returns whether the snapshot may read a real path.
     """
     report, environ = Report(), os.environ if environ is None else environ
     if launchers is not None:
@@ -194,9 +195,9 @@ def _check_code_of_nodes(path: str, report: Report) -> bool:
 
 
 def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> None:
-    """Add a problem to ``report`` for a script that does not exist, or cannot be read or parsed. Add what follows from a script
-    without a Session too. ``version``: that of the ranks' interpreter; if it is newer than this process's, a syntax error is not
-    reported, since the script's syntax may be newer too."""
+    """Add a problem to ``report`` for a script that does not exist, or cannot be read or parsed. For a script without a Session,
+    add the warnings and problems that this causes. ``version``: that of the ranks' interpreter; if it is newer than this
+    process's, a syntax error is not reported, since the script's syntax may be newer too."""
     if spec.code is None or spec.script is None:
         return
     script = Path(spec.code.path) / spec.script[0]

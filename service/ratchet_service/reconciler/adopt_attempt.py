@@ -29,8 +29,9 @@ from ratchet_service.reconciler.attempt_watch import KILLED
 def create_adopted_attempt(
     session: Session, home: HomePaths, job: Job, spec: JobSpec, number: int, lease_columns: dict[str, Any]
 ) -> Lease:
-    """Create the rows of attempt ``number`` of a queued job, whose row the caller has locked, and its events. Return the lease:
-    the job becomes active and is managed by the caller's reconciler (``lease_columns``: the lease's columns)."""
+    """Create the rows and events of attempt ``number``, which is on the disk and not in the database. Its job is queued, and the
+    caller has locked the job's row. The job becomes active. Return its new lease; ``lease_columns``: the columns of that lease in
+    the job's row."""
     paths, now = home.job(job.id).attempt(number), now_in(session)
     written = read_launch_file(paths)
     plan: dict[str, Any] = {"name": attempt_name(job.id, number), RECOVERED_FROM_DISK: True}

@@ -119,8 +119,8 @@ class Watch:
 
 
 def is_over(state: AttemptState) -> bool:
-    """True if all agents have written their result, or if one agent's result makes the others end: it failed, was lost or had
-    started no rank, and this is not just a consequence of another node's end. An agent that ends successfully does not end those
+    """True if all agents have written their result, or if one agent's result makes the others end: that agent failed, was lost or
+    had started no rank, and not just as a consequence of another node's end. An agent that ends successfully does not end those
     of other nodes."""
     results = state.results
     return len(results) == len(state.nodes) or any(

@@ -131,8 +131,8 @@ class Background:
                 log.exception("leases of attempts being finalised were not renewed")
 
     def run_housekeeping(self, kind: str, work: Callable[[], None]) -> None:
-        """Run ``work`` in the background. If work of this kind is running, it is run once more after that, and ``work`` itself is
-        not used. Errors are only logged: the caller requests every kind of work again later."""
+        """Run ``work`` in the background. If other work of this kind is running, ``work`` is not used: the running work is run
+        once more after its end. Errors are only logged: the caller requests every kind of work again later."""
         with self._changed:
             runs = kind in self._housekeeping
             self._housekeeping[kind] = True

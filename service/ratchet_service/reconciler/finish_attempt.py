@@ -104,8 +104,8 @@ def _unreported_checkpoints(
 
 def _lineage(session: Session, job: Job, attempt: int, base: Base | None) -> tuple[list[Segment], Base | None]:
     """Return the lineage up to this attempt, and the checkpoint from which its last segment began (None: from nothing). ``base``:
-    what this attempt started from; None: it started from nothing that is known, so the lineage is that from before the
-    attempt."""
+    what this attempt started from, for the case that its row does not have it. If neither has it, the lineage is the one that the
+    attempt was to continue."""
     bases = bases_of(session, job.id)
     if base is not None:
         bases.setdefault(attempt, base)

@@ -61,7 +61,7 @@ _SLOTS_LOCK: Final = 0x52_41_54_43_53_4C_4F_54  # "RATCSLOT"
 @dataclass(frozen=True)
 class Launched:
     """A new attempt that has not been passed to the launcher yet; its rows are committed when ``launch_ready`` returns it.
-    ``plan`` None: its files were found on the disk, so it is supervised, and not launched again."""
+    ``plan`` None: the attempt was found on the disk, so it is not launched again; its supervision proves it dead and ends it."""
 
     lease: Lease
     plan: LaunchPlan | None
@@ -127,8 +127,8 @@ class AttemptLauncher:
         return launched
 
     def _dry_run(self, tried: Collection[Key]) -> Plan | None:
-        """Return the plan of a dry run; None: there is nothing to do. ``tried``: jobs that this call of ``launch_ready`` has
-        already tried to start."""
+        """Return the plan of a dry run; None: no job can start and nothing is to be stored. ``tried``: jobs that this call of
+        ``launch_ready`` has already tried to start."""
         with self._database.read() as session:
             ready = queue_queries.is_due(self._database.clock.now()) & queue_queries.launched_by(self._launchers)
             if session.scalar(sa.select(Job.id).where(ready).limit(1)) is None:
@@ -145,9 +145,9 @@ class AttemptLauncher:
         done: set[Key],
     ) -> Iterator[Launched]:
         """Create the attempts of ``plan`` in the transaction of ``session``, under the lock of the slots, and yield them.
-        ``next_attempts``: for each job and its newest attempt, what the disk has after that attempt. A job that is not in it does
-        not start now, but its slots stay reserved. ``planned``: the launchers' plans, by the same keys. The keys of the jobs that
-        were tried are added to ``done``."""
+        ``next_attempts``: for each job and its newest attempt, which attempt comes next according to the job's directory
+        (``_next_attempt``). A job without an entry does not start now, but its slots stay reserved. ``planned``: the launchers'
+        plans, by the same keys. The keys of the jobs that were tried are added to ``done``."""
         if session.get_bind().dialect.name != "sqlite":
             # One reconciler at a time hands out slots; on SQLite the write transaction itself ensures that.
             session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
@@ -162,9 +162,10 @@ class AttemptLauncher:
                 round_.reserve(turn)
 
     def _plan_launch(self, key: Key, grant: Grant, next_attempt: Next | OSError) -> Planned:
-        """Return the launch file and the launcher's plan for the job's next attempt, or the error that the launcher raised. None:
-        nothing is to be launched, or the job has changed since the dry run. No transaction is open meanwhile, since a launcher
-        may be third-party code, and slow. Raises errors of the database."""
+        """Return the launch file and the launcher's plan for the job's next attempt, or the error that was raised on the way.
+        None: the attempt is on the disk already, its number is not known, or the job has changed since the dry run. No
+        transaction is open while the launcher plans, since a launcher may be third-party code, and slow. Raises errors of the
+        database."""
         if isinstance(next_attempt, OSError) or next_attempt.on_disk:
             return None
         try:
@@ -182,7 +183,8 @@ class AttemptLauncher:
             return error
 
     def _next_attempt(self, job_id: str, attempt: int) -> Next | OSError:
-        """Return what the disk has after the job's newest attempt, or the error with which its directory cannot be read."""
+        """Return which attempt comes after the job's newest one, according to the job's directory, or the error with which that
+        directory cannot be read."""
         try:
             return run_directory_scan.next_attempt(self._home.job(job_id), attempt)
         except OSError as error:

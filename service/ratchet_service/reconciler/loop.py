@@ -73,8 +73,8 @@ _DATABASE_ERRORS: Final = (OperationalError, InterfaceError, InternalError, Prog
 
 def next_poll_at(began: float, ended: float) -> float:
     """Return the earliest time of the next poll of all attempts, after one that ran from ``began`` to ``ended``; all in monotonic
-    seconds. After a short poll that is ``ended``; after a longer one a pause of at most ``_MAX_POLL_PAUSE`` seconds follows, so
-    that polls take at most ``_MAX_POLL_SHARE`` of a core."""
+    seconds. After a short poll that is ``ended``. After a longer one a pause follows, so long that polls take ``_MAX_POLL_SHARE``
+    of a core, but at most ``_MAX_POLL_PAUSE`` seconds."""
     took = ended - began
     return ended + (min(took * (1 / _MAX_POLL_SHARE - 1), _MAX_POLL_PAUSE) if took > _SHORT_POLL_SECONDS else 0.0)
 
@@ -220,8 +220,9 @@ class Reconciler:
         return ENDING_INTERVAL if ending else ACTIVE_INTERVAL
 
     def _renew_leases(self, now: float) -> None:
-        """Renew the leases of the slots and of the watched jobs, each after a quarter of its duration, and store the attempts'
-        deadlines in the same transaction. ``now``: monotonic. A job whose lease was lost is found by the next poll."""
+        """Renew the lease of the slots and the leases of the watched jobs, each after a quarter of its duration. The attempts'
+        deadlines are stored in the transaction that renews the jobs' leases. ``now``: monotonic. A job whose lease was lost is
+        found by the next poll."""
         if now - self._slots_renewed_at >= self._lease_seconds / 4:
             self._attempt_launcher.renew_slots()
             self._slots_renewed_at = now
@@ -344,9 +345,9 @@ class Reconciler:
                 self._poll_attempt(job_id, watch, partial(self._watcher.poll, watch, desired_state))
 
     def _desired_states(self, watches: Mapping[str, Watch]) -> dict[str, DesiredState]:
-        """Read the desired states of all jobs in one query; jobs that this process no longer holds are missing in the result. If
-        a row cannot be read, since another version wrote it, the rows are read one by one, and the error is recorded for that job
-        alone."""
+        """Return job id -> desired state of the jobs of ``watches``, read in one query. Jobs that this process no longer holds
+        are missing in the result. If a row cannot be read, since another version wrote it, the rows are read one by one, and the
+        error is recorded for that job alone."""
         try:
             with self._database.read() as session:
                 return read_desired_states(session, [w.lease for w in watches.values()])
@@ -381,8 +382,8 @@ class Reconciler:
             self._changed.set()  # its slots are free
 
     def _record_failure(self, job_id: str, watch: Watch, error: Exception) -> None:
-        """Record the error of one attempt: it is polled again after a pause, and the other attempts as usual. If the lease is
-        lost, its watch is dropped."""
+        """Record the error of one attempt: this attempt is polled again after a pause, and the other attempts as usual. If the
+        lease is lost, its watch is dropped."""
         try:
             self._watcher.record_failure(watch, error)
         except _LEASE_LOST_ERRORS as lost:

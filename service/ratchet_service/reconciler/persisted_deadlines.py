@@ -39,7 +39,7 @@ def initial_deadlines(clock: Clock) -> dict[str, Any]:
 
 def running_since(watch: Watch) -> dict[str, float]:
     """Return name -> monotonic start of the deadlines that run now. The launch deadline runs until the first agent begins, but
-    not in an engine's queue. None runs while the attempt is being killed."""
+    not while the attempt is in an engine's queue. No deadline runs while the attempt is being killed."""
     if watch.killing:
         return {}
     starts = watch.running_since is None and (watch.stored_reason is None or watch.stored_reason[0] != WAITING)
@@ -54,8 +54,8 @@ def running_since(watch: Watch) -> dict[str, float]:
 
 
 def to_row(watch: Watch, now: float, boot: str) -> dict[str, Any]:
-    """Return the value of the row's column ``deadlines``: the counts of all running deadlines, of the run time, and the id of a
-    stop request. ``now``: monotonic; ``boot``: id of this machine's boot."""
+    """Return the value of the row's column ``deadlines``: for each running deadline how much time of it has passed, the attempt's
+    run time, and the id of a stop request. ``now``: monotonic; ``boot``: id of this machine's boot."""
     since = running_since(watch)
     if watch.running_since is not None:
         since[RUN] = watch.running_since
@@ -88,8 +88,8 @@ def write_many(session: Session, watches: list[Watch], now: float, boot: str) ->
 
 
 def is_write_due(watch: Watch, now: float) -> bool:
-    """True if a stop request, a result or a loss has been running as a deadline for at least ``_WRITE_AFTER_SECONDS`` and is not
-    stored in the row."""
+    """True if the deadline after a stop request, after a result or after the loss of an agent has run for at least
+    ``_WRITE_AFTER_SECONDS`` and its start is not stored in the row yet."""
     since = running_since(watch)
     return any(
         name in since and now - since[name] >= _WRITE_AFTER_SECONDS and watch.stored_deadlines.get(name) != since[name]
@@ -125,8 +125,9 @@ def restore(watch: Watch, stored_deadlines: Any, clock: Clock, max_gap: float, l
 
 
 def _recently_polled(count: Any, clock: Clock, launch_deadline: float) -> bool:
-    """True if a reconciler of this boot stored the count within the last half of a launch deadline. Otherwise an engine with a
-    queue of its own may have put the attempt back into the queue and taken it out again meanwhile."""
+    """True if a reconciler stored ``count`` (of the launch deadline) during this boot and within the last half of a launch
+    deadline. Otherwise an engine with a queue of its own may have put the attempt back into the queue and taken it out again
+    meanwhile."""
     found = Count.parse(count)
     assert found is not None
     return found.boot == clock.boot_id() and clock.monotonic() - found.monotonic <= launch_deadline / 2

@@ -150,14 +150,14 @@ class Watcher:
         return watch
 
     def submit(self, watch: Watch, plan: LaunchPlan) -> None:
-        """Submit the new attempt to its launcher. An engine that is unreachable or full raises nothing: a later poll submits the
-        attempt again. Other errors of the launcher end the attempt later (``_submit``)."""
+        """Submit the new attempt to its launcher. If the engine is unreachable or full, nothing is raised: a later poll submits
+        the attempt again. A ``LaunchError`` ends the attempt later (``_submit``); any other error is raised."""
         with suppress(EngineUnreachable):  # a later poll retries, and reports it
             self._submit(watch, plan)
 
     def _submit_again(self, watch: Watch, now: float) -> None:
-        """Submit an attempt of which nothing exists, with the plan that is stored for it. Its launch deadline starts again
-        now."""
+        """Submit an attempt of which nothing exists, with a plan made again from what is stored (``recover_plan``). Its launch
+        deadline starts again now."""
         plan = self._attempt_launcher.recover_plan(watch.lease)
         watch.last_queued_at = now
         self._write_deadlines(watch, now)
@@ -181,8 +181,8 @@ class Watcher:
 
     def poll(self, watch: Watch, desired_state: DesiredState) -> Decision | None:
         """Poll the attempt once, and carry out what follows. Return the decision that ended the attempt; None while it has not
-        ended or is being finalised. If the engine does not answer, nothing is concluded from that, and the job's row records it:
-        a later poll gets the status."""
+        ended or is being finalised. If the engine is unreachable, nothing is concluded: the job's row records that, and None is
+        returned. ``EngineBusy`` is not even recorded. A later poll gets the status."""
         if watch.stored_reason_desired is not desired_state.desired:
             watch.stored_reason, watch.stored_reason_desired = None, desired_state.desired
         try:
@@ -242,7 +242,7 @@ class Watcher:
 
     def record_failure(self, watch: Watch, error: Exception) -> None:
         """Record that ``poll`` raised ``error``: the next poll comes after a pause, which grows with each failure. If the error's
-        text differs from the one recorded last, it is stored (``record_error``). Raises ``LeaseLost``."""
+        text differs from the one recorded last, the new text is stored (``record_error``). Raises ``LeaseLost``."""
         supervision_rules.record_failure(watch, self._database.clock.monotonic())
         text = supervision_error_text(watch.lease, error)
         if text != watch.supervision_error:
@@ -326,9 +326,9 @@ class Watcher:
         )
 
     def _start_finishing(self, watch: Watch, evidence: Evidence) -> Decision | None:
-        """Start to finalise the attempt in the background. If too many others are being finalised, keep ``evidence`` in the
-        watch, so that a later poll starts it without querying the engine, and store that as the job's reason. Return the decision
-        if it is there already."""
+        """Start to finalise the attempt in the background. If too many others are being finalised, nothing is started:
+        ``evidence`` is kept in the watch, so that a later poll starts it without querying the engine, and the job's row says that
+        the attempt's end waits. Return the decision if it is there already."""
         work = partial(self._finish_in_background, watch.lease, watch.ref, watch.ranks_per_node, watch.limits, evidence)
         watch.finish_future = self._background.start_finishing(watch.lease, work)
         watch.evidence = evidence if watch.finish_future is None else None
@@ -366,8 +366,8 @@ class Watcher:
         return end.result()
 
     def _report_slow_finish(self, watch: Watch) -> None:
-        """If the finalisation of the attempt has run for more than ``ROUND_SECONDS``, store that as the job's reason; otherwise
-        clear the reason that is stored."""
+        """If the finalisation of the attempt has run for more than ``ROUND_SECONDS``, say so in the job's row (reason and
+        message); otherwise clear the reason that this module stored there."""
         now = self._database.clock.monotonic()
         slow = now - self._background.finishing_jobs.get(watch.lease.job_id, now) > ROUND_SECONDS
         text = (
@@ -411,9 +411,9 @@ class Watcher:
         watch.recorded_nodes |= new_nodes
 
     def _store_wait_reason(self, watch: Watch, now: float, *, reason: str | None = None, message: str = "") -> None:
-        """Store reason and message in the job's row: why the engine does not start the attempt, or that it does not answer.
-        ``reason`` None clears them. Nothing is written if they have not changed, and a reason that this module does not set is
-        kept."""
+        """Store reason and message in the job's row: why the engine does not start the attempt, that it does not answer, or that
+        the attempt's end is being processed. ``reason`` None clears them. Nothing is written if they have not changed. A reason
+        that is neither a supervision error nor in ``_CLEARED_REASONS`` is kept."""
         why = None if reason is None else (reason, message)
         if why == watch.stored_reason:
             return
@@ -433,8 +433,8 @@ class Watcher:
             watch.supervision_error = None  # which the row no longer has
 
     def record_jump(self, session: Session, watches: Collection[Watch], seconds: float) -> list[Watch]:
-        """Add an event to each attempt's history that the wall clock jumped by ``seconds``, since its times do not show that.
-        Return the watches whose lease this process no longer holds; they get no event."""
+        """Add an event to each attempt's history that the wall clock jumped by ``seconds``, since the times in the history do not
+        show the jump. Return the watches whose lease this process no longer holds; they get no event."""
         held_leases = leases.lock_held(session, [watch.lease for watch in watches])
         text = f"the wall clock of the reconciler's machine jumped by {seconds:+.0f} s: deadlines ignore that"
         for watch in watches:

@@ -41,8 +41,8 @@ class ActionKind(StrEnum):
 
 
 class NextAction(NamedTuple):
-    """What to do with the attempt. ``cause``: the cause that the attempt's end gets. ``text``: the reason, for stops, and for
-    kills whose reason is known without the agents' logs; otherwise empty."""
+    """What to do with the attempt. ``cause``: the cause that the attempt's end gets. ``text``: the reason, for the history;
+    empty: the caller writes it (a fixed text for a stop, ``kill_text`` for a kill)."""
 
     kind: ActionKind
     cause: Cause | None = None
@@ -91,8 +91,8 @@ def next_action(
 def _next_while_alive(
     watch: Watch, state: AttemptState, desired_state: DesiredState, now: float, wall: datetime, timing: Timing
 ) -> NextAction:
-    """Return the next action for an attempt of which a part is alive or may still start. Records in ``watch`` since when it has
-    been over, or since when an agent has been lost."""
+    """Return the next action for an attempt of which a part is alive or may still start. Records in ``watch`` since when the
+    attempt has been over (``is_over``), or since when an agent has been lost."""
     if is_over(state):
         watch.result_seen_at = now if watch.result_seen_at is None else watch.result_seen_at
         if now - watch.result_seen_at < timing.linger:

@@ -98,7 +98,8 @@ def order_queue(queue: Iterable[Queued], held: Mapping[str, Share], limit: Calla
 
 
 def line_key(one: Queued) -> tuple[int, float, datetime, str]:
-    """Sort key of the jobs of one owner: priority (high ones first), claim, age, id."""
+    """Sort key of the jobs of one owner: priority (high ones first), ``claimed_since`` (the earliest first, jobs without one
+    last), age (the oldest first), id."""
     return (-one.priority, one.claim_key, one.created_at, one.job)
 
 

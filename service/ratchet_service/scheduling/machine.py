@@ -29,7 +29,7 @@ class Machine:
     """GPUs by CUDA index, and cores that jobs may use. ``cpu_slots``: the CPU slots to lend; None: as many as ``cpus``.
 
     ``is_this_machine`` False: it is the machine of another process, perhaps another container; its interpreters, secrets and
-    files cannot be inspected from here, and ``torch_cuda`` is what its reconciler found. ``runs_jobs`` False: jobs run elsewhere,
+    files cannot be inspected from here, and ``torch_cuda`` is what that process found. ``runs_jobs`` False: jobs run elsewhere,
     so their code is not run here for inspection either.
     """
 
@@ -58,8 +58,8 @@ class _MachineFile(BaseModel):
 
 
 def write_machine(home: Path, machine: Machine, torch_cuda: bool) -> None:
-    """Write what this machine has to ``machine.json`` in the run directory ``home``, for an API in another process. It replaces
-    the file by rename. ``torch_cuda``: torch of this machine's interpreter can use CUDA."""
+    """Write what this machine has to ``machine.json`` in the run directory ``home``, for an API in another process. The file is
+    replaced by rename. ``torch_cuda``: torch of this machine's interpreter can use CUDA."""
     content = _MachineFile(
         gpus=machine.gpus,
         cpus=machine.cpus,
@@ -74,8 +74,8 @@ def write_machine(home: Path, machine: Machine, torch_cuda: bool) -> None:
 
 
 def read_machine(home: Path) -> Machine | None:
-    """Read ``machine.json`` in the run directory ``home``: the machine of the reconciler that wrote it last. None if the file
-    does not exist or cannot be read."""
+    """Read ``machine.json`` in the run directory ``home``: the machine of the reconciler or agent host that wrote the file last.
+    None if the file does not exist or cannot be read."""
     try:
         found = _MachineFile.model_validate_json((home / MACHINE_FILE).read_bytes())
     except (OSError, ValidationError):

@@ -73,7 +73,8 @@ class PreemptionPlanner:
     def choose_victims(self, owner: str, priority: int, need: Need, shortfall: Need) -> Sequence[Running]:
         """Return the attempts to stop for a job that needs ``need`` and lacks ``shortfall`` of it. Empty if the slots that are
         becoming free are enough, or if stopping attempts would not free enough or would free slots for jobs ahead. Slots that are
-        becoming free are reserved for the job; what cannot be freed for it counts as owed, ahead of later jobs."""
+        becoming free are reserved for the job. If slots that it lacks cannot be freed, no attempt is stopped for later jobs that
+        need slots of that kind (GPU or CPU)."""
         remaining = self._reserve_freeing(shortfall)
         if remaining == NOTHING:
             return ()

@@ -55,8 +55,8 @@ class Row(NamedTuple):
 
 
 def launcher_kind() -> sa.ColumnElement[str]:
-    """Return the SQL expression for the launcher's name in a job's spec. A spec that cannot be read counts as ``local``, so that
-    one reconciler reports it."""
+    """Return the SQL expression for the launcher's name in a job's spec. A spec that names none counts as ``local``, so that one
+    reconciler reports it."""
     return sa.func.coalesce(Job.spec["launcher"]["kind"].as_string(), "local")
 
 
@@ -83,8 +83,8 @@ def startable_jobs(
 
     ``never_reason`` returns why a job can never start, whatever other jobs end; None: it can. In addition to the jobs above, and
     not counted with them, the result has for each owner: up to ``EXAMINED_PER_OWNER`` jobs that can never start and whose message
-    is not that text yet, and up to ``EXAMINED_PER_OWNER`` jobs whose attempt could not be created. A job for which another is
-    being stopped is always included, wherever it is in the queue.
+    does not say so yet, and up to ``EXAMINED_PER_OWNER`` jobs whose attempt could not be created. A job for which another job was
+    stopped (``claiming_jobs``) is always included, wherever it is in the queue.
     """
     out = {row.queued.job: row for row in claiming_jobs(session, now, kinds)}
     lines = Lines(session, now, kinds)

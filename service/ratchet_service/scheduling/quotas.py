@@ -50,8 +50,8 @@ def admit(
     session: Session, owner: str, spec: JobSpec, resolved: Resolved, *, pointer: str = "", is_new: bool = True
 ) -> None:
     """Check the owner's quota for one more job, or, with ``is_new`` False, for another spec of a job that is counted already.
-    Writes nothing. If ``is_new`` and the owner has a limit ``queued``, its lock is held until the transaction ends. ``pointer``:
-    JSON pointer of the spec in the request body.
+    Writes nothing. If ``is_new`` and the owner has a limit ``queued``, a lock on the owner is held until the transaction ends.
+    ``pointer``: JSON pointer of the spec in the request body.
 
     Raises ``Conflict`` (``quota-exceeded``) if the owner has as many jobs as it may, ``SpecError`` if the job could never start
     because it alone takes more than the quota.

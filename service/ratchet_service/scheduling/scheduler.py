@@ -141,8 +141,9 @@ class SchedulingPass:
         raise NotImplementedError
 
     def _set_wait_reason(self, row: Row, *, reason: str, message: str) -> None:
-        """Handle why a job waits that is not evaluated (``_evaluate``). If its row has this reason and message already,
-        ``_reason_unchanged`` is called; otherwise ``_store_reason``, for at most ``MAX_REASONS_STORED`` jobs in a pass."""
+        """Handle the reason why a job waits if that is known without evaluating the job (``_evaluate``). If its row has this
+        reason and message already, ``_reason_unchanged`` is called; otherwise ``_store_reason``, for at most
+        ``MAX_REASONS_STORED`` jobs in a pass."""
         if (row.reason, row.message) == (reason, message):
             self._reason_unchanged(row)
             return
@@ -197,14 +198,15 @@ class SchedulingPass:
         return places + [Place(queued) for queued in hopeless]
 
     def _is_full(self, queued: Queued) -> bool:
-        """True if the job need not be evaluated: no job of its priority that needs a CPU slot can start or have slots freed for
-        it. False for a job for which slots were freed before: it is evaluated anyway, to store whether they still are."""
+        """True if the job need not be evaluated: no CPU slot is free, and no attempt can be stopped for a job of its priority.
+        False for a job for which slots were freed before: it is evaluated anyway, to store whether slots are still being freed
+        for it."""
         return queued.claimed_since is None and self._board.exhausted and not self._planner.can_help(queued.priority)
 
     def _evaluate(self, row: Row, slots: bool) -> Turn | None:
-        """Return the job with the slots that it gets, if it starts now; otherwise None, after its end, its reason to wait or its
-        unreadable spec was handled. ``slots``: Ratchet manages the slots of its launcher; if False, the job gets an empty
-        grant."""
+        """Return the job with the slots that it gets; None if it does not start now. In that case its end, its reason to wait or
+        its unreadable spec, whichever it is, has been handled. ``slots``: Ratchet manages the slots of its launcher; if False,
+        the job gets an empty grant."""
         job = self._load_queued(row.queued.job)
         if job is None:
             return None
@@ -228,8 +230,8 @@ class SchedulingPass:
         return None
 
     def _free_slots(self, job: Job, need: Need, waiting: Waiting) -> bool:
-        """Stop attempts of lower priority for the job, if that helps. Return True if slots are being freed for it, since now or
-        since before. A slot that was freed before may have gone to another job."""
+        """Stop attempts of lower priority for the job, if that helps. Return True if slots are being freed for the job, whether
+        that began now or earlier. A slot that was freed before may have gone to another job."""
         if waiting.shortfall is None:
             return False
         before = job.preempting_since is not None and self._planner.covers_shortfall(waiting.shortfall)

@@ -128,7 +128,8 @@ class DryRunPass(SchedulingPass):
 
     def _store_no_slot(self, unstarted: Sequence[Row]) -> None:
         """Collect the ids of jobs that must get the reason that no slot is left, for ``Plan.no_slot_jobs``: those of
-        ``unstarted`` whose row names a quota, and all waiting jobs that have no known reason and were not examined otherwise."""
+        ``unstarted`` whose row gives a quota as the reason, and all waiting jobs that have no known reason and were not examined
+        otherwise."""
         kinds = [kind for kind, slots in self._slots.items() if slots]
         examined = set(self._examined).difference(row.queued.job for row in unstarted)
         untold = queue_queries.ids_without_reason(

@@ -55,7 +55,7 @@ def find_other_host(session: Session) -> str | None:
 
 def shorten(session: Session, seconds: float) -> None:
     """Shorten this host's lease so that it ends in ``seconds``; a lease that ends earlier, or that another host has, stays as it
-    is. Another reconciler of this host may renew it before that."""
+    is. Another reconciler of this host may renew the lease before its end."""
     until = database_now(session) + timedelta(seconds=seconds)
     own_row = (SlotHost.id == _ROW_ID) & (SlotHost.host == own_host()) & (SlotHost.expires_at > until)
     session.execute(sa.update(SlotHost).where(own_row).values(expires_at=until))

@@ -42,7 +42,7 @@ class Need:
 @dataclass(frozen=True)
 class Grant:
     """GPU and CPU slot indices that a job holds until its attempt has ended. ``job``: the holder's id, for messages to jobs that
-    wait; it is not compared."""
+    wait; grants that differ in it alone are equal."""
 
     gpus: tuple[int, ...] = ()
     cpus: tuple[int, ...] = ()
@@ -71,7 +71,7 @@ def is_oversubscribed(need: Need, capacity: Capacity) -> bool:
 
 
 def too_few_gpus(gpus: int, capacity: Capacity) -> str | None:
-    """Return why a job with this number of GPUs can never start on this machine; None: it can."""
+    """Return why a job that needs this number of GPUs can never start on this machine; None: it can."""
     if gpus <= len(capacity.gpus):
         return None
     return (
@@ -98,9 +98,9 @@ class Board:
         return not self._cpus
 
     def allocate(self, job_id: str, need: Need) -> Grant | Waiting:
-        """Take the slots for the next job of the queue and return them. If too few are free, reserve the free ones for it (later
-        jobs cannot get them) and return why it waits. Nothing is reserved for a job that needs more GPUs than the machine has. A
-        job that needs more CPU slots than the machine has gets all of them."""
+        """Take the slots for the next job of the queue and return them. If too few are free, reserve the free ones that the job
+        needs (later jobs cannot get them) and return why the job waits. Nothing is reserved for a job that needs more GPUs than
+        the machine has. A job that needs more CPU slots than the machine has gets all of them."""
         never = too_few_gpus(need.gpus, self._capacity)
         if never is not None:  # so nothing is reserved for it
             return Waiting(never)

@@ -52,8 +52,8 @@ class PreparedAdoption:
 
 
 def check(data: Any, directory: str, ports: SubmissionPorts) -> list[Warning_]:
-    """Return the warnings that adopting the run in ``directory`` adds to those of the submitted spec. Nothing is copied. Raises
-    as ``prepare`` does."""
+    """Return the warnings that adopting the run in ``directory`` adds to those of the submitted spec. The run's checkpoint is not
+    copied, and no job is made. Raises as ``prepare`` does."""
     run = _open_run(directory, ports)
     with _locked_run(run, directory):
         return _compare(run, _newest_manifest(run, directory), submit.check(data, ports), directory)
@@ -147,8 +147,8 @@ def _locked_run(run: RunDirectory, directory: str) -> Iterator[None]:
 
 
 def _newest_manifest(run: RunDirectory, directory: str) -> Manifest:
-    """Return the manifest of the run's newest checkpoint. Raises ``SpecError`` if there is none, or it is damaged or unreadable,
-    and ``CheckpointError`` for its other errors."""
+    """Return the manifest of the run's newest checkpoint. Raises ``SpecError`` if there is no checkpoint, or the newest one is
+    damaged or unreadable, and ``CheckpointError`` for any other fault of it."""
     try:
         return run.newest_manifest()
     except CheckpointError as error:
@@ -166,7 +166,8 @@ def _unreadable_error(error: OSError, directory: str) -> SpecError:
 
 
 def _damaged_error(error: CheckpointError, directory: str) -> SpecError | CheckpointError:
-    """Return the error for a damaged newest checkpoint; ``error`` itself if it is about something else."""
+    """Return the ``SpecError`` for a damaged newest checkpoint; it is not raised. If ``error`` does not report damage, return
+    ``error`` itself."""
     if error.code != DAMAGED:
         return error
     return _directory_error(
@@ -178,8 +179,9 @@ def _damaged_error(error: CheckpointError, directory: str) -> SpecError | Checkp
 
 def _compare(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, directory: str) -> list[Warning_]:
     """Return a warning for each difference between the job and the run that makes the resume inexact. A run that has finished
-    gives one more warning. Raises ``SpecError`` for a difference that forbids the resume (under strict determinism: for any), and
-    ``Conflict`` (``nothing-left``) if the job would certainly train no further steps."""
+    gives one more warning. Raises ``SpecError`` for a job that cannot continue from a checkpoint of a run, and for a difference
+    that forbids the resume (under strict determinism: for any difference). Raises ``Conflict`` (``nothing-left``) if the job
+    would certainly train no further steps."""
     spec, resolved = prepared.spec, prepared.resolved
     if spec.script is None:
         raise _spec_error(
@@ -232,8 +234,9 @@ def _compare(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, d
 
 
 def _is_same_work(spec: JobSpec, manifest: Manifest) -> bool:
-    """Return True if the job would certainly do the same number of steps as the run. False if that is not certain: the service
-    does not know which modules the run imported and which settings it read, and uploaded code is not at the spec's path."""
+    """Return True if the job would certainly do the same number of steps as the run: with the same number of ranks, without env
+    and secrets, without settings files in its code directory, and with a script that is all of the run's recorded code. False if
+    that is not certain, as for uploaded code, which is not at the spec's path."""
     if (
         spec.snapshot_code is None
         or spec.snapshot_code.digest is not None
@@ -253,7 +256,7 @@ def _is_same_work(spec: JobSpec, manifest: Manifest) -> bool:
 
 def _copy_checkpoint(run: RunDirectory, manifest: Manifest, target: JobPaths, directory: str) -> None:
     """Copy the checkpoint of ``manifest`` into ``target``. Raises ``SpecError`` for damaged or unreadable files, ``Refused``
-    (``disk-full``), and other ``CheckpointError``."""
+    (``disk-full``), and ``CheckpointError`` for any other fault of the checkpoint."""
     try:
         run.copy_checkpoint(manifest, target)
     except CheckpointError as error:
@@ -269,7 +272,7 @@ def _copy_checkpoint(run: RunDirectory, manifest: Manifest, target: JobPaths, di
 
 
 def _directory_error(code: str, detail: str) -> SpecError:
-    """Return the error for a faulty directory, at ``/query/adopt``; it is not raised."""
+    """Return the error for a faulty directory, with the pointer ``/query/adopt``; it is not raised."""
     return _spec_error(_POINTER, code, detail)
 
 

@@ -38,8 +38,8 @@ STORED: tuple[State, ...] = ("committed", "quarantined")
 def list_checkpoints(
     session: Session, job_id: str, states: tuple[State, ...], limit: int, cursor: str | None
 ) -> Page[CheckpointView]:
-    """Return a page of the job's checkpoints, newest step first. ``states``: only those in these states; empty: in ``STORED``.
-    Raises ``NotFound`` for an unknown job."""
+    """Return a page of the job's checkpoints, newest step first. ``states``: only checkpoints in these states; empty: committed
+    and quarantined ones. Raises ``NotFound`` for an unknown job."""
     job = find_job(session, job_id)
     wanted = sorted(states or STORED)
     digest = pagination.query_digest(of="checkpoints", job=job_id, states=wanted)
@@ -73,7 +73,8 @@ def checkpoint_detail(session: Session, job_id: str, checkpoint_id: str, homes: 
 
 def verify_bytes(database: Database, job_id: str, checkpoint_id: str, homes: HomePaths) -> tuple[VerifyOutcome, float]:
     """Verify every byte of a checkpoint, which is fetched first if only the object store has it. Return the outcome, and the
-    seconds it took without fetching. A marker file next to the checkpoint records the outcome. No transaction is open meanwhile.
+    seconds it took without fetching. A marker file among the checkpoint's files is created if it is sound, and removed if it is
+    damaged. No transaction is open meanwhile.
 
     Raises ``Conflict`` (``checkpoint-gone``) if there is nothing to verify, ``CheckpointError`` if the files cannot be fetched or
     read, ``NotFound``.
@@ -122,9 +123,9 @@ def _mark_verified(directory: Path, ok: bool) -> None:
 def record_verification(
     session: Session, job_id: str, checkpoint_id: str, result: tuple[VerifyOutcome, float], homes: HomePaths
 ) -> VerifyResult:
-    """Record the result of ``verify_bytes`` in the checkpoint's row and as an event, and return it. A damaged checkpoint is
-    quarantined, unless an attempt may be reading it: then it is quarantined once the attempt has ended, or when a resume reads
-    it."""
+    """Record the result of ``verify_bytes`` in the checkpoint's row and as an event, and return the API's view of the result. A
+    damaged checkpoint is quarantined, unless an attempt may be reading it: then it is quarantined once the attempt has ended, or
+    when a resume reads it."""
     job = find_job_for_update(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     outcome, seconds = result
@@ -166,9 +167,9 @@ def _fall_back_to_older(session: Session, job: Job, quarantined: Checkpoint) -> 
 
 
 def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: HomePaths) -> CheckpointView:
-    """Pin or unpin a checkpoint, and return it. Retention never deletes a pinned checkpoint. Raises ``NotFound`` and
-    ``Conflict``: ``checkpoint-gone`` if it is not committed or not on the disk, ``checkpoint-in-use`` if a fork has not started
-    from it yet."""
+    """Pin or unpin a checkpoint, and return it. Retention never deletes a pinned checkpoint. Raises ``NotFound``, and
+    ``Conflict``: ``checkpoint-gone`` if the checkpoint is not committed, or if it is to be pinned and is damaged or not on the
+    disk; ``checkpoint-in-use`` if it is to be unpinned and a fork has not started from it yet."""
     job = find_job_for_update(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     if row.state != "committed":
@@ -202,8 +203,8 @@ def set_pin(session: Session, row: Checkpoint, pinned: bool, homes: HomePaths) -
 
 
 def _set_pin_marker(directory: Path, name: str, pinned: bool) -> None:
-    """Create or remove the marker file of a pin. Raises ``Conflict`` (``checkpoint-gone``) if the checkpoint cannot be read any
-    more; a marker file that this call created is then removed."""
+    """Create or remove the marker file of a pin. Creating it raises ``Conflict`` (``checkpoint-gone``) if the checkpoint cannot
+    be read any more; a marker file that this call created is then removed."""
     mark, made = directory / PINNED_NAME, False
     if not pinned:
         mark.unlink(missing_ok=True)

@@ -120,8 +120,8 @@ class Comparer:
         return [(self._stored_checkpoint(jobs[0], a), self._stored_checkpoint(jobs[1], b)) for a, b in pairs]
 
     def _first_difference(self, *job_ids: str) -> tuple[int, Part] | None:
-        """Return the first step at which the recorded fingerprints of the two jobs differ on any rank, and the part that differs;
-        None if no common step differs, or none is recorded."""
+        """Return the first step at which the recorded fingerprints of the two jobs differ on any rank, and the part that differs.
+        Only the first 64 ranks are compared. None if no common step differs, or none is recorded."""
         with self.database.read() as session:
             jobs = [find_job(session, job_id) for job_id in job_ids]
             attempts = [
@@ -139,8 +139,8 @@ class Comparer:
         return min(found, key=lambda one: (one[0], PARTS.index(one[1])), default=None)
 
     def _fingerprints(self, job_id: str, attempts: list[int], rank: int) -> dict[int, StepFingerprint]:
-        """Return the fingerprints of a rank by step, from the given attempts' files; for a step done several times, that of the
-        last time."""
+        """Return the fingerprints of a rank by step, from the files of the newest 100 of the given attempts. For a step done
+        several times, return that of the last time."""
         out: dict[int, StepFingerprint] = {}
         for number in attempts[-_MAX_ATTEMPTS:]:
             ring = self.homes.job(job_id).attempt(number).ring(rank)
@@ -154,7 +154,8 @@ class Comparer:
         return _Stored(job, row, self.homes.job(job.id).checkpoint(row.step, row.attempt))
 
     def _compare_pair(self, a: _Stored, b: _Stored) -> ComparisonView:
-        """Compare two checkpoints; the tensors are read only if their manifests differ. Raises as ``_fetch_manifest`` does."""
+        """Compare two checkpoints. The tensors are read only if the two manifests record different files. Raises as
+        ``_fetch_manifest`` does."""
         manifests = self._fetch_manifest(a), self._fetch_manifest(b)
         tensors = len({entry.name for manifest in manifests for entry in manifest.tensors})
         compared = None if same_files(*manifests) else compare_opened(_Reader(a.directory), _Reader(b.directory))
@@ -178,7 +179,8 @@ class Comparer:
 
     def _fetch_manifest(self, stored: _Stored) -> Manifest:
         """Return the manifest of a checkpoint, which is fetched first if only the object store has it. Raises ``Conflict``
-        (``checkpoint-gone``) if it is no longer there, else ``CheckpointError``."""
+        (``checkpoint-gone``) if the checkpoint no longer exists, and ``CheckpointError`` if it cannot be fetched or its manifest
+        is not valid."""
         object_store.ensure_local(self.homes, stored.job, stored.row)
         try:
             with as_owner(stored.directory):

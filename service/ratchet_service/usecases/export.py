@@ -51,8 +51,8 @@ class Exported:
 class Exporter:
     """Exports checkpoints, each in a separate process. ``permits``: limit on concurrent exports, held while a file is made, not
     while it is sent. ``seconds``: time limit for making one file. ``trains_here``: returns whether jobs of a launcher kind run on
-    the service's machine; for jobs of other kinds the service's own interpreter makes the files. ``sandbox``: the user of the
-    process."""
+    the service's machine; for jobs of other kinds the service's own interpreter makes the files. ``sandbox``: the user and the
+    limits of the process."""
 
     database: Database
     homes: HomePaths
@@ -68,8 +68,8 @@ class Exporter:
         is complete; no transaction is open meanwhile. ``abandoned`` is polled, and returns True if the caller no longer needs the
         file: the export then ends with an error.
 
-        Raises ``NotFound``, ``Conflict`` (``checkpoint-gone``, ``export-failed``), ``CheckpointError`` for damage, ``Refused``
-        (``busy``, ``disk-full``, ``export-timeout``).
+        Raises ``NotFound``, ``Conflict`` (``checkpoint-gone``, ``export-failed``), ``CheckpointError`` for a checkpoint that is
+        damaged or cannot be fetched, ``Refused`` (``busy``, ``disk-full``, ``export-timeout``).
         """
         with self.database.read() as session:
             row = find_checkpoint(session, job_id, checkpoint_id)
@@ -94,9 +94,9 @@ class Exporter:
                 raise
 
     def _interpreter(self, job: Job, name: str) -> str:
-        """Return the path of the interpreter that exports: the job's, if its jobs run on this machine, else the service's own.
-        Raises ``Conflict`` (``export-failed``) if the service's own is needed and has no torch. ``name``: the checkpoint's, for
-        the error."""
+        """Return the path of the interpreter that exports. It is the job's if jobs with its launcher run on this machine, else
+        the service's own. Raises ``Conflict`` (``export-failed``) if the job runs elsewhere and the service's interpreter has no
+        torch. ``name``: the checkpoint's, for the error."""
         kind = job.spec.get("launcher", {}).get("kind", "local")
         if self.trains_here(kind):
             own = job.spec.get("python") is None  # as for the job's next attempt

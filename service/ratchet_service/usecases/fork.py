@@ -92,8 +92,8 @@ def _has_no_steps_left(prepared: submit.Prepared, origin: Job, source: Checkpoin
 
 
 def _no_steps_left_error(origin: Job, source: Checkpoint, earlier: list[str]) -> Conflict:
-    """Return the error for a fork that would train no steps; it is not raised. ``earlier``: checkpoints before it, newest
-    first."""
+    """Return the error for a fork that would train no steps; it is not raised. ``earlier``: ids of the committed checkpoints
+    before ``source``, newest first."""
     more = (
         "increase its steps with --set of the option that its code reads (task.args, script; if its data have grown: any "
         "change of env)"
@@ -121,7 +121,8 @@ def _pop_start_from(data: dict[str, Any], request: ForkRequest) -> StartSpec | N
 
 def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) -> Job:
     """Store the new job and return its row. The source checkpoint is pinned, so that no retention deletes it before the fork has
-    started. Raises ``Conflict`` (``checkpoint-gone``) if it no longer exists, and as ``submit.store`` does."""
+    started. Raises ``Conflict`` (``checkpoint-gone``) if the source checkpoint is no longer committed or cannot be read, and as
+    ``submit.store`` does."""
     parent = find_job_for_update(session, fork.parent_id)
     check_transition(parent, Event.FORK)
     row = find_checkpoint(session, parent.id, fork.checkpoint_id)
@@ -158,9 +159,9 @@ def _with_request_pointers(error: SpecError, *, named: bool) -> SpecError:
 
 
 def _source_checkpoint(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpoint:
-    """Return the checkpoint that the new job starts from; ``checkpoint_id`` None: the newest of the parent's lineage. If
-    ``parent`` is a fork without a checkpoint of its own yet, it is the checkpoint of another job that the parent itself starts
-    from. Raises ``NotFound`` if there is none, ``Conflict`` (``checkpoint-gone``) if it is not committed."""
+    """Return the checkpoint that the new job starts from. ``checkpoint_id`` None: the newest of the parent's lineage; if
+    ``parent`` is a fork without a checkpoint of its own yet, the checkpoint of another job that ``parent`` itself starts from.
+    Raises ``NotFound`` if there is no checkpoint, ``Conflict`` (``checkpoint-gone``) if it is not committed."""
     if checkpoint_id is not None:
         row = find_checkpoint(session, parent.id, checkpoint_id)
         _require_committed(row)
@@ -192,7 +193,8 @@ def _fork_name(name: str) -> str:
 
 
 def _require_loadable(prepared: submit.Prepared, checkpoint: Path) -> None:
-    """Raise ``SpecError`` if the checkpoint cannot be loaded with the new spec, so that this is not first found in an attempt."""
+    """Raise ``SpecError`` if a job with the new spec may not start from the checkpoint (``resize.mismatches``), so that this is
+    not first found in an attempt."""
     found = resize.mismatches(prepared.spec, checkpoint, prepared.resolved.code_digest)
     problems = [p.model_copy(update={"pointer": f"/spec{p.pointer}"}) for p in found]
     if problems:

@@ -18,16 +18,16 @@ from ratchet_service.lifecycle.unmanaged_script import UNMANAGED
 
 
 class Saves(NamedTuple):
-    """Saves of one attempt. ``stall``: seconds that training paused for its saves, without the save of its stop; ``stop``: time
-    at which the save of its stop was committed, None if there is none."""
+    """Saves of one attempt. ``stall``: seconds that training paused for saves, without the save when the attempt was stopped;
+    ``stop``: time at which that last save was committed, None if there is none."""
 
     stall: float = 0.0
     stop: datetime | None = None
 
 
 class Spent(NamedTuple):
-    """The time of one attempt. ``notice_seconds``: seconds of notice that it was given before its stop; ``notice_used``: seconds
-    of it that it used. Both are None if it was not stopped; each is None if its value is not known."""
+    """The time of one attempt. ``notice_seconds``: seconds of notice that the attempt was given before its stop; ``notice_used``:
+    seconds of this notice that it used. Both are None if the attempt was not stopped; each is None if its value is not known."""
 
     goodput: GoodputView
     notice_seconds: float | None

@@ -34,8 +34,8 @@ def apply_action(session: Session, job_id: str, event: Event) -> Job:
 
 
 def request_checkpoint(session: Session, job_id: str) -> Job:
-    """Request that the running group saves at its next agreed step, and return the job's row. Raises ``Conflict`` if no group
-    runs, and for a script without a Session (``checkpoint-needs-session``)."""
+    """Request a checkpoint at the next step that the ranks of the running group agree on, and return the job's row. Raises
+    ``NotFound``, and ``Conflict`` if no group runs, and for a script without a Session (``checkpoint-needs-session``)."""
     job = find_job_for_update(session, job_id)
     check_transition(job, Event.CHECKPOINT)
     attempt, script = session.get(Attempt, (job.id, job.attempt)), job.spec.get("script")
@@ -47,8 +47,9 @@ def request_checkpoint(session: Session, job_id: str) -> Job:
 
 
 def _makes_no_session(job: Job, attempt: Attempt) -> bool:
-    """Return True if the job's script is known to create no Session. If it may create one in a module that it imports, the
-    attempt reports nothing until then, and the result is False."""
+    """Return True if the job's script is known to create no Session: by the attempt's resume report, or, before there is one, by
+    the check of the script's main file at submission. False if that is not known, as for a main file that mentions the Session
+    and an attempt that has reported nothing yet."""
     if attempt.resume_report is None:
         return unmanaged_script.WARNING in {warning["code"] for warning in job.warnings}
     return unmanaged_script.is_reported_unmanaged(attempt.resume_report)
@@ -57,7 +58,8 @@ def _makes_no_session(job: Job, attempt: Attempt) -> bool:
 @dataclass(frozen=True)
 class PreparedResume:
     """A checked resume request. ``spec``: the changed and checked spec, None if nothing changes or an attempt may be alive;
-    ``warnings``: those of its hook; ``code``: the requested code, None if none is requested or it was not checked."""
+    ``warnings``: those about the hook of ``spec``; ``code``: the requested code, None if none is requested or it was not
+    checked."""
 
     request: ResumeRequest
     spec: JobSpec | None
@@ -67,8 +69,8 @@ class PreparedResume:
 
 def prepare_resume(database: Database, job_id: str, request: ResumeRequest, ports: SubmissionPorts) -> PreparedResume:
     """Check a changed hook and changed code as at submission, and take a snapshot of changed code; no transaction is open
-    meanwhile. While an attempt may be alive, nothing is checked, since ``resume`` will refuse the changes. Raises ``SpecError``,
-    ``NotFound``, and ``Conflict`` for a job that cannot be resumed."""
+    meanwhile. While an attempt may be alive, neither is checked, since ``resume`` will refuse the changes. Raises ``SpecError``
+    and ``NotFound``; with changed code, also ``Conflict`` if the job cannot be resumed."""
     with database.read() as session:
         job = find_job(session, job_id)
     spec = resize.requested_spec(job, request)

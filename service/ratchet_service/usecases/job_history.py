@@ -69,8 +69,8 @@ def _nodes(session: Session, job_id: str, numbers: list[int]) -> dict[int, list[
 def list_events(
     session: Session, job_id: str, limit: int, cursor: str | None, attempt: int | None = None, kind: str | None = None
 ) -> Page[EventView]:
-    """Return a page of the job's events, oldest first; ``attempt`` or ``kind`` (``EventView.type``) select those of one attempt
-    or type. Raises ``NotFound`` for an unknown job."""
+    """Return a page of the job's events, oldest first. ``attempt`` and ``kind`` (``EventView.type``), if given, limit the page to
+    the events of one attempt and of one type. Raises ``NotFound`` for an unknown job."""
     find_job(session, job_id)
     filters = {column: value for column, value in (("attempt", attempt), ("type", kind)) if value is not None}
     digest = pagination.query_digest(of="events", job=job_id, **filters)
@@ -82,8 +82,8 @@ def list_events(
 
 
 def events_after(session: Session, job_id: str, last_id: int, limit: int, **filters: Any) -> list[EventView]:
-    """Return at most ``limit`` events with an id greater than ``last_id``, oldest first. ``filters``: column values that they
-    must have."""
+    """Return at most ``limit`` events with an id greater than ``last_id``, oldest first. ``filters``: values that columns of the
+    events must have."""
     query = sa.select(Event).where(Event.job_id == job_id, Event.id > last_id).filter_by(**filters)
     query = query.order_by(Event.id).limit(limit)
     return [event_view(row) for row in session.scalars(query)]

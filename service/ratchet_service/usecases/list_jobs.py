@@ -111,8 +111,8 @@ def _matching_query(
     job_filter: JobFilter, selective_ids: list[str] | None, key: str
 ) -> tuple[sa.Select[Job], Any, Any]:
     """Return the query for the jobs that meet all filters, its sort column and its id column. ``selective_ids``: the only jobs
-    that can meet them, None if unknown; ``key``: the name of the sort key. Many jobs with a label are read from the label's own
-    index, which has them in order of creation."""
+    that can meet them, None if unknown; ``key``: the name of the sort key. If the ids are unknown and ``key`` is ``created``,
+    jobs with a label are read along the label's own index, which has them in order of creation."""
     source, query, labels = Job, sa.select(Job), list(job_filter.labels)
     column, ident = getattr(Job, _COLUMNS[key]), Job.id
     if selective_ids is not None:

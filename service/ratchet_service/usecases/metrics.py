@@ -46,9 +46,10 @@ def _not_abandoned(table: Any) -> sa.ColumnElement[bool]:
 
 
 def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int) -> MetricsView:
-    """Return the metric series ``names`` in this order; if ``names`` is empty, all series with points, sorted by name. A series
-    with more than ``max_points`` points (at least 2) is reduced to that number of its own points, evenly spaced, first and last
-    included; values are never averaged or interpolated. Raises ``NotFound`` for an unknown job."""
+    """Return the metric series ``names`` in this order; a name without points gives an empty series. If ``names`` is empty,
+    return all series with points, sorted by name. A series with more than ``max_points`` points (at least 2) is reduced to that
+    number of its own points, evenly spaced, first and last included; values are never averaged or interpolated. Raises
+    ``NotFound`` for an unknown job."""
     job = find_job(session, job_id)
     wanted = sa.select(MetricSeries).where(MetricSeries.job_id == job_id).order_by(MetricSeries.name)
     if names:
@@ -74,8 +75,8 @@ def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int
 
 
 def evenly_spaced(items: Sequence[T], max_count: int) -> list[T]:
-    """Return ``max_count`` of the items, evenly spaced by position, the first and the last included; all items if there are no
-    more."""
+    """Return ``max_count`` (at least 2) of the items, evenly spaced by position, the first and the last included; all items if
+    there are no more than ``max_count``."""
     if len(items) <= max_count:
         return list(items)
     last, parts = len(items) - 1, max_count - 1
@@ -83,9 +84,9 @@ def evenly_spaced(items: Sequence[T], max_count: int) -> list[T]:
 
 
 def _shown_steps(session: Session, job_id: str, names: Sequence[str], max_points: int) -> dict[str, list[int]]:
-    """Return, by series name, the steps of the points that are shown, ascending. If ``max_points`` is 2, as when a client watches
-    a job, these are only the first and the last step. Steps are read from the key alone, which costs a quarter of reading the
-    rows."""
+    """Return, by series name, the ascending steps of the points outside abandoned branches. If ``max_points`` is 2, as when a
+    client watches a job, these are only the first and the last step. Steps are read from the key alone, which costs a quarter of
+    reading the rows."""
     if not names:
         return {}
     shown = Metric.job_id == job_id, Metric.name.in_(names), _not_abandoned(Metric)
@@ -104,8 +105,8 @@ def _shown_steps(session: Session, job_id: str, names: Sequence[str], max_points
 def _points(
     session: Session, job_id: str, names: Sequence[str], steps: Sequence[int] | None
 ) -> dict[str, list[MetricPoint]]:
-    """Return the points by series name, in order of steps. ``steps``: the steps to read; None: all points of no abandoned
-    branch."""
+    """Return the points by series name, in order of steps. ``steps``: the steps to read; None: all points outside abandoned
+    branches."""
     out: dict[str, list[MetricPoint]] = {name: [] for name in names}
     columns = (Metric.name, Metric.step, Metric.attempt, Metric.value, Metric.at)
     query = sa.select(*columns).where(Metric.job_id == job_id, Metric.name.in_(names))
@@ -152,7 +153,7 @@ def hook_view(session: Session, job_id: str, homes: HomePaths) -> HookView:
 
 def _live_summaries(session: Session, job: Job) -> list[tuple[HookSummary, datetime]]:
     """Return the newest summary of each rank of the current attempt, with its time, in order of ranks. Summaries of earlier
-    attempts do not apply: this attempt may have other ranks and another base."""
+    attempts are left out: the current attempt may have other ranks and may have started from an earlier step."""
     newest = sa.func.row_number().over(partition_by=HookSample.rank, order_by=HookSample.step.desc())
     samples = sa.select(HookSample, newest.label("age"))
     ranked = samples.where(HookSample.job_id == job.id, HookSample.attempt == job.attempt).subquery()
@@ -163,8 +164,9 @@ def _live_summaries(session: Session, job: Job) -> list[tuple[HookSummary, datet
 def _checkpoint_summaries(
     session: Session, job: Job, homes: HomePaths, hook: HookSpec
 ) -> tuple[list[HookSummary], datetime] | None:
-    """Return the summaries, by rank, and the time of the checkpoint that the next attempt starts from. None if there is no
-    checkpoint, for one that cannot be read now, or for one that another hook than ``hook`` wrote."""
+    """Return the summaries, by rank, and the time of the checkpoint that the next attempt starts from. None if there is no such
+    checkpoint, if it has no summaries or cannot be read now, or if another hook than ``hook``, or the same hook with other
+    parameters, wrote it."""
     start = next_start(session, job, job.resume_from, homes)
     if start is None:
         return None

@@ -92,10 +92,12 @@ class Files:
     ) -> Page[FileView]:
         """Return a page of the directory ``path``, or the single file ``path``. Paths are relative to the working directory, and
         ``""`` is the working directory itself. If no attempt has created it yet, the page for ``""`` is empty. ``recursive``:
-        include the content of directories. ``include_unchanged``: include files of the job's code that are unchanged.
+        include the content of directories. ``include_unchanged``: include files of the job's code that are unchanged; a single
+        file ``path`` is always included.
 
-        Raises ``NotFound`` (``job-not-found``, ``file-not-found``), ``Refused`` (``unsafe-path``, ``symbolic-link``,
-        ``file-unreadable``, ``too-deep``, ``too-many-files``, ``bad-cursor``).
+        Raises ``NotFound`` (``job-not-found``, ``file-not-found``), ``Refused`` (``unsafe-path``, ``symbolic-link`` for a link on
+        the way to ``path``, ``file-unreadable``, ``too-deep``, ``too-many-files``, ``bad-cursor``). If ``path`` itself is a link
+        or unreadable file, it is listed.
         """
         job, code = self._job(job_id)
         query = pagination.query_digest(of="files", job=job_id, path=path, recursive=recursive, all=include_unchanged)
@@ -130,7 +132,8 @@ class Files:
 
     def content(self, job_id: str, path: str) -> Content:
         """Return the file ``path``, opened to be read. The caller must close its ``resources``, which hold the file and a permit.
-        Raises as ``page`` does, and ``Refused`` (``special-file``, ``is-directory``, ``busy``)."""
+        Raises as ``page`` does, and ``Refused`` (``symbolic-link`` or ``file-unreadable`` for ``path`` itself, ``special-file``,
+        ``is-directory``, ``busy``)."""
         job, _ = self._job(job_id)
         parts = split_path(path)
         if not parts:
@@ -146,10 +149,11 @@ class Files:
     def archive(self, job_id: str, path: str, *, include_unchanged: bool) -> Archive:
         """Return a tar of the directory or file ``path``. Member names are relative to the directory that contains ``path``; for
         ``""``, the working directory itself, they are relative to the working directory. The caller must close the result's
-        ``resources``, which hold a permit. ``include_unchanged``: include files of the job's code that are unchanged.
+        ``resources``, which hold a permit. ``include_unchanged``: include files of the job's code that are unchanged; a single
+        file ``path`` is always included.
 
-        Raises as ``page`` does, and ``Refused`` (``busy``, ``archive-too-large``; ``symbolic-link`` and similar codes if ``path``
-        itself cannot be read).
+        Raises as ``page`` does, but ``NotFound`` also for ``""`` if no attempt has created the working directory yet; and
+        ``Refused`` (``busy``, ``archive-too-large``; ``symbolic-link`` and similar codes if ``path`` itself cannot be read).
         """
         job, code = self._job(job_id)
         parts = split_path(path)
@@ -167,8 +171,8 @@ class Files:
 
     def _members(self, job: JobPaths, parts: tuple[str, ...], copy: CodeCopy) -> tuple[list[DirEntry], Counter[str]]:
         """Return the members of an archive, and the number of entries that are left out, by the reason's code. Unchanged files of
-        the code (``copy``) are in neither. Raises ``Refused`` (``too-many-files``, ``archive-too-large``, and for ``parts``
-        itself as ``page``)."""
+        the code (``copy``) are in neither. Raises ``NotFound``, and ``Refused``: ``too-many-files``, ``archive-too-large``, and
+        codes such as ``symbolic-link`` if the path ``parts`` itself cannot be read."""
         members: list[DirEntry] = []
         left_out: Counter[str] = Counter()
         size = 0
@@ -200,8 +204,8 @@ class Files:
         return members, left_out
 
     def _job(self, job_id: str) -> tuple[JobPaths, Path | None]:
-        """Return the job's directory, and the directory of its code's snapshot (None if it has none). This works also for a
-        deleted job whose outputs were kept. Raises ``NotFound`` (``job-not-found``)."""
+        """Return the job's paths, and the directory with the snapshot of its code (None for a job without a snapshot). For a
+        deleted job whose outputs were kept, return its paths and None. Raises ``NotFound`` (``job-not-found``)."""
         if not is_job_id(job_id):
             raise no_such_job(job_id)
         with self.database.read() as session:
@@ -223,7 +227,8 @@ _LEFT_OUT: Final = {
 
 
 def _hex_parts(text: str) -> list[str]:
-    """Return the hexadecimal names of a cursor's position. Raises ``Refused`` (``bad-cursor``)."""
+    """Return the parts of a cursor's position, which are file names in hexadecimal digits. Raises ``Refused``
+    (``bad-cursor``)."""
     parts = text.split(".")
     if not all(part and len(part) % 2 == 0 and set(part) <= set("0123456789abcdef") for part in parts):
         raise Refused("this cursor was not issued by this server; start again without it", code="bad-cursor")
@@ -258,8 +263,8 @@ def _timestamp(seconds: float) -> datetime | None:
 
 def _tar_stream(job: JobPaths, members: Sequence[DirEntry], prefix_length: int) -> Generator[bytes]:
     """Yield the bytes of the archive. Each file has the content that it has when it is sent. A file that has been deleted by
-    then, or is no longer a regular file, is left out: the client counts the members. ``prefix_length``: number of leading
-    characters removed from member names."""
+    then, or is no longer a regular file, is left out; the client notices that by counting the members. ``prefix_length``: number
+    of leading characters removed from member names."""
     for found in members:
         info = tarfile.TarInfo(found.path[prefix_length:])
         info.mtime = int(found.stat.st_mtime)

@@ -38,13 +38,13 @@ class _Found(NamedTuple):
 
 def prune(database: Database, job_id: str, request: PruneRequest, homes: HomePaths) -> PruneResult:
     """Delete checkpoints outside the job's lineage, and those that were never committed or only partly deleted; return what was
-    deleted, or for ``dry_run`` what would be. With ``quarantined``, delete damaged checkpoints too. Do not call it within a
-    transaction: the rows are marked in one, the files are deleted after it (``removal``), and the deletions are recorded in
-    another.
+    deleted, or for ``dry_run`` what would be. With ``quarantined``, delete all quarantined (damaged) checkpoints too, even pinned
+    ones. Do not call it within a transaction: the rows are marked in one, the files are deleted after it (``removal``), and the
+    deletions are recorded in another.
 
-    Kept: pinned checkpoints (a fork pins its source), and everything of the current attempt while it may be alive. The files
-    decide, not the rows: a zombie's checkpoints have no rows. If the system refuses a deletion, an event is recorded, and the
-    checkpoint is not in the result. Raises ``NotFound``.
+    Kept outside the quarantine: pinned checkpoints (a fork pins its source), and everything of the current attempt while it may
+    be alive. The files decide, not the rows: a zombie's checkpoints have no rows. If the system refuses a deletion, an event is
+    recorded, and the checkpoint is not in the result. Raises ``NotFound``.
     """
     paths = homes.job(job_id)
     with database.read() as session:
@@ -110,8 +110,9 @@ def _select_deletable(session: Session, job: Job, candidates: list[_Found]) -> l
 
 
 def _delete(one: _Found, refused: list[str], *, pinned: bool) -> bool:
-    """Delete the directory of a checkpoint that has no row; with ``pinned``, that of a quarantined one, even if it is pinned.
-    Return True if it was deleted. If the system refuses that, its reason is added to ``refused``."""
+    """Delete the directory of a checkpoint whose row was not marked, unless it is pinned; with ``pinned``, delete it even if it
+    is pinned, as for a quarantined checkpoint. Return True if it was deleted. If the system refuses the deletion, the reason is
+    added to ``refused``."""
     with as_owner(one.directory):
         try:
             if not pinned:
@@ -152,7 +153,8 @@ def _result(dry_run: bool, to_delete: list[_Found], quarantined: list[_Found]) -
 
 
 def _size(directory: Path) -> int:
-    """Return the bytes of the files below ``directory``; files that vanish meanwhile count 0. Call it within ``as_owner``."""
+    """Return the bytes of the files and directories below ``directory``; those that vanish meanwhile count 0. Call it within
+    ``as_owner``."""
     total = 0
     for path in directory.rglob("*"):
         try:

@@ -56,7 +56,8 @@ def job_entry(session: Session, job_id: str) -> QueueView:
 
 
 def job_position(session: Session, job: Job) -> Standing:
-    """Return the job's position in the queue; ``Standing()`` without values if the job is not queued."""
+    """Return the job's position in the queue; ``Standing()`` without values if the job is not queued or in a back-off. For a job
+    far back only a lower bound may be returned (``MAX_SINGLE_JOB_POSITION``)."""
     return (
         queue_position.find_position(session, now_in(session), job, MAX_SINGLE_JOB_POSITION)
         if job.phase is JobPhase.QUEUED

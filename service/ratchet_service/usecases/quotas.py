@@ -17,7 +17,7 @@ from ratchet_service.scheduling.fair_order import Share
 
 
 def list_quotas(session: Session) -> Page[QuotaView]:
-    """Return all quotas that are set, that of ``*`` first, each with its owner's current use."""
+    """Return all quotas that are set, that of ``*`` first, each with its owner's current use; ``*`` has no use."""
     rows = session.scalars(sa.select(Quota).order_by(Quota.owner != EVERYBODY, Quota.owner))
     held = queue_queries.held_by_owner(session)
     return Page[QuotaView](items=[_view(session, row.owner, row, held) for row in rows])

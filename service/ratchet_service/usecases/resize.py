@@ -86,9 +86,9 @@ def requested_spec(job: Job, request: ResumeRequest, code: NewCode | None = None
 
 
 def prepare_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewCode:
-    """Check ``spec`` with the code that it names, take a snapshot of this code, and return it. ``spec`` None: the job's own spec.
-    It may run user code, so never call it within a transaction. Raises ``SpecError``, also for a job that has no snapshot of
-    code."""
+    """Check ``spec`` with the code that it names, take a snapshot of this code, and return the snapshot's digest and Git commit
+    with the spec's warnings. ``spec`` None: the job's own spec. It may run user code, so never call it within a transaction.
+    Raises ``SpecError``, also for a job that has no snapshot of code."""
     before = JobSpec.model_validate(job.spec)
     if before.snapshot_code is None:
         text = (
@@ -105,8 +105,9 @@ def prepare_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewC
 
 
 def check_hook(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> list[Warning_]:
-    """Return the warnings about a changed hook; empty if ``spec`` is None or has the job's hook. It may run user code, so never
-    call it within a transaction. Raises ``SpecError`` for a hook that cannot run with what was resolved for the job."""
+    """Return the warnings about a changed hook; empty if ``spec`` is None or keeps the job's hook. It may run user code, so never
+    call it within a transaction. Raises ``SpecError`` for a hook that cannot run with what was resolved for the job, such as its
+    device and back end."""
     if spec is None or spec.hook == JobSpec.model_validate(job.spec).hook:
         return []
     warnings, problems = ports.check_hook_change(spec, Resolved.model_validate(job.resolved))
@@ -193,9 +194,10 @@ def next_start(session: Session, job: Job, source: dict[str, int] | None, homes:
 
 def mismatches(spec: JobSpec, checkpoint: Path, code_digest: str | None) -> list[FieldProblem]:
     """Return the reasons why a group with ``spec`` may not start from ``checkpoint``, and what to do about each; empty if it may.
-    The reasons are that other ranks, another hook or other code wrote the checkpoint. ``code_digest``: digest of the group's
-    code; None if only its nodes know the code. For a checkpoint that cannot be read now the result is empty too: the attempt
-    reports that, and may find another checkpoint."""
+    The number of ranks, the hook and the code that wrote the checkpoint are compared with those of ``spec``; ``on_hook_mismatch``
+    and ``determinism`` decide which differences are reasons. ``code_digest``: digest of the group's code; None if only its nodes
+    know the code. For a checkpoint that cannot be read now the result is empty too: the attempt reports that, and may find
+    another checkpoint."""
     try:
         with as_owner(checkpoint):
             manifest = read_manifest(checkpoint)

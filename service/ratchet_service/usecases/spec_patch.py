@@ -24,9 +24,9 @@ def complete_code_patch(patch: dict[str, Any]) -> dict[str, Any]:
 
 
 def complete_hook_patch(parent: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """Return ``patch`` with a hook that can be merged over the parent's hook, ``parent``. A plain name becomes a mapping with
-    that name; so the parent's own name changes nothing. For a hook of another name, the parent's parameters become null, so that
-    it inherits none of them: they are unrelated."""
+    """Return ``patch`` with a hook that can be merged over the parent's hook, ``parent``; a patch without a hook is returned as
+    it is. A plain name becomes a mapping with that name; so the parent's own name changes nothing. For a hook of another name,
+    the parent's parameters become null, so that the new hook inherits none of them: they are unrelated."""
     hook = normalise_hook(patch.get("hook"))
     if not isinstance(hook, dict):
         return patch

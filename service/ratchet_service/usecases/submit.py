@@ -46,7 +46,7 @@ class Prepared:
 
 
 def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> Prepared:
-    """Validate a spec and decide every ``auto``; nothing is stored. ``code_digest``: a snapshot that is checked in place of the
+    """Validate a spec and decide every ``auto``; no job is stored. ``code_digest``: a snapshot that is checked in place of the
     directory. Raises ``SpecError`` with every problem found, and ``Refused`` (``busy``)."""
     found = examine_spec(data)
     spec = found.spec
@@ -88,8 +88,8 @@ def _snapshot_digest(code: CodeSpec, ports: SubmissionPorts) -> str:
 
 
 def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
-    """Return what would be run: the spec with secret values masked, decisions, warnings, launch and hook memory. Nothing is
-    stored, and the code is not copied. Raises ``SpecError``."""
+    """Return what would be run: the spec with secret values masked, decisions, warnings, launch and hook memory. No job is
+    stored. The code is copied only if another user than the service's inspects it (``--run-as``). Raises as ``check`` does."""
     checked = check(data, ports)
     resolved = checked.resolved.model_copy(update={"code_digest": _uploaded_digest(checked.spec)})
     return PlanView(
@@ -106,7 +106,11 @@ def store(
 ) -> Job:
     """Store the job's row, labels and first event, and return the row. ``columns``: further columns of the row (a fork's origin);
     ``pointer``: where the spec is in the request's body, for errors; ``job_id``: an id from ``new_job_id`` whose directory
-    already exists, else a new one is used. Raises ``Conflict`` or ``SpecError`` (``quota-exceeded``)."""
+    already exists, else a new one is used.
+
+    Raises (``quota-exceeded``) ``Conflict`` if the owner has as many jobs as its quota permits, and ``SpecError`` if this job
+    alone takes more than the quota.
+    """
     spec, now = prepared.spec, now_in(session)
     quotas.admit(session, owner, spec, prepared.resolved, pointer=pointer)
     while job_id is None or session.get(Job, job_id) is not None:

@@ -125,7 +125,7 @@ def find(session: Session, caller: Principal, token_id: str) -> ApiToken:
 
 def revoke(session: Session, caller: Principal, token_id: str) -> TokenRevoked:
     """Revoke a token and all tokens that were created with it, directly or indirectly. Return the token with the number of these
-    other tokens. Revoking it again changes nothing.
+    other tokens that were not revoked before. Revoking a token again keeps its first time of revocation.
 
     Raises ``NotFound``; ``Refused`` (``not-allowed``) for a token that has more rights than ``caller``.
     """

@@ -50,8 +50,8 @@ class Probe:
             return [FieldProblem(pointer="/hook/hook", code="hook-import-failed", detail=text)]
 
     def shapes(self) -> list[list[int]] | None:
-        """Return the shapes of the parameters of the job's task; None if there is no task, or if it does not return them for any
-        reason."""
+        """Return the shapes of the parameters of the job's task; None if there is no task, or if the shapes cannot be found out
+        for any reason."""
         task = self.spec.task
         if task is None:
             return None

@@ -63,8 +63,8 @@ def snapshot(
     include: Sequence[str] = (),
     allowed: Allowed = allow_all,
 ) -> str:
-    """Copy the directory ``path`` to ``code_root/<digest>``, without what its ignore files name, and return the digest. Raises
-    ``SpecError`` as ``inspect`` does.
+    """Copy what ``inspect`` chooses of the directory ``path`` to ``code_root/<digest>``, and return the digest. Raises
+    ``SpecError`` as ``inspect`` does, and for a file that cannot be read.
 
     The copy is safe against crashes (temporary directory, fsync, rename) and concurrent calls (calls wait for a lock, and use an
     existing copy). The digest is computed from the copy, so files that change while they are copied give one consistent snapshot.

@@ -81,9 +81,9 @@ def write_error(path: Path, error: OSError, needed_bytes: int | None = None) -> 
 
 
 def _space_text(path: Path, error: OSError, needed_bytes: int | None) -> str:
-    """Return a text in parentheses with the free space on the disk and the space that the file needs, or an empty text if lack
-    of space is not the error. With a quota, only the latter: not every file system reports as free space what the quota
-    leaves."""
+    """Return a text in parentheses with the free space on the disk and the space that the file needs; an empty text if lack of
+    space is not the error. If a quota is used up, the text has only the needed space: not every file system reports as free
+    space what the quota leaves."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     notes = [f"{needed_bytes / 2**20:.1f} MiB needed for this file alone"] if needed_bytes is not None else []
@@ -133,7 +133,8 @@ def write_all(fd: int, data: memoryview) -> None:
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
     """Ask the system to start writing bytes ``offset`` to ``offset + nbytes`` of a file to the disk, while the caller produces
-    the next ones; otherwise all writing waits for ``fsync``. Does not block.
+    the next ones; otherwise all writing waits for ``fsync``. Does not wait for the writes, but may block while the disk's
+    request queue is full.
 
     This is Linux's ``sync_file_range(SYNC_FILE_RANGE_WRITE)``: a hint, which guarantees nothing and hides no error from the
     ``fsync`` that must follow. Does nothing where the system has no such call.

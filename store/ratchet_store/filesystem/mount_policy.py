@@ -106,8 +106,8 @@ def _check_directory_rename(scratch: Path) -> None:
 
 
 class _supported:
-    """Context manager: raises ``Unfit`` for an ``OSError`` that means "not supported"; other errors pass. ``what``: the
-    operation, for the message."""
+    """Context manager: converts an ``OSError`` that means "not supported" to ``Unfit``; any other error is raised as it is.
+    ``what``: the operation, for the message."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -194,7 +194,8 @@ class Mount:
 
     @property
     def kind(self) -> str:
-        """The type without ``fuse.``, and one name for each family of types: ``nfs`` for ``nfs4``, ``cifs`` for ``smb3``."""
+        """The type without ``fuse.``, and one name for each family of types: ``nfs`` for ``nfs4``, ``cifs`` for ``smb3``. For the
+        bare type ``fuse`` it is the source, if that is the name of a refused file system (``mountpoint-s3``)."""
         name = self.type.removeprefix("fuse.")
         if name == "fuse" and self.source in _REFUSED:
             return self.source
@@ -219,12 +220,12 @@ class Verdict:
 
 
 def check_directory(directory: Path, *, known: bool = True) -> Verdict:
-    """Decide whether checkpoints can be trusted to ``directory``, which must exist: by the mount table and, unless that
-    refuses it, by a trial in the directory. ``known`` False: the trial is made only if the kind of file system is not a known
-    one.
+    """Decide whether checkpoints can be trusted to ``directory``, which must exist: by its mount (``classify``) and, unless that
+    is refused, by a trial in the directory (``probe``). ``known``: whether the trial is also made on the file systems that this
+    module knows; False: only on others.
 
-    Raises ``OSError`` if the trial is not possible: a full disk, a missing permission or a read-only mount proves nothing
-    about the kind of file system.
+    A refusal is returned. Raises ``OSError`` if the trial is not possible: a full disk, a missing permission or a read-only
+    mount proves nothing about the kind of file system.
     """
     mount = mount_of(directory)
     verdict = classify(directory, mount)
@@ -239,7 +240,8 @@ def check_directory(directory: Path, *, known: bool = True) -> Verdict:
 
 
 def classify(directory: Path, mount: Mount) -> Verdict:
-    """Return the verdict on a kind of file system with those mount options, without a trial."""
+    """Return the verdict on ``directory`` by the type and options of its ``mount`` alone, without a trial. An unknown type is
+    ``noted``."""
     kind = mount.kind
     if kind in _REFUSED:
         return Verdict("refused", directory, mount, _REFUSED[kind])
@@ -258,7 +260,8 @@ def classify(directory: Path, mount: Mount) -> Verdict:
 
 def mount_of(path: Path, table: str | None = None) -> Mount:
     """Return the mount that contains ``path``, which need not exist. ``table``: text in the format of
-    ``/proc/self/mountinfo``; None: that file is read. If it does not exist, the mount's type is ``unknown``."""
+    ``/proc/self/mountinfo``; None: that file is read. If the file cannot be read, or has no entry for ``path``, the returned
+    mount has the type ``unknown``."""
     if table is None:
         try:
             table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")

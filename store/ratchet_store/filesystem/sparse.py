@@ -40,8 +40,8 @@ def punch_hole(path: Path, begin: int, end: int) -> int:
 
 
 def unsupported_reason(directory: Path) -> str | None:
-    """Return None if holes in files in ``directory`` free space and are visible to readers; otherwise a text on what does not
-    work. Tries it with a small file there, which is removed."""
+    """Return None if ``punch_hole`` frees space in files in ``directory``, and readers can skip the holes (``SEEK_DATA``);
+    otherwise a text on what does not work. It is tried with a small file there, which is removed."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".holes-") as scratch:
             scratch.write(b"x" * (3 * GRANULE))
@@ -57,8 +57,9 @@ def unsupported_reason(directory: Path) -> str | None:
 
 
 def data_after(fd: int, offset: int) -> int | None:
-    """Return the offset where data begins, at or after ``offset``; None if there is none up to the end of the file. A hole
-    that reaches to the end counts as the end: appended data may not be visible yet. Moves the descriptor's position."""
+    """Return the offset where data begins, at or after ``offset``; None if there are no data from there to the end of the file,
+    also if a hole is there: appended data may not be visible yet. Without support for holes, all of the file is data. Moves the
+    descriptor's position."""
     try:
         return os.lseek(fd, offset, os.SEEK_DATA)
     except OSError as error:

@@ -38,8 +38,8 @@ MAX_MARKER_BYTES: Final = 4096  # bytes of the text in a marker file
 
 
 class ManifestWriter:
-    """Commits checkpoints one after another. If the list of tensors equals that of the last commit, it is not checked and
-    converted to JSON again."""
+    """Commits checkpoints one after another. If a manifest has the very same ``TensorEntry`` objects as the last one, its list of
+    tensors is not checked and converted to JSON again."""
 
     def __init__(self) -> None:
         self._structure, self._sealer = StructureCheck(), Sealer()
@@ -52,8 +52,9 @@ class ManifestWriter:
         The manifest is written as ``MANIFEST.json.tmp``, synced and renamed; then the directory, the directory of checkpoints
         and, the first time, the job's directory are synced. Committing the same manifest again is no error. Raises
         ``CheckpointError``: ``checkpoint-damaged`` if files or manifest are incomplete or inconsistent; ``checkpoint-exists``
-        if there is another manifest, or this checkpoint is being deleted; ``checkpoint-not-written`` if the system refuses. A
-        new manifest that already has its name is then removed, so that the step may be saved again.
+        if there is another manifest, or this checkpoint is being deleted; ``checkpoint-unreadable`` if a file cannot be read;
+        ``checkpoint-not-written`` if the system refuses a write or a sync. In the last case a new manifest is removed again, so
+        that the step may be saved once more.
         """
         _check_name(directory, manifest)
         self._structure.check(manifest)
@@ -93,9 +94,10 @@ def mark_finished(directory: Path) -> None:
 
 
 def mark_changed(directory: Path, description: str) -> bool:
-    """Create the marker file ``CHANGED`` with ``description``, a sentence: state changed after the committed checkpoint in
-    ``directory`` that it should contain, so a resume from it is not exact. Returns False, and changes nothing, if the marker
-    file exists already, for example made by another rank. Raises ``CheckpointError`` (``checkpoint-not-written``)."""
+    """Create the marker file ``CHANGED`` in ``directory``: after the checkpoint there was committed, state changed that it should
+    contain, so a resume from it is not exact. ``description``: a sentence that names that state, the file's content. Returns
+    True. Returns False, and changes nothing, if the marker file exists already, for example made by another rank. Raises
+    ``CheckpointError`` (``checkpoint-not-written``)."""
     path = directory / CHANGED_NAME
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -115,8 +117,9 @@ def mark_changed(directory: Path, description: str) -> bool:
 
 
 def read_changed_marker(directory: Path) -> str | None:
-    """Return the sentence that ``mark_changed`` wrote for the checkpoint; None if it was not called. Raises
-    ``CheckpointError`` (``checkpoint-unreadable``, or ``checkpoint-damaged`` if the marker is no regular file)."""
+    """Return the sentence that ``mark_changed`` wrote for the checkpoint (up to ``MAX_MARKER_BYTES``); None if there is no marker
+    file. If a crash left the marker file empty, a general sentence is returned. Raises ``CheckpointError``
+    (``checkpoint-unreadable``, or ``checkpoint-damaged`` if the marker is no regular file)."""
     path = directory / CHANGED_NAME
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -130,8 +133,8 @@ def read_changed_marker(directory: Path) -> str | None:
 
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a committed checkpoint, after checking its digest, its structure, and that it fits the
-    directory's name. The rank files are not read. ``finished`` is also True if ``mark_finished`` was called after the commit,
-    which the digest does not cover.
+    directory's name. The rank files are not read. In the returned manifest ``finished`` is also True if ``mark_finished`` created
+    the marker file ``FINISHED`` after the commit; the digest is that of the manifest file.
 
     Raises ``CheckpointError``: ``checkpoint-missing`` (not committed), ``checkpoint-damaged``, ``checkpoint-format`` (another
     format version), ``checkpoint-unreadable``.
@@ -181,7 +184,8 @@ def checkpoint_dirs(checkpoints: Path) -> Iterator[tuple[int, int, Path]]:
     """Yield ``(step, attempt, directory)`` of everything in ``checkpoints`` that is named like a checkpoint, committed or not,
     newest step and attempt first. Yields nothing if ``checkpoints`` does not exist.
 
-    Raises ``CheckpointError`` (``checkpoint-unreadable``) when the directory cannot be listed.
+    Raises ``CheckpointError`` (``checkpoint-unreadable``) when the directory cannot be listed; ``checkpoint-damaged`` if
+    ``checkpoints`` is no directory.
     """
     refresh(checkpoints)
     try:
@@ -217,8 +221,8 @@ def _retract_manifest(path: Path, error: OSError) -> CheckpointError:
     """Remove a new manifest whose commit failed with ``error``, and return the error to raise.
 
     The manifest may have its name already, but is not known to be durable, so it must not be relied on. A second sync would
-    prove nothing, since the system reports such an error only once. A loss of power may bring the name back, with all files
-    that it lists: like a checkpoint that was committed but not yet reported.
+    prove nothing, since the system reports such an error only once. A loss of power may bring the manifest back, with all files
+    that it lists: the checkpoint then counts as one that was committed but not yet reported.
     """
     try:
         path.unlink(missing_ok=True)

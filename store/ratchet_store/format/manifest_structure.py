@@ -31,8 +31,8 @@ def check_structure(manifest: Manifest) -> None:
 
 
 class StructureCheck:
-    """Checks manifests one after another. The list of tensors seldom changes: if it equals the last valid one, only what
-    depends on the files is checked again."""
+    """Checks manifests one after another. The list of tensors seldom changes: if it has the very same ``TensorEntry`` objects as
+    the last valid one, only the list of files and their sizes are checked."""
 
     def __init__(self) -> None:
         self._tensors: tuple[TensorEntry, ...] = ()
@@ -47,8 +47,8 @@ class StructureCheck:
             self._tensors = tuple(manifest.tensors)
 
     def _is_already_checked(self, manifest: Manifest, sizes: dict[str, int]) -> bool:
-        """True if the manifest has the same tensors as the last valid one, and its files (``sizes`` by name) are long enough
-        for them. The files' names contain the number of ranks."""
+        """True if the manifest has the same ``TensorEntry`` objects as the last valid one, and its files (``sizes`` by name) are
+        long enough for them. False for another number of ranks, which is part of the files' names."""
         return same_entries(manifest.tensors, self._tensors) and all(
             end <= sizes.get(file, -1) for file, end in self._file_ends.items()
         )

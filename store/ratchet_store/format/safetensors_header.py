@@ -32,8 +32,8 @@ def tensor_key(entry: TensorEntry) -> str:
 
 
 def header_entry(entry: TensorEntry, data_start: int) -> Stored:
-    """Return the header's entry for a piece. ``data_start``: offset in the file where the data begins; the header counts from
-    there."""
+    """Return the header's entry for a piece. ``data_start``: offset in the file where the data begins; offsets in the header are
+    relative to it. The shape of a piece that is not the whole tensor is 1-D."""
     whole = is_complete(entry.shape, entry.dtype, entry.start, entry.nbytes)
     shape = tuple(entry.shape) if whole else (entry.nbytes // ITEMSIZE[entry.dtype],)
     begin = entry.offset - data_start
@@ -41,9 +41,9 @@ def header_entry(entry: TensorEntry, data_start: int) -> Stored:
 
 
 def build_header(members: bytes, state_text: str) -> tuple[bytes, bytes, bytes]:
-    """Return a rank file's header in pieces: the length field, and the JSON padded so that the data starts on a multiple of
-    ``ALIGNMENT``. In pieces, since ``members`` (the tensors' JSON, from ``entries_json``) may be long. ``state_text``: the
-    rank's JSON state. Raises ``StateError`` if the header is too long."""
+    """Return a rank file's header as three pieces to be joined: a length field and the JSON, padded so that the data starts on a
+    multiple of ``ALIGNMENT``. The second piece is ``members``, the tensors' JSON from ``entries_json``, which may be long.
+    ``state_text``: the rank's JSON state. Raises ``StateError`` if the header is too long."""
     try:
         return frame_header(header_json({STATE_METADATA_KEY: state_text}, members), ALIGNMENT)
     except ValueError as error:
@@ -62,7 +62,8 @@ def model_header(stored: dict[str, Stored], metadata: dict[str, str]) -> bytes:
 
 def parse_header(raw: bytes) -> tuple[dict[str, Stored], str]:
     """Return a rank file's header entries by key, and the JSON text of the rank's state. ``raw``: the header without its
-    length field. Raises ``CheckpointError`` if it is invalid."""
+    length field. Raises ``CheckpointError`` if it does not have the form of a header with a rank's state; dtypes and offsets are
+    not checked."""
     body = parse_json(raw)
     if not isinstance(body, dict):
         raise CheckpointError("the safetensors header is not a JSON object")
@@ -82,7 +83,7 @@ def parse_header(raw: bytes) -> tuple[dict[str, Stored], str]:
 
 def check_safetensors(file: BinaryIO, size: int) -> None:
     """Check that a file of ``size`` bytes has the valid header of a safetensors file, written by any program. Raises
-    ``CheckpointError`` if not, and ``OSError``."""
+    ``CheckpointError`` if it has not, and ``OSError`` if reading fails."""
     try:
         safetensors_header.read_header(file, size)
     except ValueError as error:
@@ -90,8 +91,8 @@ def check_safetensors(file: BinaryIO, size: int) -> None:
 
 
 def parse_json(raw: bytes | str) -> Any:
-    """Return the value of a JSON text, refusing one that would take far more memory than its length
-    (``safetensors_header.bounded_json``). Raises ``CheckpointError``."""
+    """Return the value of a JSON text. Raises ``CheckpointError`` for invalid JSON, and for a text that would take far more
+    memory than its length (``bounded_json`` in ``ratchet_hooks.state.safetensors_header``)."""
     try:
         return safetensors_header.bounded_json(raw)
     except ValueError as error:
@@ -99,8 +100,8 @@ def parse_json(raw: bytes | str) -> Any:
 
 
 def refuse_json_bomb(raw: bytes | str) -> None:
-    """Raise ``CheckpointError`` for a JSON text that would take far more memory than its length
-    (``safetensors_header.refuse_json_bomb``)."""
+    """Raise ``CheckpointError`` for a JSON text that would take far more memory than its length, by the function of the same
+    name in ``ratchet_hooks.state.safetensors_header``."""
     try:
         safetensors_header.refuse_json_bomb(raw)
     except ValueError as error:

@@ -92,8 +92,8 @@ class ObjectStore:
         self._digests = digests
 
     def put(self, name: str, chunks: Iterable[bytes | memoryview], size: int, digest: str) -> None:
-        """Create or replace one object made of ``chunks``, completely or not at all, with ``digest`` as an attribute.
-        ``size``: bytes of all chunks. Errors of the iterable are raised."""
+        """Create or replace one object made of ``chunks``, completely or not at all, with ``digest`` as an attribute if the
+        store keeps attributes. ``size``: bytes of all chunks. Errors of the iterable are raised."""
         import obstore
 
         attributes = {_DIGEST_ATTRIBUTE: digest} if self._digests else None
@@ -257,7 +257,8 @@ def _delete_one(raw: Any, name: str) -> None:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return obstore's error message without its inner structure, on one line, and without any credential."""
+    """Return obstore's error message without its inner structure, on one line, at most ``_MAX_ERROR_CHARS`` long. Values of the
+    environment's credential variables, and user and password in URLs, are replaced by ``***``."""
     text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
     for name, value in os.environ.items():
         if name.startswith(_PROVIDERS) and _SECRET.search(name) and len(value) >= 4:

@@ -47,7 +47,8 @@ def remove_lock(directory: Path) -> None:
 
 
 def _sweep(checkpoints: Path) -> None:
-    """Delete download directories of processes that are dead: each is as large as a checkpoint. Errors are ignored."""
+    """Delete download directories whose process is dead, and those older than ``_STALE_SECONDS``: each may be as large as a
+    checkpoint. Errors are ignored."""
     for left in checkpoints.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # gone meanwhile, or another user's
             age = time.time() - left.stat().st_mtime

@@ -53,7 +53,8 @@ class Uploaded(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A checkpoint that cannot be copied because of what is wrong with it here, not with the store. It is not tried again."""
+    """A checkpoint that cannot be copied although the store works: it is damaged or unreadable on this disk, or the store has
+    another checkpoint of the same name. The ``Mirror`` does not try it again."""
 
     folder: str
     error: str
@@ -135,8 +136,8 @@ class Mirror:
         return checkpoint[1] == self._attempt or lineage_contains(self._lineage, *checkpoint)
 
     def _list_remote(self) -> dict[Id, dict[str, int]]:
-        """Return the sizes of the objects in the store, by checkpoint and name. The store is listed once and the result kept;
-        then also deletes incomplete copies of earlier attempts that are not on this disk."""
+        """Return the sizes of the objects in the store, by checkpoint and name. The store is listed once and the result kept.
+        With the listing, incomplete copies are deleted whose checkpoint is of an earlier attempt and not on this disk."""
         if self._remote_files is None:
             there = self._remote.list_checkpoints()
             local = {(step, attempt) for step, attempt, _ in checkpoint_dirs(self._checkpoints)}
@@ -173,8 +174,9 @@ class Mirror:
     def _upload_files(
         self, checkpoint: Id, directory: Path, manifest: Manifest, raw: bytes, check_interrupted: Callable[[], None]
     ) -> int:
-        """Send a checkpoint's files, its marker files and last its manifest ``raw``. Returns the bytes sent; objects that have
-        the right size and digest already are not sent again. Raises ``CheckpointError``."""
+        """Send a checkpoint's files, its marker files and last its manifest ``raw``. Returns the bytes sent: 0 if the copy is
+        complete already. Objects that have the right size and digest are not sent again, unless the copy is quarantined. Raises
+        ``CheckpointError``."""
         objects, folder = self._remote.objects, directory.name
         names = self._list_remote().setdefault(checkpoint, {})
         nbytes = 0
@@ -231,9 +233,9 @@ class Mirror:
     # --- remove ---
 
     def _remove_deleted(self) -> list[Id]:
-        """Delete the copies of checkpoints that retention has deleted here. Kept are the newest complete copy of the lineage,
-        and pinned ones. Returns the deleted ones. Raises ``CheckpointError`` if the first deletion fails; a later failure ends
-        the call."""
+        """Delete the copies of checkpoints that retention has deleted here, except pinned ones and the newest complete copy of
+        this attempt and its lineage. Returns the checkpoints whose copies were deleted. Raises ``CheckpointError`` if the first
+        deletion fails; after a later failure it returns what was deleted so far."""
         gone = [one for one in self._record.ids() if self._is_deleted(one)]
         if not gone:
             return []
@@ -272,7 +274,7 @@ class Mirror:
 
 
 def _marker_content(directory: Path, marker: str) -> bytes:
-    """Return the bytes to store for a marker file: those of the local file for ``CHANGED_NAME``, none for the others."""
+    """Return the bytes to store for a marker file: those of the local file for ``CHANGED_NAME``, ``b""`` for the others."""
     return read_bytes(directory / marker, MAX_MARKER_BYTES) if marker == CHANGED_NAME else b""
 
 

@@ -40,8 +40,8 @@ class Record:
         return bool(self._rows[checkpoint_dir_name(*checkpoint)].get("pinned", True))
 
     def add(self, folder: str, digest: str, *, pinned: bool) -> None:
-        """Record that the checkpoint ``folder`` has been copied, or that its pin has changed; written to the disk if it is
-        new."""
+        """Record that the checkpoint ``folder`` has been copied, or that its pin has changed. Nothing is written to the disk if
+        the record says the same already."""
         row: dict[str, object] = {"digest": digest, "pinned": pinned}
         if self._rows.get(folder) != row:
             self._write({**self._rows, folder: row})

@@ -44,9 +44,10 @@ class TensorComparison:
     checkpoint has no such tensor. ``note``: a text if the tensor exists in one checkpoint only, or dtype or shape differ;
     otherwise None.
 
-    The other fields are set only if dtype and shape agree and bytes differ. ``first``: row-major index of the first element
-    that differs; ``count``: number of elements that differ; ``values``: the element at ``first`` in the first and in the
-    second checkpoint; ``largest``: the largest absolute difference among the 2**20 elements that begin at ``first``.
+    The following fields are set only if dtype and shape agree and bytes differ. ``first``: row-major index of the first element
+    that differs; ``count``: number of elements that differ; ``shape``: the tensor's; ``values``: the element at ``first`` in the
+    first and in the second checkpoint; ``largest``: the largest absolute difference among the 2**20 elements that begin at
+    ``first``.
     ``values`` and ``largest`` are None if the dtype is not a plain number; ``largest`` also if all of these differences are
     NaN.
     """
@@ -116,7 +117,7 @@ def compare(a: Path, b: Path, *, exclude: Collection[str] = ()) -> Comparison:
 
     ``exclude``: shell patterns of JSON pointers into the ranks' states that may differ, such as ``/timing/*`` (``*`` also
     matches ``/``). Raises ``CheckpointError`` if either checkpoint cannot be read or is damaged. Memory: 64 MiB of tensors of
-    each, or the largest tensor.
+    each checkpoint, or the largest tensor; tensors that only ``b`` has are not counted in this.
     """
     return compare_opened(CheckpointReader(a), CheckpointReader(b), exclude=exclude)
 
@@ -165,8 +166,8 @@ def component_of(name: str) -> str:
 def _compare_names(
     readers: tuple[CheckpointReader, CheckpointReader], names: list[str]
 ) -> tuple[list[TensorComparison], int]:
-    """Compare the tensors ``names``, which are read in batches; returns a result per name, and the bytes read from the first
-    checkpoint."""
+    """Compare the tensors ``names``, which are read in batches. Returns a result per name, and the bytes of these tensors in the
+    first checkpoint."""
     found, nbytes = [], 0
     for batch in _batches(readers[0].manifest, names):
         sides = []
@@ -180,7 +181,8 @@ def _compare_names(
 
 def _batches(manifest: Manifest, names: list[str]) -> Iterator[list[str]]:
     """Yield ``names`` in their order, in lists whose tensors have at most ``_BATCH_BYTES`` bytes in the checkpoint of
-    ``manifest``; a larger tensor gets a list of its own."""
+    ``manifest``. A larger tensor shares its list with no other tensor of that checkpoint. Names that the checkpoint does not
+    have count as no bytes."""
     sizes: dict[str, int] = {}
     for entry in manifest.tensors:
         sizes[entry.name] = sizes.get(entry.name, 0) + entry.nbytes

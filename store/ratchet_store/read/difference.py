@@ -56,8 +56,9 @@ _UNTRACKED_STATE: Final = (
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference between two checkpoints, for a message. ``place``: the tensor or value, for display; ``name``: the same
-    as stored, a tensor's name or a JSON pointer; ``rank``: None if all ranks share it; ``detail``: how it differs."""
+    """One difference between two checkpoints, for a message. ``place``: the tensor or value, for display; ``name``: its stored
+    name, which is a tensor's name or a JSON pointer into a rank's state; ``rank``: whose it is, None for a shared tensor;
+    ``detail``: how the two differ."""
 
     component: str
     name: str
@@ -76,7 +77,8 @@ def differences(comparison: Comparison) -> list[Difference]:
 
 
 def advice(found: Sequence[Difference], unsaved: Sequence[str]) -> str | None:
-    """Return what to do about the first of ``differences``; None if there is none. ``unsaved``: as in ``Comparison``."""
+    """Return what to do about the first difference in ``found``, the result of ``differences``; None if ``found`` is empty.
+    ``unsaved``: as in ``Comparison``."""
     if not found:
         return None
     if found[0].component in _FRAMEWORKS:
@@ -86,7 +88,8 @@ def advice(found: Sequence[Difference], unsaved: Sequence[str]) -> str | None:
 
 
 def _order_index(one: Difference) -> int:
-    """Return the index in ``_ORDER`` by which a difference is sorted; a component that is not listed counts as ``user``."""
+    """Return the index in ``_ORDER`` by which a difference is sorted. ``param_groups`` of an optimizer count as ``scheduler``,
+    gradients in ``modules`` as ``gradients``, and a component that is not listed as ``user``."""
     component = one.component
     if component.startswith("optimizer") and "param_groups" in one.place:  # learning rates are set by a scheduler
         return _ORDER.index("scheduler")

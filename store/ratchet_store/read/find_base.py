@@ -42,12 +42,13 @@ def find_base(
     the attempt starts from scratch (or from the fork's source).
 
     ``checkpoints``: the job's checkpoint directory. Damaged checkpoints newer than the result are moved to ``quarantine``;
-    with ``quarantine`` None the first is raised instead. Directories without a manifest or outside the lineage are skipped.
-    ``check`` verifies a checkpoint; the default reads every byte. A caller that reads and verifies it afterwards passes
-    ``check_files``, which checks only the sizes; if it then finds damage, it calls ``move_to_quarantine`` and this function
-    again. ``root`` is what the oldest segment started from (``Base()`` for scratch, or a fork's base); None accepts any parent
-    there. Raises ``CheckpointError`` where an older checkpoint must not silently replace the newest: another format version
-    (``checkpoint-format``), files that the system cannot read or a quarantine that fails (``checkpoint-unreadable``).
+    with ``quarantine`` None the first one's error is raised instead. Directories without a manifest or outside the lineage are
+    skipped. ``check`` verifies a checkpoint; the default reads every byte. A caller that reads and verifies the checkpoint
+    afterwards passes ``check_files``, which checks only the sizes; if that caller then finds damage, it calls
+    ``move_to_quarantine`` and this function again. ``root`` is what the oldest segment started from (``Base()`` for scratch, or a
+    fork's base); None: any parent of an earlier step is accepted there. Raises ``CheckpointError`` where an older checkpoint must
+    not silently replace the newest: another format version (``checkpoint-format``), files that the system cannot read or a
+    quarantine that fails (``checkpoint-unreadable``).
     """
     moved: list[Quarantine] = []
     for step, attempt, directory in checkpoint_dirs(checkpoints):
@@ -78,9 +79,9 @@ def find_adoptable(
     expected_job_id: str | None = None,
     root: Base | None = None,
 ) -> list[Manifest]:
-    """Return the manifests of checkpoints in the lineage that are not among ``known`` ``(step, attempt)``, oldest first: their
-    report was lost. Every byte of them is verified, and their names are synced, since the process that committed one may have
-    died before it did that.
+    """Return the manifests of checkpoints in the lineage that are not among ``known`` ``(step, attempt)``, oldest first: the
+    report of their commit to the service was lost. Every byte of them is verified, and their names are synced, since the process
+    that committed one may have died before it synced the name.
 
     Damaged ones are skipped; ``find_base`` handles them. ``root``: as in ``find_base``. Raises ``CheckpointError`` for another
     format version or files that cannot be read.
@@ -113,8 +114,8 @@ def _sync_names(directory: Path) -> None:
 def _read_valid_manifest(
     directory: Path, lineage: Sequence[Segment], job_id: str | None, root: Base | None
 ) -> Manifest:
-    """Return the checkpoint's manifest after checking that it is of job ``job_id`` (None: any) and descends from the lineage.
-    Raises ``CheckpointError``."""
+    """Return the checkpoint's manifest after checking that it is of job ``job_id`` (None: any) and that its parent fits the
+    lineage (``_check_parent``). Raises ``CheckpointError``."""
     refresh(directory)  # otherwise a manifest just committed by another node might appear to be missing
     manifest = read_manifest(directory)
     if job_id is not None and manifest.job_id != job_id:
@@ -125,7 +126,8 @@ def _read_valid_manifest(
 
 def _check_parent(directory: Path, manifest: Manifest, lineage: Sequence[Segment], root: Base | None) -> None:
     """Check that the manifest's parent is an earlier checkpoint of the same attempt, or what its segment of the lineage
-    started from. Raises ``CheckpointError`` (``checkpoint-damaged``) if not. ``root``: as in ``find_base``."""
+    started from, and that the parent has the recorded digest if it is in the lineage and still exists. Raises
+    ``CheckpointError`` (``checkpoint-damaged``) if not. ``root``: as in ``find_base``."""
     parent = manifest.parent
     segment = next(s for s in lineage if s.contains(manifest.step, manifest.attempt))
     oldest = segment.after_step == min(s.after_step for s in lineage)

@@ -19,9 +19,9 @@ def parallel_map(items: Sequence[T], make_worker: Callable[[IsCancelled], Work[T
     order; each calls ``make_worker`` once and applies the returned function to its items. If the system grants fewer threads,
     these process all items.
 
-    The outcome is that of one thread: the error of the first item that has one is raised; all items before that one are done,
-    and none is begun after an error. The call blocks until none of its threads is at work any more, also when it raises or is
-    interrupted.
+    The outcome is the same as with one thread: the error of the first item that has one is raised. All items before that one are
+    done, and none is begun after an error. The call blocks until none of its threads is at work any more, also when it raises or
+    is interrupted.
     """
     count = min(threads, len(items))
     if count <= 1:

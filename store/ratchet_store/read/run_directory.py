@@ -40,7 +40,8 @@ _MAX_BYTES: Final = 16 << 20
 
 class RunDirectory:
     """The directory of a run without a service, read only. ``is_allowed``: returns whether the file of a descriptor may be
-    read; called for each opened file. If it may not, the read raises ``PermissionError``."""
+    read. It is called for each file that is opened here, but not for the manifests that ``newest_manifest`` reads. If it returns
+    False, the read raises ``PermissionError``."""
 
     def __init__(self, paths: JobPaths, is_allowed: Callable[[int], bool] = lambda fd: True) -> None:
         self._paths, self._is_allowed = paths, is_allowed
@@ -81,7 +82,8 @@ class RunDirectory:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Context manager: hold a shared lock, so that no start of the script runs until the block ends. Raises
-        ``BlockingIOError``, without waiting, if one is running."""
+        ``BlockingIOError``, without waiting, if one is running. Without a lock file (a copy in which no script was started),
+        nothing is locked."""
         try:
             fd = self._open(NodePaths(self._paths.root).lock_file)
         except FileNotFoundError:  # no run was ever started in this copy
@@ -95,8 +97,8 @@ class RunDirectory:
 
     def newest_manifest(self) -> Manifest:
         """Return the manifest of the checkpoint that the next start would continue from. Only the files' sizes are checked.
-        Raises ``CheckpointError``: ``checkpoint-missing`` if there is none; for a damaged one it is raised, and no older one
-        is returned."""
+        Raises ``CheckpointError``: ``checkpoint-missing`` if there is none; ``checkpoint-damaged`` if the newest one is damaged,
+        so that no older one is used in its place."""
         found, _ = find_base(
             self._paths.checkpoints,
             None,
@@ -111,8 +113,8 @@ class RunDirectory:
 
     def copy_checkpoint(self, manifest: Manifest, target: JobPaths) -> None:
         """Copy the checkpoint of ``manifest`` into the directory of the job ``target``, durably, and verify every byte of the
-        copy. Also copies the counters and fingerprints of the attempt that wrote it and of later ones (the newest
-        ``RING_ATTEMPTS``), for the replay proof.
+        copy. Also copies the step counters and the rings of step fingerprints of the attempt that wrote it and of the newest
+        ``RING_ATTEMPTS`` attempts since: by them the job's attempts check that steps done again are the same (replay proof).
 
         Raises ``CheckpointError`` for a damaged checkpoint, and ``OSError``, also if a file exists in the target already.
         """
@@ -150,8 +152,8 @@ class RunDirectory:
             return file.read(_MAX_BYTES)
 
     def _open(self, path: Path) -> int:
-        """Return a read descriptor of a regular file, which the caller must close. Raises ``PermissionError`` if it may not be
-        read."""
+        """Return a read descriptor of a regular file, which the caller must close. Raises ``OSError``; ``PermissionError`` if
+        ``is_allowed`` refuses the file."""
         fd = open_regular(path)
         if not self._is_allowed(fd):
             os.close(fd)

@@ -35,8 +35,8 @@ ProgressCallback = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Flaw:
-    """One damaged place: a block of a file (``begin`` is its first byte, ``end`` the one after its last), or a file as a whole
-    (these are None)."""
+    """One damaged place: a block of a file (``block``: its number; ``begin``: its first byte; ``end``: the one after its last),
+    or a file as a whole (then all three are None)."""
 
     file: str
     error: str
@@ -110,7 +110,8 @@ def verifiers(target: str) -> Iterator[Callable[[ProgressCallback | None], Findi
     """Yield a function for each checkpoint at ``target``, oldest first: called with a progress callback (or None), it verifies
     that checkpoint and returns the finding. ``target``: a checkpoint's directory, or a directory of checkpoints.
 
-    Raises ``CheckpointError`` if there is no such directory, it holds no checkpoint, or ``target`` is a URI.
+    The first ``next`` raises ``CheckpointError`` if ``target`` is a URI, is no directory, or holds no checkpoint. A path with a
+    checkpoint's name is not examined before its function is called: if it does not exist, the finding is ``unreadable``.
     """
     if "://" in target:
         raise CheckpointError(

@@ -97,17 +97,17 @@ class Keeper:
         self._reported: set[str] = set()
 
     def record_metric(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the metrics that rank 0 logged at ``step``, by name. If a name is logged again at the same step, the last
-        value counts."""
+        """Record the value of ``keep_best``'s metric among ``values``, the metrics by name that rank 0 logged at ``step``. If it
+        is logged again at the same step, the last value counts. Without ``keep_best`` nothing is recorded."""
         self._values.put(step, values)
 
     def on_committed(self, manifest: Manifest) -> Retained:
-        """Delete the attempt's checkpoints that no rule keeps any more, oldest first. Called when the checkpoint of
-        ``manifest`` has been committed durably.
+        """Delete the attempt's checkpoints that no rule keeps any more, oldest first; not the pinned and the protected ones,
+        and not the newest that the service has verified. Called when the checkpoint of ``manifest`` has been committed durably.
 
-        Deletes nothing if the attempt has been declared over (fenced), or a later attempt has a checkpoint on the disk: the
-        caller is then a zombie, and might delete the checkpoint that the later attempt started from. A file system error is
-        not raised: what cannot be deleted costs only space, and is reported in ``notes``.
+        Deletes nothing if the attempt has been declared over (fenced), or a later attempt has a checkpoint directory, committed
+        or not: the caller is then a zombie, and might delete the checkpoint that the later attempt started from. A checkpoint
+        that cannot be deleted costs only space: the file system error is reported in ``notes``, not raised.
         """
         directory = self._checkpoints / checkpoint_dir_name(manifest.step, manifest.attempt)
         try:
@@ -141,8 +141,9 @@ class Keeper:
         return there
 
     def _drop_missing(self, present: Collection[str]) -> None:
-        """Forget checkpoints that are not among the names ``present`` (quarantined, deleted by hand), and those of the newest
-        that are not whole. They then count neither as kept nor as surplus. Nothing is deleted."""
+        """Forget the attempt's checkpoints that are not among the names ``present`` (quarantined, deleted by hand). Of the newest
+        ``_RECHECKED_COUNT``, also forget those that are no longer whole. Forgotten ones count neither as kept nor as surplus.
+        Nothing is deleted."""
         for step in [step for step, own in self._own_checkpoints.items() if own.directory.name not in present]:
             del self._own_checkpoints[step]
         for step in sorted(self._own_checkpoints, reverse=True)[:_RECHECKED_COUNT]:
@@ -150,8 +151,8 @@ class Keeper:
                 del self._own_checkpoints[step]
 
     def _surplus(self, values: Mapping[int, float]) -> list[int]:
-        """Return the steps to delete, newest first. ``values``: the metric by step. Pins are checked only until enough
-        unpinned checkpoints are found; older ones are checked when they are deleted."""
+        """Return the steps to delete, newest first. ``values``: the metric by step. Pins are looked up from the newest checkpoint
+        on, until ``keep_last`` unpinned ones are found; ``_delete`` checks the pins of the older ones."""
         steps = sorted(self._own_checkpoints, reverse=True)
         pinned: set[Id] = set()
         free = 0
@@ -179,15 +180,16 @@ class Keeper:
         return verified(step) and not any(verified(one) for one in steps if one > step and one in self._own_checkpoints)
 
     def _drop_permanent(self, older: list[Id], best: Collection[Id]) -> None:
-        """Forget checkpoints among ``older`` that are kept permanently because of their step, unless they are among ``best``;
-        otherwise every call for a job of many steps would check more of them. Nothing is deleted."""
+        """Forget the checkpoints among ``older`` that ``keep_every`` keeps, unless they are among ``best``: they are never
+        deleted, and their number would make every later call slower. Nothing is deleted."""
         for one in older:
             if self._rules.is_permanent(one) and one not in best:
                 del self._own_checkpoints[one[0]]
 
     def _delete(self, steps: list[int], values: Mapping[int, float]) -> Retained:
-        """Delete the checkpoints of ``steps``, the last of the list first. A checkpoint that is pinned or cannot be deleted is
-        left out; an error becomes a note."""
+        """Delete the checkpoints of ``steps``, from the end of the list. A pinned one is skipped without a note; an error becomes
+        a note, and the others are deleted. ``values``: the metric by step. If a checkpoint was deleted under ``keep_best`` while
+        none has a value, another note says so."""
         deleted: list[Id] = []
         notes: list[tuple[str, str]] = []
         for step in reversed(steps):
@@ -219,8 +221,8 @@ class _Values:
         self._other_names: dict[str, None] = {}
 
     def put(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the metric's value from what was logged at ``step``; without it, remember the other names for
-        ``missing_reason``."""
+        """Record the metric's value from what was logged at ``step``. If the metric is not among ``values``, remember some of
+        their names for ``missing_reason``."""
         if self._name is None:
             return
         with self._lock:
@@ -233,8 +235,8 @@ class _Values:
                 self._other_names |= dict.fromkeys(list(values)[:_MAX_OTHER_NAMES])
 
     def at_steps(self, steps: Collection[int], newest: int) -> dict[int, float]:
-        """Return the known values at ``steps``, the steps that have a checkpoint. ``newest``: the step committed last; values
-        of other steps up to it are forgotten, as no checkpoint of them can follow."""
+        """Return the known values at ``steps``, the steps that have a checkpoint. ``newest``: the step committed last. Values of
+        other steps up to ``newest`` are forgotten, since no checkpoint of those steps can follow."""
         with self._lock:
             known = {**self._saved, **self._pending}
             self._saved = {step: known[step] for step in steps if step in known}

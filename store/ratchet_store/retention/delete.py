@@ -39,9 +39,9 @@ def complete_checkpoints(checkpoints: Path, lineage: Sequence[Segment]) -> dict[
 
 
 def delete_unless_pinned(directory: Path) -> bool:
-    """Delete one checkpoint and return True. Returns False if its directory has the marker file ``PINNED``, or gets it before
-    the manifest is removed: the checkpoint is then whole as before. A missing checkpoint counts as deleted. Raises as
-    ``delete`` does."""
+    """Delete one checkpoint and return True. Returns False if its directory has the marker file ``PINNED``, or gets it while the
+    manifest is being removed: the manifest is then restored, and nothing is lost. A missing checkpoint counts as deleted. Raises
+    as ``delete`` does."""
     if _is_pinned(directory):
         return False
     try:
@@ -55,7 +55,8 @@ def delete_unless_pinned(directory: Path) -> bool:
 
 
 def delete(directory: Path) -> None:
-    """Delete one checkpoint: its manifest is removed first, durably, then its files. A missing checkpoint is no error.
+    """Delete one checkpoint, pinned or not: its manifest is removed first, durably, then its files. A missing checkpoint is no
+    error.
 
     Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses; ``sweep`` finishes the deletion.
     """
@@ -88,10 +89,10 @@ def _restore_manifest(directory: Path) -> None:
 
 
 def sweep(checkpoints: Path, *, dead_attempts: Collection[int]) -> list[str]:
-    """Remove half-deleted checkpoints; of ``dead_attempts`` (attempts that are proved dead) also directories without a
-    manifest and ``.tmp`` files. Returns the removed paths, relative to ``checkpoints``.
+    """Remove checkpoints whose deletion was interrupted. Of ``dead_attempts`` (attempts that are proved dead) also remove
+    directories without a manifest, and ``.tmp`` files in the others. Returns the removed paths, relative to ``checkpoints``.
 
-    A half-deleted checkpoint that is pinned and still has all of its files is not removed: its manifest is restored. Raises as
+    Such a checkpoint that is pinned and still has all of its files is not removed: its manifest is restored. Raises as
     ``delete`` does; an ``OSError`` in removing a ``.tmp`` file or restoring a manifest is raised as it is.
     """
     removed: list[str] = []
@@ -115,8 +116,9 @@ def sweep(checkpoints: Path, *, dead_attempts: Collection[int]) -> list[str]:
 
 
 def delete_all(job: JobPaths) -> list[tuple[int, int]]:
-    """Delete every checkpoint of a job, its checkpoint directory and its quarantine. Returns ``(step, attempt)`` of the
-    checkpoints that existed, oldest first. No attempt of the job may run.
+    """Delete every checkpoint of a job, its checkpoint directory and its quarantine, pinned ones too. Returns
+    ``(step, attempt)`` of every directory that had a checkpoint's name, committed or not, oldest first. No attempt of the job
+    may run.
 
     Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses.
     """

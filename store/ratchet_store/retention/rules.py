@@ -29,7 +29,8 @@ MIN_KEEP: Final = 2
 
 @dataclass(frozen=True)
 class Rules:
-    """The retention rules of one job's spec, which the module describes."""
+    """``checkpoint.keep_last``, ``keep_every`` and ``keep_best`` of one job's spec: which checkpoints are kept. The module
+    describes each rule."""
 
     keep_last: int
     keep_every: int | None = None
@@ -46,9 +47,11 @@ class Rules:
         pinned: Collection[Id] = (),
         first: Collection[Id] = (),
     ) -> list[Id]:
-        """Return the checkpoints that no rule keeps, in the order of ``checkpoints``, which is newest first. ``values``: the
-        metric's value by checkpoint, where it is known; ``first``: checkpoints that were saved before any scheduled one.
-        Nothing is deleted."""
+        """Return the checkpoints that no rule keeps, in the order of ``checkpoints``, which is newest first. Nothing is deleted.
+
+        ``values``: the metric's value by checkpoint, where it is known. ``pinned``: checkpoints that are kept and not counted
+        among the newest ``keep_last``. ``first``: checkpoints that were saved before any scheduled one; they count neither among
+        the newest nor among the best, and are returned once two unpinned others exist."""
         free = [one for one in checkpoints if one not in pinned and one not in first]
         best = self.best_of([one for one in checkpoints if one not in first], values)
         gone = {*free[max(self.keep_last, MIN_KEEP) :], *(first if len(free) >= MIN_KEEP else ())}
@@ -59,8 +62,8 @@ class Rules:
         ]
 
     def best_of(self, checkpoints: Sequence[Id], values: Mapping[Id, float]) -> list[Id]:
-        """Return the ``keep_best.count`` best of ``checkpoints``, best first; empty if the spec has no ``keep_best`` or none
-        has a value. A NaN is no value."""
+        """Return up to ``keep_best.count`` of ``checkpoints``, those with the best values by ``keep_best.mode``, best first.
+        Checkpoints without a value, or with NaN, are left out. Empty if the spec has no ``keep_best``."""
         if self.keep_best is None:
             return []
         sign = 1.0 if self.keep_best.mode == "min" else -1.0

@@ -43,8 +43,8 @@ class Blockwise:
     one thread or in several concurrently, then ``finish`` once.
 
     ``block``: bytes of the file under one digest. ``ranges``: parts of ``data`` (bytes ``begin <= i < end``), without
-    overlaps, that get a digest of their own as well. It is computed together with the block's, while the bytes are in the
-    processor's cache: later it would cost twice as much.
+    overlaps, that get a digest of their own as well. A range's digest is computed together with its block's, while the bytes are
+    in the processor's cache: later it would cost twice as much.
     """
 
     def __init__(self, fd: int, header: bytes, data: memoryview, block: int, ranges: Sequence[Range] = ()) -> None:
@@ -115,8 +115,8 @@ class Blockwise:
             self._changed.notify_all()
 
     def _write(self, number: int) -> str:
-        """Write the part of a block that consists of whole pages of data. Returns the digest of the whole block, with the
-        header's bytes in it."""
+        """Write the whole pages of data in a block; ``finish`` writes the rest. Returns the digest of all bytes of the block,
+        those of the header included."""
         start, begin, end = len(self._header), number * self._block, min((number + 1) * self._block, self.size)
         hasher = xxhash.xxh3_128(self._header[begin:end])
         at = max(begin, start)
@@ -131,8 +131,8 @@ class Blockwise:
         return hasher.hexdigest()
 
     def _hash(self, hasher: xxhash.xxh3_128, at: int, stop: int, ranges: deque[tuple[int, int, int]]) -> None:
-        """Hash the bytes ``at <= i < stop`` of the data into ``hasher``, and compute the digests of the ranges that begin in
-        them; these are removed from ``ranges``. A range that continues in another block is read twice."""
+        """Hash the bytes ``at <= i < stop`` of the data into ``hasher``. Remove from ``ranges`` those that begin among these
+        bytes, and compute their digests. A range that ends after ``stop`` is read twice."""
         while ranges and ranges[0][0] < stop:
             begin, end, number = ranges.popleft()
             middle = min(end, stop)

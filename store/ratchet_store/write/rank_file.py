@@ -72,7 +72,8 @@ def _sort_key(name: str, dtype: str, size: int) -> tuple[int, bool, int]:
 
 class RankWriter:
     """Writes the files of one rank, one after another. From save to save the tensors' bytes change, but seldom their names or
-    shapes: the header's entries and the manifest's are checked and computed only when these change."""
+    shapes: the header's entries are checked and computed again only when these change, the manifest's entries also when the
+    header's size changes."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self._name = rank, rank_file_name(rank, world_size)
@@ -83,15 +84,15 @@ class RankWriter:
     def write(
         self, directory: Path, pieces: Sequence[Piece], data: BytesLike, state: JsonValue, ranges: Sequence[Range] = ()
     ) -> Written:
-        """Write the file ``rank-<rank>-of-<world_size>.safetensors`` into ``directory``, durably. It does not count before the
-        manifest is committed.
+        """Write the file ``rank-<rank>-of-<world_size>.safetensors`` into ``directory``, durably. The file does not count before
+        the checkpoint's manifest is committed.
 
         ``pieces``: in ``file_order``. ``data``: the bytes of the pieces, concatenated, which must not change meanwhile; if
         they start on a page, they are written past the page cache. ``state``: the rank's JSON state. ``ranges``: parts of
         ``data`` that get digests of their own, for ``Written.digests``. The file is written as ``.tmp``, hashed while it is
-        written, synced and renamed; then the directory, which is created if missing, is synced. Raises ``StateError`` for what
-        cannot be stored, naming the tensor or key. Raises ``CheckpointError`` when the system refuses
-        (``checkpoint-not-written``; the ``.tmp`` is removed) or the directory holds a committed checkpoint
+        written, synced and renamed; then the directory, which is created if missing, is synced. Raises ``StateError`` for
+        tensors or state that cannot be stored. Raises ``CheckpointError`` when the system refuses (``checkpoint-not-written``;
+        the ``.tmp`` is removed) or the directory holds a committed checkpoint, or one that is being deleted
         (``checkpoint-exists``).
         """
         text, layout, view = encode_state(state), self._layout_for(pieces), _bytes(data)
@@ -171,8 +172,8 @@ class _Layout:
 
 
 def _header_entries(pieces: Sequence[Piece]) -> dict[str, Stored]:
-    """Return the header's entries by key, in the order of ``pieces``. Raises ``StateError`` for a name that occurs twice or is
-    reserved."""
+    """Return the header's entries by key (``safetensors_header.tensor_key``), in the order of ``pieces``. Raises ``StateError``
+    for a key that occurs twice or is reserved."""
     stored: dict[str, Stored] = {}
     position = 0
     for name, dtype, shape, start, nbytes in pieces:

@@ -35,9 +35,9 @@ class LaunchRefused(Exception):
 
 
 def load_launch(path: Path, node: int = 0) -> LaunchFile:
-    """Read and check ``launch.json`` at ``path``, and return it as ``node`` sees it. The protocol version is checked before
-    anything else is parsed. Raises ``LaunchRefused`` if the file cannot be read, is invalid, belongs to another directory or has
-    no such node."""
+    """Read and check ``launch.json`` at ``path``, and return its content with the number and the ranks of ``node``. The protocol
+    version is checked before anything else is parsed. Raises ``LaunchRefused`` if the file cannot be read, is invalid, has
+    another protocol version, belongs to another directory or has no such node."""
     try:
         raw: Any = json.loads(path.read_bytes())
         protocol = raw["protocol"]

@@ -44,9 +44,9 @@ class WaitFor(Protocol):
 
 
 def download_checkpoint(launch: LaunchFile, paths: AttemptPaths, wait_for: WaitFor, messages: AgentMessages) -> None:
-    """Make the local directory as new as the object store, and report and record what was found. Blocks; does nothing if no
-    attempt has trained yet. Raises ``NotStarted``: checkpoint-error by the rule in this module's docstring, or what ``wait_for``
-    raises."""
+    """Fetch the newest checkpoint from the object store if it is newer than the newest local one, and report and record what was
+    found. Blocks; does nothing if no attempt has trained yet. Raises ``NotStarted``: with cause checkpoint-error by the rule in
+    this module's docstring, or from ``wait_for``."""
     if not launch.lineage:
         return  # no attempt has begun to train: there is no checkpoint to fetch
     work = _Work(launch)
@@ -65,8 +65,9 @@ def download_checkpoint(launch: LaunchFile, paths: AttemptPaths, wait_for: WaitF
 
 
 def _wait(work: _Work, launch: LaunchFile, wait_for: WaitFor) -> None:
-    """Wait until ``work`` is done. The deadline starts again with every byte received. After the deadline the thread is requested
-    to stop, and ``work.failure`` is set; nothing is raised for it. Raises ``NotStarted`` from ``wait_for``."""
+    """Wait until ``work`` is done, or until a whole ``deadlines.rendezvous`` passes in which not one byte was read or received.
+    In the second case request the thread to stop, and set ``work.failure`` instead of raising. Raises ``NotStarted`` from
+    ``wait_for``."""
     seen = -1
     while work.progress.nbytes > seen:
         seen = work.progress.nbytes

@@ -110,8 +110,8 @@ class Uploader:
             self._messages.note("upload-incomplete", text)
 
     def abandon(self) -> None:
-        """Stop uploading as soon as possible: the attempt is fenced and must not write another object. Waits half a second for
-        the thread."""
+        """Stop uploading as soon as possible: the attempt is fenced and must not write another object. Waits for the thread, at
+        most half a second."""
         self._deadline = 0.0
         self._wake.set()
         if self._thread.ident is not None:
@@ -180,8 +180,8 @@ class Uploader:
             self._messages.report_deleted(number, attempt)
 
     def _repeat_reports(self, now: float) -> None:
-        """Report uploads a second time if ``_REPEAT_SECONDS`` have passed since the first report, at ``now`` (monotonic seconds;
-        infinite: all). The first report may have come before rank 0's report of the commit."""
+        """Report each upload a second time once ``_REPEAT_SECONDS`` have passed since its first report, which may have come
+        before rank 0's report of the commit. ``now``: monotonic seconds; with infinity, all repetitions are due."""
         while self._pending_repeats and self._pending_repeats[0][0] <= now:
             self._messages.report_uploaded(self._pending_repeats.pop(0)[1])
 

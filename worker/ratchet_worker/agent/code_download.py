@@ -21,8 +21,8 @@ from ratchet_worker.ipc.result_files import Conclusion, NotStarted
 
 
 class _Wanted(NamedTuple):
-    """A directory to fetch, by the digest of its content. ``one_file``: it holds only the file to start from, which may have any
-    size."""
+    """A directory to fetch, by the digest of its content. ``one_file``: the directory has a single file, that of the spec's
+    ``start_from``, which may have any size."""
 
     digest: str
     target: Path
@@ -30,11 +30,11 @@ class _Wanted(NamedTuple):
 
 
 def download_code(launch: LaunchFile, wait_until: WaitUntil, raise_if_over: Callable[[], None]) -> str | None:
-    """Fetch the job's code and start file from the service if this node lacks them. Blocks. Returns the digest of the code if it
-    lies on the nodes (``code.source``), else None. ``raise_if_over`` raises if the attempt is over.
+    """Fetch the job's code, and the file of ``start_from``, from the service if this node lacks them. Blocks. Returns the digest
+    of the code if the code lies on the nodes (``code.source``), else None. ``raise_if_over`` raises if the attempt is over.
 
-    Raises ``NotStarted`` if the code cannot be fetched in time, and ``UserError`` if code that should lie on this node is
-    missing.
+    Raises ``NotStarted`` if the code cannot be fetched (in time, or at all) or the attempt is over, and ``UserError`` if code
+    that should lie on this node is missing or contains what code must not.
     """
     resolved, wanted = launch.resolved, []
     if launch.code_dir is not None and resolved.code_digest is not None:

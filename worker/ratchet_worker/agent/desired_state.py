@@ -13,11 +13,11 @@ _STRENGTH: Final = {Desired.RUN: 0, Desired.PREEMPT: 1, Desired.SUSPEND: 2, Desi
 
 
 class DesiredState:
-    """Merges the service's requests and the agent's signal. Precedence: cancel > suspend > preempt by the API > the first signal.
-    Thread-safe.
+    """Merges the service's requests and the agent's signals. A stop that the service requests takes precedence over a signal; of
+    several signals the first counts. Thread-safe.
 
-    A stop request is never withdrawn, since ranks may have agreed on a step already. The API may replace one stop by another (a
-    suspend that is resumed becomes a preempt), so its newest stop counts, not its strongest.
+    A stop request is never withdrawn, since ranks may have agreed on a step already. The service may replace one stop by another
+    (a suspend that is resumed becomes a preempt), so its newest stop counts.
     """
 
     def __init__(self, initial: Desired = Desired.RUN) -> None:
@@ -44,8 +44,8 @@ class DesiredState:
             self._signal = self._signal or cause
 
     def merged(self) -> Control:
-        """The desired state for the ranks: the stronger one of the service's request and the signal, the service's if both are
-        equally strong, with the newest checkpoint request."""
+        """The desired state for the ranks: the service's if it requests a stop, else a preemption with the signal's cause if
+        there was a signal, else RUN; each with the highest ``checkpoint_request`` so far."""
         with self._lock:
             local = Control(desired=Desired.PREEMPT, cause=self._signal) if self._signal else Control()
             if _STRENGTH[self._service_control.desired] >= _STRENGTH[local.desired]:

@@ -25,8 +25,8 @@ class ForkingStarter:
         self._modules = modules
 
     def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
-        """Start the fork server with all plans, and return the ranks, each of which its server represents until it is forked.
-        Raises ``OSError`` if the server cannot be started."""
+        """Start the fork server with all plans, and return the ranks. The server's process stands for each rank until that rank
+        is forked. Raises ``OSError`` if the server cannot be started."""
         server = _Server(plans, self._modules)
         return (_Forked(plan.rank, server) for plan in plans)
 
@@ -146,7 +146,7 @@ def _server_plan(plans: Sequence[RankPlan], plans_fd: int, report_fd: int) -> Ra
 
 
 def _as_dict(plan: RankPlan) -> dict[str, Any]:
-    """The plan as JSON for the fork server."""
+    """The plan as a dict that can be written as JSON for the fork server."""
     return {
         "rank": plan.rank,
         "command": list(plan.command),

@@ -49,7 +49,8 @@ class Learner:
 
     def record_progress(self, rank: int, stage: Stage, silence: float, now: float) -> None:
         """Record that ``rank`` makes progress after ``silence`` seconds in ``stage``. A silence beyond the deadline is not
-        learned from: the rank was not ended because it waited for others that made progress, so it is no measure for hangs."""
+        learned from: such a rank was left running only because ranks that it may have waited for made progress, so its silence
+        is no measure for hangs."""
         first = stage is not Stage.TRAINING and self._visits.get((rank, stage), 0) < 2
         usual = silence <= self.deadline(stage)
         if self._trained_since is not None:
@@ -61,8 +62,8 @@ class Learner:
         self._longest_silences[stage] = max(self._longest_silences[stage], silence)
 
     def deadline(self, stage: Stage) -> float:
-        """The longest time, in seconds, that a rank may be silent in ``stage``: the learned one if enough was observed, else the
-        spec's ``step_deadline``."""
+        """The longest time, in seconds, that a rank may be silent in ``stage``: the learned one if learning is allowed and enough
+        was observed, else ``deadlines.step``, the limit with which the attempt begins."""
         ceiling, settled = self.deadlines.step, self._trained >= SETTLED_SECONDS
         seen = max(self._silence_counts[stage].values(), default=0) if stage in self._silence_counts else 0
         if not self.deadlines.learns or not settled or seen < MIN_OBSERVATIONS:
@@ -119,8 +120,8 @@ class Watch:
     ) -> None:
         """``readers``: the function that reads the counter of each rank of this node (None: no counter yet). ``hint``: appended
         to the message about a start-up that takes too long. ``other_readers``: the same functions for ranks of other nodes, as
-        far as their counters are visible from here; this node's ranks may wait for those that make progress, and nothing else is
-        concluded from them."""
+        far as their counters are visible from here. Progress there excuses silent ranks of this node, which may wait for those
+        ranks, and counts in ``has_progressed_since``; ranks of other nodes are never reported as stuck."""
         self._other_readers = dict(other_readers or {})
         self._other_readings: dict[int, tuple[Reading, float]] = {}  # last reading, and time of the last progress
         self._others_polled_at = now
@@ -169,8 +170,8 @@ class Watch:
                 self._learner.record_startup(now - self._started_at, now)
 
     def _record_progress(self, rank: int, reading: Reading, now: float) -> None:
-        """Record a new ``reading`` of ``rank``'s counter, and let the learner learn from the silence before it, unless the rank
-        had waited for a rank behind it."""
+        """Record a new ``reading`` of ``rank``'s counter. Once start-up is over, let the learner learn from the silence before
+        this progress, unless ``rank`` had waited for a rank behind it."""
         before = self._readings[rank]
         if before.stage is Stage.UNMANAGED and reading.stage is not Stage.UNMANAGED:
             self.ready, self._started_at = False, now  # the script makes a Session after all: its start-up begins now
@@ -185,8 +186,8 @@ class Watch:
     def _excuse(self, places: list[tuple[int, int]], moved: Mapping[int, Reading], now: float) -> None:
         """Restart the deadline of each silent rank that may wait for a rank that makes progress and was not ahead of it, such as
         rank 0 when it evaluates alone or writes a manifest. ``places``: the positions, before this progress, of the ranks of all
-        nodes that make progress; ``moved``: those of this node. If such a rank was behind the silent one, the silent one is
-        recorded as waiting: its silence is no measure of its own pace."""
+        nodes that make progress; ``moved``: the new readings, by rank, of those on this node. If such a rank was behind the
+        silent one, the silent one is recorded as waiting: its silence is no measure of its own pace."""
         if not places:
             return
         least = min(places)
@@ -214,11 +215,13 @@ class Watch:
         return places
 
     def last_step(self, rank: int) -> int:
-        """The last step that ``rank`` has finished in this attempt; 0 before the first."""
+        """The number, counted over all attempts, of the last step that ``rank`` has finished in this attempt; 0 before the
+        first."""
         return self._readings[rank].finished
 
     def has_progressed_since(self, when: float) -> bool:
-        """True if any rank has made progress since ``when``. Ranks of scripts without a Session are assumed to have."""
+        """True if a rank of this node, or one of another node as far as it was polled, has made progress since ``when``. A rank
+        whose script has no Session is assumed to have made progress."""
         here = any(moved > when or self._is_unmanaged(rank) for rank, moved in self._progress_at.items())
         return here or any(moved > when for _, moved in self._other_readings.values())
 
@@ -258,7 +261,8 @@ class Watch:
         ]
 
     def _position(self, rank: int) -> tuple[int, int]:
-        """The number of steps that ``rank`` has started and finished, in this order, for comparison with other ranks."""
+        """The number of the last step that ``rank`` has started, and that of the last one that it has finished, for comparison
+        with other ranks; 0 for none in this attempt."""
         return self._readings[rank].started, self._readings[rank].finished
 
     def _furthest_behind(self, late: list[int]) -> tuple[int, ...]:
@@ -280,5 +284,5 @@ class Watch:
 
 
 def _is_ready(reading: Reading) -> bool:
-    """True if start-up is over: the first step is finished, or there is none to do."""
+    """True if start-up is over: a step is finished, or the stage is neither start-up nor training (no step to do, no Session)."""
     return reading.finished > 0 or reading.stage not in (Stage.STARTUP, Stage.TRAINING)

@@ -91,8 +91,8 @@ class LogKeeper:
                 self._report_once("log-not-kept", f"the size of {log.path} cannot be limited: {error.strerror}")
 
     def _record(self, log: _Log, size: int, at: float, last: bool) -> None:
-        """Append the log's ``size`` and the time ``at`` to its index, if the log has grown enough or enough time has passed since
-        the last record. A record that was written only in part is removed and retried."""
+        """Append the log's ``size`` and the time ``at`` to its index, if the log has grown since the last record: by enough
+        bytes, or after enough time, or ``last``. A record that was written only in part is removed; the next call tries again."""
         if size <= log.recorded_size:
             return
         if size - log.recorded_size < SPACING_BYTES and at - log.recorded_at < SPACING_SECONDS and not last:

@@ -78,8 +78,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timing(), *, node: int = 0) -> int:
     """Run one node's part of the attempt and return the exit code. Call it in the main thread of a dedicated process. Blocks
-    until the attempt is over; writes ``result.json``. Returns ``EXIT_LEASE_LOST``, and does nothing, if another agent runs or ran
-    this part, or the attempt is fenced. ``starter``: None chooses one by the launch file."""
+    until this part is over and its ``result.json`` is written. If another agent runs or ran this part, or the attempt is fenced
+    already, it starts nothing and returns ``EXIT_LEASE_LOST``. ``starter``: None chooses one by the launch file."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the supervisor handles them
     paths = AttemptPaths(launch_file.parent).node(node)
     held = lock(paths)
@@ -173,8 +173,8 @@ class _Attempt:
 
     def _start(self) -> None:
         """Fetch the code and the checkpoint that this node lacks, prepare the working directory, meet the other nodes and start
-        the ranks. Closes the agent's copy of the rendezvous store's socket: only rank 0 keeps it open. Raises ``NotStarted`` or
-        ``UserError``."""
+        the ranks. Closes the agent's copy of the rendezvous store's socket: only rank 0 keeps it open. Raises ``NotStarted``,
+        ``UserError`` or ``OSError``."""
         code, work = self._launch.code_dir, Path(self._launch.workdir)
         digest = code_download.download_code(self._launch, self._wait_until, self._supervisor.raise_if_over)
         self._deadline += self._object_store.fetch(self._report_sender, self._supervisor.wait_for)
@@ -197,9 +197,9 @@ class _Attempt:
                 ) from None
 
     def _prepare(self, code: str | None, work: Path, digest: str | None) -> None:
-        """Prepare the working directory ``work``, and report the files in it that were not replaced by those of new code.
-        ``code``: the code directory, None without code. ``digest``: the digest of the code if it lies on the nodes
-        (``code.source``), else None."""
+        """Create or update the working directory ``work``. If the job continues with other code, report the files in it that the
+        job has changed and that were therefore not replaced. ``code``: the code directory, None without code. ``digest``: the
+        digest of the code if it lies on the nodes (``code.source``), else None."""
         left = working_directory.prepare(
             None if code is None else Path(code), work, digest or self._launch.resolved.code_digest
         )

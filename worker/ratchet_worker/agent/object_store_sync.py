@@ -18,7 +18,7 @@ _FAILURE_UPLOAD_SECONDS: Final = 10.0  # seconds for uploads after a failure; th
 
 
 class ObjectStoreSync:
-    """Downloads and uploads of node 0's agent. On other nodes, and for jobs without a URI, it does nothing."""
+    """Downloads and uploads of node 0's agent. On other nodes, and for jobs without ``checkpoint.uri``, it does nothing."""
 
     def __init__(self, launch: LaunchFile, paths: AttemptPaths) -> None:
         self._launch, self._paths = launch, paths
@@ -33,8 +33,9 @@ class ObjectStoreSync:
         return {} if self._messages is None else {AGENT_RANK: self._paths.agent_spool}
 
     def fetch(self, report_sender: ReportSender, wait_for: checkpoint_download.WaitFor) -> float:
-        """Fetch the checkpoint that the disk has lost, and return the seconds that this took. Blocks. Starts ``report_sender``,
-        because a download may take long. ``wait_for``: ``Supervisor.wait_for``. Raises ``NotStarted``."""
+        """Fetch the newest checkpoint from the store if this disk lacks it, and return the seconds that the check and the
+        download took. Blocks. Starts ``report_sender`` first, because a download may take long. ``wait_for``:
+        ``Supervisor.wait_for``. Raises ``NotStarted``."""
         if self._messages is None:
             return 0.0
         report_sender.start()  # a download may take long: the service must see reports meanwhile

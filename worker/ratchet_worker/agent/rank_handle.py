@@ -72,9 +72,9 @@ def write_stacks(
     ranks: Sequence[SupervisedRank], why: str, timeout: float, kill: Callable[[Sequence[SupervisedRank]], None]
 ) -> str:
     """Have each of ``ranks`` write the stacks of its threads to its log, before the caller kills it; return text that names those
-    that wrote none (empty if all did). Records all of them as killed by the agent. Waits at most ``timeout`` seconds for each of
-    two groups. Halted ranks write last, after ``kill`` of the others, and the wait for them ends as soon as they have written:
-    they must not train further."""
+    that wrote none (empty if all did). Records all of them as killed by the agent. Waits at most ``timeout`` seconds for the
+    running ranks, and as long again for the halted ones. Halted ranks write last, after ``kill`` of the others, and the wait for
+    them ends as soon as they have written: they must not train further."""
     for rank in ranks:
         rank.killed = True  # the signal itself ends a rank that has no handler yet
     halted = [rank for rank in ranks if rank.is_halted]
@@ -90,8 +90,8 @@ def write_stacks(
 
 def abort_groups(ranks: Sequence[SupervisedRank], why: str, timeout: float, wait: Callable[[float], None]) -> str:
     """Have each of ``ranks`` abort its communicators, before the caller kills it, and record it as killed by the agent. Returns,
-    after at most ``timeout`` seconds, text that names the ranks that have and have not (empty without any). Halted and exiting
-    ranks are skipped, since they cannot respond. ``wait(seconds)`` waits and records deaths."""
+    after at most about ``timeout`` seconds, text that names the ranks that have aborted and those that have not (empty without
+    any). Halted and exiting ranks are skipped, since they cannot respond. ``wait(seconds)`` waits and records deaths."""
     asked = [rank for rank in ranks if not rank.is_halted and not procfs.is_exiting(rank.process.pid)]
     for rank in asked:
         rank.killed = True

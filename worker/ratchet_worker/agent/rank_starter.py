@@ -17,8 +17,8 @@ from ratchet_worker.ipc import procfs, stack_dump
 
 @dataclass(frozen=True)
 class RankPlan:
-    """How to run one rank's process. ``env``: its whole environment; ``log``: the file that its output is appended to. The
-    descriptors in ``pass_fds`` keep their numbers in it."""
+    """How to run one rank's process. ``env``: its whole environment; ``log``: the file that its output is appended to;
+    ``pass_fds``: descriptors that the process inherits, under the same numbers."""
 
     rank: int
     command: Sequence[str]

@@ -69,8 +69,9 @@ class NodeRendezvous:
         """Wait until all nodes are present and node 0 can be reached, and return the rendezvous; node 0 opens the store's socket.
         ``launcher_address``: this node's address, if its launcher knows it; ``start_reports`` starts the reports to the service.
 
-        Raises ``NotStarted`` (launcher-error) if a node does not arrive in time or cannot be reached, ``UserError`` if the spec's
-        interface does not exist.
+        Raises ``NotStarted`` if the attempt is over or, with cause launcher-error, if this node's address or the service is not
+        found, a node does not arrive in time, or node 0 cannot be reached. Raises ``UserError`` if the spec's interface does not
+        exist or has no address.
         """
         place = self._find_address(launcher_address, wait_until)
         listener = (

@@ -45,8 +45,8 @@ class Status(NamedTuple):
 
 
 class Listener(Protocol):
-    """Receives news from the service and gives the status for each report (the supervisor). Its methods are called in the report
-    sender's thread and must not block.
+    """Receives news from the service and gives the status for each report; the supervisor implements it. Its methods are called
+    in the report sender's thread and must not block.
 
     ``status`` returns the phase and last step to report. ``on_control`` receives the desired state of each response.
     ``on_fenced`` is called once, with the reason, if the attempt is fenced; no report is sent after it.
@@ -121,8 +121,8 @@ class ReportSender:
             self._pause(delay)
 
     def _is_retry_worthwhile(self, delay: float) -> bool:
-        """True if, after ``finish``, a retry in ``delay`` seconds is before the deadline and a service is known. Without a retry,
-        the service reads everything from the disk."""
+        """True if, after ``finish``, a retry in ``delay`` seconds is before the deadline and an address of the service is known.
+        Without a retry, the service reads everything from the disk."""
         return self._deadline is not None and time.monotonic() + delay < self._deadline and self._link.has_address()
 
     def _pause(self, delay: float) -> None:

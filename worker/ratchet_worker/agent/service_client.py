@@ -74,8 +74,8 @@ class ServiceLink:
         return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
     def post(self, report: AgentReport, timeout: float | None = None) -> ReportAck:
-        """Send one report and return the service's acknowledgement. Blocks for at most ``timeout`` seconds, and for at most
-        ``_TIMEOUT``, per network operation. Raises ``Unreachable``, ``TooLarge`` or ``Fenced``."""
+        """Send one report and return the service's acknowledgement. Each network operation blocks for at most ``timeout`` seconds
+        (None: ``_TIMEOUT``), and never longer than ``_TIMEOUT``. Raises ``Unreachable``, ``TooLarge`` or ``Fenced``."""
         body = report.model_dump_json().encode()
         try:
             status, data = self._exchange(body, min(_TIMEOUT, timeout or _TIMEOUT))
@@ -129,8 +129,8 @@ class ServiceLink:
     def _request(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout: float
     ) -> http.client.HTTPResponse:
-        """Send a request on the open or a new connection and return the response, whose body is not read yet. Stores the waits
-        that its headers request. ``path`` is absolute, without the prefix of the service's URL."""
+        """Send a request on the open or a new connection and return the response, whose body is not read yet. Stores the waiting
+        times that the response's headers request. ``path`` is absolute, without the prefix of the service's URL."""
         connection = self._connection or self._connect()
         connection.timeout = timeout
         if connection.sock is not None:
@@ -200,8 +200,8 @@ class ServiceLink:
 
     def _record_denial(self, what: str) -> None:
         """Record that the service does not know the job or its token; raise ``Fenced`` after repeated denials (``_DENIALS``).
-        Only denials by the service that this run directory names count: another service may have taken the port while that one is
-        down."""
+        A denial counts only if it comes from the service that this run directory names (``_is_own_service``): while that service
+        is down, another one may have taken its port."""
         now = time.monotonic()
         self._denied_at = [*self._denied_at, now] if self._is_own_service() else []
         if len(self._denied_at) >= _DENIALS and now - self._denied_at[0] >= _DENIAL_TIME:
@@ -233,7 +233,7 @@ def parse_retry_after(header: str | None) -> float:
 
 
 def parse_seconds(header: str | None) -> float:
-    """The header's value in fractional seconds, at most ``LONGEST_WAIT``; 0.0 if it is missing or not a number."""
+    """The header's value in fractional seconds, at most ``LONGEST_WAIT``; 0.0 if it is missing, negative or not a number."""
     try:
         seconds = float((header or "")[:20])
     except ValueError:

@@ -118,7 +118,8 @@ class Supervisor:
 
     @property
     def last_step(self) -> int:
-        """The highest step that a rank of this node has finished in this attempt; 0 before the first."""
+        """The number, counted over all attempts, of the highest step that a rank of this node has finished in this attempt; 0
+        before the first."""
         return max((self._watch.last_step(rank) for rank in self._ranks), default=0)
 
     @property
@@ -129,7 +130,7 @@ class Supervisor:
 
     @property
     def pace(self) -> Pace | None:
-        """The pace of this node's ranks, as measured in this attempt only; None if nothing was measured."""
+        """The pace of this node's ranks, as measured in this attempt only; None if nothing was measured and no rank has hung."""
         return self._learner.pace(hung=bool(self._evidence.hung))
 
     @property
@@ -302,8 +303,8 @@ class Supervisor:
         return True
 
     def _inject_fault(self) -> None:
-        """Kill this agent, and with it its ranks, by SIGKILL at the step that a trial's fault plan names. Does nothing without
-        such a plan."""
+        """Kill this agent, and with it its ranks, by SIGKILL after the step that a trial's fault plan names, once the named rank
+        has started the next step. Does nothing without such a plan."""
         if self._fault is None:
             return
         reading = CounterReader(self._paths.counter(self._fault.rank)).read()

@@ -31,7 +31,7 @@ _OTHER: Final = "other"
 @dataclass(frozen=True)
 class CopiedCode:
     """The content of ``work.json``: the digest of the code that was copied into the directory, and the form of each file that was
-    copied.
+    copied, by path. A form is a text that identifies a file's content and type (``_form``).
 
     ``begun``: the forms that an interrupted update may have given a file since (None: removed). ``left``: files of the code that
     were not copied, since the job had files of its own there.

@@ -78,7 +78,7 @@ class Contents:
         )
 
     def _hook_record(self, spec: HookSpec) -> HookRecord:
-        """Return the manifest's record of the hook ``spec``; the same object as long as ``spec`` is."""
+        """Return the manifest's record of the hook ``spec``; the same object as before while ``spec`` is the same object."""
         if self._record is None or spec is not self._spec:  # a spec is frozen
             parameters = spec.values()
             self._record = HookRecord(name=spec.name, parameters=parameters, state_version=STATE_VERSION)

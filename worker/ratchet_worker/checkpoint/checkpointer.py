@@ -56,11 +56,13 @@ class Outcome:
 
 
 class Checkpointer:
-    """The saves of one attempt on one rank. Only the loop's thread calls its methods.
+    """The saves of one attempt on one rank. The loop's thread calls its methods; a thread of a backward pass may call
+    ``wait_until_copied``.
 
-    ``last``: the newest checkpoint of this attempt, or the one that the attempt started from. ``give_up``: called on rank 0, in
-    the saving thread, after ``MAX_FAILURES`` failed saves in a row. ``early``: the job has no checkpoint yet, so one may be
-    saved before the first scheduled one (``checkpoint.first``). ``saving``: the exchange of the saving thread.
+    ``last``: the newest checkpoint of this attempt; before there is one, the checkpoint that the attempt started from.
+    ``give_up``: called on rank 0, in the saving thread, after ``MAX_FAILURES`` failed saves in a row. ``early``: the job has no
+    checkpoint yet, so one may be saved before the first scheduled one (``checkpoint.first``). ``saving``: the exchange of the
+    saving thread.
     """
 
     def __init__(
@@ -107,9 +109,9 @@ class Checkpointer:
         """Process the result of a save that has ended, and begin a save if one is due. Called after every step but the last.
 
         ``capture_step_tensors``: returns the parameters and the optimizers' tensors, and roughly the number of bytes that a rank
-        saves besides them. ``make_content``: captures the whole state; called only if a save is due. Does not wait for the new
-        save, but may wait for the previous one. Raises ``UserError`` for a hook's state that cannot be stored and for ranks that
-        are not at the same step, ``CheckpointError`` if a save is stuck.
+        saves besides them. ``make_content``: captures the whole state; called only if a save is due. Returns before the new save
+        has ended (see ``begin_save``), but may wait for the previous one. Raises ``UserError`` for a hook's state that cannot be
+        stored and for ranks that are not at the same step, ``CheckpointError`` if a save is stuck.
         """
         self._process_result()
         if self._schedule is not None:
@@ -130,7 +132,8 @@ class Checkpointer:
         """Wait until the save in progress, if any, has copied the tensors of this kind. Called immediately before they change,
         possibly from a thread of a backward pass.
 
-        ``ends_audit`` False: the coming change will be undone, so the audit of the step continues after it.
+        For ``Until.STEP`` it also ends the audit, which checks that nothing else changes the parameters before
+        ``optimizer.step()``. ``ends_audit`` False: the coming change will be undone, so the audit continues after it.
         """
         save = self._save
         if save is not None:
@@ -139,7 +142,7 @@ class Checkpointer:
             self._end_audit(self._audit)
 
     def on_step_begin(self) -> None:
-        """Call when a step begins: the time since the previous step does not count as this step's."""
+        """Call when a step begins. The time since the end of the previous step is then not measured as part of this step."""
         self._stall_seconds = 0.0
         if self._schedule is not None:
             self._schedule.restart_step_timer()
@@ -147,12 +150,12 @@ class Checkpointer:
     # --- acting together -----------------------------------------------------------------------------------------------
 
     def begin_save(self, step: int, reason: Reason, make_content: Callable[[], Content]) -> None:
-        """Begin to save ``step``, after waiting for the previous save to end. Does not wait for this save: its result is
-        processed after a later step.
+        """Begin to save ``step``, after waiting for the previous save to end. Does not wait for the end of this save: its result
+        is processed after a later step.
 
-        Waits until the state is copied, unless it may be copied concurrently with the next step (``checkpoint.staging``, once
-        the audit is done). No effect after too many failures. Raises ``CheckpointError`` if the previous save is stuck,
-        ``UserError`` for a hook's state that cannot be stored.
+        Waits until the state is copied, unless it may be copied concurrently with the next step (``checkpoint.staging``, once the
+        audit of ``wait_until_copied`` is done). No effect after too many failures. Raises ``CheckpointError`` if the previous
+        save is stuck, ``UserError`` for a hook's state that cannot be stored.
         """
         self.drain()
         if self._given_up_at:  # the same on all ranks: the stop that follows from it is being agreed on
@@ -172,10 +175,10 @@ class Checkpointer:
     ) -> Outcome:
         """Save ``step`` on every rank, wait until the save has ended, and return its outcome, which is the same on all ranks.
 
-        ``finished``: the job has ended at this step; the save is then attempted up to three times. ``remaining_seconds``:
-        seconds until the processes are killed; for a stop, a save that is expected to take longer is not begun. Raises
-        ``CheckpointError`` after the third failure in a row, ``UserError`` for a hook's state that cannot be stored, and if only
-        some ranks have ``finished``.
+        ``finished``: the job has ended at this step; the save is then attempted up to three times. ``remaining_seconds``: seconds
+        until the processes are killed; for a stop, a save that is expected to take longer is not begun. Raises
+        ``CheckpointError`` after the third failure in a row, ``UserError`` for a hook's state that cannot be stored, and if the
+        ranks differ in ``step`` or ``finished``.
         """
         self._counter.enter_stage(Stage.CHECKPOINTING)
         self.drain()
@@ -197,7 +200,7 @@ class Checkpointer:
 
     def drain(self) -> int:
         """Wait for the save in progress to end. Return the number of failed saves in a row up to it; 0 if no save was in
-        progress. Raises ``CheckpointError`` if the save is stuck."""
+        progress. Raises ``CheckpointError`` if the save is stuck, and what ``_process_result`` raises."""
         if self._save is None:
             return 0
         self._wait_for(self._save)
@@ -226,10 +229,10 @@ class Checkpointer:
 
     @property
     def metric_step(self) -> int | None:
-        """The step whose checkpoint the metrics logged now belong to: that of the save in progress, or of the last committed
-        one.
+        """The step whose checkpoint the metrics logged now belong to: that of the save in progress; without one, that of
+        ``last``.
 
-        None for the save before the first scheduled one, which no metric keeps.
+        None if that is the save before the first scheduled one, which no metric keeps.
         """
         step = self.last.step if self._save is None else self._save.order.step
         return None if step == self._early_step else step
@@ -251,7 +254,7 @@ class Checkpointer:
         """Return the expected seconds of the save before the first scheduled one, from earlier saves of this job or the disk's
         speed.
 
-        Called on rank 0. None: this attempt has begun a save already, so that one is not needed any more.
+        Called on rank 0. None: this attempt has begun a save already, so the early one is not needed any more.
         """
         if self._save_count:
             return None
@@ -263,7 +266,8 @@ class Checkpointer:
         return self._early_seconds
 
     def _reason_not_to_save(self, remaining_seconds: float | None) -> str | None:
-        """Return why a save would end too late; None: it may begin. Rank 0 decides, and all ranks return the same."""
+        """Return why a save would end too late; None: it may begin, also if no duration or limit is known. Rank 0 decides, and
+        all ranks return the same."""
         text = None
         if self._schedule is not None and remaining_seconds is not None:
             takes = self._schedule.save_seconds() or self._launch.save_seconds or None
@@ -286,7 +290,8 @@ class Checkpointer:
         """Capture the state, copy what must be copied at the boundary, and hand the save over to the saving thread.
 
         ``thorough``: the loop will wait for the save. ``concurrent``: the rest is copied concurrently with the next step. Raises
-        ``UserError`` for state that cannot be stored in any save; another error fails only this save.
+        ``UserError`` for state that cannot be stored in any save. Another ``RatchetError``, an ``OSError`` or a ``MemoryError``
+        is not raised: it fails only this save.
         """
         self._save_count += 1
         self._due.on_save_begin()
@@ -333,9 +338,10 @@ class Checkpointer:
 
     def _process_result(self) -> int:
         """Process the result of the save in progress if it has ended. Return the number of failed saves in a row up to it, or 0
-        if there is no such save.
+        if no save has ended.
 
-        Raises the error of the saving thread if there is no verdict, and ``UserError`` if only some ranks have ended.
+        Raises the error of the saving thread if there is no verdict, and ``UserError`` if the ranks have saved different steps or
+        only some of them have ended the job.
         """
         save = self._save
         if save is None or not save.done.is_set():

@@ -69,8 +69,8 @@ class Listed(Sequence[Source]):
 
 
 class Sources(NamedTuple):
-    """The sources of one save. ``layout_key``: the same object as for an earlier list if names, ranges and kinds are the same,
-    and the tensors have the same shapes, dtypes and order in memory. None: not known."""
+    """The sources of one save. ``layout_key``: if two lists have the same object here, their names, ranges and kinds are the
+    same, and the tensors have the same shapes, dtypes and order in memory. None: not known."""
 
     entries: Sequence[Source]
     layout_key: object = None
@@ -84,8 +84,8 @@ class Sources(NamedTuple):
 
 
 class Lister:
-    """Lists one rank's slices of the shared tensors and all of its private ones. The names and ranges are kept from save to save
-    as long as names, shapes and slices stay the same."""
+    """Lists one rank's slices of the shared tensors and all of its private ones. Names and ranges are built again only if names,
+    shapes or slices have changed since the previous save."""
 
     def __init__(self, rank: int) -> None:
         self._prefix = f"{RANK_PREFIX}{rank}/"

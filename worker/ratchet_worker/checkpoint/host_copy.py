@@ -46,7 +46,7 @@ _SMALL_BYTES: Final = 64 << 10
 
 
 class Staging:
-    """The buffer of one rank. ``stage`` begins a copy of live tensors into it; only one copy is in progress at a time.
+    """The host buffer of one rank. ``stage`` begins a copy of live tensors into it; only one copy is in progress at a time.
 
     ``cores``: processor cores of this rank. With one, a thread that waits for a copy makes the rest of it alone. With more, the
     saving thread continues to copy concurrently.
@@ -98,7 +98,7 @@ def size_of(sources: Sources) -> int:
 
 
 class _Layout:
-    """The places of the copies in the buffer. They follow from the sources' names, shapes and dtypes alone.
+    """The places of the copies in the buffer. They follow from the names, ranges, shapes and dtypes of the sources.
 
     A source of fewer than ``small`` bytes is copied at the boundary, whatever its kind. Attributes are by number of the source,
     except ``pieces``, which are in file order, and ``moves`` and ``numbers_by_until``, which are by kind. The constructor raises
@@ -243,7 +243,7 @@ class Staged:
             raise
 
     def _copy_if_awaited(self, move: Move, until: Until) -> bool:
-        """Make one copy directly if the loop's thread waits for this kind; return whether it does.
+        """Make one copy directly if the loop's thread waits for this kind. Return True if it waits; otherwise nothing was copied.
 
         That thread cannot leave ``wait`` before the copy is made, even if a signal handler raises there.
         """
@@ -323,7 +323,8 @@ class Staged:
             copied.set()
 
     def wait(self, until: Until) -> None:
-        """Wait until tensors of this kind are copied, so that they may change. On CUDA the current stream waits, not the host.
+        """Wait until tensors of this kind are copied, so that they may change. On CUDA the host waits only until the copies are
+        queued, and the current stream waits for the copies.
 
         On the CPU, the calling thread takes part in the copying.
         """
@@ -353,7 +354,7 @@ class Staged:
 
     @property
     def layout_key(self) -> object:
-        """The same object as long as the copies have the same places."""
+        """While this is the same object, the copies have the same places."""
         return self._layout
 
     def ranges(self, prefix: str, slices: Iterable[Slice]) -> list[Range]:

@@ -56,7 +56,7 @@ class LateChanges:
             self._marks |= {name: mark for name, mark in after.items() if self._marks.get(name) == before.get(name)}
 
     def _model_marks(self) -> dict[str, Any]:
-        """Return the current marks of the parameters and buffers, by name."""
+        """Return, by name, the values (see ``_marks``) by which changes of the parameters and buffers are detected now."""
         marks = _marks(self._capture())
         return {name: mark for name, mark in marks.items() if name.startswith((f"{MODEL}/", "buffers/"))}
 

@@ -201,7 +201,7 @@ class RankPart:
 
     def _compare(self, save: Save, content: Content) -> dict[int, list[str]]:
         """Return digests, by part, of the parts that other ranks write, from the live tensors while these stay unchanged. Stops
-        early if the loop waits. Empty if nothing is shared."""
+        early if the loop waits, unless the save is ``thorough``. Empty if nothing is shared."""
         if not content.parts:
             return {}
         sizes = content.snapshot.sizes()

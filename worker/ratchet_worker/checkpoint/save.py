@@ -68,9 +68,9 @@ class Save:
     def wait_until_copied(self, until: Until) -> float:
         """Wait until tensors of this kind are copied and no thread reads them; return the seconds. Called before they change.
 
-        A kind that changes later includes the earlier one: ``Until.STEP`` also waits for ``Until.BACKWARD``. On CUDA a released
-        save is copied only from the host's point of view, so the current stream waits, too, until it is done. Returns 0.0 at
-        once if the save has ended or has nothing to copy. Does not raise for a tensor that has changed: ``require_intact`` does.
+        A kind that changes later includes the earlier one: ``Until.STEP`` also waits for ``Until.BACKWARD``. On CUDA the host
+        waits until the copies are queued, and the current stream until they are made. Returns 0.0 at once if the save has ended
+        or has nothing to copy. Does not raise for a tensor that has changed: ``require_intact`` does.
         """
         if self.staged is None or self.done.is_set():
             return 0.0

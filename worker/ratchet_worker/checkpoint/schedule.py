@@ -109,8 +109,8 @@ class Schedule:
         self._last_boundary_at = self._clock()
 
     def save_seconds(self) -> float | None:
-        """Return the median duration, in seconds, of the last successful saves, or the duration of the save before the first
-        scheduled one. None: no save has succeeded yet."""
+        """Return the median duration, in seconds, of the last successful saves; before there is one, the duration of the save
+        before the first scheduled one. None: no save has succeeded yet."""
         return statistics.median(c.total for c in self._costs) if self._costs else self._first_seconds
 
     def is_due(self, step: int) -> bool:
@@ -168,8 +168,8 @@ class Schedule:
         return max(1, round(steps) if steps < 4 else int(steps / 2))
 
     def _allowed_interval(self) -> int | None:
-        """Return the number of steps between two saves at which saves cost the share ``max_overhead`` of the time, and at least
-        the steps that a save lasts. None: not measured yet."""
+        """Return the number of steps between two saves at which saves cost the share ``max_overhead`` of the time. It is at least
+        the steps that a save lasts, and at most an hour's steps. None: not measured yet."""
         step = self._step_seconds()
         if not self._costs or step <= 0:
             return None
@@ -211,10 +211,10 @@ class Due:
         """Return why ``step`` is saved: ``schedule``, or ``first`` for the save before the first scheduled one; None: it is not
         saved. Call it only for steps from ``next`` on; it updates ``next``.
 
-        ``busy``: the previous save is in progress. ``drain``: waits for that save; called on rank 0 if a save is due
-        nevertheless. ``expected_seconds``: returns the expected duration of the save before the first scheduled one, or None if
-        that one is not needed any more. Other ranks wait for rank 0's decision, unless it follows from the step alone. Raises
-        ``UserError`` if the ranks are not at the same step.
+        ``busy``: the previous save is in progress. ``drain``: waits for that save; called on rank 0 if a scheduled save is due
+        meanwhile and ``checkpoint.when_busy`` is not ``skip``. ``expected_seconds``: returns the expected duration of the save
+        before the first scheduled one, or None if that one is not needed any more. Other ranks wait for rank 0's decision, unless
+        it follows from the step alone. Raises ``UserError`` if the ranks are not at the same step.
         """
         plan: dict[str, Any] = {}
         early = step >= self._early

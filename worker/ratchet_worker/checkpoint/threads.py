@@ -129,8 +129,8 @@ class BackgroundThread:
     """A background thread that makes submitted calls one after the other. The constructor starts it, so that no later call fails
     because a thread cannot be started.
 
-    The end of the process does not wait for it. Any thread that wakes up preempts it. With ``quiet``, other threads that want
-    the same processor for long get most of it.
+    The end of the process does not wait for it. Where Linux supports it (``set_long_time_slice``), any thread that wakes up
+    preempts it. With ``quiet``, other threads that want the same processor for long get most of it (``raise_nice_value``).
     """
 
     def __init__(self, name: str, *, quiet: bool = False) -> None:
@@ -165,7 +165,7 @@ class Call(Generic[T]):
         self._done = threading.Event()
 
     def run(self) -> None:
-        """Make the call in the calling thread, and keep its result or its error for ``result``."""
+        """Make the call in the thread that calls ``run``, and keep its result or its error for ``result``."""
         work, self._work = self._work, None
         assert work is not None
         try:

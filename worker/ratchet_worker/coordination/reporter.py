@@ -71,8 +71,9 @@ class Reporter:
         self._send(m.Resumed(rank=self._rank, at=now(), report=report))
 
     def metrics_due(self, step: int, total_steps: int | None) -> bool:
-        """True if the metrics of ``step`` are sent: about a thousand points over the job (every step of a short job, every n-th
-        of a long one), always including the first and the last step."""
+        """True if the metrics of ``step`` are due: every step of a job of up to about a thousand steps, every n-th of a longer
+        one, so that there are about a thousand points, and every tenth if ``total_steps`` is None. The first and the last step
+        are always due."""
         every = 10 if total_steps is None else max(1, total_steps // _POINTS)
         return step % every == 0 or step == total_steps or step == 1
 
@@ -84,7 +85,7 @@ class Reporter:
         self, step: int, total_steps: int | None, data_epoch: int | None, *, always: bool = False
     ) -> None:
         """Send progress, at most every half second unless ``always``. The message has the steps per second since the previous
-        one; they cost nothing per step. ``total_steps`` and ``data_epoch``: None if not known."""
+        message. ``total_steps`` and ``data_epoch``: None if not known."""
         instant = time.monotonic()
         seconds = instant - self._progress_at
         if not always and seconds < _PROGRESS_SECONDS:
@@ -138,9 +139,9 @@ class Reporter:
         difference: StepDifference | None,
         reason: str | None,
     ) -> None:
-        """Send the state of the comparison of redone steps: ``steps`` were redone, ``compared`` of them were compared, and
-        ``equal`` were equal. ``difference``: the first difference; ``reason``: why some or all steps are not compared; None for
-        neither."""
+        """Send the state of the comparison of redone steps: of ``steps`` steps to redo, ``compared`` were compared so far, and
+        ``equal`` were equal. ``difference``: the first difference, None so far without one; ``reason``: why some or all steps are
+        not compared, None if all are."""
         self._send(
             m.RedoneSteps(
                 rank=self._rank, at=now(), world_size=world_size, steps=steps, compared=compared, equal=equal,

@@ -37,7 +37,8 @@ _NO_LIMIT: Final = 2**62
 
 
 def position(step: int, phase: int = STEP) -> int:
-    """Return the position of a unit of work: ``phase`` of ``step``. ``step`` counts from 1 (0: before the first)."""
+    """Return the position of a unit of work, a number by which the units are ordered. ``step`` counts from 1 (0: before the
+    first); ``phase``: ``STEP`` for the step itself, 1, 2 ... for the evaluations after it, ``FINISH`` for the job's end."""
     return step * STRIDE + phase
 
 
@@ -200,7 +201,7 @@ class Agreement:
                 self._condition.notify_all()
 
     def _merge_requests(self, requests: StopRequests) -> StopRequests:
-        """Return ``requests`` with this rank's own stop in place of theirs, if there is one; record the time of the first
+        """Return ``requests``; if ``request_stop`` was called, its cause replaces the received one. Records the time of the first
         stop."""
         if self._own_stop is not None:
             requests = StopRequests(self._own_stop, requests.requests)

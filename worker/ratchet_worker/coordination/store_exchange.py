@@ -33,8 +33,9 @@ class PeerTimeout(WorkerError):
 def poll_until_present(
     store: Store, keys: list[str], longest: float = _LONGEST_PAUSE, first: float = _FIRST_PAUSE
 ) -> Iterator[None]:
-    """Poll the store until all ``keys`` are in it; yield before each pause, so that the caller can end the wait. Pauses grow from
-    ``first`` to ``longest`` seconds. One poll costs some 25 microseconds here, and as much on the store's side.
+    """Poll the store until all ``keys`` are in it; yield before each pause, so that the caller can end the wait. The first pause
+    takes ``first`` seconds; the next one takes an eighth of that, at least 1 ms, and each further one is doubled, up to
+    ``longest`` seconds. One poll costs some 25 microseconds here, and as much on the store's side.
 
     ``Store.wait`` would block the client, and prints warnings at every timeout.
     """

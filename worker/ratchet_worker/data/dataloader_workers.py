@@ -90,8 +90,8 @@ def _kill_at_exit(started: list[weakref.ref[BaseProcess]]) -> None:
 
 @contextmanager
 def _ignoring_child_deaths() -> Iterator[None]:
-    """Disable torch's SIGCHLD handler in the block. It raises in the main thread when a worker is killed, which is intended
-    here."""
+    """Disable torch's SIGCHLD handler in the block: it would raise in the main thread when a worker is killed, and in the block
+    workers are killed on purpose. Does nothing in another thread than the main one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -89,7 +89,7 @@ def _running_generators(frame: FrameType | None) -> list[Any]:
 
 
 def advance(reader: enumerate[Any], count: int) -> None:
-    """Take ``count`` items from ``reader``, so that its number rises by ``count``. The iterator below must return placeholders at
-    once meanwhile."""
+    """Take ``count`` items from ``reader``, so that its number rises by ``count``. Meanwhile the iterator that ``reader`` reads
+    must return placeholders at once."""
     for _ in repeat(None, count):
         next(reader)

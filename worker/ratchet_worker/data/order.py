@@ -47,7 +47,8 @@ def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool = True) -> 
 
 @dataclass(frozen=True)
 class BatchRule:
-    """The rule that cuts the order into batches for one rank. Raises ``UserError`` when the parts cannot be made equal.
+    """The rule that cuts the order into batches for one rank. Raises ``UserError`` for invalid numbers, for a global batch that
+    does not divide evenly over the ranks, and for a data set that does not fill one global batch.
 
     ``length``: samples in the data set; ``batch_size``: samples per rank or per step of the whole group, depending on
     ``batch_is``.

@@ -87,7 +87,7 @@ class SamplerPosition(LoaderPosition):
     # --- an epoch ------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rest of the epoch, or the next epoch."""
+        """Yield the batches from the position to the end of the epoch, then end the epoch; at position 0, first begin a pass."""
         if not self.position:
             self.begin(self.epoch)
         while self.has_more():
@@ -95,7 +95,7 @@ class SamplerPosition(LoaderPosition):
         self.end()
 
     def begin(self, epoch: int) -> None:
-        """Begin a pass over the loader; a pass that has not ended is abandoned."""
+        """Begin a pass over the loader, which counts as epoch number ``epoch``; a pass that has not ended is abandoned."""
         if self.position:
             self.end()
         alive = self._plain_loader is not None and self.loader.persistent_workers

@@ -53,14 +53,14 @@ class StreamPosition(LoaderPosition):
         return self.stream.data_digest()
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rest of the epoch, or the next epoch."""
+        """Yield the batches from the position to the end of the epoch; at position 0, first begin a pass."""
         if not self.position:
             self.begin(self.epoch)
         while self.has_more():
             yield self.take()
 
     def begin(self, epoch: int) -> None:
-        """Begin a pass over the loader; a pass that has not ended is abandoned."""
+        """Begin a pass over the loader, which counts as epoch number ``epoch``; a pass that has not ended is abandoned."""
         if self.stream.position:
             self.stream.end_epoch()
         self.stream.epoch, self._ahead = epoch, []

@@ -126,8 +126,10 @@ class TrainStream:
         return self._batches(self._run)
 
     def _batches(self, run: int) -> Iterator[Any]:
-        """Yield the batches from the position to the end of the epoch, and count each as taken before it is yielded. Ends once
-        ``run`` is not the current run. Raises ``ValueError`` if the recorded position cannot be reached exactly."""
+        """Yield the batches from the position to the end of the epoch, and count each as taken before it is yielded; if none is
+        left there and ``endless`` is True, yield those of the next epoch. ``run``: the number of this iterator, which ends early
+        once ``iter()`` or ``load_state_dict()`` has raised the current number. Raises ``ValueError`` if the recorded position
+        cannot be reached exactly."""
         if run != self._run:
             return
         began_at = self._taken
@@ -232,7 +234,7 @@ class TrainStream:
         return self.own_generators.find() if self._resume_mode == "state" else {}
 
     def _check_moved(self) -> None:
-        """Raise ``TypeError`` if the stream's state is the same before and after the first batch."""
+        """For a stream that has ``state_dict``: raise ``TypeError`` if its state is the same before and after the first batch."""
         if self._resume_mode == "state" and _is_same(self._stream_state(), self._earlier[0].stream, self._state_name()):
             raise TypeError(
                 f"{type(self.stream).__name__}.state_dict() is the same before and after a batch: advance the position "

@@ -9,7 +9,7 @@ from ratchet_worker.doctor.probe import probe
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report and return the exit status."""
+    """Parse the command line, print the probe's report as one JSON document on standard output, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m ratchet_worker.doctor", description=__doc__)
     parser.add_argument(
         "command", nargs="?", choices=["probe"], default="probe", help="what this interpreter could train with"

@@ -26,7 +26,7 @@ def add_to_path(code: Path) -> None:
 
 def make_task(spec: TaskSpec, code: Path) -> Any:
     """Import the entrypoint, construct the task object with its arguments, and return it. Raises ``UserError`` if the entrypoint
-    is missing or is no task, or does not take the arguments. Exceptions of its constructor propagate."""
+    is missing, cannot be imported, is no task, or does not take the arguments. Exceptions of its constructor propagate."""
     module_name, _, attribute = spec.entrypoint.partition(":")
     found: Any = _import(module_name, code)
     for part in attribute.split("."):
@@ -119,8 +119,8 @@ def _check_arguments(factory: Any, spec: TaskSpec) -> None:
 
 
 def is_unmanaged(script: Sequence[str], code: Path) -> bool:
-    """True if the script's main file does not mention the Session's package, so that it runs without one. False if the file is
-    unreadable: running it raises the error."""
+    """True if the text of the script's main file shows that the script makes no Session (the rule is that of
+    ``unmanaged_script.is_unmanaged``). False if the file is unreadable: running it raises the error."""
     try:
         return unmanaged_script.is_unmanaged((code / script[0]).read_bytes())
     except OSError:

@@ -69,8 +69,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.session.prepare(self.scaler)
 
     def _refuse_arguments(self) -> None:
-        """Raise ``UserError`` for an argument that the spec decides, for a feature that a Session cannot resume, and for other
-        ranks than the Session's."""
+        """Raise ``UserError`` for an argument that the spec decides, for a feature that a Session cannot resume, and if the
+        number of ranks or the type of device is not the Session's."""
         if self.ddp_handler is not None:
             raise UserError(
                 "DistributedDataParallelKwargs: hook and DDP's settings are those of the job's spec (hook, ddp); drop it. "

@@ -565,8 +565,8 @@ class _Progress:
                 )  # it makes its scheduler from this state
 
     def check_storable(self) -> None:
-        """Raise ``UserError`` if the state cannot be stored. It names the part of a callback's or the module's addition to a
-        checkpoint."""
+        """Raise ``UserError`` if the state cannot be stored. The error names the part: a callback's state, or what a hook adds to
+        a checkpoint."""
         try:
             encode(self.state_dict(), root="lightning")
         except HookStateError as error:

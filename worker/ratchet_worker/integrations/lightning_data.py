@@ -34,9 +34,9 @@ class Trainer(Protocol):
 
 
 class Batches:
-    """The iterable ``loader`` as the Trainer sees it, which begins a step of the job before a batch that needs one. ``on_batch``
-    is called for each batch. The Trainer ends an epoch by the length or its own limit, and requests no batch after that; a
-    further pass is another epoch. Raises ``UserError`` for a loader without a length."""
+    """The iterable that the Trainer gets in place of its training data ``loader``: it begins a step of the job before a batch
+    that needs one. ``on_batch`` is called for each batch. The Trainer ends an epoch by the length or its own limit, and requests
+    no batch after that; a further pass is another epoch. Raises ``UserError`` for a loader without a length."""
 
     def __init__(self, trainer: Trainer, loader: Any, on_batch: Callable[[], None]) -> None:
         self._trainer, self._loader, self._on_batch = trainer, loader, on_batch

@@ -211,7 +211,8 @@ def _rows(logger: Logger) -> int:
 
 
 def rewind_csv(loggers: Iterable[Logger], rows: list[int]) -> None:
-    """Truncate the loggers' CSV files to ``rows`` rows: Lightning begins a new file, and redone steps write their rows again."""
+    """Truncate each logger's CSV file to its number in ``rows`` (0: leave it): Lightning would begin a new file, and redone steps
+    write their rows again."""
     for logger, number in zip(loggers, rows, strict=False):
         if isinstance(logger, CSVLogger) and number:
             _rewind_csv(logger, number)

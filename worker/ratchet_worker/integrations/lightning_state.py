@@ -135,8 +135,8 @@ def restore_results(results: _ResultCollection, state: State, module: nn.Module,
 
 class Attributes:
     """Attributes of the Trainer and of callbacks that change in training: numbers, strings, tensors, arrays, and containers of
-    these. ``named``: objects by name, each with the attributes to save. Of ``callbacks``, all attributes are saved that no class
-    of Lightning names itself. The values at construction count as unchanged."""
+    these. ``named``: objects by name, each with the attributes to save. Of ``callbacks``, the attributes that ``_own_names``
+    returns are saved. Only values that differ from those at construction are saved."""
 
     def __init__(self, named: Mapping[str, tuple[object, Iterable[str]]], callbacks: Iterable[Callback]) -> None:
         self._named = [(name, item, tuple(keys)) for name, (item, keys) in named.items()]
@@ -194,7 +194,8 @@ def _set(item: Any, name: str, value: Any) -> None:
 
 
 def _own_names(callback: Callback) -> list[str]:
-    """The attributes of a callback's instance that the user's code added, and those that Lightning's classes do not save."""
+    """The names of a callback's attributes to save: those that Lightning's classes do not mention, so that the user's code has
+    added them, metrics, and state that Lightning's own ``state_dict`` leaves out (``_CALLBACK_STATE``)."""
     theirs = [kind for kind in type(callback).__mro__ if kind.__module__.startswith("lightning.")]
     known = {name for kind in theirs for function in vars(kind).values() for name in _names_in(function)}
     forgotten = [name for kind in theirs for name in _CALLBACK_STATE.get(kind, ())]

@@ -129,8 +129,8 @@ class Trainer(transformers.Trainer):
             return super().train(None, None, ignore_keys_for_eval)
 
     def _check_start(self, checkpoint: str | bool | None) -> None:
-        """Raise ``UserError`` if the job begins at step 0 and ``checkpoint`` was not written by it; else report that
-        ``checkpoint`` is not read. True stands for the newest checkpoint in ``output_dir``."""
+        """Raise ``UserError`` if this job begins without a checkpoint of its own and has not written ``checkpoint``; else report
+        that ``checkpoint`` is not read. True stands for the newest checkpoint in ``output_dir``; does nothing without one."""
         if checkpoint is True:
             output = Path(str(self.args.output_dir))
             checkpoint = get_last_checkpoint(str(output)) if output.is_dir() else None  # type: ignore[no-untyped-call]

@@ -53,10 +53,11 @@ class Evidence:
 
     ``fenced``: why the attempt is fenced; None: it is not. ``hung``: the hung ranks; ``hang_message``: what is reported about
     them; ``hung_since``: when they last made progress. ``peer_end``: the message about another node that had failed, because of
-    which ranks were killed. ``killed_at``: when the agent killed ranks, for any reason. ``oom``: ranks that died while the
-    kernel's out-of-memory killer was active. ``stop``: the stop request. ``overdue``: the grace period of the stop has expired,
-    and the agent killed ranks. ``progressed``: some rank made progress after the stop request. ``aborts``: which ranks aborted
-    their process groups before they were killed.
+    which ranks were killed. ``killed_at``: when the agent first ended the ranks, for any reason. ``oom``: ranks that died while
+    the kernel's out-of-memory killer was active. ``stop``: the last desired state that was written for the ranks, RUN or a stop
+    request; None: none was written. ``overdue``: the grace period of the stop has expired, and the agent killed ranks.
+    ``progressed``: some rank made progress after the stop request. ``aborts``: which ranks aborted their process groups before
+    they were killed.
     """
 
     fenced: str | None = None
@@ -98,8 +99,9 @@ class NotStarted(Exception):
 def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusion:
     """Return the one cause of the attempt's end, with the rank it comes from, that rank's exit code, a message and a time.
 
-    The agent's own decisions (fenced, hang, another node's end) come first, then the earliest failure of a rank, then an overdue
-    stop, then stops and completions by ``CAUSE_PRECEDENCE``. The cause is unknown if ranks ended without reporting one.
+    The agent's own decisions (fenced, hang, another node's end) come first, then the failure of a rank that caused those of the
+    others (``_root_failure``), then an overdue stop, then stops and completions by ``CAUSE_PRECEDENCE``. The cause is unknown if
+    ranks ended without reporting one.
     """
     codes = {e.end.rank: e.end.exit_code for e in ends}
     if evidence.fenced is not None:

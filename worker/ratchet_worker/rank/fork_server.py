@@ -29,7 +29,8 @@ _TASKS: Final = Path("/proc/self/task")
 
 def fork_ranks() -> None:
     """Fork one process for each rank of the plans that the agent has passed. Return once in each rank's process; the server's
-    own process exits when all are forked.
+    own process exits when all are forked. If the imports cannot be shared by forking, each rank's process is replaced by a new
+    interpreter instead, and this does not return there.
 
     The agent receives each rank's pid on the report descriptor. Raises ``OSError``, in the server, if a process cannot be
     forked; the error is then printed to that rank's log.

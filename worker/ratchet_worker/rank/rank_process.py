@@ -368,8 +368,8 @@ class RankProcess:
         return code
 
     def _exit_after_passed_stop(self, cause: Cause, error: BaseException | None) -> int:
-        """Leave after the script has ended to which a stop was passed; return the exit code. ``cause``: of that stop. ``error``:
-        what ended the script, or None.
+        """Leave after the end of a script whose own handler has received a stop; return the exit code. ``cause``: the cause of
+        that stop. ``error``: what ended the script, or None.
 
         The stop is the cause of the end, whatever ended the script: an exception may come from a collective with a rank that has
         left already.

@@ -20,10 +20,12 @@ UNCHECKED_NOTE = (
 
 
 class Adopted:
-    """What an adopted run would have recorded for this job: a resume compares that with what the run did record.
+    """The launch file that an adopted run, which had no service, would have recorded if it had run this job's spec and code, as
+    far as a resume compares it. A resume compares it (``launch``) with the file that the run did record. ``paths``: those of the
+    copy of the run.
 
-    Create it when the script makes its Session, since the same code is imported then as at that point of the run. ``launch``:
-    the launch file as the run would have written it, as far as a resume compares it. ``paths``: those of the copy of the run.
+    Create it when the script makes its Session: the code digest covers the modules imported so far, and the run took it at the
+    same point.
     """
 
     def __init__(self, launch: LaunchFile) -> None:
@@ -35,7 +37,8 @@ class Adopted:
         self.launch = launch.model_copy(update={"spec": spec, "resolved": resolved})
 
     def attempts(self) -> Iterator[AttemptPaths]:
-        """Yield the paths of the run's starts (its attempts), newest first. Their steps may be replayed."""
+        """Yield the paths of the run's attempts (its starts), newest first. Their recorded steps are compared with steps that
+        this job repeats."""
         found = [int(path.name) for path in (self.paths.root / "attempts").iterdir()]
         yield from (self.paths.attempt(number) for number in sorted(found, reverse=True))
 

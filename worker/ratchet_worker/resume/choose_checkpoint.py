@@ -39,8 +39,8 @@ Message = dict[str, Any]
 
 
 def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen:
-    """Return the newest undamaged checkpoint of the lineage (or the fork's source), every byte verified, with this rank's part
-    of it. From scratch if there is none.
+    """Return the newest undamaged checkpoint of the job's lineage, with this rank's part of it. If there is none: the fork's
+    source, or, for a job that is no fork, a start from scratch. The ranks together have verified every byte.
 
     All ranks must call it; all agree on the result. A damaged checkpoint is moved to quarantine and reported by rank 0, and the
     next older one is tried. Raises, on all ranks, ``CheckpointError`` if a checkpoint must not be skipped silently (it cannot be
@@ -109,7 +109,7 @@ def _read_visible(chosen: Chosen, directory: Path, digest: str, timeout: float) 
 
 
 class _RankZero:
-    """Rank 0's side: selects the next checkpoint to try, and handles a damaged one."""
+    """Rank 0's side of ``choose``: selects the next checkpoint to try, and handles a damaged one."""
 
     def __init__(self, launch: LaunchFile, reporter: Reporter) -> None:
         self._launch, self._reporter = launch, reporter
@@ -212,9 +212,11 @@ class _RankZero:
 
 
 def _root_base(launch: LaunchFile) -> Base | None:
-    """Return what the job's first checkpoint continues from: for a fork its source, else nothing (an empty ``Base``).
+    """Return what the first checkpoint of the job's lineage continues from: for a fork its source, else nothing (an empty
+    ``Base``).
 
-    None if that is not known here, as for a fork that has checkpoints of its own: its source is not named any more.
+    None if that is not known: the lineage begins after step 0, but the launch file names no source, as for a fork that has
+    checkpoints of its own.
     """
     if launch.fork is not None:
         return Base(step=launch.fork.step, attempt=launch.fork.attempt, digest=launch.fork.digest)
@@ -222,8 +224,8 @@ def _root_base(launch: LaunchFile) -> Base | None:
 
 
 def _find_damage(directory: Path, manifest: Manifest) -> str | None:
-    """Read and verify every byte of a checkpoint. Return a description of the damage, or None. Raises ``CheckpointError`` if the
-    files cannot be read."""
+    """Read and verify every byte of a checkpoint. Return a description of the damage, or None. A missing file is damage. Raises
+    ``CheckpointError`` if a file cannot be read."""
     try:
         verify_files(directory, manifest)
     except CheckpointError as error:
@@ -234,8 +236,9 @@ def _find_damage(directory: Path, manifest: Manifest) -> str | None:
 
 
 def _read_fork_source(fork: ForkSource) -> tuple[Path, Manifest]:
-    """Return directory and manifest of the checkpoint that the job was forked from. Raises ``UserError`` if it is missing,
-    damaged or another one than the recorded one, ``CheckpointError`` if it cannot be read."""
+    """Return directory and manifest of the checkpoint that the job was forked from. The bytes of its files are not verified.
+    Raises ``UserError`` if it is missing, damaged or another one than the recorded one, ``CheckpointError`` if it cannot be
+    read."""
     directory = JobPaths(Path(fork.job_root)).checkpoint(fork.step, fork.attempt)
     try:
         manifest = read_manifest(directory)

@@ -42,8 +42,8 @@ class Chosen:
     loaded: list[Snapshot] = field(default_factory=list)
 
     def take(self) -> Snapshot:
-        """Return the state that this rank has read, and drop the reference here, so that only the caller holds it. Call it only
-        once."""
+        """Return the state that this rank has read, and drop the reference to it in ``loaded``, so that only the caller holds it.
+        Call it only once."""
         return self.loaded.pop()
 
 
@@ -144,8 +144,8 @@ def differences(
 
 
 def is_same_spec_ignoring_ranks(manifest: Manifest, launch: LaunchFile, *, any_hook: bool = False) -> bool:
-    """True if the checkpoint was made under the spec of ``launch``, ignoring the number of ranks, and with ``any_hook`` also the
-    hook."""
+    """True if the checkpoint was made under the spec of ``launch``. ``ranks_per_node`` is ignored; ``any_hook`` True: the hook,
+    too."""
     hook = recorded_hook(manifest) if any_hook else None
     return _spec_with_recorded_ranks(manifest, launch, {"hook": hook} if hook else {}).digest() == manifest.spec_digest
 
@@ -159,9 +159,10 @@ def _spec_with_recorded_ranks(manifest: Manifest, launch: LaunchFile, updates: M
 
 def _spec_differences(manifest: Manifest, directory: Path, launch: LaunchFile) -> list[EnvironmentDifference]:
     """Return the fields of the spec that differ from those of the attempt that saved the checkpoint. Values of ``env`` may be
-    secrets and are not shown.
+    secrets and are not shown. Empty if the specs are the same.
 
-    If that attempt's launch file is not available, return the two digests instead. Empty if the specs are the same.
+    If that attempt's launch file cannot be read or has another spec than the checkpoint, return one difference: the specs'
+    digests.
     """
     now = _spec_with_recorded_ranks(manifest, launch, {})
     if now.digest() == manifest.spec_digest:

@@ -39,9 +39,9 @@ _MAX_NAMES: Final = 3
 
 @dataclass
 class Imported:
-    """What was imported from a file. ``source``: the file's name and digest. ``model``: a sentence for the report. ``optimizer``:
-    the optimizer's state, which is still to be loaded; None: it is not wanted. ``has_hook``: the file has a hook's state, which
-    is not used."""
+    """What was imported from the job's start file. ``source``: the file's name and digest, as text. ``model``: a sentence for the
+    report. ``optimizer``: the optimizer's state, which is still to be loaded; None: the spec does not ask for it. ``has_hook``:
+    the file has a hook's state, which is not used."""
 
     source: str
     model: str
@@ -50,10 +50,11 @@ class Imported:
 
 
 def load(launch: LaunchFile, module: nn.Module) -> Imported:
-    """Load the model in the job's start file into ``module``, identically on every rank. Return what was imported; the
-    optimizer's state in it is not loaded yet.
+    """Load the model in the job's start file (``start_from`` of the spec) into ``module``, identically on every rank. Return what
+    was imported. That includes the optimizer's state if the spec asks for it; ``report`` loads it later.
 
-    Raises ``UserError`` for a file that is unsafe or incomplete, and for a model that does not fit, naming the key.
+    Raises ``UserError`` for a file that is unsafe, incomplete or without the wanted optimizer's state, and for a model that does
+    not fit, naming the key.
     """
     start = launch.spec.start_from
     assert start is not None and launch.start_file is not None
@@ -104,16 +105,16 @@ def read(file: Path, name: str) -> Mapping[str, Any]:
 
 
 def _plain_classes() -> list[Any]:
-    """Return classes that checkpoints often hold besides tensors and that are harmless to construct: numpy's numbers and arrays,
-    and ``argparse.Namespace``."""
+    """Return classes and functions that checkpoints often need besides tensors and that are harmless to call: those of numpy's
+    numbers and arrays, and ``argparse.Namespace``."""
     from numpy._core.multiarray import _reconstruct, scalar
 
     return [_reconstruct, scalar, np.ndarray, np.dtype, *(type(np.dtype(c)) for c in _NUMBERS), argparse.Namespace]
 
 
 def _unsafe_globals(file: Path, error: Exception) -> str:
-    """Return the names of the unsafe globals in ``file``, as text; they are found without loading it. ``error``: the refusal,
-    used if the file cannot be searched."""
+    """Return the names of the unsafe globals in ``file``, at most five, as text; the file is searched without loading it.
+    ``error``: the refusal of ``torch.load``, whose text is used if the search finds none."""
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # an old or broken format
@@ -180,8 +181,9 @@ def load_into(module: nn.Module, found: dict[str, Any], name: str) -> list[str]:
 
 
 def _match_keys(found: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``found`` with the keys that ``live`` has, where they differ only in the prefixes of DDP (``module.``) and
-    torch.compile (``_orig_mod.``) on either side. A key without a match is returned without prefix."""
+    """Return ``found`` with the keys of ``live``. Two keys match if they differ only in ``_orig_mod.``, the prefix of
+    torch.compile, on either side, or in ``module.``, the prefix of DDP, if all keys of ``found`` have it. A key without a match
+    is returned without these prefixes."""
     if set(found) == set(live):
         return found
     ours = {key.replace("_orig_mod.", ""): key for key in live}
@@ -216,11 +218,12 @@ def _check(key: str, value: Any, live: Any, name: str) -> None:
 
 def report(imported: Imported, rank: int, optimizers: Mapping[str, Optimizer], others: Iterable[str], *, stateful_hook: bool
            ) -> list[ComponentReport]:  # fmt: skip
-    """Load the imported optimizer's state into the optimizer that is registered as ``optimizer``, and return a report of what
-    each component starts with.
+    """Load the imported optimizer's state, if there is one, into the optimizer that is registered as ``optimizer``. Return a
+    report of what each component starts with.
 
-    ``others``: further registered components, which start with their initial state. ``stateful_hook``: the hook keeps a state.
-    Raises ``UserError`` if the optimizer's state does not fit, or no optimizer of that name is registered.
+    Other optimizers start with their initial state. ``others``: further registered components, which do so, too.
+    ``stateful_hook``: the hook keeps a state. Raises ``UserError`` if the imported state does not fit, or no optimizer of that
+    name is registered.
     """
 
     def of(component: str, reason: str, *, taken: bool = False) -> ComponentReport:
@@ -250,8 +253,8 @@ def report(imported: Imported, rank: int, optimizers: Mapping[str, Optimizer], o
 
 
 def _load_optimizer(optimizer: Optimizer, imported: Imported) -> None:
-    """Load the imported state into ``optimizer``. Raises ``UserError`` if it does not fit, also in the shapes, which
-    ``load_state_dict`` does not check."""
+    """Load the imported state into ``optimizer``. Raises ``UserError`` if it does not fit. That includes the shapes of momenta
+    and other usual state of torch's optimizers, which ``load_state_dict`` does not check."""
     try:
         optimizer.load_state_dict(dict(imported.optimizer))
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
@@ -266,7 +269,7 @@ def _load_optimizer(optimizer: Optimizer, imported: Imported) -> None:
 
 
 def _format_names(names: Iterable[str]) -> str:
-    """Return the sorted names as text; only the first three, and the number of the others."""
+    """Return the names as text, quoted and sorted: the first three, and the number of the others."""
     return join_first([repr(name) for name in sorted(names)], _MAX_NAMES)
 
 

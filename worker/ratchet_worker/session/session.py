@@ -236,9 +236,10 @@ class Session:
         return found[0] if len(found) == 1 else found
 
     def keep(self, **values: Any) -> SimpleNamespace:
-        """Return an object with ``values`` as attributes, saved with every step: for variables that a loop carries from one pass
-        to the next. ``kept = session.keep(best=0.0)`` before the loop, ``kept.best = max(kept.best, accuracy)`` in it. Values may
-        be tensors, numbers, strings, lists, dicts and objects of your own. Raises ``UserError`` after the first step."""
+        """Return an object with ``values`` as attributes, saved in every checkpoint: for variables that a loop carries from one
+        pass to the next. ``kept = session.keep(best=0.0)`` before the loop, ``kept.best = max(kept.best, accuracy)`` in it.
+        Values may be tensors, numbers, strings, lists, dicts and objects of your own. Raises ``UserError`` after the first
+        step."""
         return self._epoch_loop.keep(SimpleNamespace(**values))
 
     def wrap(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
@@ -259,9 +260,10 @@ class Session:
             self._runtime.state.register(name if name in _OWN_NAMES else f"user:{name}", item)
 
     def ignore(self, path: str, reason: str) -> None:
-        """Exclude the attribute at ``path`` (as a resume report names it, ``model.layers.0.history``), and everything reachable
-        only through it, from what is saved and reported: training does not depend on it. Every resume report states this, with
-        the ``reason``. Raises ``UserError`` after the first step."""
+        """Exclude the attribute at ``path``, on which training does not depend, and everything reachable only through the
+        attribute, from what is saved and reported. ``path``: as a resume report names the attribute
+        (``model.layers.0.history``). Every resume report states the exclusion, with the ``reason``. Raises ``UserError`` after
+        the first step."""
         if self._runtime.restored:
             raise UserError("call ignore before the first step: the state has already been restored")
         self._runtime.state.hidden.ignored[path] = reason
@@ -277,9 +279,9 @@ class Session:
     def restore(self, total_steps: int | None = None) -> None:
         """Restore the state now; otherwise ``steps`` does it. A collective: every rank calls it, at most once, after the model is
         wrapped and everything is registered. Without a checkpoint nothing is restored, and training begins. ``total_steps``: as
-        ``total`` of ``steps``; the same on all ranks. Raises ``UserError`` if one of these rules is broken, for state that does
-        not fit the registered objects, and for a difference that ``determinism: strict`` forbids; ``StateError`` if the restored
-        tensors are not those that were saved."""
+        ``total`` of ``steps``; the same on all ranks. Raises ``UserError`` at a second call, without a wrapped model, if the
+        ranks' ``total_steps`` differ, for state that does not fit the registered objects, and for a difference that
+        ``determinism: strict`` forbids; ``StateError`` if the restored tensors are not those that were saved."""
         digest = getattr(self._runtime.state.data, "data_digest", None)
         self._runtime.data_digest = digest() if callable(digest) else None
         self._runtime.restore(total_steps)
@@ -321,16 +323,16 @@ class Session:
         return self._epoch_loop.enumerate_batches(batches, start)
 
     def checkpoint(self) -> bool:
-        """Save now, between two steps (after ``zero_grad``); every rank calls it. Returns False if the save failed, which is
-        reported."""
+        """Save now, unless this step is saved already; every rank calls it after the same step, after ``zero_grad``. In the body
+        of the loop it ends the step. Returns False if the save failed, which is reported."""
         self._epoch_loop.on_checkpoint()
         return self._runtime.checkpoint()
 
     def evaluation(self) -> AbstractContextManager[Evaluation]:
         """Return a context manager for an evaluation: eval mode, no gradients, rank 0's buffers; the training state is unchanged
-        afterwards. Every rank enters it after the same step. Its value has ``batches(items)``, which checks for a stop between
-        two items, ``gather(value)`` (every rank's JSON value, in rank order) and ``averages({name: (sum, weight)})`` (sum of sums
-        / sum of weights over all ranks)."""
+        afterwards. Every rank enters it after the same step. The object that ``as`` binds has ``batches(items)``, which checks
+        for a stop before each item, ``gather(value)`` (every rank's JSON value, in rank order) and
+        ``averages({name: (sum, weight)})`` (sum of sums / sum of weights over all ranks)."""
         return self._runtime.evaluating()
 
     @overload

@@ -244,8 +244,8 @@ class _Run:
         return runtime
 
     def _seed(self, seed: int) -> None:
-        """Seed the generators that the script has not seeded. Rank 0 prints the names of the others if the script passed ``seed``
-        as well."""
+        """Seed the generators that the script has not seeded. If the script also passed a ``seed`` to ``Session()``, rank 0
+        prints which generators the script has seeded."""
         script = self._seeds.seed_others(seed, self._place.identity.rank)
         import_draws.undo_import_draws()
         if (
@@ -308,8 +308,8 @@ class _Run:
         return {"launch": launch.model_dump(mode="json")}
 
     def _spec(self) -> JobSpec:
-        """The spec made of the script's arguments and the defaults. Raises ``UserError`` for arguments that a run without a
-        service cannot have, and for too few GPUs."""
+        """The spec made of the script's arguments and the defaults. Raises ``UserError`` for invalid arguments, for arguments
+        that a run without a service cannot have, for too few GPUs, and for ``determinism: strict`` without ``PYTHONHASHSEED``."""
         place = self._place
         script = ["session.py"] if place.script is None else [place.script.name, *sys.argv[1:]]
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -382,8 +382,8 @@ class _Run:
         """End the run on this rank, in whatever state it is: write the result, release signal handlers and directory, stop the
         side thread, and leave the process group. Safe to call repeatedly.
 
-        ``wait_for_ranks``: wait for the other ranks before the group is closed. It is False after an error that followed the
-        training: it ends this process, and other ranks may never reach their end, so torchrun must see the error to end them.
+        ``wait_for_ranks``: wait for the other ranks before the group is closed. Pass False after an error that followed the
+        training: the error ends this process, and other ranks may never reach their end, so torchrun must see it to end them.
         """
         if self._ended:
             return
@@ -419,8 +419,8 @@ class _Run:
         return error or (None if self.runtime is None else self.runtime.stopped)
 
     def _outcome(self, error: BaseException | None) -> tuple[Cause, str | None]:
-        """The cause and message for the result: completed if all steps are done and nothing was raised, else from the stop or
-        ``error``."""
+        """The cause and message for the result: completed if all steps are done and nothing was raised, else those of the stop or
+        of ``error``. Without either, the cause is an exception, and the message says that the Session's block was not left."""
         runtime, error = self.runtime, self._stop_or_error(error)
         if runtime is not None and runtime.restored and (runtime.finished or runtime.done) and error is None:
             return Cause.COMPLETED, None

@@ -25,8 +25,8 @@ class Mean:
     """The mean of several replicas. ``tensors`` and ``state``: the averaged components, as in a snapshot's ``private`` and
     ``state``.
 
-    ``differing_names``: tensors that differed between ranks. ``from_rank_0``: state that differed and has no mean, so that rank
-    0's is used: names of components, or of tensors that are not floating-point or complex.
+    ``differing_names``: tensors that differed between ranks. ``from_rank_0``: what differed and has no mean, so that rank 0's is
+    used: names of components whose JSON differed, and of integer and boolean tensors.
     """
 
     tensors: Tensors
@@ -44,9 +44,10 @@ def mean(replicas: Iterable[Snapshot], components: Collection[str]) -> Mean:
     """Return the mean of ``components`` over ``replicas``, the snapshots of all ranks in rank order. Every rank that computes it
     gets the same bits.
 
-    ``replicas`` is read once, one snapshot at a time. Tensors that are equal on all ranks stay unchanged; others are summed in
-    float64 (complex128), divided, and rounded once to their own dtype. Raises ``StateError`` if a rank lacks a tensor that
-    another has, or has it in another shape or dtype, or if there is no replica.
+    ``replicas`` is read once, one snapshot at a time. Tensors that are equal on all ranks stay unchanged. Other floating-point
+    and complex ones are summed in float64 (complex128), divided, and rounded once to their own dtype; what has no mean is rank
+    0's. Raises ``StateError`` if a rank lacks a tensor that another has, or has it in another shape or dtype, or if there is no
+    replica.
     """
     out: Mean | None = None
     sums: Tensors = {}

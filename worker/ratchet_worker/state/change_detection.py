@@ -55,7 +55,7 @@ def _kind(kind: type) -> Literal["referenced", "weak", "open"]:
 
 
 def is_constant(value: object) -> bool:
-    """True if nothing in ``value`` can change: it is a number, a string, None, or a tuple of these."""
+    """True if nothing in ``value`` can change: it is an ``int``, ``float``, ``bool``, ``str``, None, or a tuple of these."""
     return type(value) in CONSTANTS or (isinstance(value, tuple) and all(map(is_constant, value)))
 
 
@@ -87,8 +87,8 @@ _FORM: Final = attrgetter("__class__", "dtype", "device", "shape", "requires_gra
 
 
 class Forms:
-    """Remembers all properties of tensors except their elements and their memory: type, dtype, device, shape, strides,
-    ``requires_grad``, whether they are inference tensors, and whether torch defers a conjugation or negation."""
+    """Remembers the type, dtype, device, shape, strides and ``requires_grad`` of tensors, whether they are inference tensors, and
+    whether torch defers a conjugation or negation. Elements and memory addresses are not compared."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """If one of the tensors has another layout than strided, or two are the same object, ``matches`` always returns False."""

@@ -125,7 +125,7 @@ def _gpu_facts(device: torch.device) -> Record:
 
 def _driver_version() -> str | None:
     """Return the version of NVIDIA's kernel driver, from ``/proc/driver/nvidia/version``; None if that file does not exist (WSL,
-    containers)."""
+    containers) or names none."""
     try:
         words = Path("/proc/driver/nvidia/version").read_text().split()
     except OSError:
@@ -158,7 +158,7 @@ def commit_of(spec: JobSpec) -> GitFacts | None:
 
 def provenance(packages: Sequence[str], git: GitFacts | None) -> Record:
     """Return the entries of the manifest's ``environment`` that are not compared: Ratchet's version, the package list, and the
-    commit of the code (``git``; None: in no repository)."""
+    commit of the code (``git``; None: the code is in no repository, or the job has none)."""
     known = {} if git is None else git.model_dump(exclude_none=True)
     found: Record = {f"{PROVENANCE}git_{key}": value for key, value in known.items()}
     return {f"{PROVENANCE}ratchet": RATCHET_VERSION, _PACKAGE_LIST: " ".join(packages)} | found
@@ -187,8 +187,8 @@ def expand_package_difference(
 
 
 def write(launch: LaunchFile, packages: list[str]) -> None:
-    """Write rank 0's package list, Python's and Ratchet's versions, and the commit of the code to the attempt's file, for the
-    API. Raises ``OSError``."""
+    """Write rank 0's package list, Python's and Ratchet's versions, and the commit of the code to the attempt's environment file,
+    for the API. Raises ``OSError``."""
     found = EnvironmentView(
         ratchet=RATCHET_VERSION,
         python=platform.python_version(),

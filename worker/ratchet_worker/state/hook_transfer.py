@@ -89,16 +89,16 @@ def _merge_reason(spec: HookSpec) -> str:
 
 
 def reset_by_policy(policy: str, recorded: HookSpec | None, why: str) -> str | None:
-    """Return the reason to reset the hook because of ``why``, if ``policy`` (``on_hook_mismatch``) is ``reset``. None if it is
-    not, or the recorded hook has no state."""
+    """Return the reason to reset the hook because of ``why``, if ``policy`` (``on_hook_mismatch``) is ``reset``. None for another
+    policy, and if the recorded hook is known to keep no state."""
     if policy != "reset" or (recorded is not None and not is_stateful(recorded)):
         return None
     return f"{why}, and on_hook_mismatch is reset"
 
 
 def describe_batch_change(old: Any, new: Any) -> str | None:
-    """Return a clause for the report about the change of the batch size, from two states of a ``TrainLoader``. None if it is the
-    same, or not known."""
+    """Return a clause for the report about a change of the global batch or of each rank's part of it, from two states of a
+    ``TrainLoader``. None if both are the same, or not known."""
     sizes = []
     for state in (old, new):
         if not isinstance(state, dict) or state.get("kind") != "map":

@@ -31,14 +31,15 @@ def installed_folders() -> tuple[Path, ...]:
 
 
 def undo_import_draws() -> None:
-    """From now on, undo what imports of installed packages in the main thread draw from ``random``. Further calls have no
-    effect."""
+    """From now on, undo what imports of installed packages and of Python's own modules in the main thread draw from ``random``. A
+    package that seeds ``random`` is left alone. Further calls have no effect."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Finds what the other finders find, and makes the import of an installed package undo the draws that it makes."""
+    """Finds what the finders after it find. If that is an installed package, its import sets ``random`` back after drawing from
+    it."""
 
     def __init__(self) -> None:
         self._importing = False  # an installed package is being imported, with the modules that it imports
@@ -46,8 +47,8 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the finders after this one find, or None. Only for an import in the main thread that is not part
-        of another package's import; otherwise None, so that the other finders continue."""
+        """Return the spec that the finders after this one find, or None. Returns None at once, so that the other finders
+        continue, in another thread than the main one and while an installed package is being imported."""
         if self._importing or threading.current_thread() is not threading.main_thread():
             return None  # draws of training while another thread imports must not be undone
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
@@ -59,8 +60,8 @@ class _Finder(MetaPathFinder):
         return spec
 
     def _execute(self, run: Callable[[ModuleType], None], module: ModuleType) -> None:
-        """Run the module's code by ``run``, and then set ``random`` back if the code has only drawn from it. If it has seeded
-        ``random``, that stays."""
+        """Run the module's code by ``run``, and then set ``random`` back if the code has only drawn from it. If the code has
+        seeded ``random``, the new state stays."""
         self._importing, before = True, random.getstate()
         try:
             run(module)

@@ -52,18 +52,19 @@ def _assigned(code: CodeType) -> frozenset[str]:
 
 
 def is_set_by_functions(module: ModuleType, name: str) -> bool:
-    """True if a change of the variable ``name`` of ``module`` counts: in the main script, if a function declares it ``global``;
-    in any other module, always."""
+    """True if a change of the variable ``name`` of ``module`` counts as a change of state: in the main script, if a function
+    declares it ``global``; in any other module, always."""
     if module.__name__ != "__main__":
         return True
     return any(isinstance(node, ast.Global) and name in node.names for node, _ in _nodes(module))
 
 
 def is_log(path: str) -> bool:
-    """True if the job's code only writes into the container at ``path`` (``train:LOSSES``) while it trains, by statements like
+    """True if the job's code only writes into the container at ``path`` (``train:LOSSES``), by statements like
     ``LOSSES.append(x)`` or ``LOSSES[key] = x``. A container that is never read does not affect training.
 
-    Reads at the top level of the module after the last write are allowed. False if that cannot be determined from the source.
+    Reads at the top level of the module, on lines after the last write, are allowed. False if that cannot be determined from the
+    source.
     """
     name, _, variable = path.partition(":")
     variable = variable.replace("[", ".").partition(".")[0]
@@ -112,7 +113,7 @@ def _is_used_elsewhere(module: ModuleType, name: str) -> bool:
 
 
 def _nodes(module: ModuleType) -> list[tuple[ast.AST, tuple[ast.AST, ...]]]:
-    """Return ``parsed`` of the module's file."""
+    """Return the syntax nodes of the module's file (see ``parsed``)."""
     return parsed(str(module.__file__))
 
 

@@ -159,8 +159,8 @@ class SafeReader:
             yield self._window[: block.size]
 
     def copy(self, memory: Bytes, target: Bytes) -> None:
-        """Copy ``memory`` to ``target``, which has the same size. Raises ``BufferError`` if ``memory`` was freed; ``target`` is
-        then copied in part."""
+        """Copy ``memory`` to ``target``, which has the same size. Raises ``BufferError`` if ``memory`` was freed; only a part of
+        ``target`` may then be written."""
         done = 0
         for block in self.blocks(memory):
             np.copyto(target[done : done + block.size], block)

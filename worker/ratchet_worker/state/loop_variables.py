@@ -20,9 +20,9 @@ _AROUND: Final = (ast.For, ast.AsyncFor, ast.While, *_FUNCTIONS, ast.Module)
 def find_carried(frame: FrameType | None) -> tuple[str, list[str]]:
     """Find the user's loop that has requested its next item, and the variables that it carries from one pass to the next.
 
-    ``frame``: where to begin; the frames that called it are searched, too. Such a loop is a ``for`` that iterates there, or a
-    ``while`` that calls ``next``. Return its file and line as text, and the sorted names of variables that it carries and does
-    more with than print. ``("", [])`` if there is no such loop; no names if it carries none.
+    Searches ``frame`` and then its callers for a ``for`` whose iterable is at the current line, or a ``while`` that is calling
+    ``next``. Returns its file and line as text, and the sorted names of the carried variables, without those that the script only
+    prints. Returns ``("", [])`` if there is no such loop; no names if the loop carries none.
     """
     while frame is not None:
         if _is_users(frame):
@@ -49,7 +49,7 @@ def calls_next(frame: FrameType | None) -> bool:
 
 def _enclosing_next(frame: FrameType) -> list[ast.AST]:
     """Return, in a list, the innermost loop, or else function, class or module, around the call of ``next`` that is running in
-    ``frame``. Empty if no such call is running."""
+    ``frame``. Empty if no such call is running, or if its argument is a call of ``iter``."""
     place = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     for node, above in parsed(frame.f_code.co_filename):
         if isinstance(node, ast.Call) and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == place:

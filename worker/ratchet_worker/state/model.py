@@ -26,8 +26,8 @@ _METHODS: Final = frozenset(("state_dict", "_save_to_state_dict", "get_extra_sta
 def capture(module: Walked, layout_key: object = None) -> dict[str, Any]:
     """Return, as JSON, what is needed to build the model's ``state_dict`` from a checkpoint without the user's code.
 
-    ``keys``: pairs of a key and the stored name (``model/<parameter>``, ``buffers/<buffer>``; None: neither), in the order of
-    ``state_dict``. ``strides``: of parameters that are not row-major. ``error``: why ``keys`` is None, if the user's
+    ``keys``: pairs of a key and the stored name (``model/<parameter>``, ``buffers/<buffer>``; None: the value is neither), in the
+    order of ``state_dict``. ``strides``: of parameters that are not row-major. ``error``: why ``keys`` is None, if the user's
     ``state_dict`` raises. ``layout_key``: the same object as long as the parameters have the same shapes and strides; None: not
     known. The result may be that of an earlier call; do not change it.
     """
@@ -86,8 +86,8 @@ MODEL: Final = "model"
 
 
 def replicated_names(walk: Walk) -> Collection[str]:
-    """Return the names of the parameters that DDP keeps equal: all but those that the module asks DDP to ignore. The same object
-    while these are the same."""
+    """Return the names of the parameters that DDP keeps equal: all but those that the module asks DDP to ignore. Returns the same
+    object for the same walk and ignored names."""
     ignored = frozenset(getattr(walk.module, "_ddp_params_and_buffers_to_ignore", ()))
     known = walk.cached("replicated", dict[frozenset[str], Collection[str]])
     if ignored not in known:
@@ -109,8 +109,8 @@ def restore_parameters(module: nn.Module, saved: Snapshot) -> None:
 def restore_buffers(module: nn.Module, saved: Snapshot, relayout: bool) -> None:
     """Restore buffers, including added and resized ones, and the modules' other state (see ``module_extras``).
 
-    ``relayout``: DDP was built for other parameters than the recorded ones, so ``requires_grad`` is left unchanged. Raises
-    ``StateError`` if names, shapes or dtypes differ.
+    ``relayout``: DDP has other buckets than the recorded ones, as for other trained parameters, so ``requires_grad`` is left
+    unchanged. Raises ``StateError`` if names, shapes or dtypes differ.
     """
     buffers, modules = saved.encoded("buffers")[0], saved.value("modules")
     module_baseline.make_buffers(module, modules, buffers)

@@ -97,11 +97,12 @@ def trained_flags(walk: Walk) -> list[bool]:
 def changed_buffers(module: Walked, before: Origin) -> dict[str, Any]:
     """Return the changes of buffers since the origin ``before``, by kind of change; in each, by the buffer's name.
 
-    ``made``: the buffer is another tensor than the built one; the value is whether a state_dict holds it. Of these, ``moved``:
-    it is the built buffer of this other name. ``same``: it is the same tensor as the made buffer of this other name.
-    ``resized``: the built tensor has another shape, dtype or memory; the value is whether its memory is still the original one,
-    which other tensors may view. ``gone``: sorted names of buffers that do not exist any more. ``parted``: sorted names of
-    buffers whose new memory is shared with another tensor of the model, which a resume does not restore.
+    ``made``: buffers that are not the built tensor of that name; the value is whether a state_dict holds the buffer. ``moved``:
+    made buffers that are the built buffer of another name; the value is that name. ``same``: made buffers that are the same
+    tensor as an earlier made one; the value is its name. ``resized``: built tensors that have another shape, dtype or memory; the
+    value is whether their memory is still the original one, which other tensors may view. ``gone``: sorted names of buffers that
+    do not exist any more. ``parted``: sorted names of buffers whose new memory is shared with another tensor of the model, which
+    a resume does not restore.
     """
     now = dict(_buffers(module))
     built: dict[int, str] | None = None  # computed only if a buffer is another tensor
@@ -168,7 +169,7 @@ def _resize(buffer: torch.Tensor, form: torch.Tensor, own: bool) -> None:
     """Give ``buffer`` the shape and dtype of ``form``. It stays the same tensor, so that other references to it stay valid; its
     elements are lost.
 
-    ``own``: it had its original memory when it was saved, so that memory is kept if the dtype is the same.
+    ``own``: the buffer had its original memory when it was saved. It then keeps this memory now, too, if the dtype is the same.
     """
     if own and buffer.dtype is form.dtype:
         buffer.resize_(form.shape)

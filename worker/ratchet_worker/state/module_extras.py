@@ -27,15 +27,19 @@ _MODE: Final = attrgetter("training")
 
 
 class Capture:
-    """Captures the encoded state of one module for each save; reuses the previous result if nothing that ``capture`` reads can
-    have changed."""
+    """Captures the encoded state of one module besides its parameters and buffers (see ``capture``) for each save; reuses the
+    previous result if nothing that ``capture`` reads can have changed."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
 
     def capture_encoded(self, walk: Walk, before: Origin) -> tuple[Tensors, JsonValue]:
-        """Return named tensors and JSON of the module's state; the JSON is the same object while the state is known to be
-        unchanged. ``before``: the wrapped module's origin. Raises ``HookStateError`` for state that cannot be stored."""
+        """Return the module's state (see ``capture``) as named tensors and JSON. The JSON is the same object as before while the
+        state is known to be unchanged.
+
+        ``before``: the ``Origin`` that was recorded when DDP wrapped the module. Raises ``HookStateError`` for state that cannot
+        be stored.
+        """
         known, seen = self._known, _observe(walk)
         if known is not None and known.walk is walk and known.before is before and known.seen == seen:
             return {}, known.data
@@ -77,9 +81,9 @@ def _observe(walk: Walk) -> _Seen | None:
 def capture(module: Walked, before: Origin) -> dict[str, Any]:
     """Return the module's state besides parameters and buffers, as a tree that ``ratchet_hooks.state.encode`` accepts.
 
-    ``before``: the wrapped module's origin. Beside the changes of buffers it has the names of parts in eval mode (``eval``) and
-    of frozen parameters (``frozen``), ``extra`` state by part, and ``gradients`` by parameter: None for one of zeros; a
-    parameter without a gradient is missing.
+    The tree has the changes of buffers since ``before``, the ``Origin`` when DDP wrapped the module; the names of parts in eval
+    mode (``eval``) and of frozen parameters (``frozen``); ``extra`` state by part; and ``gradients`` by parameter: None for one
+    of zeros. A parameter without a gradient is missing in ``gradients``.
     """
     gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
     return {
@@ -95,7 +99,7 @@ def restore(module: nn.Module, state: dict[str, Any], *, frozen: bool = True) ->
     """Restore a state that ``capture`` returned, except the changes of buffers (see ``module_baseline.make_buffers``).
 
     ``frozen`` False leaves ``requires_grad`` unchanged, since DDP was built for other parameters. Raises ``StateError`` if the
-    module has other parts or parameters than the recorded one.
+    module lacks a part or parameter that the state names, or if a part has extra state only in one of the two.
     """
     modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
     holders = _modules_with_extra_state(module)

@@ -22,8 +22,8 @@ _Vars = dict[str, Any]
 
 
 class Walk:
-    """The parts, parameters and buffers of a module. Its methods return what those of ``nn.Module`` return, but from a cache that
-    is valid as long as the module does not change."""
+    """The parts, parameters and buffers of a module. Its methods return what those of ``nn.Module`` return, but from a cache.
+    Call ``updated`` for a walk that is valid after changes of the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -34,8 +34,9 @@ class Walk:
         """Return this walk if the module still has the very same parts, parameters and buffers under the same names; else a new
         walk.
 
-        Memory, shape and dtype of a tensor may have changed nevertheless. A module that overrides these lists always gets a new
-        walk.
+        Memory, shape and dtype of a tensor may have changed nevertheless. A module with its own ``named_modules``,
+        ``named_parameters`` or ``named_buffers`` always gets a new walk, and so does one with a part that overrides
+        ``named_modules``.
         """
         own = self.overrides(_LISTS)
         if not own and self._structure is not None and self._structure.matches():
@@ -49,13 +50,14 @@ class Walk:
 
     @property
     def attributes(self) -> object:
-        """An object that is the same as long as, at the last ``updated``, all parts have the same attributes with the same
-        values; a new one each time if that cannot be observed. A value that is changed in place is not detected."""
+        """An object for comparison by identity: as long as it is the same, no part had other attributes, or other objects as
+        their values, at the last ``updated``. A new one each time if that cannot be observed. A value that is changed in place is
+        not detected."""
         return object() if self._structure is None else self._structure.attributes
 
     def cached(self, name: str, make: Callable[[], T]) -> T:
-        """Return the result of ``make``, computed once per ``name``. It must follow from names, types and places of parts,
-        parameters and buffers alone."""
+        """Return the result of ``make``, computed once per ``name``. The result must follow from names, types and places of
+        parts, parameters and buffers alone."""
         if name not in self._derived:
             self._derived[name] = make()
         found: T = self._derived[name]

@@ -126,8 +126,8 @@ SMALL: Final = 16 << 20
 class Node:
     """One object as a walk has found it.
 
-    ``mark``: the value by which two walks compare the object, besides its ``children``, the objects that it holds by key or
-    name. ``from_user``: it is the script's and no package's, so it may be changed and created. ``covered``: it is a parameter or
+    ``mark``: the value by which two walks compare the object, besides its ``children``, the objects that it holds by key or name.
+    ``from_user``: it is the script's and no package's, so a resume may change or create it. ``covered``: it is a parameter or
     buffer of a root module, and is saved separately.
     """
 
@@ -167,7 +167,8 @@ class Walked:
 
 @dataclass(frozen=True)
 class Roots:
-    """The objects from which a walk starts, by path, for each region (see the module).
+    """The objects from which a walk starts, by path, for each of its three regions. ``own``: modules, optimizers, data sets and
+    tasks. ``registered``: objects that are saved through their ``state_dict``. ``shared``: the job's modules and classes.
 
     The parts, parameters and buffers of a module in ``own`` are saved separately. ``covered_attributes``: by path of an object,
     the names of the attributes that its ``state_dict`` covers; the walk leaves these out. ``separate_optimizers``: see
@@ -201,8 +202,8 @@ def walk(roots: Roots, ignored: Collection[str] = ()) -> Walked:
 
 
 class _Found(NamedTuple):
-    """An object in the queue, before it is visited. The flags are as in ``Node``; a module may be ``covered``, too: its tensors
-    and parts are then saved separately."""
+    """An object in the walk's queue, before it is visited. The flags are as in ``Node``; a module may be ``covered``, too: its
+    tensors and parts are then saved separately."""
 
     path: str
     item: Any
@@ -333,7 +334,7 @@ class _Walker:
 
 def path_step(kind: Kind, key: Any) -> str:
     """Return the part of a path that leads from an object of this kind to what it holds under ``key``: ``.name``, ``['key']``,
-    ``[0]``."""
+    ``[0]``. For a Python module it is ``key`` alone."""
     if kind == "module":
         return str(key)
     return f".{key}" if kind in ("object", "bound", "function", "class", "tensor", "generator") else f"[{key!r}]"
@@ -492,8 +493,9 @@ def _user_bases(kind: type) -> tuple[type, ...]:
 
 
 def attributes(item: Any) -> dict[str, Any]:
-    """Return the attributes of an object that carry state, by name, slots included. The internal ones that every module or
-    optimizer has, such as tables of hooks, are left out."""
+    """Return the attributes of an object that carry state, by name, slots included. Left out are those that torch gives to every
+    module or optimizer, such as tables of hooks, except a module's ``training``, ``_parameters``, ``_buffers`` and
+    ``_modules``."""
     held = {name: getattr(item, name) for name in slots_of(cast(type, type(item))) if hasattr(item, name)}
     held |= getattr(item, "__dict__", {})
     if isinstance(item, nn.Module):
@@ -509,8 +511,8 @@ def attributes(item: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def _framework_names(kind: type) -> frozenset[str]:
-    """Return the private names that the code of Lightning's classes among the bases of ``kind`` uses for itself (ids of objects,
-    the Trainer)."""
+    """Return the names with a leading underscore that the code of Lightning's classes among the bases of ``kind`` uses (ids of
+    objects, the Trainer)."""
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]
     methods = [getattr(method, "fget", method) for base in bases for method in vars(base).values()]
     names = (name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ()))
@@ -527,7 +529,8 @@ def _optimizer_attributes() -> frozenset[str]:
 
 
 def _is_large(item: Any, kind: Kind) -> bool:
-    """True for a container that is compared by its length and a sample of its items only, and not entered."""
+    """True for a list, tuple or dictionary that is too large to be entered: it is compared by its length and a sample of its
+    items only."""
     return kind in ("list", "tuple", "dict") and len(item) > _LARGE_ITEMS
 
 
@@ -649,8 +652,8 @@ def _shallow(item: Any) -> Any:
 
 
 def _mark_of_sealed(item: Any) -> Any:
-    """Return a value that changes when an object that cannot be stored changes: torch's count of changes, a digest, a
-    position."""
+    """Return the value by which two walks compare an object whose state cannot be stored, such as torch's count of changes, a
+    digest or a position."""
     if isinstance(item, torch.Tensor):
         return version_of(item)
     if isinstance(item, np.ndarray):
@@ -668,8 +671,8 @@ def _mark_of_sealed(item: Any) -> Any:
 
 
 def _mark_of_file(file: Any) -> Any:
-    """Return a mark that changes with a file: its read position, and its contents if it is in memory. If the position is not
-    available: the contents alone, or None for a file on disk."""
+    """Return the value by which two walks compare a file: its read position, and its contents if it is in memory. If the position
+    is not available: the contents alone, or None for a file on disk."""
     held = file.getvalue() if isinstance(file, (io.BytesIO, io.StringIO)) else None
     places: tuple[Any, ...] = (file, getattr(file, "buffer", None))
     for one in places:  # tell() raises for a text file that is being iterated over
@@ -742,7 +745,7 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 def is_user_class(kind: type) -> bool:
     """True if a class is the script's own: neither Python's nor an installed package's. ``Namespace`` and ``SimpleNamespace``
-    count as its own."""
+    count as the script's."""
     return kind in _USER_LIKE_TYPES or is_user_module(kind.__module__)
 
 
@@ -775,5 +778,5 @@ def is_same(old: Any, new: Any) -> bool:
 
 
 def are_same_children(old: Children, new: Children) -> bool:
-    """True if both have the same keys in the same order, and the same values under them."""
+    """True if both have the same keys in the same order, and ``is_same`` holds for the values under each key."""
     return [*old] == [*new] and all(is_same(old[key], value) for key, value in new.items())

@@ -33,8 +33,9 @@ _SHARED: Final = "ratchet:shared"
 
 
 def check_not_sharded(name: str, optimizer: Optimizer) -> None:
-    """Raises ``UserError`` if ``optimizer``, or one that it holds, keeps only a part of the state on each rank
-    (``ZeroRedundancyOptimizer``). ``name``: its component, for the message."""
+    """Raises ``UserError`` if ``optimizer``, or an optimizer in its attributes, is a ``ZeroRedundancyOptimizer``, which keeps
+    only a part of the state on each rank. Other sharded optimizers are not recognised. ``name``: its component, for the
+    message."""
     # By name: importing torch.distributed.optim costs every rank a second at its start.
     kinds = {kind.__name__ for part in (optimizer, *vars(optimizer).values()) for kind in type(part).__mro__}
     if "ZeroRedundancyOptimizer" in kinds:
@@ -47,20 +48,20 @@ def check_not_sharded(name: str, optimizer: Optimizer) -> None:
 class AroundOptimizer:
     """Adds state to an object that wraps an optimizer without being one, like schedulefree's wrappers.
 
-    The object's own ``state_dict`` is only the optimizer's. This one also has the object's numbers, strings and booleans, such
-    as whether it is in train mode.
+    The wrapper's own ``state_dict`` has only the optimizer's state. The ``state_dict`` of this class adds the wrapper's
+    attributes that are numbers, strings or booleans, such as whether it is in train mode.
     """
 
     def __init__(self, item: Any) -> None:
         self.item = item
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the object's own ``state_dict``, with its numbers, strings and booleans under one more key."""
+        """Return the wrapper's own ``state_dict``, with its numbers, strings and booleans under one more key."""
         own = {name: value for name, value in vars(self.item).items() if type(value) in (bool, int, float, str)}
         return {**self.item.state_dict(), _OWN: own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the object's own state, and set the attributes that ``state_dict`` has added."""
+        """Load the wrapper's own state, and set the attributes that ``state_dict`` has added."""
         self.item.load_state_dict({key: value for key, value in state.items() if key != _OWN})
         vars(self.item).update(state.get(_OWN, {}))
 
@@ -68,11 +69,11 @@ class AroundOptimizer:
 class Captured(NamedTuple):
     """An optimizer's state.
 
-    ``shared``: names of tensors that are equal on all ranks; ``tensors``: these tensors, in the same order. ``rest``: a tree
-    that ``ratchet_hooks.state.encode`` accepts, with everything else. ``layout_key``: the same object as long as the optimizer
-    has the same parameters, and the same tensors under the same names. ``is_change_detectable``: False if a change of these is
-    not detected; ``layout_key`` is then a new object each time. ``is_reused``: all but the tensors is from the previous capture.
-    That is right only if the tensors have the same forms as then: the caller must check it.
+    ``shared``: names of tensors that are equal on all ranks; ``tensors``: these tensors, in the same order. ``rest``: a tree that
+    ``ratchet_hooks.state.encode`` accepts, with everything else. ``layout_key``: the same object as long as the optimizer has the
+    same parameters, and the same tensors under the same names. ``is_change_detectable``: False if a change of parameters or
+    tensors would not be noticed; ``layout_key`` is then a new object each time. ``is_reused``: ``shared`` and ``layout_key`` are
+    from the previous capture. They are valid only if the tensors have the same forms as then: the caller must check it.
     """
 
     shared: list[str]
@@ -160,8 +161,8 @@ class _Known:
         return values if self._in_order else [values[place] for place in self._places]
 
     def rest(self, optimizer: Optimizer) -> object:
-        """Return what ``capture`` returns besides the shared tensors, with the current options of the groups; the same object
-        while these are unchanged.
+        """Return what ``capture`` returns besides the shared tensors, with the current options of the groups. Return the same
+        object as before while these options are unchanged.
 
         The keys of a group are in the order of ``Optimizer.state_dict``: ``params`` is last.
         """
@@ -209,9 +210,9 @@ def capture(
 
     ``component``: begins the tensors' names (``optimizer/layer.weight/exp_avg``). ``names``: parameter name by ``id``.
     ``replicated``: names of parameters that DDP keeps equal. The rest is a tree that ``ratchet_hooks.state.encode`` accepts. Its
-    ``keys`` are JSON text, not a tree, since there is one for every tensor and training waits: pairs of a parameter's name and
-    its keys, each with a shared tensor's strides, or null for a value in the rest. Raises ``StateError`` if the state of a
-    parameter is not a dict.
+    ``keys`` are JSON text, not a tree, since there is one for every tensor and training waits. For each parameter that DDP keeps
+    equal they have its name and the keys of its state, each with the strides of the shared tensor, or null if the value is in the
+    rest. Raises ``StateError`` if the state of a parameter is not a dict.
     """
     state = optimizer.state_dict()
     labels, replicated = list(_labels(optimizer, names)), frozenset(replicated)
@@ -267,7 +268,8 @@ def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared:
     """Load a state that ``capture`` returned, bit for bit, into the optimizer.
 
     ``names``: parameter name by ``id``. ``shared``: a snapshot's tensors, with at least those of this optimizer. Parameters of a
-    group may be in another order than the recorded one. Raises ``StateError`` if the optimizer has other parameters or groups.
+    group may be in another order than the recorded one, except for LBFGS. Raises ``StateError`` if the optimizer has other
+    parameters or groups.
     """
     labels = list(_labels(optimizer, names))
     recorded = [label for group in rest["param_groups"] for label in group["params"]]
@@ -296,8 +298,8 @@ def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared:
 
 
 def as_state_dict(component: str, shared: Tensors, rest: Any) -> dict[str, Any]:
-    """Return what ``Optimizer.state_dict`` returned when the state was captured, with numbered parameters. ``shared``, ``rest``:
-    the result of ``capture``."""
+    """Return what ``Optimizer.state_dict`` returned when the state was captured, with parameters numbered in the recorded order.
+    ``shared``, ``rest``: the result of ``capture``."""
     return _numbered(_entries(component, shared, rest), rest)
 
 

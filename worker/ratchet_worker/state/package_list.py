@@ -31,7 +31,8 @@ _SEPARATORS: Final = re.compile(r"[-_.]+")
 
 def installed(folders: Sequence[str] | None = None) -> list[str]:
     """Return ``name==version`` of each installed package, sorted, with normalised names (``scikit-learn``), without Ratchet's
-    own.
+    own. The version of a package from a repository, a file or an editable installation has a suffix (``@COMMIT``, ``@DIGEST``,
+    ``@editable``).
 
     ``folders``: an import path to search; None: this process's.
     """
@@ -50,8 +51,7 @@ def installed(folders: Sequence[str] | None = None) -> list[str]:
 
 
 def _name_and_version(place: Path) -> tuple[str, str]:
-    """Return name and version of the package with the metadata directory ``place``. What distinguishes its installation is
-    appended to the version."""
+    """Return name and version of the package with the metadata directory ``place``. The version includes ``_source_suffix``."""
     name, _, version = place.stem.partition("-")
     if place.suffix == ".egg-info":  # NAME.egg-info, NAME-VERSION-py3.11.egg-info
         with suppress(OSError, ValueError, KeyError):

@@ -39,13 +39,13 @@ def total_bytes(sizes: Sizes) -> int:
 
 
 def plan_parts(sizes: Sizes, parts: int) -> list[list[Slice]]:
-    """Return, for each of ``parts`` parts of about the same size, the slices of tensors in it. It is cut as the ranks' slices
-    are."""
+    """Return, for each of ``parts`` parts of about the same size, the slices of tensors in it. The tensors are cut by the same
+    rule as into the slices that the ranks write."""
     return plan_slices(sizes, parts)
 
 
 class Cuts:
-    """Computes plans, and caches those for the last sizes, which mostly stay the same from save to save."""
+    """Caches the results of ``plan_parts`` for the last sizes, which mostly stay the same from save to save."""
 
     def __init__(self) -> None:
         self._sizes: Sizes | None = None
@@ -66,8 +66,8 @@ def slice_digests(
     """Return, for each slice of a part, the hex XXH3-128 of its bytes, row-major.
 
     ``tensors``: a snapshot's shared ones. ``reader``: reads the memory if user code, which may free it, runs meanwhile; None: no
-    user code runs. Raises ``StateError`` for a tensor that was changed in place since the boundary, and for one whose storage
-    was resized.
+    user code runs. Raises ``StateError`` for a tensor of ``LiveTensors`` that was changed in place since the step boundary, and
+    for one whose storage was resized.
     """
     out: list[str] = []
     for name, start, stop in slices:

@@ -24,8 +24,9 @@ Facts = Mapping[str, Any]
 
 
 class Start(NamedTuple):
-    """A model before its first step. ``renormed``: by name of a parameter that a forward pass scales down (``max_norm``), the
-    module that does so. ``versions``: torch's count of in-place changes, by parameter; None: not counted."""
+    """What is recorded about a model before its first step. ``renormed``: by name of a parameter that a forward pass scales down
+    (``max_norm`` of an embedding), the module that does so, as text. ``versions``: torch's count of in-place changes, by
+    parameter; None: not counted."""
 
     renormed: Mapping[str, str]
     versions: Mapping[str, int | None]
@@ -45,7 +46,7 @@ def record_start(module: nn.Module) -> Start:
 
 def facts(snapshot: Snapshot, summary: HookSummary, found: Start, name: str | None) -> Facts:
     """Return this rank's facts about the shared tensor ``name`` at a save, as JSON. ``found``: the model before its first step.
-    ``name`` None: the ranks have different sets of tensors, so the facts are its own set."""
+    ``name`` None: the ranks have different sets of tensors, so return the names and sizes of this rank's tensors."""
     if name is None:
         return {"tensors": [[one, numel] for one, numel, _ in snapshot.sizes()]}
     parameter = _parameter(name)
@@ -65,14 +66,14 @@ def facts(snapshot: Snapshot, summary: HookSummary, found: Start, name: str | No
 
 
 def cause(name: str | None, facts_by_rank: Sequence[Facts]) -> str:
-    """Return the likely cause of the difference, and what to do, in a sentence or two. ``name``: the tensor that differs; None:
-    the sets differ. ``facts_by_rank``: the facts of all ranks, in rank order."""
+    """Return the likely cause of a difference between the ranks, and what to do, in a sentence or two. ``name``: the tensor that
+    differs; None: the sets of tensors differ. ``facts_by_rank``: the facts of all ranks, in rank order."""
     return f"Likely cause: {_other_tensors(facts_by_rank) if name is None else _other_values(name, facts_by_rank)}"
 
 
 def _other_tensors(facts_by_rank: Sequence[Facts]) -> str:
-    """Return the likely cause of different sets of tensors: the first tensor that some ranks lack, or that has another size
-    there."""
+    """Return the likely cause of different sets of tensors. It names the first tensor that some ranks lack or have in another
+    size; without one, only the order differs."""
     ranks = [dict(map(tuple, one["tensors"])) for one in facts_by_rank]
     for name in {name: None for rank in ranks for name in rank}:
         have = [number for number, rank in enumerate(ranks) if name in rank]

@@ -23,8 +23,8 @@ from ratchet_worker.state.snapshot import Sizes, Snapshot, Tensors, Until
 
 
 class EqualState:
-    """Captures the model's parameters and the optimizers' tensors for each save. As long as these are the very same tensors with
-    the same forms, the plan, which follows from their names and shapes, is reused."""
+    """Captures the model's parameters and the optimizers' tensors for each save. The names and sizes that follow from them
+    (``_Plan``) are reused as long as these are the very same tensors with the same forms."""
 
     def __init__(self) -> None:
         self._captures: dict[str, Capture] = {}
@@ -34,8 +34,8 @@ class EqualState:
         """Add the model's parameters and the optimizers' state to ``out``, as live tensors.
 
         ``equal``: the hook keeps replicas equal; a tensor is then shared if DDP keeps its parameter equal, otherwise it is
-        private. Return an object that is the same as before if names, shapes and strides of the model's parameters are
-        unchanged; None if that is not known.
+        private. Without ``equal`` all are private. Return an object. While calls return the same object, the names, shapes and
+        strides of the model's parameters are unchanged. None if changes may not be noticed.
         """
         names = walk.cached("names by id", lambda: {id(p): name for name, p in walk.named_parameters()})
         replicated = model.replicated_names(walk)
@@ -78,7 +78,7 @@ def _key(walk: Walk, replicated: Collection[str], equal: bool, found: Mapping[st
 
 
 class _Key(NamedTuple):
-    """The inputs of a plan, except the tensors' forms: a plan is valid as long as these are the same. ``optimizers``:
+    """The inputs of ``_plan``, except the tensors' forms: a plan is valid as long as these are the same. ``optimizers``:
     ``Captured.layout_key`` by component."""
 
     walk: Walk
@@ -92,7 +92,7 @@ class _Plan(NamedTuple):
 
     ``forms``: of all tensors, parameters first; None if something else may change undetected. ``names``: of the same tensors.
     ``private``: names of tensors that the ranks do not share. ``own``: names of parameters that DDP does not keep equal.
-    ``until``: by name, of tensors that only ``optimizer.step()`` changes. ``sizes``: of the shared tensors.
+    ``until``: ``Until.STEP``, by name, for the tensors that only ``optimizer.step()`` changes. ``sizes``: of the shared tensors.
     """
 
     key: _Key

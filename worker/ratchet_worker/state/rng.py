@@ -72,7 +72,7 @@ def fork_rng(device: torch.device) -> Iterator[None]:
 
 
 class Capture:
-    """Captures the generators in encoded form for each save. The part that is not tensors seldom changes; the encoded one is
+    """Captures the generators in encoded form for each save. Everything except the tensors seldom changes, so its encoded form is
     kept."""
 
     def __init__(self, device: torch.device) -> None:
@@ -81,8 +81,8 @@ class Capture:
         self._data: JsonValue = None
 
     def encoded(self) -> tuple[Tensors, JsonValue]:
-        """Return the generators' current state as named tensors and JSON. The JSON is the same object as before as long as it is
-        equal."""
+        """Return the generators' current state as named tensors and JSON. The JSON is the same object as before while it is known
+        to be equal."""
         state = capture(self._device)
         numpy, (version, words, gauss) = state["numpy"], state["python"]
         key = numpy["state"].get("key")
@@ -105,7 +105,7 @@ Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomS
 
 
 def process_generators() -> tuple[Generator, ...]:
-    """Return the generators of the process that ``capture`` saves: torch's on the CPU, numpy's and Python's."""
+    """Return the global CPU generators of the process, which ``capture`` saves: torch's, numpy's and Python's."""
     return torch.default_generator, np.random.mtrand._rand, random._inst
 
 
@@ -116,8 +116,8 @@ def is_generator(item: object) -> TypeGuard[Generator]:
 
 
 def _spawn_count(generator: np.random.Generator) -> int:
-    """Return how many children ``spawn`` has made of the generator so far: the next ones depend on it, and the state does not
-    contain it. 0 if it cannot spawn."""
+    """Return how many children ``spawn`` has made of the generator so far. The next children depend on this number, and the
+    generator's state does not contain it. 0 if the generator cannot spawn."""
     return int(getattr(getattr(generator.bit_generator, "seed_seq", None), "n_children_spawned", 0))
 
 

@@ -22,7 +22,7 @@ _ATTRIBUTE: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE
 
 def stateful_parts(stateful: Mapping[str, Any]) -> dict[str, Any]:
     """Return, by path, the registered objects that may hold more state than their ``state_dict`` covers: modules, objects of the
-    user's classes, schedulers, and the schedulers inside these."""
+    user's classes, schedulers, and the schedulers inside a scheduler."""
     found = {}
     for path, item in stateful.items():
         if isinstance(item, (nn.Module, LRScheduler)) or is_user_class(type(item)):
@@ -44,8 +44,8 @@ def buffer_tables(stateful: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def covered_attributes(item: Any) -> frozenset[str]:
-    """Return the names of the attributes that the ``state_dict`` of ``item`` covers: those that the code of its class uses for
-    it, and the keys of its current state. Functions among the values are not state. Calls ``item.state_dict()``, except for a
+    """Return the names of the attributes that the ``state_dict`` of ``item`` covers: those that the state methods of its class
+    use, and the keys of its current ``state_dict`` whose value is not a function. Calls ``item.state_dict()``, except for a
     module."""
     kind: type = type(item)
     state = {} if isinstance(item, nn.Module) else item.state_dict()
@@ -57,11 +57,10 @@ def covered_attributes(item: Any) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def _attributes_in_code(kind: type) -> frozenset[str]:
-    """Return the names of attributes that the state methods of a class, and the methods that they call on ``self``, read and
-    set.
+    """Return the names of attributes that the state methods of a class, and the methods that they call on ``self``, read or set.
 
-    Of a class of an installed package, which takes care of its own attributes, all names in its code count. ``nn.Module`` itself
-    covers only its tables.
+    All names in the code of bases from installed packages count, since such a class takes care of its own attributes. Of a module
+    only the user's classes are searched.
     """
     users = [base for base in kind.__mro__ if is_user_class(base)]
     others = [base for base in kind.__mro__ if base not in users and not issubclass(kind, nn.Module)]

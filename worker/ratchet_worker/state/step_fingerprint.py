@@ -59,9 +59,9 @@ class Piece(NamedTuple):
 class SamplePlan:
     """Which bytes of the parameters are read after each step.
 
-    ``chunks``: the pieces to read; a step reads the chunk with its number modulo their count. ``unreadable``: numbers of
-    parameters without memory of their own (sparse ones, subclasses that wrap other tensors). ``sizes``: bytes by parameter; 0
-    for an unreadable one. ``max_words``: most 32-bit words in a chunk. ``digest``: of everything that the plan follows from.
+    ``chunks``: for each chunk, the pieces to read; step ``s`` reads chunk ``s`` modulo their number. ``unreadable``: numbers of
+    parameters without memory of their own (sparse ones, subclasses that wrap other tensors). ``sizes``: bytes by parameter; 0 for
+    an unreadable one. ``max_words``: most 32-bit words in a chunk. ``digest``: of everything that the plan follows from.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -91,7 +91,7 @@ class SamplePlan:
 
 class _Place(NamedTuple):
     """The last known place in memory of a piece. ``begin``: the address of its tensor, or ``_UNKNOWN``. ``memory``: the piece's
-    bytes."""
+    bytes; None if the place is unknown."""
 
     tensor: torch.Tensor
     begin: int
@@ -99,11 +99,11 @@ class _Place(NamedTuple):
 
 
 class StepFingerprints:
-    """Makes one rank's fingerprints, one after each step. ``parameters``: the model's, each once, in an order that is the same in
-    every attempt."""
+    """Makes one rank's fingerprints, one after each step: digests of a sample of its parameters, of its generators and of its
+    position in the data. ``parameters``: the model's, each once, in an order that is the same in every attempt."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], device: torch.device, *, on_device: bool = False) -> None:
-        """``on_device``: reduce the parameters on the device also if that is not CUDA; on CUDA this is always done."""
+        """``on_device``: sum up the sampled parameters on the device also if that is not CUDA; on CUDA this is always done."""
         self.plan = SamplePlan(parameters)
         self._parameters, self._device = parameters, device
         self._dense = [_is_dense(p) for p in parameters]
@@ -183,8 +183,8 @@ class StepFingerprints:
         return live_bytes(flat(tensor).cpu())[start:stop].data if memory is None else memory
 
     def _device_bytes(self, pieces: list[Piece]) -> list[torch.Tensor]:
-        """Return the bytes of ``pieces`` on the device, padded with zeros so that all sizes are multiples of the alignment.
-        Parameters without memory are left out."""
+        """Return the bytes of ``pieces`` on the device, each followed by zeros up to a multiple of the alignment. Parameters
+        without memory are left out."""
         found: list[torch.Tensor] = []
         for number, start, stop, _ in pieces:
             tensor = self._parameters[number].detach()
@@ -235,8 +235,8 @@ class DeviceSums:
         self._device = device
 
     def begin(self, pieces: list[torch.Tensor]) -> _Sums:
-        """Compute the sums of the bytes ``pieces``, and begin to copy them to the host. Returns at once. Without pieces the sums
-        are 0."""
+        """Compute the sums of the bytes in ``pieces``, and begin to copy them to the host. Does not wait for a CUDA device.
+        Without pieces the sums are 0."""
         pinned = self._device.type == "cuda"
         host = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
         if not pieces:
@@ -265,7 +265,8 @@ class Generators:
         self._python = _python_words()
 
     def digest(self) -> int:
-        """Return a 64-bit digest of the generators' current states; moves none of them."""
+        """Return a 64-bit digest of the generators' current states, except numpy's cached half of a pair of normal numbers. Moves
+        none of them."""
         torch_state = self._torch_state()
         hasher = xxh3_64(self._torch_words.from_address(torch_state.data_ptr()))
         if self._cuda is not None:

@@ -23,9 +23,9 @@ def find_unregistered(module: nn.Module, optimizers: Iterable[Optimizer], regist
     """Return the sorted type names of objects that affect the training and are neither in ``registered`` nor parts of such
     objects.
 
-    These are optimizers of the parameters of ``module``, schedulers of these or of ``optimizers``, enabled gradient scalers, and
-    averages of the module or of a part of it. Searches all objects of the process; if it finds any, it runs a garbage collection
-    and searches again.
+    These are optimizers of the parameters of ``module``, unless they wrap a registered one; schedulers of these or of
+    ``optimizers``; enabled gradient scalers; and averages (``AveragedModel``) with the shapes of the module or of a part of it.
+    Searches all objects of the process; if it finds any, it runs a garbage collection and searches again.
     """
     kept = {id(part) for item in registered for part in _parts(item, _DEPTH)}
     if not _unregistered(module, optimizers, kept):
@@ -35,8 +35,8 @@ def find_unregistered(module: nn.Module, optimizers: Iterable[Optimizer], regist
 
 
 def unattributable(registered: Iterable[object]) -> Iterator[object]:
-    """Yield the gradient scalers and averaged models in ``registered``: they cannot be attributed to one model, so a later run in
-    this process may find them."""
+    """Yield the gradient scalers and averaged models in ``registered``. They cannot be attributed to one model, so
+    ``find_unregistered`` would also find them in a later run in this process; the caller excludes them there."""
     parts = (part for item in registered for part in _parts(item, _DEPTH))
     return (part for part in parts if isinstance(part, (AveragedModel, torch.amp.GradScaler)))
 

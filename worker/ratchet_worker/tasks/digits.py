@@ -97,7 +97,7 @@ class DigitsTask:
     """The task ``digits``. Arguments: ``epochs``, ``batch_size`` (per rank, or of the whole group with ``batch_is="global"``),
     peak ``lr``, ``momentum``, ``weight_decay``, ``dropout``, ``width`` (channels of the first layer), ``num_workers`` (0: load in
     the rank), ``steps`` (number of steps to train, instead of ``epochs``), ``evaluate`` (False: no evaluation). Raises
-    ``UserError`` for numbers below 1.
+    ``UserError`` if ``epochs``, ``width`` or ``steps`` is below 1.
 
     Metrics: ``loss`` and ``accuracy`` of the training batches, ``test_loss`` and ``test_accuracy`` after every epoch.
     """

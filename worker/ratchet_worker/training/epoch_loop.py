@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 
 class EpochLoop:
-    """One per rank. ``epoch``: the epoch that ``epochs`` has yielded, None outside the loop over epochs."""
+    """One rank's loop over epochs and batches, behind ``Session.prepare`` and ``Session.epochs``. ``epoch``: the epoch that
+    ``epochs`` has yielded last; None before the loop over epochs and after its regular end."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -57,13 +58,13 @@ class EpochLoop:
     # --- before the first step -----------------------------------------------------------------------------------------
 
     def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
-        """See ``Session.prepare``."""
+        """Wrap or register each of ``objects``, as ``Session.prepare`` describes; always returns a list."""
         if self.runtime.restored:
             raise UserError("call prepare before the first step: the state has already been restored")
         return [self._prepare_one(item) for item in objects]
 
     def keep(self, kept: SimpleNamespace) -> SimpleNamespace:
-        """See ``Session.keep``."""
+        """Register ``kept`` and return it, as ``Session.keep`` describes."""
         if self.runtime.restored:
             raise UserError("call keep before the first step: the state has already been restored")
         self.runtime.state.register(self._name("user:kept"), kept)
@@ -112,9 +113,9 @@ class EpochLoop:
         return next(f"user:{name}_{n}" for n in range(2, len(taken) + 3) if f"user:{name}_{n}" not in taken)
 
     def train_on(self, loader: Any, make_pass: Callable[[EpochLoop], Pass] | None = None) -> None:
-        """Train on ``loader``, a DataLoader whose batches are the steps; ``iterate`` goes over it. ``make_pass``: an integration
-        package's kind of pass, which loads each batch before it hands out the previous one. Raises ``UserError`` for a second
-        loader."""
+        """Make ``loader`` the training's DataLoader, whose batches are the steps, and register its position; ``iterate`` goes
+        over it. ``make_pass``: makes an integration package's pass in place of ``Pass``; such a pass loads each batch before it
+        hands out the previous one. Raises ``UserError`` for a second loader."""
         if self._data is not None:
             raise UserError(
                 "prepare takes one training DataLoader, whose batches are the job's steps. Loaders of an evaluation stay as they "
@@ -130,7 +131,8 @@ class EpochLoop:
     # --- epochs --------------------------------------------------------------------------------------------------------
 
     def epochs(self, total: int, restore: Callable[[int | None], None]) -> Iterator[int]:
-        """See ``Session.epochs``. ``restore``: the Session's."""
+        """Yield the epochs to do, as ``Session.epochs`` describes. ``restore``: ``Session.restore``, called with the number of
+        steps if the state is not restored yet."""
         runtime, data = self.runtime, self._data
         if data is None:
             raise UserError(
@@ -178,13 +180,14 @@ class EpochLoop:
             runtime.mark_nothing_left()
 
     def on_state_restored(self) -> None:
-        """From here to the interrupted attempt's position the script repeats draws and scheduler steps that the checkpoint
-        already contains. The restored values are kept, to be put back at that position."""
+        """Keep the restored states of generators and schedulers. Until the restored position in the epoch, the script's code
+        repeats draws and scheduler steps that the checkpoint already contains; at that position the kept states are put back."""
         if self._data is not None and self.runtime.chosen.manifest is not None:
             self._values_to_reapply = rng.capture(self.runtime.device), self.runtime.state.control_states()
 
     def iterate(self) -> Iterator[Any]:
-        """An iterator over the batches. Raises ``UserError`` before the first epoch: its batches would not be steps."""
+        """Return an iterator over the loader's batches. Raises ``UserError`` before the first epoch, where batches would not be
+        steps."""
         if self.epoch is None and not (self.all_done or self.runtime.finished or self.runtime.done):
             raise UserError(
                 "the prepared loader is iterated outside of an epoch: write `for epoch in session.epochs(n):` around it. To "
@@ -207,7 +210,8 @@ class EpochLoop:
         return self.runtime.state.require_wrapped()[1].iteration
 
     def _report_outside(self, epoch: int) -> None:
-        """Report backward passes outside the epoch's pass over the loader: all of them belong to one step."""
+        """Report, once, that an epoch had two or more backward passes outside its first pass over the loader: all of them
+        belong to one step."""
         count = 0 if self._iteration_at_pass_end is None else self._iteration - self._iteration_at_pass_end
         if count < 2 or self._reported_outside:
             return
@@ -222,8 +226,8 @@ class EpochLoop:
             )
 
     def next_batch(self, current: Pass) -> Any:
-        """Return the next batch: the open step ends, and another begins. Raises ``StopIteration`` at the end of the epoch, and
-        the errors of the step boundary."""
+        """Return the next batch. First the open step ends and another begins; only the step of an epoch's first batch is open
+        already. Raises ``StopIteration`` at the end of the epoch, and the errors of the step boundary."""
         runtime, data = self.runtime, self._data
         assert data is not None and self.epoch is not None
         if not current.begun:
@@ -250,7 +254,7 @@ class EpochLoop:
         return batch
 
     def _reapply_restored(self) -> None:
-        """See ``on_state_restored``."""
+        """Put back the states that ``on_state_restored`` has kept, once."""
         if self._values_to_reapply is not None:
             generators, steering = self._values_to_reapply
             self.runtime.state.restore_control_states(steering)
@@ -258,7 +262,8 @@ class EpochLoop:
             self._values_to_reapply = None
 
     def on_checkpoint(self) -> None:
-        """The script saves: after a pass that it has left by ``break`` the epoch is over."""
+        """Called when the script saves. If the script has left the epoch's pass by ``break``, the epoch counts as over: the
+        position moves to the next epoch."""
         if self._pass is not None and self._pass() is None:
             self._end_pass()
 
@@ -273,15 +278,16 @@ class EpochLoop:
     # --- enumerate -----------------------------------------------------------------------------------------------------
 
     def enumerate_batches(self, batches: Iterable[Any], start: int) -> Iterator[tuple[int, Any]]:
-        """See ``Session.enumerate``. Only the training's pass continues its numbers within an epoch."""
+        """Yield (number, batch), as ``Session.enumerate`` describes. After a resume within an epoch only the training's pass
+        continues its numbers; any other pass begins at ``start``."""
         before = self._pass
         for batch in batches:
             yield start + (self.start if self._pass is not before else 0), batch
             start += 1
 
     def _continue_numbers(self, current: Pass) -> None:
-        """Make ``enumerate`` continue with the number of the batch, and report where it cannot. Each place in the code is
-        examined only once, since that takes a walk over all objects."""
+        """Make Python's ``enumerate`` around the loader continue with the number of the batch, and report a place in the code
+        where that is not possible. Each place is examined only once, since that takes a walk over all objects."""
         for reader in enumerate_position.enumerate_readers(current) if self.start else ():
             current.placeholders = True
             enumerate_position.advance(reader, self.start)

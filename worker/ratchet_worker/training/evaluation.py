@@ -34,7 +34,7 @@ class Evaluation:
 
     def batches(self, items: Iterable[Item]) -> Iterator[Item]:
         """Yield ``items``. Before each one it checks for a stop and counts progress, so that a long evaluation does not look like
-        a hang."""
+        a hang. Raises ``Abandoned`` if a stop is pending."""
         for item in items:
             if self._stop_pending():
                 raise Abandoned(self._name)
@@ -73,8 +73,8 @@ def preserving_state(
     including generators inside the training ``data`` and weights that ``optimizers`` with modes of their own have switched.
 
     One model is evaluated, not one per rank: where replicas differ, their mean replaces the parameters in the block. With
-    ``broadcast`` every rank has rank 0's buffers in the block, those that DDP would broadcast at the next forward; entering is
-    then a collective.
+    ``broadcast`` every rank has rank 0's buffers in the block, those that DDP would broadcast at the next forward. Entering is a
+    collective where replicas differ, and with ``broadcast``.
     """
     modes = [(module, module.training, _own_buffers(module)) for module in ddp.modules()]
     synced = ddp.require_forward_param_sync

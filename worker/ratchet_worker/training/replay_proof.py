@@ -134,8 +134,8 @@ class ReplayProof:
 
     def _compare(self, fingerprint: StepFingerprint) -> None:
         """Compare a fingerprint with the earlier one of the same step, if there is one. At the first difference, report it, give
-        the ring a line of its own (attempts of the former line are then not compared with this one), and raise ``UserError``
-        under ``determinism: strict``. After it no step counts as equal."""
+        this attempt's ring a line of its own (``RingHeader.line``: later attempts of the former line are then not compared with
+        this one), and raise ``UserError`` under ``determinism: strict``. After that no step counts as equal."""
         before = self._earlier.pop(fingerprint.step, None)
         if before is None:
             return
@@ -207,9 +207,9 @@ def _attempts(launch: LaunchFile) -> Iterator[AttemptPaths]:
 
 
 class _Earlier(NamedTuple):
-    """What this rank knows of the steps after the base. ``last``: the last step that it had done in an attempt that may be
-    compared; 0 if no attempt had done steps. If only attempts that may not be compared had done steps, ``last`` is from the
-    newest of them, and ``reason`` is why it is not compared."""
+    """What this rank knows of the steps after the base. ``last``: the last step that this rank had done in an earlier attempt
+    that may be compared; 0 if no attempt had done steps after the base. If only attempts that may not be compared had done such
+    steps, ``last`` is from the newest of them, and ``reason`` is why that attempt is not compared."""
 
     last: int
     fingerprints: dict[int, StepFingerprint]
@@ -307,7 +307,7 @@ def _line(runtime: Runtime, report: ResumeReport) -> str:
 
 
 def _advice(launch: LaunchFile) -> str:
-    """Advice after a step that differs in a strict run."""
+    """Advice, for an error text, on how to go on after a step that differs in a strict run."""
     if launch.is_standalone:
         return 'start it in another directory. To continue anyway, with other bits: Session(determinism="warn")'
     return (

@@ -54,7 +54,8 @@ def _check_digests(runtime: Runtime, manifest: Manifest) -> None:
 
 
 def _state_transfer(runtime: Runtime, manifest: Manifest) -> StateTransfer:
-    """What happens to the hook's state at this restore: kept, changed or reset, by the notes and the policy."""
+    """What happens to the hook's state at this restore: it is kept, converted for another hook, or reset. This follows from
+    ``runtime.notes`` and, if the number of ranks has changed, from ``policy.on_hook_mismatch``."""
     notes, recorded = runtime.notes, disk.recorded_hook(manifest)
     reset = notes.reset
     if manifest.world_size != runtime.world_size:

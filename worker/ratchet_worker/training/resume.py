@@ -140,9 +140,9 @@ def _wrap_managed(
 
 def restore(runtime: Runtime) -> ResumeReport:
     """Restore the checkpoint's state, if there is a checkpoint, compare the environment with the recorded one, and return the
-    resume report. A collective. Afterwards ``base.json`` is on disk and rank 0 has reported that training begins. Every rank
-    returns the report; only rank 0's has its ``notes``. Raises ``UserError`` for state that does not fit, and for a difference
-    under ``determinism: strict``."""
+    resume report. A collective. Rank 0 also writes ``base.json`` and reports that training begins. Every rank returns the report;
+    only rank 0's has its ``notes``. Raises ``UserError`` for state that does not fit and for a difference under
+    ``determinism: strict``, and ``StateError`` if the restored tensors are not those that were saved."""
     launch, chosen = runtime.launch, runtime.chosen
     packages = package_list.installed()
     runtime.environment = environment.record(launch, runtime.device, packages)
@@ -242,8 +242,8 @@ def _report_late_changes(runtime: Runtime) -> list[ComponentReport]:
 
 
 def _persist_mark(runtime: Runtime, components: list[ComponentReport]) -> None:
-    """Write the mark of late changes into the job's own checkpoint, so that copies of it carry the mark too. A checkpoint of
-    another job is left as it is."""
+    """If ``components`` report that the checkpoint lacks late changes, write a marker file with the reason into the checkpoint's
+    directory, so that copies of it carry the marker too. A checkpoint of another job is left as it is."""
     what = next((c.reason for c in components if c.component == "checkpoint"), None)
     directory, own = runtime.chosen.directory, JobPaths(Path(runtime.launch.job_root)).checkpoints
     if what is not None and directory is not None and directory.parent == own:
@@ -351,8 +351,8 @@ def _nonstrict_advice(launch: LaunchFile) -> str:
 
 
 def _write_base(runtime: Runtime, report: ResumeReport) -> None:
-    """Write the base durably to disk, then report the resume and the begin of training. The base must be on disk before any
-    training: the lineage depends on it."""
+    """Write ``base.json`` durably (which checkpoint this attempt starts from), then report the resume and the begin of training.
+    The file must be on disk before any training: the lineage depends on it."""
     paths = AttemptPaths(Path(runtime.launch.attempt_dir))
     write_atomic(paths.base_file, report.base.model_dump_json().encode(), durable=True)
     runtime.reporter.report_resumed(report)

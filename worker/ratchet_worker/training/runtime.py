@@ -62,7 +62,9 @@ Item = TypeVar("Item")
 
 
 class Runtime:
-    """``step``: number of completed steps of the job; ``total``: number of all its steps (None: only the script knows)."""
+    """One rank's run of the job: it wraps the model, restores state, counts steps, saves between steps, and acts on what the
+    ranks have agreed on. ``step``: number of completed steps of the job; ``total``: number of all its steps (None: only the
+    script knows)."""
 
     def __init__(
         self,
@@ -139,26 +141,27 @@ class Runtime:
 
     @property
     def open_step(self) -> int:
-        """Number of the open step; between two steps that of the last one."""
+        """Number of the open step, counted from 1; between two steps the number of the last one."""
         return self.step + self._step_open
 
     @property
     def done(self) -> bool:
-        """True if nothing is left to train: the checkpoint is the run's last and the script does not request more steps by now,
-        or the last step is done."""
+        """True if nothing is left to train: the last step is done, or this attempt starts from the job's final checkpoint and the
+        script is not known to request more steps than before."""
         if self._ended or (self.is_base_last and self.step == self.chosen.base.step):
             return True
         return self.total is not None and self.step >= self.total and not self.by_epochs
 
     @property
     def is_base_last(self) -> bool:
-        """True if the base is the run's last checkpoint and no more steps are requested by now. Another job that starts from it
-        has not ended."""
+        """True if the base (the checkpoint that this attempt starts from) is this job's final one, and the script is not known to
+        request more steps than before. False in another job that starts from that checkpoint."""
         return self._is_base_finished and not self.is_extended
 
     @property
     def is_extended(self) -> bool:
-        """True if the base is the run's last checkpoint and more steps are requested by now."""
+        """True if the base is this job's final checkpoint and the script requests more steps than before. False if one of the two
+        numbers is unknown."""
         before = self.earlier_total
         return self._is_base_finished and None not in (self.total, before) and self.total > before  # type: ignore[operator]
 
@@ -212,8 +215,8 @@ class Runtime:
             self.reporter.note("loop-variables", text, place=place, names=new)
 
     def _check_unregistered(self) -> None:
-        """Look, on all ranks, for objects that act on the training and are not registered. Raises ``UserError`` under
-        ``determinism: strict``."""
+        """Look, on all ranks, for objects that act on the training and are not registered, and report their names. If there are
+        any, raises ``UserError`` under ``determinism: strict``."""
         state, (ddp, _) = self.state, self.state.require_wrapped()
         given = (
             *state.optimizers.values(),
@@ -237,7 +240,8 @@ class Runtime:
     def restore(self, total: int | None) -> None:
         """Restore what was registered, report the result, and report that training begins. Called on every rank, once.
 
-        Raises ``UserError`` (state that does not fit, or a difference under ``determinism: strict``) and ``CheckpointError``.
+        Raises ``UserError`` (a second call, state that does not fit, or a difference under ``determinism: strict``),
+        ``StateError`` (the restored tensors are not those that were saved) and ``CheckpointError``.
         """
         if self.restored:
             raise UserError("call restore once, after everything is registered and before the first step")
@@ -256,12 +260,14 @@ class Runtime:
         self._report_hook()
 
     def mark_not_exact(self) -> None:
-        """Every checkpoint from here on records since which resume its bits may differ from those of an undisturbed run."""
+        """Make every later checkpoint record that its bits may differ, since this attempt's resume, from those of an undisturbed
+        run. If an earlier resume is recorded already, that record stays."""
         base = self.chosen.base
         self.provenance.setdefault(environment_record.NOT_EXACT, f"step {base.step}, attempt {base.attempt}")
 
     def _set_gates(self) -> None:
-        """Make whatever changes the state after a boundary wait for the copy of the state."""
+        """Make the hook and the optimizers wait, before they change state, until a save in progress has copied that state. Does
+        nothing if saves do not overlap with training."""
         if not self.checkpointer.is_overlapped:  # and a hook would be traced with a compiled optimizer.step()
             return
         gate = self.checkpointer.wait_until_copied
@@ -272,8 +278,8 @@ class Runtime:
     # --- steps ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Start the next step, after acting on what was agreed. Raises ``Stopped``, and ``UserError`` after the job's end and
-        where a step is open."""
+        """Act on what the ranks have agreed on (a stop, a save), then start the next step. Raises ``Stopped`` for a stop, and
+        ``UserError`` after the job's last step or if a step is open."""
         if self.stopped is not None:  # and the script caught it
             raise self.stopped
         self.check_not_ended()
@@ -297,8 +303,9 @@ class Runtime:
         self.counter.start_step(self.step + 1)
 
     def set_total(self, total: int | None) -> None:
-        """Set the number of steps of the script's loop to ``total``. Where ``restore`` did not know it, it is compared here with
-        that of the attempt that saved the base. Raises ``UserError`` under ``determinism: strict``."""
+        """Set the number of steps of the script's loop to ``total``. If ``restore`` did not know that number, it is compared here
+        with the number in the attempt that saved the base. A difference is reported and makes the run not exact; under
+        ``determinism: strict`` it raises ``UserError``."""
         unknown, self.total = self.total is None, total
         if unknown and (odd := resume.total_difference(self)) is not None:
             text = f"not exact: {odd.sentence()}"
@@ -309,14 +316,15 @@ class Runtime:
                 self.reporter.note("other-total", text)
 
     def mark_nothing_left(self) -> None:
-        """The script's loop has no step to do. A further loop is refused, as in the run that has done the steps."""
+        """Record that the script's loop has no step to do. ``check_not_ended`` then refuses a further loop, as in the attempt
+        that has done the steps."""
         self._ended = True
         if self._is_base_finished and self.on_nothing_left is not None:
             self.on_nothing_left()
 
     def check_not_ended(self) -> None:
-        """Raises ``UserError`` after the job's last step. Also for a loop over no more steps than were done: its body would be
-        skipped silently."""
+        """Raise ``UserError`` if the job has ended: its last step is done, or ``mark_nothing_left`` was called. The steps of a
+        further loop would be skipped silently after a resume."""
         if self._ended:
             raise UserError(
                 f"another step was requested after step {self.step}, which was the last: a resume from the final checkpoint has "
@@ -326,8 +334,8 @@ class Runtime:
             )
 
     def end_step(self, *, last: bool = False) -> None:
-        """The step boundary: after ``optimizer.step()`` and ``zero_grad()``. Without effect when no step is open. ``last``: the
-        job ends here, regardless of ``total``.
+        """End the open step, if there is one: count it, and save if a save is due. Call it after ``optimizer.step()`` and
+        ``zero_grad()``. ``last``: the job ends here, regardless of ``total``.
 
         A hook that averages parameters does so here, as the last action of the step: on every rank, also where a scaler skipped
         ``optimizer.step()`` on some, and before the step is counted, saved or stopped at.
@@ -367,8 +375,9 @@ class Runtime:
             self.reporter.note("ignored-not-found", f"nothing was found at the ignored path {', '.join(paths)}")
 
     def batches(self, data: Iterable[Item]) -> Iterator[Item]:
-        """Batches of ``data``, epoch after epoch. Raises ``UserError`` for an epoch without batches, and for a batch that is
-        taken where no step is open: the position in the data would belong to another step than the rest of the state."""
+        """Yield the batches of ``data``, epoch after epoch, without an end. Raises ``UserError`` for an epoch without batches,
+        and for a batch that is taken while no step is open: the position in the data would belong to another step than the rest
+        of the state."""
         return endless(data, self.count_batch)
 
     def count_batch(self) -> None:
@@ -388,7 +397,8 @@ class Runtime:
         return self._batches > 0
 
     def _fingerprint(self) -> None:
-        """Runs before the step is counted, so that a step that is seen as counted has its fingerprint, and before it is saved."""
+        """Record the fingerprint of the step that ends. Called before the step counter counts the step and before the step is
+        saved, so that every step that others see as done has its fingerprint."""
         assert self.proof is not None
         self.proof.record_step(self.step, self.state.data, self._batches)
         self._last_scheduler_counts = self._scheduler_counts()
@@ -396,7 +406,8 @@ class Runtime:
             self.proof.finish()
 
     def end_step_if_worked(self, *, last: bool = False) -> None:
-        """Called for a request in the middle of a loop's body: if the open step has done its work, it ends here."""
+        """End the open step if it has done its work: its gradients were reduced or, in a loop over epochs, it has taken a batch.
+        Called for a request in the middle of a loop's body (a checkpoint, the job's end). ``last``: as for ``end_step``."""
         if self._has_worked:
             self.end_step(last=last)
 
@@ -412,8 +423,8 @@ class Runtime:
         return self.state.require_wrapped()[1].iteration > self._iteration
 
     def checkpoint(self) -> bool:
-        """Save now, unless this step is saved; every rank calls it after the same step. Returns False if the save failed (it is
-        reported)."""
+        """Save now, unless this step is saved already; every rank calls it after the same step. An open step that has done its
+        work ends first. Returns False if the save failed, which is reported."""
         self._check_late_changes()
         self.checkpointer.drain()  # a save in progress is of the last boundary
         early = self._changed_before_work()
@@ -430,7 +441,8 @@ class Runtime:
         return error is None
 
     def _changed_before_work(self) -> list[str]:
-        """What the open step has changed already, where ``checkpoint()`` would save the step before it."""
+        """Return the names of what the open step has changed already, if ``checkpoint()`` would now save the step before it;
+        empty otherwise."""
         if not self._step_open or self._has_worked or self.step == self.checkpointer.last.step:
             return []
         assert self.proof is not None
@@ -474,15 +486,18 @@ class Runtime:
             self.checkpointer.record_metrics(step, found)
 
     def finish(self) -> None:
-        """End the job: every rank has done its last step. Saves the final checkpoint, unless it exists. A thread other than the
-        one that does the steps waits for the last one, and raises ``RuntimeError`` where no more steps can come."""
+        """End the job, once every rank has done its last step, and save the final checkpoint unless it exists. In a thread other
+        than the one that does the steps, first wait for the last step; raises ``RuntimeError`` if that thread ends earlier.
+        Raises ``UserError`` in a fork or an adopted run that has done no step of its own."""
         self._wait_for_last_step()
         with self._boundary_lock:
             if not self.finished:
                 self._finish()
 
     def _wait_for_last_step(self) -> None:
-        """Only the thread that does the steps knows whether a loop was left by ``break`` or by an error."""
+        """In a thread other than the one that does the steps, wait until the last step is done or a stop was raised. Raises
+        ``RuntimeError`` if that thread ends earlier: only that thread knows whether its loop was left by ``break`` or by an
+        error."""
         trainer = self.trainer
         if trainer is None or trainer is threading.current_thread():
             return
@@ -525,8 +540,8 @@ class Runtime:
         self.agreement.close()
 
     def _report_end(self) -> None:
-        """Runs after the last save. If a rank stopped listening before every rank is here, one that is frozen before its own end
-        would wait for an answer forever."""
+        """Report the hook and the trial, then wait, without a time limit, until every rank is here. Called after the last save. A
+        rank must not stop listening earlier: a rank that is frozen before its own end would wait for an answer forever."""
         self._report_hook()
         self._report_trial()
         self.exchange.gather("finish", None, timeout=math.inf)
@@ -534,8 +549,8 @@ class Runtime:
     # --- a trial -------------------------------------------------------------------------------------------------------
 
     def _continue_trial(self) -> None:
-        """Before the next step of a trial: end the trial if it is over, or inject a planned fault. Raises ``Stopped`` and
-        ``CheckpointError``."""
+        """Before the next step of a trial: end the trial if it is over, else inject the planned fault if it is due. Raises
+        ``Stopped`` at the end of the trial, and ``CheckpointError`` if its last save failed."""
         if not self.trial.is_over(self.step):
             self.trial.inject_fault(self.step, self.checkpointer.drain, self.counter.start_step, self.agreement)
             return
@@ -562,7 +577,8 @@ class Runtime:
 
     @contextmanager
     def evaluating(self) -> Iterator[Evaluation]:
-        """A block that leaves the training state unchanged. On every rank, after the same step.
+        """Context manager of an evaluation, whose block leaves the training state unchanged. Every rank enters it after the same
+        step.
 
         Between two steps a stop cuts it short, and it runs again after the resume. Within a loop's body it belongs to the step,
         as does what the script does with its values (stepping a scheduler by them): a stop comes after both.
@@ -602,8 +618,8 @@ class Runtime:
         return self._step_open or self._saved_in_body
 
     def _begin_evaluation(self) -> str:
-        """Begin an evaluation and return its name. Between two steps it is a unit of its own, within a body it belongs to the
-        step's unit."""
+        """Begin an evaluation and return its name. Between two steps the evaluation is a unit of its own, before which the ranks
+        may act on a decision; within a body it belongs to the step's unit. Raises ``UserError`` for too many after one step."""
         if self._in_body:
             self._evaluations += 1
             return f"evaluation/{self._unit}/{self._evaluations}"
@@ -648,7 +664,7 @@ class Runtime:
         raise self.stopped
 
     def _remaining_grace(self, cause: Cause) -> float:
-        """Seconds until the processes are killed after a stop."""
+        """Seconds that are left, after a stop by ``cause``, until the processes are killed."""
         policy = self.launch.spec.policy
         grace = policy.stop_grace
         if cause in (Cause.SIGTERM, Cause.TIME_LIMIT) and policy.preemption_notice is not None:
@@ -656,7 +672,8 @@ class Runtime:
         return grace - self.agreement.seconds_since_stop()
 
     def _save_if_new(self, reason: Reason, remaining_seconds: float | None = None) -> str | None:
-        """Return the error message, or None."""
+        """Save this step unless it is saved already, after waiting for a save in progress. Return the error message if the save
+        failed, else None. The ``CheckpointError`` after the third failure in a row is raised, except for the reason ``stop``."""
         self.checkpointer.drain()
         if self.step == self.checkpointer.last.step:
             self.checkpointer.wait_for_retention()
@@ -704,8 +721,9 @@ def start_runtime(
     counter: StepCounter,
     reporter: Reporter,
 ) -> Runtime:
-    """Start the process group and agree on what to start from; on every rank. ``timeout``: seconds that a rank waits for others;
-    ``block_if_aborting``: see ``GroupAbort.block_if_aborting``. Raises ``UserError`` and ``CheckpointError``."""
+    """Start the process group, agree with the other ranks on what to start from, and return this rank's runtime. A collective.
+    ``timeout``: seconds that a rank waits for others; ``block_if_aborting``: see ``GroupAbort.block_if_aborting``. Raises
+    ``UserError`` and ``CheckpointError``."""
     device = process_group.select_device(launch, identity)
     process_group.init_group(launch, identity, clients, device, timeout)
     counter.tick()

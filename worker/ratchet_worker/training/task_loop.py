@@ -69,7 +69,8 @@ def _steps(parts: Parts) -> int:
 
 
 def check_parts(parts: Parts, *, static_graph: bool) -> None:
-    """Raise ``UserError`` for parts that would fail in the first step of every attempt."""
+    """Raise ``UserError`` for two kinds of parts that would fail in the first step of every attempt: ``accumulate`` above 1 with
+    ``static_graph``, and an optimizer whose ``step`` needs a closure."""
     if static_graph and parts.accumulate > 1:
         raise UserError(
             "Parts.accumulate uses no_sync, and ddp.static_graph learns the graph in the first backward, which must not be "
@@ -86,7 +87,8 @@ def check_parts(parts: Parts, *, static_graph: bool) -> None:
 
 
 def _components(parts: Parts) -> dict[str, Any]:
-    """The parts with state, by the names under which they are registered; ``stateful`` ones as ``user:<name>``."""
+    """The parts with state, except the model, by the names under which they are registered; ``stateful`` ones as
+    ``user:<name>``."""
     out: dict[str, Any] = {"optimizer": parts.optimizer, "data": parts.train}
     if parts.scheduler is not None:
         out["scheduler"] = parts.scheduler
@@ -165,7 +167,7 @@ class Trainer:
         return self._runtime.done or (every is not None and step % every == 0)
 
     def evaluate(self) -> None:
-        """Evaluate every rank's share of the data and log the averages over all ranks. A collective."""
+        """Evaluate this rank's share of the evaluation data, and log the averages over all ranks. A collective."""
         task: Any = self._task
         with self._runtime.evaluating() as evaluation:
             sums: dict[str, tuple[float, float]] = {}

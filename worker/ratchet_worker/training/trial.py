@@ -104,8 +104,9 @@ class Trial:
     # --- the end -------------------------------------------------------------------------------------------------------
 
     def is_over(self, step: int) -> bool:
-        """True if the job ends after ``step``: at the step of the spec, or with ``auto`` when everything that is expected was
-        exercised. False if the job is no trial. The same on all ranks."""
+        """True if the trial ends after ``step``: from the step of the spec's ``trial.end_at`` on, or with ``auto`` when
+        everything that is expected was exercised, at the latest after ``_MAX_STEPS``. False if the job is no trial. The same on
+        all ranks."""
         if self._spec is None:
             return False
         if self._spec.end_at != "auto":
@@ -125,9 +126,9 @@ class Trial:
     def inject_fault(
         self, step: int, drain: Callable[[], object], start_step: Callable[[int], None], agreement: Agreement
     ) -> None:
-        """Inject the planned fault between two steps, if ``step`` steps are done and it is due: kill this rank, have the agent
-        kill itself, or request a stop and wait for its decision. ``drain`` completes a save in progress before a kill.
-        ``start_step`` writes the step counter, which the agent reads."""
+        """Inject the fault that is planned for this rank after ``step`` steps, if there is one: kill this rank, have the agent
+        kill itself, or request a stop and wait until the ranks have decided on it. ``drain`` completes a save in progress before
+        a kill. ``start_step`` writes the step counter, which the agent reads."""
         if self._due(step, "kill-rank"):
             drain()
             _kill_self()

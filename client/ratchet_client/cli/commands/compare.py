@@ -63,8 +63,8 @@ def lines(comparison: ComparisonView) -> list[str]:
 
 
 def difference_lines(comparison: ComparisonView) -> list[str]:
-    """Return a heading, one line for each component that differs (at most ``MAX_LINES``), causes first, and a line with what to
-    do."""
+    """Return a heading, one line for each component that differs (at most ``MAX_LINES``), causes first, and, if known, a line
+    with what to do."""
     of: dict[str, list[DifferenceView]] = {}
     for one in comparison.differences:
         of.setdefault(one.component, []).append(one)

@@ -108,8 +108,8 @@ def print_outputs(client: RatchetClient, job: views.JobView) -> None:
 
 
 def outputs_text(client: RatchetClient, job: views.JobView) -> str | None:
-    """Return the files that a job has written, as text: up to three names, or the number of files, and their total size. Return
-    None if it wrote none, or if the request fails. At most 1000 are counted."""
+    """Return the files that a job has written, as text: the names of up to three files, or their number if there are more, and
+    the total size. Return None if it wrote none, or if the request fails. At most 1000 are counted."""
     from ratchet_contract.errors import RatchetError
 
     try:

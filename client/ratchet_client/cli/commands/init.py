@@ -105,8 +105,8 @@ def init(
 
 def _patch(words: list[str]) -> None:
     """Print the diff that patches the script on standard output, and the changes left to the user on standard error, one line
-    each. Raises ``typer.Exit`` (``REFUSED``) unless the diff is complete, and ``Refused`` for a script that is not below the
-    current directory. No file is written."""
+    each. For a script that already uses Ratchet, print only remarks. Raises ``typer.Exit`` (``REFUSED``) if the diff of any other
+    script is incomplete, and ``Refused`` for a script that is not below the current directory. No file is written."""
     from ratchet_client.init import project
     from ratchet_client.init.advice import training_place
     from ratchet_client.init.command_line import parse_command
@@ -187,7 +187,7 @@ def _print_next_steps(ctx: typer.Context, target: Path, *, exact: bool) -> None:
     """Print the command to type next on standard error, and a running service's warnings about the written spec, or why it would
     refuse the spec. ``target``: the file of the spec.
 
-    ``exact``: the job resumes exactly, so ``ratchet prove`` is suggested.
+    ``exact``: the job resumes exactly, so ``ratchet prove`` is suggested if no service responds.
     """
     from ratchet_client.cli.commands.submit import print_warnings
     from ratchet_client.http.errors import ServiceUnreachable

@@ -143,8 +143,8 @@ def _warnings_text(found: list[views.Warning_]) -> str | None:
 
 
 def commit_text(spec: dict[str, Any]) -> str | None:
-    """Return the git commit of the job's code, with the number and digest of uncommitted changes; None if the spec has no facts
-    about git."""
+    """Return the git commit of the job's code, with the number and digest of uncommitted changes; ``unknown`` with the
+    reason if the commit could not be determined; None if the spec has no facts about git."""
     git = (spec.get("code") or {}).get("git")
     if git is None:
         return None

@@ -101,7 +101,8 @@ def _check_rank(client: RatchetClient, job: str, rank: int) -> None:
 
 
 def _parse_attempt(attempt: str | None) -> WhichAttempt:
-    """Return the attempt that ``--attempt`` selects: a number, "all", or None for the newest. Raises ``typer.BadParameter``."""
+    """Return the attempt that ``--attempt`` selects: a number, "all", or None for the newest. Raises ``typer.BadParameter`` for
+    any other value."""
     if attempt is None or attempt == "all":
         return "all" if attempt else None
     if not attempt.isascii() or not attempt.isdigit() or int(attempt) < 1:
@@ -169,15 +170,15 @@ def _print(events: Iterable[views.EventView]) -> None:
 
 
 class ErrorsOnce:
-    """Shortens texts that repeat an error. It is called with texts one after the other, and returns each with every error that an
-    earlier text had in full replaced by ``(as above)``."""
+    """Shortens texts that repeat an error. It is called with one text after the other, and returns each text with the errors of
+    earlier texts replaced by ``(as above)``."""
 
     def __init__(self) -> None:
         self._printed: list[str] = []
 
     def __call__(self, text: str, error: str | None = None) -> str:
-        """Return ``text`` without the errors of earlier texts. ``error``: the message of an ended attempt, which may occur in
-        ``text`` and is then replaced in later texts."""
+        """Return ``text`` with the errors of earlier texts replaced. ``error``: the message of an ended attempt; if it occurs in
+        ``text`` and is not short, it is replaced in later texts."""
         for shown in self._printed:
             text = re.sub(rf"{re.escape(shown)}(?!\w)", "(as above)", text)  # step 34 is not step 340
         told = (
@@ -191,8 +192,8 @@ class ErrorsOnce:
 class EventFold:
     """Combines events that belong together, as they arrive: consecutive checkpoints, and the events of an attempt's end. These
     are ``result`` (from its agent), ``attempt-ended`` and, directly after it, the job's transition (``end-requeue``, for
-    example). An error's text is printed only with the first end that has it. ``follow``: the first checkpoint of a series is
-    shown when it arrives."""
+    example). An error's text is printed only with the first attempt that ends with it. ``follow``: the first checkpoint of a
+    series is shown when it arrives."""
 
     def __init__(self, follow: bool = False) -> None:
         self.dedupe_errors = ErrorsOnce()

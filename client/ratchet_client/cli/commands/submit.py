@@ -124,7 +124,7 @@ def print_warnings(warnings: Sequence[Warning_]) -> None:
 def apply_overrides(spec: dict[str, Any], sets: list[str], labels: dict[str, str]) -> None:
     """Apply ``sets``, items ``a.b=value`` of ``--set`` whose values are YAML, and ``labels`` to ``spec``, in place. Mappings that
     are missing are created. Raises ``typer.BadParameter`` if a part of the key is not a mapping in the spec, or an item has no
-    "="."""
+    "=", and ``SpecError`` for a value that JSON cannot represent."""
     from ratchet_client.resources.spec_file import json_value
     from ratchet_contract.spec.parse import load_spec_text
 
@@ -147,8 +147,8 @@ def apply_overrides(spec: dict[str, Any], sets: list[str], labels: dict[str, str
 def _dry_run(
     client: RatchetClient, spec: dict[str, Any], adopt: Path | None, upload: bool | None, as_json: bool
 ) -> None:
-    """Print what the spec would run, after all checks of the service. Raises ``SpecError``; with ``as_json`` its errors are
-    printed as a JSON document first. ``adopt``, ``upload``: as for ``Client.submit``."""
+    """Print what the spec would run, after all checks of the service. Raises ``SpecError`` for an invalid spec; with ``as_json``
+    its errors are printed as a JSON document first. ``adopt``, ``upload``: as for ``Client.submit``."""
     from ratchet_contract.errors import SpecError
 
     try:

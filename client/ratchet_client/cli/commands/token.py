@@ -53,7 +53,7 @@ def create(
 
 def _days(text: str | None) -> float | Literal["never"] | None:
     """Return the lifetime that ``--expires`` sets, in days; "never" unchanged; None if the option is not set. Raises
-    ``typer.BadParameter``."""
+    ``typer.BadParameter`` for any other text."""
     if text is None or text == "never":
         return None if text is None else "never"
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([hd])", text)

@@ -39,8 +39,8 @@ _PLAIN_INTERVAL_SECONDS = 5.0
 
 
 class View(Protocol):
-    """What a view of a job must have. ``pump`` calls these methods: for each event, for each new state of the job, and once when
-    the service stops responding."""
+    """What a view of a job must have. ``pump`` calls these methods: for each event, at each poll of the job's state, and once
+    when the service stops responding."""
 
     def on_event(self, event: EventView) -> None: ...
     def on_progress(self, snapshot: Snapshot) -> None: ...
@@ -185,7 +185,7 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
 
 def _event_before_newest_attempt(client: RatchetClient, job_id: str) -> int | None:
     """Return the id of the last event before the newest attempt: events up to it are not shown. Return None if there is at most
-    one attempt."""
+    one attempt, or if the newest has no event yet."""
     newest = client.view(job_id).attempt
     first = next(client.events(job_id, attempt=newest, page_size=1), None) if newest > 1 else None
     return None if first is None else first.id - 1
@@ -227,8 +227,8 @@ def pump(
 def _collect(
     client: RatchetClient, job_id: str, after: int | None, events: queue.SimpleQueue[EventView | None]
 ) -> None:
-    """Put the job's events after the id ``after`` into the queue ``events`` until the job has ended, then None. An error of the
-    client ends it too."""
+    """Put the job's events after the id ``after`` into the queue ``events`` until the job has ended or the client
+    raises a ``RatchetError``, then None."""
     from ratchet_contract.errors import RatchetError
 
     try:

@@ -79,7 +79,7 @@ def doctor(
 
 def _interpreter(value: str) -> str:
     """Return the path of the interpreter that ``value`` names: a file, the directory of a virtual environment, or a program on
-    PATH."""
+    PATH. Return ``value`` itself if there is no such program."""
     path = Path(value)
     return str(path / "bin" / "python") if path.is_dir() else shutil.which(value) or value
 

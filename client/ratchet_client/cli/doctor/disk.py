@@ -48,8 +48,8 @@ def nearest_directory(home: Path) -> Path:
 
 
 def probe(home: Path) -> list[Finding]:
-    """Return all findings about the disk of the run directory ``home``. A temporary directory is created there for the tests, and
-    removed. What the disk cannot do is a finding, not an exception."""
+    """Return all findings about the disk of the run directory ``home``. For the tests a temporary directory is created in it, or
+    in its nearest existing parent, and removed. What the disk cannot do is a finding, not an exception."""
     place = nearest_directory(home)
     there = "" if place == home else f"{home} does not exist yet: checked {place}"
     found = [_kind(place), _free_space(place)]
@@ -110,8 +110,8 @@ def _free_space(place: Path) -> Finding:
 
 def file_system(place: Path, mountinfo: str) -> str | None:
     """Return the type of the mounted file system that contains ``place``, like ``ext4``; None if it is not found. ``mountinfo``:
-    the text of ``/proc/self/mountinfo``. If several are mounted at the same directory, the last one counts, since it is on
-    top."""
+    the text of ``/proc/self/mountinfo``. If several file systems are mounted at the same directory, the last one counts, since it
+    is on top."""
     best: tuple[int, str] | None = None
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
@@ -155,8 +155,8 @@ def _kind(place: Path) -> Finding:
 
 
 def _speed(folder: Path) -> list[Finding]:
-    """Return the findings on write and read speed, measured with up to 64 MiB that are written for about a second. The file is
-    removed."""
+    """Return the findings on write and read speed, measured with up to 64 MiB, of which as much is written as fits in about a
+    second. The file is removed."""
     piece = os.urandom(_PIECE)
     pieces = max(1, min(_PIECES, shutil.disk_usage(folder).free // 4 // _PIECE))
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

@@ -106,8 +106,9 @@ def prove(
     diagnosis: Diagnosis, home: Path, python: str | None, hooks: Collection[str], report_progress: Progress
 ) -> list[Proof]:
     """Return one proof for each hook in ``hooks`` and device of this machine. Starts a temporary service next to ``home``, runs
-    two jobs per proof and blocks until all have ended. If required packages are missing or the service fails, the proofs have the
-    reason in ``problems``. ``python``: the interpreter that trains; None: the service's."""
+    two jobs per proof and blocks until all have ended, per device at most ``TIMEOUT_SECONDS``. If required packages are missing
+    or the service fails, the proofs have the reason in ``problems``. ``python``: the interpreter that trains; None: the
+    service's."""
     proofs = [proof for device in _devices(diagnosis) for proof in _planned_proofs(diagnosis, device, hooks)]
     lacking = [name for name in ("torch", "extra worker", "extra service") if diagnosis.failed(name)]
     if lacking:
@@ -245,7 +246,8 @@ def _pid(spool: Path) -> int | None:
 
 
 def _evaluate(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> None:
-    """Fill in the results of ``proof`` from its two ended jobs; each violation of exactness is appended to ``problems``."""
+    """Fill in the results of ``proof`` from its two ended jobs; each violation of exactness is appended to ``problems``. If a job
+    has not succeeded, only that is appended and nothing is compared."""
     bad = proof.problems.append
     unfinished = [job for job in (jobs[proof.undisturbed], jobs[proof.killed]) if job.phase is not JobPhase.SUCCEEDED]
     for job in unfinished:

@@ -56,8 +56,8 @@ def _wants_postgres() -> bool:
 
 
 def _extra(name: str, *, needed: bool) -> Finding:
-    """Return the finding on the packages of the extra ``name`` of ratchet-train. ``needed``: False: it may be absent as a
-    whole."""
+    """Return the finding on the packages of the extra ``name`` of ratchet-train. If ``needed`` is False, missing packages are ok;
+    wrong versions are not."""
     wanted = required_packages(name)
     bad = [p for p in wanted if not p.is_satisfied]
     if not bad:
@@ -108,7 +108,8 @@ def cgroup_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sy
 
 
 def _mounted(root: Path, controllers: str, name: str) -> Path:
-    """Return the directory where the cgroup v1 controller ``name`` is mounted, together with other ``controllers`` or alone."""
+    """Return the directory where the cgroup v1 controller ``name`` is mounted: that of all ``controllers`` (names with commas
+    between them), if it exists, else its own."""
     together = root / controllers
     return together if together.is_dir() else root / name
 

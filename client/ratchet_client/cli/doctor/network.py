@@ -201,8 +201,8 @@ def _version(protocol: str | None, version: str) -> Finding:
 
 
 def _check_clock_skew(header: str | None, now: datetime) -> Finding:
-    """Return the finding on the difference between the service's clock and this machine's. ``header``: the response's Date
-    header; ``now``: when it arrived."""
+    """Return the finding on the difference between the service's clock and this machine's; a warning above ``MAX_SKEW`` seconds.
+    ``header``: the response's Date header; ``now``: when it arrived."""
     name = "service clock"
     try:
         there = parsedate_to_datetime(header or "")

@@ -29,8 +29,8 @@ ProbeResult: TypeAlias = Callable[[], ProbeReport]
 
 @dataclass(frozen=True)
 class Probe:
-    """A command that prints a ``ProbeReport`` within ``seconds``. ``name``: the name of the finding if it does not; ``extra``:
-    the extra of ratchet-train that the command needs."""
+    """A command that prints a ``ProbeReport`` within ``seconds``. ``name``: the name of the finding that is returned if it
+    prints none; ``extra``: the extra of ratchet-train that the command needs."""
 
     name: str
     command: list[str]
@@ -44,15 +44,15 @@ class Probe:
 
 
 def worker(python: str) -> AbstractContextManager[ProbeResult]:
-    """Start the worker's checks in ``python``, the interpreter that trains, when the context is entered. It yields a function
-    that blocks until they are done and returns their report."""
+    """Return a context that starts the worker's checks in ``python``, the interpreter that trains. The context yields a function
+    that blocks until the checks are done, for at most ``WORKER_SECONDS``, and returns their report."""
     return start_probe(Probe("worker python", [python, "-P", "-m", "ratchet_worker.doctor"], "worker", WORKER_SECONDS))
 
 
 def database(home: Path) -> AbstractContextManager[ProbeResult]:
-    """Start the checks of the database, which run the service's own code in another process, when the context is entered. It
-    yields a function that blocks until they are done and returns their report. If the service is not installed here, the report
-    says so."""
+    """Return a context that starts the checks of the database, which run the service's own code in another process. The context
+    yields a function that blocks until the checks are done, for at most ``SERVICE_SECONDS``, and returns their report. If the
+    service is not installed here, the report says so."""
     if find_spec("sqlalchemy") is None or find_spec("alembic") is None:
         detail = "the service's packages are not installed here"
         return nullcontext(

@@ -31,12 +31,12 @@ _JOBS_AT_ONCE: Final = 2
 
 @contextmanager
 def temporary_service(home: Path, *, slots: int = 0) -> Iterator[tuple[RatchetClient, HomePaths]]:
-    """Start a service on a temporary run directory, and yield a client of the service and the directory. It is next to ``home``
-    if there is enough free space, else in the directory for temporary files. On exit the service and its ranks are killed and the
-    directory is removed. ``slots``: minimum number of CPU slots.
+    """Start a service on a temporary run directory, and yield a client of the service, and the paths of the directory. The
+    directory is next to ``home`` if there is enough free space, else in the directory for temporary files. On exit the service
+    and its ranks are killed and the directory is removed. ``slots``: minimum number of CPU slots.
 
     Ctrl-C, SIGTERM and SIGHUP end the block with ``KeyboardInterrupt``; during the clean-up further ones are ignored. Raises
-    ``CannotStart``.
+    ``CannotStart`` if the service does not start or there is no space.
     """
     root: Path | None = None
     process: subprocess.Popen[bytes] | None = None
@@ -77,8 +77,9 @@ def _start(paths: HomePaths, slots: int) -> subprocess.Popen[bytes]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the service, and wait for its end. There is no clean shutdown, since its directory is removed. Its process group
-    includes the interpreters that it queries, and not the agents, which are in sessions of their own."""
+    """Kill the service's process group, and wait for the service's end. The group includes the interpreters that the service
+    queries, and not the agents, which are in sessions of their own. There is no clean shutdown, since the run directory is
+    removed."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -203,7 +203,7 @@ def _metrics(proof: Proof) -> list[str]:
 
 
 def _show_exercised(proof: Proof) -> None:
-    """Print the table of the parts of the spec that the proof has exercised; nothing if there is none."""
+    """Print the table of the parts of the spec, each with whether the proof exercised it; nothing for a proof without parts."""
     if proof.exercised:
         output.line()
         output.table(("PART", "STATUS", "HOW"), [(one.name, one.status, one.detail) for one in proof.exercised])

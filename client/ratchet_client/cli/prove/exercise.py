@@ -37,8 +37,8 @@ def exercises(facts: Facts, hook: Mapping[str, Any], faults: list[Fault]) -> lis
 
 
 def _hook(facts: Facts, hook: Mapping[str, Any], last: int) -> Exercise:
-    """Return whether the hook's phase after its warm-up was exercised: it must begin before the last interruption. ``last``: the
-    step of that interruption, 0 if there was none."""
+    """Return whether the hook's phase after its warm-up was exercised: the phase must not begin after the last interruption.
+    ``last``: the step of that interruption, 0 if there was none."""
     name = str(hook["name"])
     phases = ", ".join(f"{phase} from step {step}" for phase, step in facts.phases.items() if phase != "steady")
     if set(facts.phases) == {"warm-up"}:
@@ -63,7 +63,8 @@ _ACTS = {"powerSGD": "compression", "batched_powerSGD": "compression", "post_loc
 
 
 def _start(hook: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the key of the hook's parameter that sets the step at which the hook starts, and its value."""
+    """Return the key of the hook's parameter that sets the step at which the hook starts, and its value;
+    ``("its start", 0)`` if there is no such parameter."""
     keys = [key for key in ("start_powerSGD_iter", "start_localSGD_iter") if key in hook]
     return (keys[0], int(hook[keys[0]])) if keys else ("its start", 0)
 

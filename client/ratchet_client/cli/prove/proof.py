@@ -51,10 +51,10 @@ class Proof(BaseModel):
 
 
 def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, upload: bool | None) -> Proof:
-    """Run two undisturbed jobs of ``spec``, which must be equal, then an interrupted one, and return the result; blocks until all
-    have ended. ``steps``: the last step of the runs; None: after an epoch's end, an evaluation and the hook's start. ``upload``:
-    as for ``Client.submit``. Raises ``SpecError``, ``TrialFailed``, and ``Refused`` (``trial-too-short``) if the runs are too
-    short for a kill."""
+    """Run two undisturbed jobs of ``spec``, and if they are equal an interrupted one, and return the result; blocks until all
+    have ended. If the undisturbed jobs differ, the verdict is ``not-repeatable``. ``steps``: the last step of the runs; None:
+    after an epoch's end, an evaluation and the hook's start. ``upload``: as for ``RatchetClient.submit``. Raises ``SpecError``,
+    ``TrialFailed``, and ``Refused`` (``trial-too-short``) if the runs are too short for a kill."""
     client = trials.client
     client.plan(spec, upload=upload, note=trials.say)  # errors must refer to the user's spec, not to the trial's
 
@@ -117,7 +117,8 @@ def _too_few(job: JobView, stored: int) -> str:
 
 def prove_job(trials: Trials, job_id: str) -> Proof:
     """Train from the job's checkpoint before the last to its last one again, in a fork, and return the result; blocks until the
-    fork has ended. The job is not changed. Raises ``Conflict`` (``too-few-checkpoints``) and ``TrialFailed``."""
+    fork has ended. Meanwhile both checkpoints are pinned; nothing else of the job is changed. Raises ``Conflict``
+    (``too-few-checkpoints``) and ``TrialFailed``."""
     client = trials.client
     job = client.view(job_id)
     stored = [c for c in client.checkpoints(job_id) if c.state == "committed" and c.lineage == "current"]
@@ -238,8 +239,8 @@ def _interruptions(carried_out: list[tuple[Fault, AttemptView]], faults: list[Fa
 
 def _verdict(run: Run, *, equal: bool) -> Verdict:
     """Return the verdict on ``run``. ``equal``: its final state equals the expected one. The verdict is ``differs`` if it does
-    not, or if a redone step differed. Else it is ``not-exact`` if a resume was not exact, even if what it lost had no effect on
-    these steps; else ``proved``."""
+    not, or if a redone step differed. Else it is ``not-exact`` if a resume was not exact, even if the lost state had no effect on
+    the final state; else ``proved``."""
     if not equal or any(attempt.redone.first_difference is not None for attempt in run.attempts):
         return "differs"
     lost = any(_lost_state(attempt.resume_report) for attempt in run.attempts if attempt.resume_report is not None)
@@ -269,7 +270,7 @@ def _unseen_spec(attempts: list[AttemptView]) -> list[str]:
 
 
 def _lost_component(attempts: list[AttemptView]) -> str | None:
-    """Return the first component that a resume has lost; None if all were exact."""
+    """Return the first component that a resume has lost; None if the resume reports name none."""
     reports = (attempt.resume_report for attempt in attempts)
     parts = (part for report in reports if report is not None for part in report.components)
     return next((part.component for part in parts if part.status == "not-exact"), None)

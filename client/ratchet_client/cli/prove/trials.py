@@ -44,7 +44,7 @@ class TrialFailed(RatchetError):
 class Facts:
     """What a trial has passed through, from its event ``trial-ended``; steps are numbers of completed steps. ``phases``: the
     first step of each phase of the hook; ``epoch_ends``, ``evaluations``: the steps after which there was one;
-    ``expects_evaluation``: the job evaluates, perhaps later; ``batches``: the largest number of batches in a step;
+    ``expects_evaluation``: the job evaluates, perhaps later; ``batches``: the largest number of batches in a step, 0 if unknown;
     ``schedulers``: how often each was stepped; ``epochs``: the data have epochs."""
 
     step: int
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """The seconds from the job's start to its end."""
+        """The seconds from the job's start to its end; 0 if one of them is unknown."""
         job = self.job
         return (
             0.0 if job.ended_at is None or job.started_at is None else (job.ended_at - job.started_at).total_seconds()

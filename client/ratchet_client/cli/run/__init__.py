@@ -132,8 +132,8 @@ def run(
 
 
 class _Proof(NamedTuple):
-    """The commands that prove this job. ``prepare``: the command that pipes the spec to ``ratchet prove`` with ``|`` at its end,
-    "" for a spec file; ``target``: the arguments of ``ratchet prove``."""
+    """The two parts of the command line that proves this job's exactness. ``prepare``: the command that pipes the spec to
+    ``ratchet prove`` with ``|`` at its end, "" for a spec file; ``target``: the arguments of ``ratchet prove``."""
 
     prepare: str
     target: list[str]
@@ -238,7 +238,7 @@ def _train(
 ) -> JobView:
     """Follow the job until it has ended or is suspended, and return it; its ranks' output is shown meanwhile. The first signal
     suspends the job. The second kills a private service and its ranks at once, and raises ``typer.Exit``. ``begun``: the job, and
-    what was shown of it already; ``ranks``: whose output is shown, None: all."""
+    what an earlier command has shown of it; ``ranks``: whose output is shown, None: all."""
     from ratchet_client.cli.commands.wait import pump
     from ratchet_client.cli.run.rank_output import RankOutput
     from ratchet_client.cli.run.view import RunView

@@ -59,9 +59,9 @@ def command_digest(command_parts: Mapping[str, Any]) -> str:
 def begin(
     client: RatchetClient, home: HomePaths, spec: dict[str, Any], mark: str, *, new: bool, adopt: Path | None
 ) -> SelectedJob:
-    """Return the job to train. It is the newest job of this command, whose digest is ``mark``, if it is unfinished, which is then
-    resumed; else, or with ``new``, a new job of ``spec`` is submitted. With ``new``, an unfinished job is cancelled first.
-    ``adopt``: the directory of a run without a service that a new job continues.
+    """Return the job to train. If the newest job of this command, whose digest is ``mark``, is unfinished (``is_resumable``), it
+    is resumed. Else, or with ``new``, a new job of ``spec`` is submitted; with ``new``, a job that has not ended is cancelled
+    first. ``adopt``: the directory of a run without a service that a new job continues.
 
     Raises what the requests raise: ``SpecError``; ``Conflict`` if the code has changed and determinism is strict. Raises
     ``Refused`` if ``adopt`` is given, an unfinished job exists and ``new`` is not set.
@@ -110,9 +110,9 @@ def is_resumable(job: JobView) -> bool:
 
 
 def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> SelectedJob:
-    """Resume ``job`` and return it, with what was shown of it already. If its code has changed, a job that is not suspended is
-    suspended first, which blocks, and the job resumes with the new code. Raises ``Conflict`` if determinism is strict and the
-    code has changed."""
+    """Resume ``job`` and return it, with its last attempt and event until now, which an earlier command has shown. If its code
+    has changed, a job that is not suspended is suspended first, which blocks, and the job resumes with the new code. Raises
+    ``Conflict`` if determinism is strict and the code has changed."""
     event = max((event.id for event in client.events(job.id)), default=None)
     changed = _changed_code(home, job)
     words = ""
@@ -141,16 +141,16 @@ def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> Selec
 
 
 def _newest_step(paths: JobPaths, job: JobView) -> int:
-    """Return the highest step of the job's complete checkpoints on the disk, 0 if there is none. The service may lack the last
-    reports of an attempt that was killed together with it."""
+    """Return the highest step of the job's complete checkpoints on the disk and of its last checkpoint known to the service, 0 if
+    there is none. The service may lack the last reports of an attempt that was killed together with it."""
     names = [path.parent.name for path in paths.checkpoints.glob(f"*/{MANIFEST_NAME}")] + [job.last_checkpoint or ""]
     return max((found[0] for name in names if (found := parse_checkpoint_dir_name(name)) is not None), default=0)
 
 
 def _changed_code(home: HomePaths, job: JobView) -> list[str]:
     """Return the files of the job's code that have changed since its snapshot. Logs, files that this command writes to, specs of
-    ``ratchet init`` and files that ignore files name now are left out. Return an empty list, after a warning, if the changes
-    cannot be determined."""
+    ``ratchet init`` and files that ignore files name now are left out. Return an empty list if the code is not a snapshot, or,
+    after a warning, if the changes cannot be determined."""
     code, copied = job.spec.get("code") or {}, job.resolved.code_digest
     if code.get("source") != "snapshot" or copied is None:
         return []

@@ -49,7 +49,7 @@ class RunService:
 
     def start(self) -> None:
         """Start a private service unless it runs, and block until it listens; do nothing for one that is not private. Raises
-        ``CannotStart``."""
+        ``CannotStart`` if it does not start."""
         if not self.private or (self._process is not None and self._process.poll() is None):
             return
         own = {env_vars.ENDS_WITH: parent_death.process_name(os.getpid())}
@@ -149,7 +149,7 @@ def _is_responding(paths: HomePaths) -> bool:
 
 def _owner(paths: HomePaths) -> str | None:
     """Return the name of the process with whose end the service of this run directory ends (a ``ratchet run``); "" if the service
-    does not end with a process; None if no service runs there."""
+    does not end with a process; None if no service runs there, or if its environment is unreadable."""
     found = service_file(paths)
     if found is None or start_time(found.pid) is None:
         return None

@@ -19,8 +19,8 @@ _BLOCK: Final = 1 << 16
 
 class RankOutput:
     """A context manager that copies what ranks print to standard output (or ``to``) in a thread, as it arrives; on exit
-    everything that is in the logs is copied. The bytes of one rank are not changed; with several ranks each line is prefixed with
-    ``ATTEMPT.RANK | ``, as in ``ratchet logs``."""
+    everything that is in the logs is copied. If one rank is selected, its bytes are not changed; if several are, each line is
+    prefixed with ``ATTEMPT.RANK | ``, as in ``ratchet logs``."""
 
     def __init__(
         self, job: JobPaths, ranks: Collection[int] | None, last_displayed_attempt: int, to: BinaryIO | None = None

@@ -52,8 +52,9 @@ class SnapshotReader:
         self._committed: dict[str, datetime | None] = {}
 
     def read(self, job: JobView) -> Snapshot:
-        """Return a snapshot of ``job``, whose hook, losses and checkpoint time are requested now. Raises the client's errors;
-        ``NotFound`` for a job that was deleted meanwhile."""
+        """Return a snapshot of ``job``. The hook and losses are requested now, the checkpoint time once per checkpoint; they are
+        empty, without a request, if the job has had no attempt. Raises the client's errors; ``NotFound`` for a job that was
+        deleted meanwhile."""
         if not job.attempt:
             return Snapshot(job, None, (), None)
         return Snapshot(job, self._client.hook(job.id), self._losses(job.id), self._committed_at(job))
@@ -96,7 +97,8 @@ def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def progress_text(job: JobView) -> str:
-    """Return the job's step as ``1200/6000``; for a running script that reports no steps, how long the job has been running."""
+    """Return the job's step as ``1200/6000``; for a running job that has reported neither a step nor the number of steps, how
+    long it has been running."""
     if job.progress.step or job.progress.total_steps is not None or not job.phase.active or job.started_at is None:
         return steps(job)
     return output.span(job.started_at, None)

@@ -232,7 +232,7 @@ def span(start: datetime | None, end: datetime | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a number of seconds in the largest fitting units: 4.2s, 1m 23s, 5h 02m, 3d 04h."""
+    """Return a number of seconds in its largest unit and the next smaller one: 4.2s, 1m 23s, 5h 02m, 3d 04h."""
     if seconds < 60:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(int(seconds), 60)

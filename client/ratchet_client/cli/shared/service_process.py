@@ -46,9 +46,9 @@ def without_ratchet_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def start_service(paths: HomePaths, environ: Mapping[str, str], *options: str) -> subprocess.Popen[bytes]:
-    """Start the service as a child process in its own process session, and return it without waiting until it listens. Its output
-    is appended to ``service.log`` in the run directory, which must exist. ``options``: more arguments of ``serve``. Raises
-    ``CannotStart`` if this installation has no service."""
+    """Start the service at a free port, as a child process in its own process session, and return the process without waiting
+    until it listens. Its output is appended to ``service.log`` in the run directory, which must exist. ``options``: more
+    arguments of ``serve``. Raises ``CannotStart`` if this installation has no service."""
     if find_spec("fastapi") is None:
         raise CannotStart(
             f'{sys.executable} has no fastapi: {sys.executable} -m pip install "ratchet-train[service,worker]"'
@@ -66,8 +66,8 @@ def start_service(paths: HomePaths, environ: Mapping[str, str], *options: str) -
 
 
 def wait_ready(process: subprocess.Popen[bytes], paths: HomePaths) -> None:
-    """Block until the service listens. Raises ``CannotStart`` if it ends first, or does not listen within ``START_SECONDS``; it
-    is not killed then."""
+    """Block until the service listens. Raises ``CannotStart`` if it ends first, or does not listen within ``START_SECONDS``; the
+    process is not killed then."""
 
     def ready() -> bool:
         """Return True if ``service.json`` is that of this process. Raises ``CannotStart`` if the process has ended."""

@@ -51,8 +51,8 @@ class BatchedPowerSGD(LowRank):
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
         """Restore the result of ``capture`` into torch's state object. In other buckets than the recorded ones the squares
-        differ: only the parameters' residuals are used, those of the padding are zero, and P and Q are drawn again; this is
-        logged as a warning. Raises ``HookStateError``."""
+        differ: only the parameters' residuals are used, those of the padding are zero, and the next step begins with a new random
+        Q; this is logged as a warning. Raises ``HookStateError``."""
         if isinstance(state, dict) and layout is not None and state.get("buckets") != layout:
             _log.warning(
                 "the buckets differ from the recorded ones: P and Q of the batched_powerSGD state are initialised again"
@@ -174,8 +174,8 @@ class _Square:
         return same and self.length == buffer.numel() and self.flat.dtype is buffer.dtype
 
     def load(self, gradients: torch.Tensor, *, add: bool) -> None:
-        """Put the gradients into the matrix: ``add`` True adds them to the residual that is there, False replaces it, with
-        zeros as padding."""
+        """Put the gradients into the matrix. ``add`` True: they are added to the residual that is there. ``add`` False: they
+        replace what is there, and the padding becomes zeros."""
         part, padding = self.flat[: self.length], self.flat[self.length :]
         if add:
             torch.add(gradients, part, out=part)

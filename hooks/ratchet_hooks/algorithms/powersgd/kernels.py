@@ -31,8 +31,8 @@ Tried: TypeAlias = dict[tuple[object, ...], bool]
 class TransposedProduct:
     """Computes ``q = M^T p``, with views that are made once; the bits are those of ``torch.mm`` or ``torch.bmm``.
 
-    ``matrix`` (M): ``n x m``; ``p``: ``n x r``; ``q``: ``m x r``; or a batch of each. ``trial_results``: results of trials by
-    shape, shared with other products.
+    ``matrix`` (M): ``n x m``; ``p``: ``n x r``; ``q``: ``m x r``; or a batch of each. ``trial_results``: whether a faster way to
+    compute gave the same bits in a trial, by shape, dtype, alignment and threads; shared with other products.
     """
 
     def __init__(self, matrix: torch.Tensor, p: torch.Tensor, q: torch.Tensor, trial_results: Tried) -> None:
@@ -55,8 +55,8 @@ class TransposedProduct:
             self._columns.compute(self._transposed, self._p, self._q)
 
     def _choose(self) -> _Columns | None:
-        """Return the memory for a product column by column if that gives the same bits here, otherwise None: use the matrix
-        product."""
+        """Return the memory for a product column by column if that is worth trying here and gives the same bits; otherwise None:
+        use the matrix product."""
         transposed, rank = self._transposed, self._p.shape[-1]
         one = transposed.dim() == 2 or len(transposed) == 1
         full = transposed.device.type == "cpu" and transposed.dtype in (torch.float32, torch.float64)
@@ -164,7 +164,8 @@ class Basis:
             self._columns = list(zip(torch.split(matrices, 1, dim=2), [*rest, None], strict=True))
 
     def orthogonalize(self, epsilon: float) -> None:
-        """Make the columns orthonormal in place. ``epsilon`` is added to the norms; if it is 0, a column of zeros becomes NaN."""
+        """Make the columns orthonormal in place. In Gram-Schmidt ``epsilon`` is added to the norms, and if it is 0, a column of
+        zeros becomes NaN. The QR factorisation ignores ``epsilon``."""
         if self._triangle is not None:
             torch.linalg.qr(self.matrices, out=(self.matrices, self._triangle))
         for column, rest in self._columns:

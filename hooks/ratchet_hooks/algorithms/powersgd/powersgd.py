@@ -120,8 +120,8 @@ class LowRank(Algorithm):
         self._in_flight = []
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
-        """Return this rank's state. Tensors: residuals, P and Q by parameter name, and the tensors in the rest of
-        ``__getstate__()``; the JSON part contains the rest itself. ``layout`` and ``copy``: as in the base class. Raises
+        """Return this rank's state. Tensors: residuals, P and Q by parameter name, and those among the other values of
+        ``__getstate__()``. The JSON part contains these other values. ``layout`` and ``copy``: as in the base class. Raises
         ``HookStateError`` if only some buckets have state."""
         return state_by_name.capture(self.state, layout, self, copy=copy)
 

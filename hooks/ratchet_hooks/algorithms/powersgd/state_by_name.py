@@ -175,7 +175,8 @@ def to_slots(
     shelf: Shelf,
 ) -> dict[str, Any]:  # fmt: skip
     """Return a captured state in the form of ``PowerSGDState.__getstate__``, in the buckets of ``layout``. ``state`` is not
-    changed; its hyperparameters must equal the recorded ones. Raises ``HookStateError`` naming the entry that does not fit."""
+    changed; its hyperparameters must equal the recorded ones, except the logging frequency and ``shelf.unused``, which are
+    taken from ``state``. Raises ``HookStateError`` naming the entry that does not fit."""
     rest = {name.removeprefix("state/"): t for name, t in tensors.items() if name.startswith("state/")}
     slots = decode(rest, data.get("slots"))
     free = {"compression_stats_logging_frequency", *shelf.unused}

@@ -47,7 +47,8 @@ class Fault:
 
 
 def find_faults(job: dict[str, Any]) -> list[Fault]:
-    """Return all faults for which a server would refuse the Job; empty if there are none. ``job``: the complete manifest."""
+    """Return the faults of the Job by the rules of this module; empty if there are none. ``job``: the complete manifest. A server
+    may have further reasons to refuse it."""
     return [*_check_job(job), *_check_pod(job["spec"]["template"]["spec"], ("spec", "template", "spec"))]
 
 

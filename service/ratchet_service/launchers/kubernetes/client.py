@@ -81,7 +81,8 @@ class Api:
 
     @contextlib.contextmanager
     def stream(self, path: str, seconds: float, **query: str | int) -> Iterator[Stream]:
-        """Yield an answer that is read as it arrives, for at most ``seconds``. The connection is closed at the block's end."""
+        """Yield a response whose body is read as it arrives. ``seconds``: how long the server may send nothing (``_READ_TIMEOUT``
+        is added). The connection is closed at the block's end."""
         response = self._request("GET", path, query, None, read_timeout=seconds + _READ_TIMEOUT)
         try:
             if response.status >= 300:

@@ -110,8 +110,8 @@ class AttemptKiller:
                 self._deleted_pods[ref.name].add(pod.uid)
 
     def _handle_unreachable(self, pods: Collection[Pod]) -> list[str]:
-        """Return messages about pods on machines that do not answer. Pods that have been overdue for ``lost_after`` are deleted
-        by force; if that is None, the message tells an administrator how to do so."""
+        """Return messages about pods on machines that do not answer. A pod that has been overdue for ``lost_after`` seconds is
+        deleted by force. If the setting ``lost_after`` is None, the message tells an administrator how to do so."""
         lost_after, now, out = self._site.settings.lost_after, time.monotonic(), []
         for pod in pods:
             if pod.has_ended or not pod.is_overdue(now):

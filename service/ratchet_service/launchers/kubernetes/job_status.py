@@ -171,8 +171,8 @@ def _engine_ends(
 
 
 def _pod_end(pod: Pod, has_result: Callable[[int], bool], now: float, patience: Patience) -> tuple[Cause, str] | None:
-    """Return cause and message of the pod's end, from the first source that has them; None: it has not ended, or its agent's
-    result says why."""
+    """Return cause and message of the pod's end, from the first source that has them. A pod that can never start, or whose
+    machine does not answer, counts as ended. None: the pod has not ended, or its agent's result says why."""
     announced = disruption(pod)
     if announced is not None:
         return announced
@@ -213,8 +213,8 @@ def _ended_before_deletion(job: Json) -> bool:
 
 
 def _is_deleted_by_hand(observed: ObservedState, pod: Pod) -> bool:
-    """True if somebody deleted the pod itself. False if the Job controller deleted it, which it does if the Job is deleted,
-    suspended or has failed; a pod whose end made the Job fail was deleted before that."""
+    """True if somebody deleted the pod itself. False if the Job controller deleted it; the controller does so once the Job is
+    deleted, suspended or has failed. A pod whose end made the Job fail was deleted before that failure."""
     job, requested_at = observed.job, pod.deletion_requested_at
     if (
         job is None
@@ -242,7 +242,8 @@ def is_permanent_refusal(warning: str) -> bool:
 
 
 def _forbidden_end(observed: ObservedState, nodes: int, now: float, patience: Patience) -> EngineEnd | None:
-    """Return the end of an attempt whose pods the cluster has forbidden for longer than ``patience.fault``; None: it has not."""
+    """Return the end of an attempt whose pods the cluster has forbidden for longer than ``patience.fault``; None: the cluster has
+    not, or not for so long."""
     missing = _missing_pods_text(observed, nodes)
     if observed.job is None or missing is None or observed.forbidden_since is None:
         return None
@@ -328,7 +329,7 @@ def _waiting_reason(observed: ObservedState, nodes: int, live: Sequence[Pod]) ->
 
 
 def _missing_pods_text(observed: ObservedState, nodes: int) -> str | None:
-    """Return the number of pods that the Job controller still has to create, as text; None: it creates no more."""
+    """Return, as text, how many pods the Job controller still has to create; None: none, or it creates none now or any more."""
     made = {pod.node for pod in observed.pods}
     if (
         observed.job is None

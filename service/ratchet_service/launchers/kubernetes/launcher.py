@@ -96,8 +96,9 @@ class KubernetesLauncher:
         )
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Write ``launch.json`` and create the attempt's objects in the cluster; existing ones are kept. Raises ``LaunchError``
-        (then the Secret and the Service are deleted again), ``EngineFull``, ``EngineUnreachable``."""
+        """Write ``launch.json`` and create the attempt's objects in the cluster. Existing ones are kept, except for the Secret,
+        which is created again. Raises ``LaunchError`` (if the server refused an object, the Secret and the Service are deleted
+        again), ``EngineFull``, ``EngineUnreachable``."""
         values = planning.secret_values(self._environ, plan.secrets)
         try:
             attempt_files.write_launch(plan.ref.paths, plan.launch)

@@ -69,8 +69,8 @@ def labels_of(site: Site, launch: LaunchFile) -> dict[str, str]:
 
 
 def job_manifest(site: Site, launch: LaunchFile) -> Manifest:
-    """Return the attempt's Job, with the job's own patch applied. If it names a Kueue queue, the Job is created suspended, and
-    Kueue starts it."""
+    """Return the attempt's Job, with the job's own patch applied. If the job names a Kueue queue, the Job is created suspended,
+    and Kueue starts it."""
     spec, launcher = launch.spec, site.effective_launcher(launch.spec)
     nodes = spec.world.nodes
     labels = launcher.labels | labels_of(site, launch)

@@ -266,8 +266,9 @@ def _size_key(volume: str) -> str:
 
 
 def container_end(pod: Pod) -> tuple[Cause, str] | None:
-    """Return cause and message of the end of the agent's container, for an agent that left no result. None: the container has not
-    ended, or never started."""
+    """Return cause and message of the end of the agent's container, for an agent that left no result. A pod that is gone although
+    its container was not reported as ended has an unknown cause. None: the container of an existing pod has not ended, or no
+    container ever started."""
     ended = pod.terminated
     if ended is None:
         return (Cause.UNKNOWN, "the pod was deleted by force; its result is unknown") if pod.deleted else None
@@ -360,7 +361,8 @@ def _unschedulable_message(object_: Json) -> str:
 
 
 def _waiting_container(pod: Pod) -> tuple[str, str]:
-    """Return reason and message of the pod's first waiting container, init containers first; two empty texts if none waits."""
+    """Return the reason of the pod's first waiting container, init containers first, and its message as a suffix
+    (``_message_suffix``); two empty texts if none waits."""
     status = pod.object.get("status", {})
     statuses = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     for found in statuses:

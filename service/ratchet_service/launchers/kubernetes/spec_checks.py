@@ -151,8 +151,8 @@ def _check_manifest(
     site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec, *, has_other_faults: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield (pointer, message) of faults of the Job as it would be sent. If parts of the patch are refused, only these are
-    reported. ``has_other_faults``: faults of other keys are reported already; then faults that the Job has even without its patch
-    are not reported, since those cause them."""
+    reported. ``has_other_faults``: faults of other keys are reported already. They may cause faults that the Job has even without
+    its patch, so such faults are then reported only if a key under ``launcher`` sets the faulty part."""
     launch = _example_launch(site, spec)
     template = manifests.pod_template(site, launch)
     patch = launcher.pod_patch

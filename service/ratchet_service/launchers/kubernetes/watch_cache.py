@@ -148,8 +148,8 @@ class Cache:
             self._prune()
 
     def replace(self, kind: str, items: list[Json], namespace: str, version: str) -> None:
-        """Store a complete list, as of ``version``: objects of this kind and namespace that are not in it count as deleted,
-        except those that were written after it."""
+        """Store a complete list, as of ``version``: objects of this kind and namespace that are not in the list count as deleted,
+        except those that were written after ``version``. Of events, nothing counts as deleted."""
         for item in items:
             self.apply(kind, item, namespace)
         present = {item["metadata"]["uid"] for item in items}

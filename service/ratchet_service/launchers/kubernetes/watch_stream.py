@@ -49,7 +49,7 @@ class WatchHandler(Protocol):
 
 class Watcher:
     """Keeps the objects of one kind in one namespace current in ``cache``, on a thread of its own. ``selector``: label selector
-    of the objects to watch."""
+    of the objects to watch; for a kind that is not selected by labels all warning events are watched."""
 
     def __init__(self, api: Api, kind: Kind, namespace: str, selector: str, cache: WatchHandler) -> None:
         self._api, self._kind, self._namespace, self._cache = api, kind, namespace, cache
@@ -117,7 +117,7 @@ class Watcher:
             self._closing.wait(delay * random.uniform(0.75, 1.25))
 
     def _warn_once(self, refusal: Refusal) -> None:
-        """Log the first time that a kind which is not ``required`` cannot be watched."""
+        """Log that a kind which is not ``required`` cannot be watched; once, until it is watched again."""
         if not self._kind.required and not self._warned:
             text = "%s cannot be watched, so waiting jobs show fewer reasons; trying again: %s"
             log.warning(text, self._kind.name, refusal.message)

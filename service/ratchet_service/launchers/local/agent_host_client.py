@@ -39,8 +39,9 @@ _ENDED_WITH_HOST: Final = (
 
 
 class Question(BaseModel):
-    """A request to the agent host. ``what``: ``look`` at an attempt, ``start`` its agents, ``stop`` or ``kill`` them;
-    ``running``: list the attempts that have processes; ``sweep``: end the attempts in ``names``; ``ping``: only answer."""
+    """A request to the agent host. ``what``: ``look`` whether an attempt has a process, ``start`` its agents, ``stop`` or
+    ``kill`` them; ``running``: list the attempts that have processes; ``sweep``: end the attempts in ``names``; ``ping``: only
+    answer."""
 
     model_config = ConfigDict(extra="ignore")
     what: Literal["ping", "look", "start", "stop", "kill", "running", "sweep"]

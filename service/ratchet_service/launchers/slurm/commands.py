@@ -67,8 +67,8 @@ class Commands:
 
 
 def without_options(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` without variables that would change what the commands do, since these override the options of a script.
-    Variables of a Slurm job in which the service itself runs are removed, too."""
+    """Return ``environ`` without the variables from which Slurm's commands read options, since these would override the options
+    of a script. Variables of a Slurm job in which the service itself runs are removed, too. The locale is set to C.UTF-8."""
     return {k: v for k, v in environ.items() if k in _KEPT_VARIABLES or not k.startswith(_OPTION_PREFIXES)} | {
         "LC_ALL": "C.UTF-8"
     }

@@ -42,8 +42,8 @@ _SHELL_SIGNAL: Final = 128
 @dataclass(frozen=True)
 class JobRecord:
     """One batch job as Slurm reports it. ``completing``: its last processes are still being ended; ``exit_code``: the script's;
-    ``signal``: the signal that ended the script, 0: none; ``restarts``: how often Slurm has restarted the job by itself;
-    ``preempted``: it had to make room for another job; ``nodes``: its nodes' names, empty before it has any."""
+    ``signal``: the signal that ended the script, 0: none; ``restarts``: how often the job was requeued; ``preempted``: it had to
+    make room for another job; ``nodes``: its nodes' names, empty before it has any."""
 
     id: int
     name: str

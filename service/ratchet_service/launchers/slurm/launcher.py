@@ -113,8 +113,8 @@ class SlurmLauncher:
             self._submitted_at[name] = time.monotonic()
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        """Return the attempt's state, from squeue and the agents' files. Jobs that were requeued or submitted twice are killed.
-        Raises ``EngineUnreachable``."""
+        """Return the attempt's state, from squeue and the agents' files. A job that was requeued is killed, and so is a job that
+        duplicates the attempt's. Raises ``EngineUnreachable``."""
         jobs = self._jobs(ref)
         alive, duplicates = any(not job.has_ended for job in jobs), job_status.duplicate_jobs(jobs)
         for job in jobs:
@@ -178,9 +178,9 @@ class SlurmLauncher:
         return self._queue.jobs(since=since).get(ref.name, [])
 
     def _state_after_end(self, ref: AttemptRef, jobs: Sequence[JobRecord], state: AttemptState) -> AttemptState:
-        """Return the state of an attempt that has no live job in Slurm, with Slurm's reasons for its end. If its agents ended by
-        themselves, it counts as alive for up to ``file_seconds``, since their results may appear later. A job that squeue has
-        forgotten is looked up in the accounting, once."""
+        """Return the state of an attempt that has no live job in Slurm, with Slurm's reasons for the end. If the agents ended by
+        themselves, the attempt counts as alive for up to ``file_seconds``, since their results may appear later. A job that
+        squeue has forgotten is looked up in the accounting, once."""
         began = self._ended_seen_at.setdefault(ref.name, time.monotonic())
         if len(state.results) == ref.nodes or not (state.seen or jobs):
             return replace(state, ends=_engine_ends(jobs, state))
@@ -194,9 +194,8 @@ class SlurmLauncher:
         return replace(state, ends=_engine_ends(jobs, state) or (_forgotten_end(ref) if not jobs else ()))
 
     def _kill_job(self, job: JobRecord) -> None:
-        """Kill the job at once, at most every ``_CANCEL_INTERVAL_SECONDS``; the caller has given its agents time to stop before.
-        Slurm treats SIGKILL for a job like a cancellation, which waits for KillWait first, but SIGKILL for a step takes effect
-        immediately."""
+        """Kill the job at once; nothing if that was done less than ``_CANCEL_INTERVAL_SECONDS`` ago. Slurm treats SIGKILL for a
+        job like a cancellation, which waits for KillWait first, but SIGKILL for a step takes effect immediately."""
         now = time.monotonic()
         if now - self._cancelled_at.get(job.id, -_CANCEL_INTERVAL_SECONDS) < _CANCEL_INTERVAL_SECONDS:
             return

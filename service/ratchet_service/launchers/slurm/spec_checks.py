@@ -70,8 +70,8 @@ def check(spec: JobSpec, launcher: SlurmLauncherSpec) -> tuple[list[Warning_], l
 
 
 def _check_time_limit(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProblem]:
-    """Return a problem if the time limit leaves no time to train: the agents are signalled so early that the longest stop fits in
-    before it."""
+    """Return a problem if the time limit leaves no time to train, or if Slurm cannot give as much notice as the longest stop
+    takes. The agents are signalled so early that the longest stop ends before the limit."""
     notice = longest_stop(spec)
     if notice > MAX_NOTICE_SECONDS:
         text = f"Slurm gives at most {MAX_NOTICE_SECONDS} s of notice before a time limit: make it shorter"
@@ -88,7 +88,8 @@ def _check_time_limit(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldP
 
 
 def _check_gpus(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProblem]:
-    """Return a problem if the requested GPUs are not a resource of Slurm, or if the job needs GPUs and requests none."""
+    """Return a problem if the requested GPUs are not a possible type of Slurm's generic resources, or if the job needs GPUs and
+    requests none."""
     kind = spec.resources.gpu
     if kind is not None and launcher.gres is None and _GRES_TYPE.fullmatch(kind) is None:
         text = f"{kind!r} is not a gres type: name one of `sinfo -o %G`, such as a100, or gpu for any"
@@ -126,7 +127,7 @@ def _check_volumes(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProb
 
 
 def _check_volume(volume: VolumeSpec, in_container: bool) -> list[tuple[str, str]]:
-    """Return (key, message) of a volume's faults. ``in_container``: the job has an image."""
+    """Return (key, message) for each fault of the volume. ``in_container``: the job has an image."""
     if volume.host_path is None:
         return [
             (
@@ -145,5 +146,5 @@ def _check_volume(volume: VolumeSpec, in_container: bool) -> list[tuple[str, str
 
 
 def _problem(pointer: str, detail: str) -> FieldProblem:
-    """Return a problem with this launcher's code."""
+    """Return the problem ``detail`` of the spec's field ``pointer``. Its code says that this launcher cannot honour the field."""
     return FieldProblem(pointer=pointer, code=_CANNOT, detail=detail)

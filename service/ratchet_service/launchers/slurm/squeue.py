@@ -151,9 +151,9 @@ class Queue:
         self._unreachable_until: tuple[float, EngineUnreachable] | None = None
 
     def jobs(self, *, since: float | None = None) -> dict[str, list[JobRecord]]:
-        """Return name -> jobs of this user, by id, including ended ones until Slurm forgets them. An answer is reused for
-        ``period`` seconds, unless it was requested before ``since`` (a time of ``clock``). Raises ``EngineUnreachable``; for a
-        while after a failed query the same error is raised without another query."""
+        """Return job name -> jobs of this user, sorted by id, including ended ones until Slurm forgets them. An answer is reused
+        for ``period`` seconds, unless it was requested before ``since`` (a time of ``clock``). Raises ``EngineUnreachable``; for
+        a while after a failed query the same error is raised without another query."""
         now = self._clock()
         if (
             self._fetched_at is not None
