@@ -946,9 +946,10 @@ def _set(item: Any, name: str, value: Any) -> None:
 def _remove(item: Any, name: str) -> None:
     """Remove an attribute from the object's ``__dict__`` or slots, without calling ``__delattr__`` of the class; the gradient
     of a tensor is set to None. No effect if there is no such attribute."""
+    kind: type = type(item)
     if isinstance(item, torch.Tensor) and name == "grad":
         item.grad = None
-    elif name in slots_of(type(item)):
+    elif name in slots_of(kind):
         with suppress(AttributeError):
             object.__delattr__(item, name)
     else:
