@@ -260,7 +260,7 @@ def _log_format(text: str) -> str:
     argparse does not check the default, which comes from an environment variable, against ``choices``."""
     if text not in service_logging.FORMATS:
         raise argparse.ArgumentTypeError(
-            f"must be {' or '.join(service_logging.FORMATS)}, not {text!r} ({env_vars.LOG_FORMAT})"
+            f"must be {' or '.join(service_logging.FORMATS)}, not {text!r} (--log-format, {env_vars.LOG_FORMAT})"
         )
     return text
 

@@ -86,6 +86,4 @@ def _with_deadline(seconds: float, probe: Callable[[], _Fault | None], timeout_f
     try:
         return answer.result(seconds)
     except TimeoutError:
-        if answer.done():  # the probe's own
-            raise
-        return timeout_fault
+        return answer.result() if answer.done() else timeout_fault  # the probe may have raised a TimeoutError itself

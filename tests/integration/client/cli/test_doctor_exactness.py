@@ -29,6 +29,7 @@ if "ratchet_service" in sys.orig_argv:
 """
 
 
+@full
 @pytest.mark.slow
 def test_doctor_exactness_passes_for_correct_hooks_and_leaves_nothing(tmp_path: Path) -> None:
     """In a pipe, for a run directory that is not there: it is not made, and nothing else is left either."""

@@ -176,6 +176,15 @@ def test_logs_default_to_the_newest_attempt(api: Api, job: str) -> None:
     assert lines(api, job, attempt="all", limit=1, grep="o")[-1] == (1, 1, "dos")
 
 
+def test_log_page_cursor_with_another_tail_is_refused(api: Api, job: str) -> None:
+    write(api, job, 1, 0, "one\ntwo\nthree\n")
+    cursor = api.client.get(f"/v1/jobs/{job}/logs", params={"tail": 2, "limit": 1}).json()["next_cursor"]
+    again = api.client.get(f"/v1/jobs/{job}/logs", params={"tail": 2, "cursor": cursor}).json()["items"]
+    assert [line["text"] for line in again] == ["three"]
+    other = api.client.get(f"/v1/jobs/{job}/logs", params={"tail": 3, "cursor": cursor})
+    assert (other.status_code, other.json()["code"]) == (400, "bad-cursor")
+
+
 @pytest.mark.parametrize("tail", [0, 1, 2, 3, 100])
 def test_log_tail_returns_the_last_lines_of_each_rank(api: Api, job: str, tail: int) -> None:
     texts = [f"{i}: {'x' * (i * 700)}" for i in range(60)]  # longer than one block

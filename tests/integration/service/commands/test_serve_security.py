@@ -90,7 +90,7 @@ def test_serve_with_an_invalid_log_format_variable_is_refused(
     monkeypatch.setenv("RATCHET_LOG_FORMAT", "jsn")
     with pytest.raises(SystemExit):
         main(["serve", "--home", str(tmp_path), "--port", "0"])
-    assert "must be text or json, not 'jsn' (RATCHET_LOG_FORMAT)" in capsys.readouterr().err
+    assert "must be text or json, not 'jsn' (--log-format, RATCHET_LOG_FORMAT)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
