@@ -46,7 +46,6 @@ def test_doctor_exactness_passes_for_correct_hooks_and_leaves_nothing(tmp_path: 
     assert list(place.iterdir()) == [] and processes_below(place) == []
 
 
-@full
 @pytest.mark.slow
 def test_doctor_exactness_detects_a_hook_that_loses_its_residuals(
     idle_server: Server, tmp_path: Path, request: pytest.FixtureRequest
