@@ -111,7 +111,8 @@ def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
 
 
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``tensor`` with its negative bit set: reading it gives each element negated. No data is copied."""
+    """Return a view of ``tensor`` with its negative bit inverted: reading it gives each element negated. No data is copied. If
+    the bit of ``tensor`` is set, that of the view is not."""
     view: torch.Tensor = _get_part(torch, "_neg_view")(tensor)
     return view
 

@@ -299,8 +299,9 @@ class _Reader:
         self.facts.reads.append(self._place(node, self._text(_first(node))))
 
     def _open(self, node: ast.Call) -> None:
-        """Record a call of ``open`` or of the method ``open`` as a read if its mode begins with "r" or is absent, else as a
-        write."""
+        """Record a call of ``open`` or of a ``Path``'s method ``open`` as a read if its mode begins with "r" or is absent, else
+        (also if the mode is not known) as a write. Any other ``x.open(...)``, as of ``gzip``, is taken for that of a ``Path``:
+        its first argument counts as the mode, and the path is that of ``x``, mostly None."""
         method = isinstance(node.func, ast.Attribute)
         path = node.func.value if isinstance(node.func, ast.Attribute) else _first(node)
         modes = [*node.args[0 if method else 1 :], *(k.value for k in node.keywords if k.arg == "mode")]

@@ -294,7 +294,8 @@ class Quarantined(Message):
 
 
 class Note(Message):
-    """Anything that becomes an event of the job: warnings, user events. ``type`` is a short word in kebab-case."""
+    """A text for the job's history that no other message reports, such as a warning: an event of the type ``note.TYPE``.
+    ``type``: a short word in kebab-case."""
 
     kind: Literal["note"] = "note"
     rank: int

@@ -330,7 +330,8 @@ class JobSpec(SpecModel):
     @field_validator("script")
     @classmethod
     def _arguments(cls, value: list[str] | None) -> list[str] | None:
-        """Check that each argument of ``script`` can be passed to a process."""
+        """Check that each item of ``script``, the Python file and its arguments, can be passed to a process: that it has no NUL
+        character and is not too long."""
         for i, argument in enumerate(value or ()):
             if "\0" in argument or _byte_length(argument) > _MAX_STRING:
                 raise ValueError(

@@ -25,8 +25,8 @@ KEPT_BYTES: Final = GRANULE
 
 
 class Shortened(NamedTuple):
-    """Result of ``shorten``. ``attempts``: numbers of the attempts whose logs lost their middle; ``removed``: logs were deleted
-    as a whole, since the file system cannot free the middle of a file; ``nbytes``: bytes freed."""
+    """Result of ``shorten``. ``attempts``: numbers of the attempts whose logs lost their middle, or were deleted; ``removed``:
+    logs were deleted as a whole, since the file system cannot free the middle of a file; ``nbytes``: bytes freed."""
 
     attempts: list[int]
     removed: bool

@@ -148,7 +148,8 @@ class Files:
 
     def archive(self, job_id: str, path: str, *, include_unchanged: bool) -> Archive:
         """Return a tar of the directory or file ``path``. Member names are relative to the directory that contains ``path``; for
-        ``""``, the working directory itself, they are relative to the working directory. The caller must close the result's
+        ``""``, the working directory itself, they are relative to the working directory. Symbolic links, special files and what
+        cannot be read below ``path`` are left out, which ``notes`` of the result say. The caller must close the result's
         ``resources``, which hold a permit. ``include_unchanged``: include files of the job's code that are unchanged; a single
         file ``path`` is always included.
 

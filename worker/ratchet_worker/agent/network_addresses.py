@@ -163,7 +163,8 @@ def listen(address: str, backlog: int) -> socket.socket:
 
 
 def connection_error(address: str, seconds: float) -> str | None:
-    """Connect to ``host:port`` as a test; return None on success, else why no connection was made within ``seconds``."""
+    """Connect to ``address`` (``host:port``) as a test, and close the connection. Return None on success, else why none was made
+    within ``seconds``. Raises ``ValueError`` if ``address`` is not ``host:port``."""
     try:
         socket.create_connection(parse_host_port(address), timeout=seconds).close()
     except OSError as error:

@@ -374,8 +374,7 @@ class TrainStream:
         return f"{type(self.stream).__name__}.state_dict()"
 
     def _stream_state(self) -> Any:
-        """A copy of the stream's own state: the stream may return a dict that it keeps changing."""
-        # A copy by value: the stream may return a dict that it keeps changing.
+        """A copy by value of the stream's own state: the stream may return a dict that it keeps changing."""
         return _copy_value(self.stream.state_dict())  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Batches:
 
     def replace_loader(self, before: Batches) -> None:
         """Take the place of ``before``, the Trainer's earlier loader, at the beginning of an epoch: the one that ``before`` would
-        begin next."""
+        begin next. A pass of ``before`` that has not ended is ended."""
         if before.data.position:
             before.data.end()
         self.data.restart_epoch({"epoch": before.data.epoch})

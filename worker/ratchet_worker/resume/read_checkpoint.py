@@ -73,7 +73,8 @@ def read(
         return int(rank) in ranks and select(rest.partition("/")[0])
 
     def place(entry: TensorEntry) -> memoryview:
-        """Return the memory into which the elements of ``entry`` are read; it allocates the whole tensor first."""
+        """Return the memory into which the elements of ``entry``, a piece of a tensor, are read. The first piece allocates the
+        whole tensor."""
         if entry.name not in tensors:
             tensors[entry.name] = empty(entry.dtype, entry.shape)
         tensor = tensors[entry.name]

@@ -129,8 +129,9 @@ class StandaloneDirectory:
         return notes
 
     def _metric_values(self, best: BestSpec, found: Collection[Id], bases: Mapping[int, Base]) -> dict[Id, float]:
-        """The value of the metric ``best`` for each checkpoint of ``found`` that has one: the value logged at exactly the
-        checkpoint's step, by the attempt that wrote it or by one that started from it."""
+        """The value of the metric ``best`` for each checkpoint of ``found`` that has one: the last value that rank 0 logged at
+        exactly the checkpoint's step, in the attempt that wrote it or in one that started from it (the newest that has one).
+        ``bases``: by attempt, the checkpoint that it started from."""
         values: dict[Id, float] = {}
         for attempt, base in sorted(bases.items()):
             for step, logged in self._logged_metrics(attempt):

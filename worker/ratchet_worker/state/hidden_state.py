@@ -109,8 +109,10 @@ class Changes(NamedTuple):
     """The changes that ``HiddenState.changes`` has found.
 
     ``stored``: the changes that a checkpoint stores, a tree for ``ratchet_hooks.state.encode``. Its tensors are the live ones,
-    not copies. ``unsaved``: sorted paths (at most 100) of changes since ``begin`` that cannot be stored. ``made_before_begin``:
-    sorted paths of changes that cannot be stored either and were made between ``note_built`` and ``begin``.
+    not copies; empty if nothing has changed. ``unsaved``: sorted paths (at most 100) of changes since ``begin`` that cannot be
+    stored, some with a note (``PATH (raises when it is inspected)``), and ``objects beyond the first 200000`` if there are more.
+    ``made_before_begin``: sorted paths of changes that cannot be stored either and were made between ``note_built`` and
+    ``begin``.
     """
 
     stored: dict[str, Any]
@@ -470,8 +472,10 @@ class _Recorder:
         return node.region != "shared" or node.from_user or node.kind in _LEAVES
 
     def _reference(self, path: str, item: Any) -> Reference:
-        """Return a reference to ``item``. An object that training made is added to ``_new`` once, with its content. Raises
-        ``_Unstorable``, naming ``path``, where ``item`` was found."""
+        """Return a reference to ``item``, which was found at ``path``: the value of a constant, else where the next attempt finds
+        the object. An object that training made is added to ``_new`` with its content, once if the walk visits it; but a tensor
+        that is a view of a covered one becomes a reference to that one. Raises ``_Unstorable``, which names ``path`` or, below
+        it, the path of the part that cannot be stored."""
         if is_constant(item):
             return _constant_reference(path, item)
         at = self._now.path_of(item)
