@@ -113,7 +113,7 @@ class Instruments:
         self._rounds = histogram("ratchet_reconciler_round_seconds", "Rounds of the reconciler.", _ROUND_BUCKETS)
         self._failed_rounds = counter("ratchet_reconciler_failed_rounds", "Rounds that an error cut short.")
         self._takeovers = counter(
-            "ratchet_lease_takeovers", "Active jobs without a reconciler that this process took over."
+            "ratchet_lease_takeovers", "Active jobs that this process took over from a reconciler that had ended."
         )
         self._pool = gauge("ratchet_database_connections", "Of this process, now.", "state")
         build = gauge("ratchet_build_info", "Always 1; the labels have the versions.", "version", "protocol")
@@ -132,7 +132,7 @@ class Instruments:
             self._failed_rounds.inc()
 
     def count_takeover(self) -> None:
-        """Count an active job without a reconciler that this process took over."""
+        """Count an active job that this process took over from a reconciler that had ended."""
         self._takeovers.inc()
 
     @contextmanager
