@@ -28,10 +28,19 @@ def find_unregistered(module: nn.Module, optimizers: Iterable[Optimizer], regist
     Searches all objects of the process; if it finds any, it runs a garbage collection and searches again.
     """
     kept = {id(part) for item in registered for part in _parts(item, _DEPTH)}
+    kept |= {id(average) for average in _averages_in_attributes(module)}
     if not _unregistered(module, optimizers, kept):
         return []
     gc.collect()  # removes objects that the script does not use any more
     return sorted({type(item).__name__ for item in _unregistered(module, optimizers, kept)})
+
+
+def _averages_in_attributes(module: nn.Module) -> Iterator[AveragedModel]:
+    """Yield the averages in plain attributes of the module's submodules, also in lists and dicts: they are saved with these
+    attributes (``hidden_state``)."""
+    values = (value for one in module.modules() for value in vars(one).values())
+    parts = (part for value in values for part in _parts(value, _DEPTH))
+    return (part for part in parts if isinstance(part, AveragedModel))
 
 
 def unattributable(registered: Iterable[object]) -> Iterator[object]:

@@ -55,6 +55,12 @@ def test_average_inside_model_counts_as_registered(net: nn.Module) -> None:
     assert find_unregistered(net, [], net.modules()) == []
 
 
+def test_average_in_a_list_of_the_model_is_saved_with_it_and_not_reported(net: nn.Module) -> None:
+    whole = nn.Sequential(net)
+    net.averages = {"ema": [AveragedModel(nn.Linear(2, 2))]}  # type: ignore[assignment]
+    assert find_unregistered(whole, [], whole.modules()) == []
+
+
 class Around(torch.optim.SGD):
     """As those of libraries that stand around another one."""
 
