@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,13 @@ def parts(proof: dict[str, Any]) -> dict[str, str]:
 
 def test_prove_of_exact_job_succeeds_and_leaves_no_job(server: Server, spec: str, tmp_path: Path) -> None:
     before = sorted(CODE.iterdir())
-    proof = Cli(server.home, tmp_path)("prove", spec, "--json", deadline=240).data
+    python = tmp_path / "other-python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    printed = Cli(server.home, tmp_path)("prove", spec, "--json", "--set", f"python={python}", deadline=240)
+    proof = printed.data
     assert (proof["verdict"], proof["comparison"]["identical"], proof["what"]) == ("proved", True, "proved")
+    assert f"the jobs run with {python}: what is proved" in printed.errors
     assert proof["total"] == 200 and 14 < proof["steps"] < 40 and proof["comparison"]["step"] == proof["steps"]
     assert [text.split(" after")[0] for text in proof["interruptions"]] == [
         "rank 1 killed", "rank 0 killed in the evaluation", "the agent of rank 1 killed", "preempted",

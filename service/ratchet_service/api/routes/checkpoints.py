@@ -199,8 +199,8 @@ def pin(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) ->
 )
 def prune_checkpoints(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     """Deletes the branches that a resume from an earlier step left behind (`lineage: abandoned`), the checkpoints of attempts
-    that had lost their lease, and the remains of saves. Pinned checkpoints stay, and so do files that a running attempt may be
-    writing."""
+    that had lost their lease, and the remains of saves. With `quarantined`, also all quarantined checkpoints. Other
+    pinned checkpoints stay, and so do files that a running attempt may be writing."""
     poster, data = post
     request = parse(PruneRequest, data)
     paths = service.settings.paths
