@@ -22,6 +22,7 @@ from ratchet_contract.phases import AttemptPhase, Desired, JobPhase
 from ratchet_contract.protocol.messages import AgentReport
 from ratchet_contract.spec.git_commit import GitFacts
 from ratchet_contract.spec.job import JobSpec, Resolved
+from ratchet_service.api.server import MAX_HEADERS, HeadDeadline
 from ratchet_service.app import create_app
 from ratchet_service.config.settings import Settings
 from ratchet_service.db.api_tokens import hash_token
@@ -176,7 +177,16 @@ class Server:
 
     def __init__(self, app: FastAPI) -> None:
         self._server = uvicorn.Server(
-            uvicorn.Config(app, "127.0.0.1", 0, log_level="critical", timeout_graceful_shutdown=1, ws="none")
+            uvicorn.Config(
+                app,
+                "127.0.0.1",
+                0,
+                log_level="critical",
+                timeout_graceful_shutdown=1,
+                ws="none",
+                http=HeadDeadline,
+                h11_max_incomplete_event_size=MAX_HEADERS,
+            )
         )
         self._thread = threading.Thread(target=self._server.run)
 

@@ -110,7 +110,7 @@ def test_service_upgrade_resumes_jobs_from_a_checkpoint_and_keeps_plain_scripts(
     assert (budgets["failures"], budgets["preemptions"]) == (0, 0)
     assert (protocol_of(home, job_id, 1), protocol_of(home, job_id, 2)) == (PROTOCOL_VERSION - 1, PROTOCOL_VERSION)
     (stopped,) = told(home, job_id, "agent-stopped")
-    assert f"speaks protocol {PROTOCOL_VERSION - 1}, this service {PROTOCOL_VERSION}" in stopped["message"]
+    assert f"its agent uses protocol {PROTOCOL_VERSION - 1}, this service {PROTOCOL_VERSION}" in stopped["message"]
 
     undisturbed = str(home.call("POST", "/v1/jobs", spec)["id"])
     home.wait_succeeded(undisturbed)
