@@ -149,6 +149,7 @@ def test_agent_host_is_unique_per_run_directory_and_private_to_the_user(host: Ag
     with pytest.raises(AssertionError, match="no agent host has run in"):
         service.start()
     host.start()
+    assert (host.home / "machine.json").exists(), "a service that starts once the host answers would be refused"
     second = subprocess.run([*COMMAND, str(host.home)], timeout=60, capture_output=True, text=True)
     assert second.returncode == 2 and "an agent host already runs in" in second.stderr
     assert (host.home / SOCKET).stat().st_mode & 0o777 == 0o600

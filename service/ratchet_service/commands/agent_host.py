@@ -186,8 +186,9 @@ def run(home: HomePaths, cpu_slots: int | None) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stopping.set())
         host = AgentHost(home)
+        # before it answers: a service that starts then needs the file
+        write_machine(home.home, machine, Interpreters(NO_SANDBOX).query(machine.python).torch_cuda)
         with _serve_requests(home.home, host):
-            write_machine(home.home, machine, Interpreters(NO_SANDBOX).query(machine.python).torch_cuda)
             log.info(
                 "agents of %s are started here; %d GPUs, %d CPU slots",
                 home.home,
