@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -117,44 +117,27 @@ JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print JSON: one document, or one object per line when following.")
 ]
 _JOB = "Job id, or a name that only one job, or only one unfinished job, has."
-JobId = Annotated[
-    str,
-    typer.Argument(
-        metavar="JOB",
-        help=_JOB,
-        show_default=False,
-        callback=job_id_of,
-        autocompletion=completion.jobs,
-    ),
-]
+
+
+def _job_argument(callback: Callable[..., Any], text: str = _JOB, metavar: str = "JOB") -> Any:
+    """Return the argument that names a job. ``callback``: makes the parameter's value from the text; ``text``: its help."""
+    return typer.Argument(
+        metavar=metavar, help=text, show_default=False, callback=callback, autocompletion=completion.jobs
+    )
+
+
+JobId = Annotated[str, _job_argument(job_id_of)]
 ReadJobId = Annotated[
     str,
-    typer.Argument(
-        metavar="JOB",
-        help="Job id or name; if several jobs have the name, the one that has not ended, else the newest.",
-        show_default=False,
-        callback=_newest_job_id_of,
-        autocompletion=completion.jobs,
+    _job_argument(
+        _newest_job_id_of, "Job id or name; if several jobs have the name, the one that has not ended, else the newest."
     ),
 ]
-MaybeJobId = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="JOB",
-        help=_JOB,
-        show_default=False,
-        callback=lambda ctx, value: None if value is None else job_id_of(ctx, value),
-        autocompletion=completion.jobs,
-    ),
-]
+MaybeJobId = Annotated[str | None, _job_argument(lambda ctx, value: None if value is None else job_id_of(ctx, value))]
 JobOrPath = Annotated[
     str,
-    typer.Argument(
-        metavar="JOB|PATH",
-        help="Job id or name; or paths of directories, with a slash or a dot in them.",
-        show_default=False,
-        callback=_job_or_path,
-        autocompletion=completion.jobs,
+    _job_argument(
+        _job_or_path, "Job id or name; or paths of directories, with a slash or a dot in them.", metavar="JOB|PATH"
     ),
 ]
 UploadOption = Annotated[
