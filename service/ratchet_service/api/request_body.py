@@ -177,7 +177,7 @@ def find_unstorable(data: Any) -> list[FieldProblem]:
 
 def _unstorable_reason(value: Any) -> tuple[str, str] | None:
     """Return the code and the text of the reason why a single value cannot be stored; None if it can. Dicts and lists are
-    accepted without a look at their items."""
+    accepted; their items are not checked."""
     if isinstance(value, str):
         if _UNSTORABLE.search(value):
             return "invalid-character", "text with a NUL character or half a surrogate pair cannot be stored"

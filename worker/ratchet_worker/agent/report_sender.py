@@ -176,7 +176,7 @@ class ReportSender:
         )
         moved = self._acknowledge(ack.acked)
         self._stopping = ack.control.desired is not Desired.RUN
-        # Before ``heard``: a group that is complete but has failed must not start.
+        # Before ``on_group``: a group that is complete but has failed must not start.
         self._listener.on_control(ack.control)
         if self._rendezvous is not None and ack.group is not None:
             self._rendezvous.on_group(ack.group)

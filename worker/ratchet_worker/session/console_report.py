@@ -38,11 +38,15 @@ class ConsoleReport(Spool):
     def close(self) -> None:
         """Close the spool. If only some of the redone steps were compared, rank 0 first prints how many and why."""
         found, self._last_redone = self._last_redone, None
-        is_partly = found is not None and found.reason is not None and 0 < found.compared < found.steps
-        if found is not None and found.rank == 0 and is_partly and found.first_difference is None:
-            print_line(
-                f"of {_count_redone(found)} {found.compared} were compared and are the same for rank 0: {found.reason}"
-            )
+        if (
+            found is not None
+            and found.rank == 0
+            and found.first_difference is None
+            and found.reason is not None
+            and 0 < found.compared < found.steps
+        ):
+            compared = f"of {_count_redone(found)} {found.compared} were compared and are the same for rank 0"
+            print_line(f"{compared}: {found.reason}")
         super().close()
 
     def _lines(self, message: m.RankMessage) -> list[str]:

@@ -85,7 +85,6 @@ class StandaloneDirectory:
             job_root=str(self.paths.root),
             attempt_dir=str(paths.root),
             lineage=segments,
-            save_seconds=0.0,
             report_token="",
             service_file="",
         )
