@@ -1,4 +1,4 @@
-"""Hooks under fp16_compress_wrapper and bf16_compress_wrapper: torch's bits, exact resumes, no overflow that nobody hears of."""
+"""Hooks under fp16_compress_wrapper and bf16_compress_wrapper: torch's bits, exact resumes, every overflow is reported."""
 
 from __future__ import annotations
 

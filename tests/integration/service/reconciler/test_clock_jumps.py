@@ -279,7 +279,7 @@ def test_clock_jump_is_recorded_for_all_running_jobs_in_one_transaction(
     assert jobs[0] not in made._watches and len({id(session) for session in sessions}) == 1
 
 
-@pytest.mark.parametrize("when", ["seen", "unseen", "started-anew"])
+@pytest.mark.parametrize("when", ["seen", "unseen", "restarted"])
 def test_ttl_deletion_pauses_after_a_clock_jump(
     control_plane: Plane, clock: SetClock, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -298,7 +298,7 @@ def test_ttl_deletion_pauses_after_a_clock_jump(
     over(control_plane)
     if when != "seen":
         clock.jumps(7200.0)
-    if when == "started-anew":
+    if when == "restarted":
         clock.machine, clock.passed = "there", 1.0 - time.monotonic()  # a second after its start
     looks(control_plane.start_reconciler())
     assert control_plane.job(job_id).phase is JobPhase.SUCCEEDED
