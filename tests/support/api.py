@@ -202,7 +202,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
         self._thread.join(30)
-        assert not self._thread.is_alive()
+        assert not self._thread.is_alive(), "the server did not end within 30 s of its stop request"
 
 
 @pytest.fixture(scope="session")

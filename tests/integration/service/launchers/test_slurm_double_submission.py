@@ -9,10 +9,12 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ratchet_contract.phases import Cause
+from ratchet_service.launchers.slurm import launcher
 from ratchet_service.launchers.slurm.launcher import SlurmLauncher
 from ratchet_service.launchers.slurm.settings import Settings
 from tests.integration.service.launchers.test_slurm import PATIENCE, Site, cluster, over, site
@@ -76,7 +78,7 @@ def test_slurm_launcher_forgets_attempts_long_over(site: Site, monkeypatch: pyte
     wait_for(lambda: made.kill(ref) == [] and not made.poll(ref).alive, "it to end", PATIENCE)
     now = time.monotonic()
     with monkeypatch.context() as later:
-        later.setattr(time, "monotonic", lambda: now + 100_000)
+        later.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: now + 100_000))
         made.sweep(lambda names: names)
     kept = (made._submitted_at, made._results_seen_at, made._ended_seen_at, made._accounting_jobs, made._cancelled_at)
     assert all(not each for each in kept), kept

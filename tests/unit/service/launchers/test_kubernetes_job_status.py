@@ -351,7 +351,7 @@ def test_forbidden_pods_become_launcher_error_after_timeout() -> None:
 
 def test_latest_failed_create_event_decides_whether_pods_are_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(cache_module.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     cache = Cache(Api(site().settings), ("ratchet",), "")
 
     def told(seconds: float, text: str, *, deleted: bool = False) -> float | None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_slow_service_gets_fewer_reports_but_every_message(group: Group, monkeyp
         clock[0] += 0.1
         return post(report, timeout)
 
-    monkeypatch.setattr("ratchet_worker.agent.report_sender.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("ratchet_worker.agent.report_sender.time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(group.uplink._link, "post", slow)
     assert group.reports(30) == 5  # 0.1 s of 2.1: a turn in seven
     steps = [m.step for report in group.sent for batch in report.batches for m in batch.messages if m.kind == "metrics"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
         path = tmp_path / f"spool-{len(list(tmp_path.iterdir()))}.jsonl"
         reporter = Reporter(Spool(path), 0)
         for instant, step, always in steps:
-            monkeypatch.setattr(module.time, "monotonic", lambda now=instant: now)
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda now=instant: now))
             reporter.report_progress(step, 100, None, always=always)
         monkeypatch.undo()
         reporter.close()
