@@ -2,12 +2,13 @@
 
 RatchetError
 ├── SpecError            a job spec that cannot be honoured; carries field errors with JSON pointers
-├── NotFound             no such job, attempt, checkpoint, hook
+├── NotFound             no such job, attempt, checkpoint, file, hook or token
 ├── Conflict             the action does not fit the phase, a stale attempt, a reused idempotency key
 ├── Refused              too large, bad cursor, missing token, wrong protocol version
 ├── CheckpointError      damaged, incomplete or missing checkpoint data
 ├── StateError           a state that cannot be captured or restored; names the key
-└── WorkerError          what a rank reports about itself
+└── WorkerError          an error that a rank reports about itself
+    └── UserError        the user's code or spec is wrong; a retry cannot help
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class AttemptPaths(NodePaths):
     theirs in ``node-NNNNN``. Ranks are numbered over all nodes, so the ranks' files are here."""
 
     def node(self, node: int) -> NodePaths:
-        """Return the paths of the agent of one node; for node 0 these paths."""
+        """Return the paths of the agent's files on one node; for node 0 this object itself."""
         return NodePaths(self.root / f"node-{node:05d}") if node else self
 
     @property

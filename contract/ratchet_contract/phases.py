@@ -28,8 +28,8 @@ class JobPhase(StrEnum):
 
 
 class Desired(StrEnum):
-    """The desired state of a job, set by API requests and by the scheduler. Level-triggered; it is reset to ``run`` when the
-    job has stopped as desired, or has ended in another way."""
+    """The desired state of a job, set by API requests and by the scheduler. It is level-triggered: it holds until it is changed.
+    It is reset to ``run`` when the job has stopped as desired, or has ended in another way."""
 
     RUN = "run"
     SUSPEND = "suspend"

@@ -47,8 +47,8 @@ class Model:
 
 
 def check(instance: Model) -> None:
-    """Raise ``ValueError`` that names the first field of ``instance`` whose value does not have the field's type, or is beyond
-    a limit."""
+    """Raise ``ValueError`` that names the first field of ``instance`` whose value does not have the field's annotated type, or
+    is outside a limit of the field's metadata."""
     cls: Any = type(instance)
     hints = _hints(cls)
     for one in fields(instance):
@@ -90,7 +90,7 @@ def _is_json(value: object) -> bool:
 
 
 def _limit_violation(value: Any, limits: Mapping[str, Any]) -> str | None:
-    """Return what the value must do to fit the limits, such as ``be at least 1``; None if it fits."""
+    """Return what the value must do to be within the limits, such as ``be at least 1``; None if it is."""
     for key, (holds, words) in _BOUNDS.items():
         if key in limits and not holds(value, limits[key]):
             return f"be {words} {limits[key]}"

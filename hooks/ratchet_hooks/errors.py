@@ -6,7 +6,8 @@ _DETACHED_VIEW = "Can't detach views in-place"
 
 
 class HookStateError(ValueError):
-    """A state cannot be captured or restored. ``key``: the full path of the entry at fault."""
+    """A state cannot be captured or restored. ``key``: the full path of the entry at fault; ``detail``: what is wrong with
+    it."""
 
     def __init__(self, key: str, detail: str) -> None:
         super().__init__(f"{key}: {detail}")
@@ -37,8 +38,8 @@ _SPARSE = "Cannot access storage of SparseTensorImpl"
 
 
 def advice_on(error: BaseException) -> str | None:
-    """Return advice for the user on two errors that torch raises under DDP: ``detach_()`` of a gradient under
-    ``gradient_as_bucket_view``, and a sparse gradient. None for any other error."""
+    """Return advice for the user on an error that torch raised under DDP; None for an error without advice here. There is
+    advice on two errors: ``detach_()`` of a gradient under ``gradient_as_bucket_view``, and a sparse gradient."""
     if isinstance(error, RuntimeError) and _DETACHED_VIEW in str(error):
         return (
             "under gradient_as_bucket_view gradients are views of DDP's buckets, and detach_() cannot take those out of their "

@@ -58,7 +58,8 @@ def check_torch_version() -> None:
 
 
 def check_ddp_attributes(ddp: DistributedDataParallel) -> None:
-    """Raise ``TorchUnsupported`` if a DDP lacks an attribute that ``ManagedDDP`` reads or assigns."""
+    """Raise ``TorchUnsupported`` if the DDP ``ddp`` lacks an attribute that ``ManagedDDP`` reads or assigns; the message names
+    it."""
     for name in _OF_A_DDP:
         if not hasattr(ddp, name):
             raise missing(f"DistributedDataParallel().{name}")
@@ -111,8 +112,8 @@ def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
 
 
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``tensor`` with its negative bit inverted: reading it gives each element negated. No data is copied. If
-    the bit of ``tensor`` is set, that of the view is not."""
+    """Return a view of ``tensor`` whose elements read as the negated ones. No data is copied; the view has torch's negative bit
+    inverted, so that of a tensor whose bit is set it is not set."""
     view: torch.Tensor = _get_part(torch, "_neg_view")(tensor)
     return view
 
@@ -126,7 +127,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """Return ``version_of`` each tensor."""
+    """Return the result of ``version_of`` for each tensor, in order."""
     try:
         return [*map(_VERSION, tensors)]
     except (RuntimeError, AttributeError):  # one is an inference tensor, or torch has no such attribute
@@ -134,8 +135,8 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the memory of a strided ``tensor``: equal for all its views, and unchanged when the
-    memory grows. It is valid only while the memory is in use."""
+    """Return a number that identifies the memory of a strided ``tensor``: equal for all views of that memory, and unchanged
+    when it is resized. The number is valid only while the memory is in use; afterwards another memory may get it."""
     storage = tensor.untyped_storage()
     number: int | None = getattr(storage, "_cdata", None)
     if number is None:
@@ -147,8 +148,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """Return the hooks that are registered on a tensor for its gradient: those called before and those called after it is
-    accumulated."""
+    """Return the hooks that are registered on a tensor for its gradient: first those called before the gradient is accumulated,
+    then those called after it. Empty if there is none."""
     tables = (getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
     return [hook for table in tables if table for hook in table.values()]
 
@@ -233,8 +234,8 @@ def matmul_precision() -> str:
 
 
 def all_gather_single(output: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Start to gather ``sent`` of all ranks into ``output``, in rank order; returns the ``Work`` to wait for. ``output`` has
-    as many elements as all ranks send. A collective."""
+    """Start to gather the tensor ``sent`` of every rank of ``group`` into ``output``, in rank order; returns the ``Work`` to
+    wait for. ``output`` has as many elements as all ranks send. A collective."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to 2.11
     return gather(output, sent, group=group, async_op=True)
 
@@ -325,7 +326,8 @@ def reduces_in_python(ddp: DistributedDataParallel) -> bool:
 
 
 def push_all_parameters(reducer: Any) -> None:
-    """Report to the reducer that all gradients became ready, in the order of its parameters; its next rebuild uses that order."""
+    """Tell the reducer that all gradients became ready in the order of its parameters, so that its next rebuild uses that
+    order."""
     _get_part(reducer, "_push_all_rebuilt_params")()
 
 
@@ -348,7 +350,8 @@ def should_compress(rows: int, columns: int, rank: int, min_compression_rate: fl
 
 
 def report_compression(bucket: Any, state: Any) -> None:
-    """Log the compression statistics of a ``PowerSGDState``, if that is due by its logging frequency."""
+    """Log the compression statistics of a ``PowerSGDState``, as torch's hook does: only in the iterations that its logging
+    frequency selects."""
     _get_part(powerSGD_hook, "_report_compression_stats")(bucket, state)
 
 
@@ -366,7 +369,7 @@ def abort_groups() -> int:
 
 
 def forget_workers(loader: Any) -> None:
-    """Make the next ``iter`` of a ``DataLoader`` with persistent workers start new workers."""
+    """Make the next ``iter`` of a ``DataLoader`` with persistent workers start new workers, in place of the running ones."""
     if not hasattr(loader, "_iterator"):
         raise missing("DataLoader._iterator")
     loader._iterator = None

@@ -50,8 +50,9 @@ class _Group(TyperGroup):
             typer.echo(text)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Raises ``typer.Exit`` with the exit code for a ``RatchetError``, for Ctrl-C, and with 0 if the reader
-        of standard output has exited. Any other exception is raised unchanged."""
+        """Run the command. A ``RatchetError`` is printed on standard error; then ``typer.Exit`` is raised with its exit code.
+        Ctrl-C also raises ``typer.Exit``, and so does, with code 0, a reader of standard output that has exited. Any other
+        exception is raised unchanged."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()

@@ -157,10 +157,13 @@ def protocol_mismatch(who: str, protocol: int | str) -> Refused:
 def find_target(
     server: str | None = None, home: str | os.PathLike[str] | None = None, token: str | None = None
 ) -> Target:
-    """Return the service to use and its token. The arguments are the values of the options; None: not set. Precedence: options,
-    variables, the configuration file, the run directory ``./.ratchet`` if it exists, this user's only running service. If none
-    applies, the result names ``./.ratchet``, and in ``several`` the running services if there are several: only ``Target.url``
-    raises then. Raises ``Refused`` if an address, the token or the configuration file is invalid. No request is sent."""
+    """Return the service to use and its token. The arguments are the values of the options; None: not set. No request is sent.
+
+    The first of these that is given applies: an option, a variable, the configuration file, the run directory ``./.ratchet`` if
+    it exists, this user's only running service. If none applies, the result names ``./.ratchet``. If several services run then,
+    ``several`` has their run directories, and ``Target.url`` raises. Raises ``Refused`` if an address, the token or the
+    configuration file is invalid.
+    """
     environ = os.environ
     path = config_path()
     variable = environ.get(env_vars.SERVER)

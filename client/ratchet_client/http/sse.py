@@ -48,10 +48,13 @@ def follow(
     on_gap: Callable[[str], None] | None = None,
 ) -> Generator[ServerEvent]:  # fmt: skip
     """Yield every event of the stream at ``path`` once, in order; connect again with ``Last-Event-ID`` when the stream breaks.
-    ``last_id``: start after this event. Ends at the service's end event, or when a stream without one has closed, ``finished()``
-    is true and one more stream has been read to its end. ``on_gap``: called with the error text once per interruption. Raises
-    ``ServiceUnreachable`` or ``ServiceFault`` after ``transport.retry_for`` seconds without an open stream; any other error, such
-    as ``NotFound`` or another program at the address, at once."""
+    ``last_id``: start after this event. ``on_gap``: called with the error text once per interruption.
+
+    The generator ends at the service's end event. If a stream has closed without one and ``finished()`` is true, it reads one
+    more stream to its end, and then ends, too. Raises ``ServiceUnreachable`` or ``ServiceFault`` after ``transport.retry_for``
+    seconds without an open stream. Any other error is raised at once, such as ``NotFound``, or ``ServiceFault`` for another
+    program at the address.
+    """
     delay, silent_since, done = 0.1, None, False
     while True:
         headers = {"Accept": "text/event-stream", **({"Last-Event-ID": last_id} if last_id else {})}

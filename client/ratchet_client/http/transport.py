@@ -103,12 +103,14 @@ class Transport:
 
     def request(self, method: str, path: str, *, params: Params | None = None, json: Any = None,
                 idempotency_key: str | None = None, body: Body | None = None) -> httpx.Response:  # fmt: skip
-        """Send a request and return the 2xx response. While the service does not respond or responds 429, 502, 503 or 504, the
-        call blocks and retries for ``retry_for`` seconds; a DELETE only if it cannot have arrived. There are no retries if the
-        run directory has no ``service.json`` and no service has responded to this client before. A POST has an Idempotency-Key (a
-        random one by default), so that it takes effect once. ``body``: sent instead of ``json``. Raises the service's problem as
-        a ``RatchetError``, ``ServiceUnreachable``, ``ServiceFault`` if another program responds, and any error from producing
-        the body."""
+        """Send a request and return the 2xx response. While the service does not respond, or responds 429, 502, 503 or 504, the
+        call blocks and retries for ``retry_for`` seconds. A DELETE is sent again only if it cannot have arrived. There are no
+        retries if the run directory has no ``service.json`` and no service has responded to this client before.
+
+        A POST has an Idempotency-Key (a random one by default), so that it takes effect once. ``body``: sent instead of ``json``.
+        Raises the service's problem as a ``RatchetError``, ``ServiceUnreachable``, ``ServiceFault`` if another program responds,
+        and any error from producing the body.
+        """
         headers = {}
         if body is not None:
             headers = {"Content-Type": body.media_type, "Content-Length": str(body.size)}
@@ -201,9 +203,9 @@ class Transport:
             raise Refused(f"server address {url!r} is not valid: {error}", code="invalid-address") from None
 
     def _may_retry(self, method: str, outcome: httpx.Response | ServiceUnreachable) -> bool:
-        """Return True if a failed request may be sent again. Not if the run directory has no ``service.json`` and no service has
-        responded to this client before; and not for a DELETE that may have arrived, because the second response (404) would
-        misreport the first."""
+        """Return True if a failed request may be sent again. Return False if the run directory has no ``service.json`` and no
+        service has responded to this client before. Return False, too, for a DELETE that may have arrived: the response to a
+        second one (404) would misreport the first."""
         if isinstance(outcome, httpx.Response):
             return method != "DELETE"
         if outcome.code == NEVER_STARTED and not self._reached:
@@ -243,8 +245,8 @@ def _raise_if_foreign(response: httpx.Response) -> None:
 
 
 def _is_retryable(response: httpx.Response) -> bool:
-    """Return True if the request may succeed when it is sent again: for 429, 502, 503, 504, and for the 409 that says that an
-    earlier try of the same request is still in progress."""
+    """Return True if the same request may succeed later: for status 429, 502, 503 and 504, and for the 409 with which the service
+    reports that an earlier try of this request is still in progress."""
     if response.status_code in _RETRY_STATUS:
         return True
     # A request whose response was lost may still be in progress: its key is rejected until it is done.

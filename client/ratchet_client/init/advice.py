@@ -36,8 +36,9 @@ class Note:
 
 
 def run_mode(facts: Facts, place: Place) -> Way:
-    """Return how Ratchet runs the script: "unmanaged", "session" or "task". Unlike the service and the ranks, this also sees a
-    Session that an imported module creates."""
+    """Return how Ratchet runs the script; the first that applies: "session" if the script or a module that it imports makes a
+    Session; "task" if it has a task class and no DDP call; "session" if it counts as managed by its text; "unmanaged". Unlike
+    this function, the service and the ranks do not see a Session that an imported module makes."""
     if facts.session is not None:
         return "session"
     if facts.task is not None and facts.ddp is None:
@@ -46,8 +47,8 @@ def run_mode(facts: Facts, place: Place) -> Way:
 
 
 def device_of(command: Command, facts: Facts) -> Literal["auto", "cpu", "cuda"]:
-    """Return the device that the command specifies. If it specifies "auto", return "cuda" if the script's only backend is
-    nccl, "cpu" if it is gloo and the script uses no GPU, else "auto"."""
+    """Return the device that the command specifies. If that is "auto", which is also the default, return "cuda" if the script's
+    only backend is nccl, "cpu" if it is gloo and the script uses no GPU, else "auto"."""
     names = {where.value for where in facts.backends}
     if command.device != "auto" or len(names) != 1:
         return command.device

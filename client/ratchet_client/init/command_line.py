@@ -28,7 +28,7 @@ _OTHERS: Final = {
 @dataclass
 class Command:
     """A parsed command. ``ranks`` and ``device``: as for the spec's ``world``. ``python``: the interpreter that the command names
-    by a path; None if it names none.
+    by a path; None if it names none. ``env``: the variables set before the command (``NAME=value``).
 
     ``given``: what set the number of ranks, an option or a setting of the script, as text; None: the default of one rank.
     ``dropped``: options that are not needed, with the reason. ``policy``: keys of the spec's policy.
@@ -143,8 +143,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _torchrun(words: Sequence[str], environ: Mapping[str, str], *, legacy: bool = False) -> Command:
     """Return the command for the words after ``torchrun``, parsed with argparse as torchrun does: with abbreviations and
-    ``--a=b``; everything after the script belongs to the script. ``legacy``: the launcher is ``torch.distributed.launch``. Raises
-    ``Refused`` for options that are invalid or not supported."""
+    ``--a=b``; everything after the script belongs to the script. Options that are missing are read from the variables ``PET_...``
+    in ``environ``. ``legacy``: the launcher is ``torch.distributed.launch``. Raises ``Refused`` for options that are invalid or
+    not supported."""
     parser = _Parser(prog="torchrun", add_help=False)
     for option in OPTIONS:
         more: dict[str, Any] = {"action": "store_const", "const": ""} if option.switch else {}

@@ -53,9 +53,9 @@ def device_count(command: Command, facts: Facts, trainer: Framework) -> int | No
 
 
 def _value(command: Command, facts: Facts, text: str | None) -> str | None:
-    """Return the value of ``text``, the source text of the ``devices`` argument: for ``args.devices`` the value in the command,
-    else the option's default, None if there is neither; for a string literal its content; "auto" if ``text`` is None. Any other
-    ``text`` is returned unchanged."""
+    """Return the value of ``text``, the source text of the ``devices`` argument. For ``args.devices`` it is the option's value in
+    the command, else the option's default, else None. For a string literal it is the string's content, and for ``text`` None it
+    is "auto". Any other ``text`` is returned unchanged."""
     if text is None:
         return "auto"
     node = ast.parse(text, mode="eval").body

@@ -147,8 +147,8 @@ class _Reader:
         return Place(self.file, node.lineno, ast.unparse(node), value)
 
     def _value(self, node: ast.expr | None) -> ast.expr | None:
-        """Return the expression that is assigned to ``node`` if ``node`` is a name that the file assigns once; else return
-        ``node``."""
+        """Return the expression that a name stands for: if ``node`` is a name that the file assigns once, the assigned
+        expression, also through several such names. Any other ``node`` is returned unchanged."""
         seen: set[str] = set()
         while isinstance(node, ast.Name) and node.id in self.names and node.id not in seen:
             seen.add(node.id)
@@ -299,9 +299,9 @@ class _Reader:
         self.facts.reads.append(self._place(node, self._text(_first(node))))
 
     def _open(self, node: ast.Call) -> None:
-        """Record a call of ``open`` or of a ``Path``'s method ``open`` as a read if its mode begins with "r" or is absent, else
-        (also if the mode is not known) as a write. Any other ``x.open(...)``, as of ``gzip``, is taken for that of a ``Path``:
-        its first argument counts as the mode, and the path is that of ``x``, mostly None."""
+        """Record a call of ``open`` or of a ``Path``'s method ``open``. It is a read if its mode begins with "r" or is absent;
+        else, also if the mode is not known, it is a write. Any other ``x.open(...)``, as of ``gzip``, is taken for that of a
+        ``Path``: its first argument counts as the mode, and the path is that of ``x``, mostly None."""
         method = isinstance(node.func, ast.Attribute)
         path = node.func.value if isinstance(node.func, ast.Attribute) else _first(node)
         modes = [*node.args[0 if method else 1 :], *(k.value for k in node.keywords if k.arg == "mode")]

@@ -65,11 +65,13 @@ class Facts:
     """The facts that ``read_script`` finds about a script and the local modules that it imports.
 
     ``session``, ``managed`` (``managed_ddp`` of ``ratchet_hooks``), ``ddp``, ``spawn``, ``lightning_cli``: the first place that
-    uses it; None if there is none. ``task``: the name of the task's class and the parameters of its constructor. ``saves``: where
-    checkpoints are written; ``writes``, ``reads``: where files or directories are; ``backends``: of the process group; ``cuda``:
-    uses of a GPU. ``options``: the script's ``add_argument`` calls. ``modules``: the top-level names of all other modules that it
-    needs; ``perhaps``: those of them that are imported only in a function or under a condition. ``files``: the files that were
-    read.
+    uses it; None if there is none. ``task``: the name of the task's class and the parameters of its constructor; None if there is
+    no task. ``frameworks``, ``hooks``, ``options``: what the script uses, registers and declares of these.
+
+    Lists of places: ``saves``: where checkpoints are written; ``writes``, ``reads``: where files or directories are written or
+    read; ``backends``: where the process group's backend is named; ``cuda``: where a GPU is used. ``modules``: the top-level
+    names of all other modules that are needed; ``perhaps``: those of them that are imported only in a function or under a
+    condition. ``files``: the files that were read.
     """
 
     session: Place | None = None

@@ -38,10 +38,11 @@ class RatchetClient(Following, Access):
     exists, this user's only running service. ``service.json`` is read at each request, so that a restarted service is found.
     ``token``: sent as bearer token; default ``RATCHET_TOKEN``, else the configuration file's token, which is sent only to its
     server. ``timeout``: seconds for one request. ``retry_for``: seconds for which one call is retried while the service does not
-    respond. Methods can raise the errors of ``ratchet_contract.errors`` and ``ratchet_client.errors``. Methods that return an
-    iterator read the list page by page while it is consumed. While the service does not respond, calls are retried: a POST with
-    the same Idempotency-Key, so that it takes effect once; a PATCH, since it sets values; a DELETE only if it cannot have
-    arrived.
+    respond.
+
+    Methods can raise the errors of ``ratchet_contract.errors`` and ``ratchet_client.errors``. Methods that return an iterator
+    read the list page by page while it is consumed. Retries are safe. A POST is sent again with the same Idempotency-Key, so that
+    it takes effect once. A PATCH only sets values. A DELETE is sent again only if the first one cannot have arrived.
 
     >>> with ratchet.Client() as client:
     ...     client.ready()
@@ -145,12 +146,16 @@ class RatchetClient(Following, Access):
                hook: dict[str, Any] | str | None = None, on_hook_mismatch: str | None = None,
                code: str | os.PathLike[str] | None = None, include: Sequence[str] | None = None,
                upload: bool | None = None, note: Note | None = None) -> views.JobView:  # fmt: skip
-        """Resume a suspended, failed or cancelled job; returns before it trains. ``from_step``: from the older checkpoint of this
-        step; ``world``: with another number of ranks (per node), and optionally of ``nodes``; ``hook``: with another hook or
-        changed parameters, as a name or a mapping that is merged over the job's hook; the resume report describes these changes.
+        """Resume a suspended, failed or cancelled job, and return its new state before it trains. Without other arguments it
+        continues from its newest checkpoint, with its own world, hook and code.
+
+        ``from_step``: the step of an older checkpoint to start from. ``world``: another number of ranks (per node), optionally
+        with another number of ``nodes``. ``hook``: another hook by name, or a mapping that is merged over the job's hook.
         ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute). ``code``: a directory with other code, of
-        which a new snapshot is taken; without it the job continues with the code that it was submitted with. ``include``: with
-        ``code``, the job's ``code.include`` from now on. ``upload``, ``note``: as in ``submit``, for ``code``."""
+        which a new snapshot is taken. ``include``: with ``code``, the job's ``code.include`` from now on. ``upload``, ``note``:
+        as in ``submit``, for ``code``. The resume report describes what these changes did. Raises ``Conflict`` in an unsuitable
+        phase.
+        """
         job = self.job_id(job)
         given: dict[str, Any] = {"from_step": from_step, "hook": hook, "on_hook_mismatch": on_hook_mismatch}
         if world is not None:
@@ -173,7 +178,8 @@ class RatchetClient(Following, Access):
         return self._act(job, "preempt")
 
     def checkpoint_now(self, job: str | Job) -> views.JobView:
-        """Request a checkpoint from the running attempt at its next agreed step; returns before it is written."""
+        """Request that the running attempt saves a checkpoint at the next step on which its ranks agree. Returns before the
+        checkpoint is written; training continues."""
         return self._act(job, "checkpoint")
 
     def fork(self, job: str | Job, request: requests.ForkRequest, *, upload: bool | None = None,
@@ -242,7 +248,8 @@ class RatchetClient(Following, Access):
 
     def verify(self, job: str | Job, checkpoint_id: str) -> views.VerifyResult:
         """Verify a checkpoint: the service reads every byte and compares it with the digests. Blocks until it is done. A damaged
-        checkpoint is a result (``verification``), not an exception.
+        checkpoint is a result (``verification``), not an exception. The service moves it to the quarantine if no attempt can be
+        using it (``state`` of the result).
 
         >>> client.verify(job_id, client.job(job_id).last_checkpoint).verification
         'ok'
@@ -352,8 +359,9 @@ class RatchetClient(Following, Access):
         return list(islice(self._pages("/v1/queue", api_queue.QueuedView, {"limit": min(limit, 100)}), limit))
 
     def queue_view(self, limit: int = 50, job: str | Job | None = None) -> api_queue.QueueView:
-        """Return one page of at most ``limit`` (maximum 100) queued jobs, with the number of all jobs that wait, without those in
-        back-off. With ``job``, return only the place of this job instead; the page has no item if the job is not queued."""
+        """Return one page of at most ``limit`` (maximum 100) queued jobs. Its ``waiting`` is the number of all jobs in the queue,
+        without those in back-off. With ``job``, return only the place of this job instead; the page has no item if the job is not
+        queued."""
         params: Params = {"limit": limit} if job is None else {"job_id": self.job_id(job)}
         return self._get("/v1/queue", api_queue.QueueView, params)
 
@@ -395,8 +403,8 @@ class RatchetClient(Following, Access):
         return self._get(f"/v1/hooks/{quote(name, safe='')}", views.HookInfo)
 
     def ready(self) -> bool:
-        """Return True if the service responds that it is ready, which means that its database responds too; False if it does not
-        respond or is not ready, after the usual retries."""
+        """Return True if the service responds that it is ready, which means that its database responds, too. Return False if it
+        does not respond or is not ready, after retries for ``retry_for`` seconds."""
         try:
             self._transport.request("GET", "/readyz")
         except (ServiceUnreachable, ServiceFault):

@@ -100,9 +100,9 @@ def temporary_sibling(target: Path) -> Iterator[Path]:
 
 
 def _locked(directory: Path) -> int:
-    """Lock the directory and return the file descriptor that holds the lock; closing it releases the lock. Raises
-    ``BlockingIOError`` if another process holds the lock, ``FileNotFoundError`` if the directory was replaced meanwhile, and
-    ``OSError`` if locking is not possible."""
+    """Lock the directory without waiting, and return the file descriptor that holds the lock; closing it releases the lock.
+    Raises ``BlockingIOError`` if another process holds the lock, ``FileNotFoundError`` if the directory was replaced meanwhile,
+    and ``OSError`` if locking is not possible."""
     if fcntl is None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -150,7 +150,7 @@ class Body:
 
 
 def _copy(body: Body, target: Path) -> None:
-    """Write the rest of ``body`` to the new file ``target``, and flush it to the disk."""
+    """Write what is left of ``body`` to the new file ``target``, and sync it."""
     with target.open("xb") as out:
         while chunk := body.read(_CHUNK):
             out.write(chunk)
@@ -192,8 +192,8 @@ def _rename_into_place(source: Path, target: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give the file ``source`` the name ``target`` without replacing another file; ``source`` may also keep its old name. Raises
-    ``FileExistsError`` if ``target`` exists."""
+    """Give the file ``source`` the name ``target`` without replacing another file. ``source`` keeps its old name as well, except
+    on file systems without hard links. Raises ``FileExistsError`` if ``target`` exists."""
     try:
         os.link(source, target)
     except FileExistsError:

@@ -60,7 +60,7 @@ class Following(Calls):
 
     def hook_series(self, job: str | Job, figure: str = "residual_norm") -> dict[int, Series]:
         """Return ``figure`` of ``HookSummary`` (``compression_rate``, ``bytes_after`` ...) over the steps, by rank; without steps
-        at which the hook has no value.
+        at which the hook has no value. Raises ``AttributeError`` for an unknown figure.
 
         >>> norms = client.hook_series(job_id)
         >>> sorted(norms), len(norms[0].steps) == len(norms[0].values) > 0

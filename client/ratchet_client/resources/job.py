@@ -174,17 +174,19 @@ class Job:
 
     def verify(self, checkpoint_id: str | None = None) -> views.VerifyResult:
         """Verify the checkpoint ``checkpoint_id`` (default: the newest): the service reads every byte and compares it with the
-        digests. Raises ``NotFound`` if the job has no checkpoint."""
+        digests. Damage is a result, not an exception, as in the client's ``verify``. Raises ``NotFound`` if the job has no
+        checkpoint."""
         return self._client.verify(self.id, self._checkpoint(checkpoint_id))
 
     def export(self, target: str | os.PathLike[str], checkpoint_id: str | None = None, *,
                format: ExportFormat = "safetensors") -> list[str]:  # fmt: skip
-        """Write the checkpoint ``checkpoint_id`` (default: the newest) as files for other programs. ``target``, ``format``: as in
-        the client's ``export``."""
+        """Write the checkpoint ``checkpoint_id`` (default: the newest) as files for other programs, and return notes for their
+        reader. ``target``, ``format``: as in the client's ``export``. Raises ``NotFound`` if the job has no checkpoint."""
         return self._client.export(self.id, self._checkpoint(checkpoint_id), target, format=format)
 
     def pin(self, checkpoint_id: str | None = None, pinned: bool = True) -> views.CheckpointView:
-        """Exempt the checkpoint ``checkpoint_id`` (default: the newest) from retention, or with ``pinned=False`` undo that."""
+        """Exempt the checkpoint ``checkpoint_id`` (default: the newest) from deletion by retention, or with ``pinned=False`` end
+        this exemption. Raises ``NotFound`` if the job has no checkpoint."""
         return self._client.pin(self.id, self._checkpoint(checkpoint_id), pinned)
 
     def _checkpoint(self, checkpoint_id: str | None) -> str:

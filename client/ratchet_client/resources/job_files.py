@@ -172,9 +172,9 @@ def _move_into_place(temporary: Path, staged: list[str], folder: Path, force: bo
 
 
 def _is_replaceable(target: Path, directory: bool, force: bool) -> bool:
-    """Return True if a fetched file, or with ``directory`` a fetched directory, may be put at ``target``: if nothing is there;
-    for a directory, if a directory is there, which is kept and filled; for a file, with ``force``, if something other than a
-    directory is there, which is then replaced. A link to a directory is neither followed nor replaced."""
+    """Return True if a fetched file, or a fetched directory (``directory`` True), may be put at ``target``. It may if nothing is
+    there. A directory may also be put where a directory is, which is kept and filled. A file may, with ``force``, replace
+    anything but a directory. A link to a directory is neither followed nor replaced."""
     if not os.path.lexists(target):
         return True
     return target.is_dir() and not target.is_symlink() if directory else force and not target.is_dir()

@@ -62,9 +62,9 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Pace:
-    """The timing of polls, in seconds. ``first``: the interval between the starts of two polls after the job's phase has changed;
-    it then grows up to ``longest`` while the phase stays the same. ``patience``: how long the service may be unreachable without
-    a deadline, in addition to the retries of one call."""
+    """The timing of polls, in seconds. ``first``: the interval from the start of one poll to the start of the next, after the
+    job's phase has changed. While the phase stays the same, the interval grows up to ``longest``. ``patience``: how long the
+    service may be unreachable without a deadline, in addition to the retries of one call."""
 
     first: float
     longest: float
@@ -74,11 +74,11 @@ class Pace:
 def retry_poll(
     fetch: Callable[[], T], patience: float, at_first: float | None = None
 ) -> Iterator[T | ServiceUnreachable]:
-    """Yield the result of ``fetch`` at each iteration, or the ``ServiceUnreachable`` error that it raised. The caller sleeps
-    between iterations; this generator does not.
+    """Yield the result of ``fetch`` at each iteration, without an end. If ``fetch`` raises ``ServiceUnreachable``, yield the
+    error instead. The caller sleeps between iterations; this generator does not.
 
-    Raises ``ServiceUnreachable`` once the service has not responded for ``patience`` seconds. ``at_first``: this time while it
-    has never responded; None: ``patience`` too.
+    Raises ``ServiceUnreachable`` once the service has not responded for ``patience`` seconds. ``at_first``: the seconds that
+    apply instead while the service has never responded; None: ``patience``.
     """
     away, reached = None, False
     while True:

@@ -16,7 +16,8 @@ class Access(Calls):
     """The methods of ``RatchetClient`` for tokens."""
 
     def whoami(self) -> api_tokens.WhoAmI:
-        """Return the owner, role and scopes of the token that this client sends.
+        """Return the caller's owner, role and scopes: those of the token that this client sends. Where the service needs no
+        token, they are those of the owner ``local``, an admin.
 
         >>> client.whoami().role.value
         'admin'
@@ -26,11 +27,12 @@ class Access(Calls):
     def create_token(self, name: str = "token", *, owner: str | None = None, role: Role | str | None = None,
                      scopes: Collection[Scope | str] = (), expires_days: float | Literal["never"] | None = None
                      ) -> api_tokens.TokenMade:  # fmt: skip
-        """Create a token called ``name`` and return it. ``owner``, ``role`` and ``scopes`` are by default the caller's own.
-        ``expires_days``: the lifetime in days, or "never"; by default 90, but no longer than that of the caller's token.
+        """Create a token called ``name`` and return it. ``owner`` and ``role`` are by default the caller's own. ``scopes``: the
+        token has only these; by default all scopes of its role. ``expires_days``: the lifetime in days, or "never"; by default
+        90, but no longer than that of the caller's token.
 
-        ``token`` of the result is the token's text, which is returned only once. Raises ``Refused`` (``not-allowed``) for more
-        rights than the caller has.
+        ``token`` of the result is the token's text, which is returned only once. It is None if this call was retried after its
+        first response was lost. Raises ``Refused`` (``not-allowed``) for more rights or a longer life than the caller has.
 
         >>> made = client.create_token("notebook", role="viewer", expires_days=1)
         >>> client.revoke_token(made.id).revoked_at is not None
@@ -48,7 +50,8 @@ class Access(Calls):
         return self._pages("/v1/tokens", api_tokens.TokenView, params)
 
     def revoke_token(self, token_id: str) -> api_tokens.TokenRevoked:
-        """Revoke the token with the id ``token_id``, and all tokens that were created with it; they are refused from then on.
-        Raises ``NotFound``, and ``Refused`` (``not-allowed``) for a token with a role or scopes that the caller does not have."""
+        """Revoke the token with the id ``token_id``, and all tokens that were created with it, directly or indirectly; they are
+        refused from then on. Raises ``NotFound``, and ``Refused`` (``not-allowed``) for a token with a role or scopes that the
+        caller does not have."""
         answer = self._transport.request("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
         return api_tokens.TokenRevoked.model_validate(answer.json())

@@ -65,7 +65,8 @@ class ResumeRequest(View):
     @field_validator("hook", mode="before")
     @classmethod
     def _name_or_mapping(cls, value: Any) -> Any:
-        """Refuse a hook that is neither a name nor a mapping, with one clear message."""
+        """Raise ``ValueError``, with one clear message, for a hook that is neither a name nor a mapping. Return any other value
+        unchanged."""
         if value is None or isinstance(value, str | dict):
             return value
         raise ValueError("a hook must be a name, or a mapping of its parameters")

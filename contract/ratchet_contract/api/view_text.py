@@ -58,7 +58,8 @@ def _has_value(value: Any) -> bool:
 
 
 def _short(value: Any) -> Any:
-    """Return a field's value in its form for ``repr``."""
+    """Return a field's value as ``repr`` shows it: the value of an enum, a text cut to 80 characters, a time in ISO form, the
+    number of items of a list or mapping. Any other value is returned unchanged."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, str):
@@ -71,7 +72,8 @@ def _short(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text for a cell of a table."""
+    """Return a value as text for a cell of a table, not yet cut: a time in ISO form, a list of texts joined by commas, the value
+    of an enum, else ``str(value)``."""
     if isinstance(value, datetime):
         return value.isoformat(timespec="seconds")
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -80,5 +82,5 @@ def _text(value: Any) -> str:
 
 
 def _truncate(text: str, max_length: int) -> str:
-    """Return the text, cut to ``max_length`` characters followed by ``...``."""
+    """Return the text; if it is longer than ``max_length`` characters, only these many, followed by ``...``."""
     return text if len(text) <= max_length else text[:max_length] + "..."

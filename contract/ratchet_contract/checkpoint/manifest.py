@@ -156,7 +156,8 @@ class Sealer:
         self._rendered = {"tensors": _Rendered(b"[]", b"[]")}
 
     def seal(self, manifest: Manifest) -> tuple[Manifest, bytes]:
-        """Return the manifest with its digest, and the bytes of its file. Nothing is written."""
+        """Return a copy of the manifest with its digest, and the bytes of its file. Nothing is written. In file and digest,
+        floating-point numbers that are not finite are null."""
         if not same_entries(manifest.tensors, self._tensors):
             self._rendered["tensors"] = _render(json.loads(_ENTRIES.dump_json(manifest.tensors)))
             self._tensors = tuple(manifest.tensors)
@@ -212,8 +213,8 @@ def _canonical_text(value: Any) -> bytes:
 
 
 def _lines(data: dict[str, Any], rendered: Mapping[str, _Rendered]) -> bytes:
-    """Return the file's content: a line per key, and a line per entry of a list of objects. That is readable, without the slow
-    encoder that indents everything."""
+    """Return the bytes of the file: a line per key, and a line per entry of a list of objects, which is readable and faster than
+    an encoder that indents everything. ``rendered``: values that have been converted to text already, by key."""
     parts, comma = [b"{\n"], b""
     for key, value in data.items():
         parts.append(comma + b" " + _encoded_key(key, _lines_text) + b": ")

@@ -22,8 +22,8 @@ class _Model(BaseModel):
 
 
 def rename_epoch(data: Any) -> Any:
-    """Return ``data`` with the key ``attempt`` in place of ``epoch``: files written before the first release (manifests,
-    ``base.json``, ``launch.json``) name the attempt's number so. Other data are returned unchanged."""
+    """Return ``data`` with the key ``attempt`` in place of ``epoch``. Files written before the first release (manifests,
+    ``base.json``, ``launch.json``) store the attempt's number under ``epoch``. Any other data is returned unchanged."""
     if not isinstance(data, dict) or "epoch" not in data or "attempt" in data:
         return data
     return {"attempt" if key == "epoch" else key: value for key, value in data.items()}
@@ -81,11 +81,11 @@ class EnvironmentDifference(_Model):
 
 
 class ResumeReport(_Model):
-    """How an attempt began; written by rank 0 before its first step. The verdict is ``exact`` only if every component and
-    every recorded fact is the same as in the base.
+    """How an attempt began; written by rank 0 before its first step.
 
-    ``unmanaged``: a script without a Session. Each attempt starts it from its first line; it must save and restore its own
-    state, and the report has no components.
+    ``verdict``: ``exact`` if every component and every recorded fact is the same as in the base, else ``not-exact``; ``fresh`` if
+    the attempt started from scratch; ``unmanaged`` for a script without a Session. Each attempt of such a script starts it from
+    its first line. The script must save and restore its own state, and the report has no components.
     """
 
     verdict: Verdict
@@ -110,8 +110,9 @@ class ResumeReport(_Model):
         return next((d for d in self.differences if d.key == "code_digest"), None)
 
     def sentence(self) -> str:
-        """Return the verdict with its main reason: the digests if the code has changed; else the first component that is not
-        exact; else the first fact that differs; else whether the base descends from an inexact resume."""
+        """Return the verdict with its main reason, as one sentence. The reason is the first of these that applies: the code has
+        changed (both digests); the first component that is not exact; the first fact that differs; an inexact resume from which
+        the base descends. If none applies, the text is the verdict alone."""
         if (code := self.changed_code) is not None:
             return f"{self.verdict}: code changed ({code.recorded} -> {code.current})"
         part = next((c for c in self.components if c.status != "exact"), None) if self.verdict == "not-exact" else None
@@ -124,8 +125,8 @@ class ResumeReport(_Model):
 
 
 class StepDifference(_Model):
-    """The first step that was not identical when a later attempt did it again, and the part of a rank's state that differs
-    after it."""
+    """The first redone step that differs from its first execution by an earlier attempt. ``part``: the part of the state of
+    ``rank`` that differs after this step."""
 
     step: int
     rank: int
@@ -136,8 +137,8 @@ class StepDifference(_Model):
 
 
 class Redone(_Model):
-    """What an attempt's ranks found when they did steps again that an earlier attempt had done (the replay proof). The steps'
-    fingerprints are compared."""
+    """The result of the replay proof: what an attempt's ranks found when they did steps again that an earlier attempt had done.
+    The fingerprints of both executions are compared, step by step."""
 
     steps: int = Field(0, description="Steps after its base that an earlier attempt had done.")
     compared: int = Field(0, description="Number of these steps that all ranks have compared so far.")
@@ -147,10 +148,15 @@ class Redone(_Model):
 
 
 def proof_text(report: ResumeReport, redone: Redone) -> str:
-    """Return the verdict with its level of proof: ``exact, proved (37 of 37 redone steps)``, ``exact, not yet proved``,
-    ``not-exact``, ``not-exact: code changed``. If a redone step differs, the text is ``not-exact`` with this step, whatever the
-    report says. The first two are followed by ``; not exact since the resume from step 90, attempt 1`` if the base descends from
-    such a resume."""
+    """Return the report's verdict with its level of proof, as text.
+
+    ``exact, proved (37 of 37 redone steps)`` if redone steps have been compared, ``exact, not yet proved`` if none has. An
+    attempt from scratch has ``fresh`` in place of ``exact``; if it redid no step, the text is ``fresh`` alone. If the base
+    descends from an inexact resume, ``; not exact since the resume from step 90, attempt 1`` is appended to these texts.
+
+    ``not-exact: code changed`` if the code differs; any other verdict stands alone. If a redone step differs from its first
+    execution, the text is ``not-exact`` with this step, whatever the verdict is.
+    """
     verdict = report.verdict
     if redone.first_difference is not None:
         return f"not-exact ({redone.first_difference.sentence()})"

@@ -59,9 +59,9 @@ class StepFingerprint(NamedTuple):
 
 @dataclass(frozen=True)
 class RingHeader:
-    """The conditions under which rings may be compared. ``line``: name of the course of training that the attempt belongs to;
-    attempts that continue exactly from each other's checkpoints have the same line. ``facts``: everything that can change a
-    bit, by name."""
+    """The conditions under which rings may be compared. ``line``: the id of the course of training that the attempt belongs to.
+    Attempts that continue exactly from each other's checkpoints have the same id. ``facts``: everything that can change a bit, by
+    name."""
 
     line: str
     facts: dict[str, str | int | float | bool | None] = field(default_factory=dict)

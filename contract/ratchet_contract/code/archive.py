@@ -86,11 +86,12 @@ def _read_exactly(path: Path, size: int) -> Iterator[bytes]:
 
 
 def unpack(archive: IO[bytes], digest: str, target: Path, *, one_file: bool = False, limits: Limits = Limits()) -> None:
-    """Unpack the tar ``archive`` as the directory ``target``, read-only and durable, completely or not at all. Its content
-    must have the tree digest ``digest``. If another process unpacks it concurrently, the result is the same.
+    """Unpack the tar ``archive`` as the directory ``target``, read-only and durable, completely or not at all. Its content must
+    have the tree digest ``digest``, else ``BadArchive`` is raised. If ``target`` already exists as a directory with content, as
+    when another process has unpacked it concurrently, that directory is kept and nothing is raised.
 
-    ``one_file``: the archive is of a single file, and ``limits`` do not apply. Raises ``BadArchive``, ``OSError``, and the
-    errors of reading ``archive``.
+    ``one_file``: the archive is of a single file, and ``limits`` do not apply. Raises ``BadArchive`` also for content that must
+    not be unpacked, ``OSError``, and the errors of reading ``archive``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".tmp-", dir=target.parent))
@@ -110,8 +111,8 @@ def unpack(archive: IO[bytes], digest: str, target: Path, *, one_file: bool = Fa
 
 
 def _unpack_verified(archive: IO[bytes], digest: str, directory: Path, one_file: bool, limits: Limits) -> list[Entry]:
-    """Unpack into ``directory`` and return the entries there, after checking that their digest is ``digest``. Raises
-    ``BadArchive``."""
+    """Unpack into ``directory`` and return the entries there. Raises ``BadArchive`` for an invalid archive, for files that do not
+    count as code, and if the digest of the entries is not ``digest``. Raises ``OSError`` if the disk fails."""
     try:
         with tarfile.open(
             fileobj=archive, mode="r|", encoding="utf-8", errors="surrogateescape", tarinfo=_Member
@@ -135,7 +136,8 @@ def _unpack_verified(archive: IO[bytes], digest: str, directory: Path, one_file:
 
 
 class _Member(tarfile.TarInfo):
-    """A tar member that refuses a bad header before anything is created, or held in memory, because of it."""
+    """A tar member whose header is checked before ``tarfile`` creates a file, or reads a long name into memory, because of it.
+    Only files and symbolic links, and names of limited length, are accepted."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> Any:
         """Check the header, then process it as ``tarfile`` does. Raises ``BadArchive``."""
@@ -173,7 +175,8 @@ def _extract(tar: tarfile.TarFile, target: Path, limits: Limits | None) -> int:
 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
-    """Write one member to the new file ``target`` and sync it."""
+    """Write one member, a regular file, to the new file ``target`` and sync it. Of the member's mode only the executable bit is
+    used."""
     source = tar.extractfile(member)
     assert source is not None
     with target.open("xb") as out:
@@ -185,8 +188,8 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
 
 
 def _make_read_only(root: Path, entries: list[Entry]) -> None:
-    """Make the tree read-only and durable, except the mode of the outermost directory: a directory must be writable to be
-    renamed."""
+    """Make all ``entries`` and all directories below ``root`` read-only, and sync the directories. ``root`` itself stays
+    writable, since a read-only directory cannot be renamed; the caller changes its mode after the rename."""
     for entry in entries:
         if entry.link is None:
             entry.source.chmod(entry.mode)

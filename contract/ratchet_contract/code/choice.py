@@ -1,11 +1,15 @@
-"""The files of a user's directory that a snapshot includes: all except those that ``.gitignore`` and ``.ratchetignore`` name.
+"""Which files of a user's directory a snapshot includes: all that count as code (``code.tree``), except those that ``.gitignore``
+and ``.ratchetignore`` name.
 
-The ignore files apply to their own directory and everything below, as in git: the last matching pattern decides, in the deepest
-directory that has one, and everything in an ignored directory stays ignored. In one directory ``.ratchetignore`` is read after
-``.gitignore``. Ignore files above the user's directory apply too, up to the directory that has ``.git``, if it has the same
-owner; without such a directory, or where they ignore the user's directory itself, none above applies. ``code.include`` of a spec
-names files and directories that are included nevertheless. ``code.tree.list_entries`` reads the copy, and leaves out nothing
-more.
+An ignore file applies to its own directory and everything below, as in git. The last matching pattern decides, in the deepest
+directory that has one; everything in an ignored directory stays ignored. In one directory ``.ratchetignore`` is read after
+``.gitignore``.
+
+Ignore files above the user's directory apply, too, up to the nearest directory that has ``.git``, if ``.git`` and the user's
+directory have the same owner. None above applies if there is no such directory, or if they ignore the user's directory itself.
+
+``code.include`` of a spec names files and directories that are included although they are ignored. The ignore files apply only
+when a snapshot is made: ``code.tree.list_entries`` lists everything in the copy that counts as code.
 """
 
 from __future__ import annotations
@@ -79,19 +83,21 @@ class Choice:
 
 
 def iter_chosen(root: Path) -> Iterator[Entry]:
-    """Yield the entries that a snapshot of ``root`` without ``code.include`` would have, unsorted and without limits. Raises
-    ``TreeError``."""
+    """Yield the entries that a snapshot of ``root`` without ``code.include`` would have, unsorted and without limits on their
+    number and size. Raises ``TreeError`` while iterating: ``too-large`` after 100000 names, ``ignore-file``, and the codes of
+    ``code.tree.walk``."""
     return walk(root.resolve(), _Rules(root.resolve(), []).is_included)
 
 
 def choose(
     root: Path, include: Sequence[str] = (), limits: Limits = Limits(), is_allowed: Allowed = allow_all
 ) -> Choice:
-    """Choose the files of a snapshot of ``root``. ``include``: ignored paths that are included nevertheless; ``is_allowed``:
-    returns whether the repository's directory above ``root`` may be read.
+    """Return the files of ``root`` that a snapshot includes, and the ignored paths. ``include``: ignored paths that are included
+    nevertheless. ``is_allowed``: returns whether a directory, at or above ``root``, may be used as the git repository; if not,
+    ignore files above ``root`` do not apply.
 
     Raises ``TreeError``: the codes of ``code.tree.list_entries``, ``ignore-file`` for an ignore file that cannot be used, and
-    ``include-not-found`` for a name in ``include`` without a file.
+    ``include-not-found`` if a name in ``include`` matches no file.
     """
     rules = _Rules(root.resolve(), [str(PurePosixPath(name)) for name in include], is_allowed)
     found = within_limits(root, walk(root.resolve(), rules.is_included), limits)
@@ -106,8 +112,12 @@ def choose(
 
 
 class _Rules:
-    """The ignore rules for the directory ``root``; ``include``: paths that are included nevertheless; ``left_out``: ignored
-    paths seen so far."""
+    """The ignore rules for the directory ``root``, from the ignore files of its git repository. ``include``: paths that are
+    included nevertheless. ``is_allowed``: False for a directory that must not serve as the repository. ``left_out``: ignored
+    paths seen so far.
+
+    Ignore files above ``root`` have no effect if they ignore ``root`` itself.
+    """
 
     def __init__(self, root: Path, include: list[str], is_allowed: Allowed = allow_all) -> None:
         self.include, self.left_out = include, list[str]()
@@ -123,8 +133,10 @@ class _Rules:
             self._prefix += f"{part}/"
 
     def is_included(self, path: str, is_dir: bool) -> bool:
-        """True if a file is included, or if a directory is to be searched. Records the path in ``left_out`` if it is ignored.
-        Raises ``TreeError``: ``too-large`` after ``_MAX_NAMES`` calls, ``ignore-file`` for an ignore file that cannot be used."""
+        """True if the file ``path`` is in the snapshot, or if the directory ``path`` must be searched, also for a path in
+        ``include`` below it. The caller asks for a directory before its content. Records an ignored path in ``left_out``, unless
+        its directory is recorded already. Raises ``TreeError``: ``too-large`` after ``_MAX_NAMES`` calls, ``ignore-file`` for an
+        ignore file that cannot be used."""
         self._examined_count += 1
         if self._examined_count > _MAX_NAMES:
             raise TreeError(
@@ -182,8 +194,8 @@ def _compile_patterns(lines: list[str]) -> GitIgnoreSpec:
 
 
 def _read_patterns(path: Path) -> list[str]:
-    """Return the valid lines of an ignore file; empty if there is none. Raises ``TreeError`` (``ignore-file``) for a file that
-    is too long, or a pattern that may take minutes to match."""
+    """Return the lines of an ignore file that git accepts; empty if there is no file, or only a symbolic link. Raises
+    ``TreeError`` (``ignore-file``) for a file that is too long, or a pattern that may take minutes to match."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # none, or a link, which git does not follow either

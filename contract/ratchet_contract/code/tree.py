@@ -50,7 +50,8 @@ class Entry:
 
     @property
     def mode(self) -> int:
-        """The mode that the entry has in a read-only copy."""
+        """The permission bits of the entry in a read-only copy: 0o555 for an executable file, 0o444 for any other, 0o777 for a
+        link."""
         return 0o777 if self.link is not None else 0o555 if self.executable else 0o444
 
 
@@ -115,8 +116,9 @@ def tree_digest(entries: Iterable[Entry], content_digest: Callable[[Entry], byte
 
 
 def script_digest(modules: Mapping[str, Path]) -> str:
-    """Return the digest of the files that a run without a service has imported, by module name; the main file is ``__main__``.
-    Raises ``OSError``."""
+    """Return the tree digest of ``modules``: the files that a run without a service has imported, by module name (``__main__``
+    for the main file). The module names take the place of paths, so the digest does not depend on the files' locations. Raises
+    ``OSError``."""
     return tree_digest(Entry(name, path) for name, path in sorted(modules.items()))
 
 
@@ -143,8 +145,9 @@ def _content_digest(entry: Entry) -> bytes:
 
 
 def walk(root: Path, is_included: Callable[[str, bool], bool]) -> Iterator[Entry]:
-    """Yield the entries below ``root``, a real path, that count as code, in no particular order. ``is_included(path, is_dir)``
-    returns whether a file is included, or a directory is searched. Raises ``TreeError``."""
+    """Yield the entries below ``root``, a real path, that count as code, in no particular order. ``is_included(path, is_dir)`` is
+    called for each path, relative to ``root``: True if a file is included, or if a directory is searched. Raises
+    ``TreeError``."""
     folders = [root]
     while folders:
         folder = folders.pop()

@@ -24,7 +24,7 @@ class Finding(BaseModel):
 
     @model_validator(mode="after")
     def _require_cure(self) -> Self:
-        """Check that a finding that is not ``ok`` has a cure."""
+        """Raise ``ValueError`` if a finding that is not ``ok`` has no cure."""
         if self.status != "ok" and not self.cure:
             raise ValueError(f"the finding {self.name!r} is {self.status} and needs a cure")
         return self
@@ -35,17 +35,17 @@ def ok(name: str, value: str, detail: str | None = None) -> Finding:
 
 
 def warning(name: str, value: str, *, cure: str, detail: str | None = None) -> Finding:
-    """Return a finding: a job will run, but slower, less safely or less exactly than it could."""
+    """Return a finding with status ``warning``: a job will run, but slower, less safely or less exactly than it could."""
     return Finding(name=name, status="warning", value=value, detail=detail, cure=cure)
 
 
 def failed(name: str, value: str, *, cure: str, detail: str | None = None) -> Finding:
-    """Return a finding: Ratchet cannot run, or not as documented."""
+    """Return a finding with status ``failed``: Ratchet cannot run, or not as documented."""
     return Finding(name=name, status="failed", value=value, detail=detail, cure=cure)
 
 
 def not_checked(name: str, value: str, *, cure: str, detail: str | None = None) -> Finding:
-    """Return a finding: the check was not possible; ``cure`` states what would make it possible."""
+    """Return a finding with status ``not-checked``: the check was not possible. ``cure`` states what would make it possible."""
     return Finding(name=name, status="not-checked", value=value, detail=detail, cure=cure)
 
 

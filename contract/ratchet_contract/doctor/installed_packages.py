@@ -57,8 +57,8 @@ def _installed_version(name: str) -> str | None:
 
 
 def satisfies(version: str, specifiers: str) -> bool:
-    """True if ``version`` satisfies all ``specifiers``. Only release numbers are compared, which is all that Ratchet's
-    requirements use: ``2.13.0+cu130`` counts as 2.13.0."""
+    """True if ``version`` satisfies all ``specifiers``, such as ``<2.14,>=2.13``. Only release numbers are compared:
+    ``2.13.0+cu130`` counts as 2.13.0. Specifiers with other operators (``~=``) are ignored; Ratchet's requirements have none."""
     have = release_tuple(version)
     for specifier in filter(None, (part.strip() for part in specifiers.split(","))):
         match = re.match(r"(>=|<=|==|!=|<|>)\s*(.+)", specifier)

@@ -1,7 +1,8 @@
-"""Ends a process together with the one that it was started for, however that ended: the service of ``ratchet run``, and its
-agents.
+"""Ends the service of ``ratchet run``, and its agents, when the command's process has ended for whatever reason, SIGKILL
+included.
 
-The kernel's mechanism (``PR_SET_PDEATHSIG``) follows a thread, and agents are not children of the process that they end with.
+Each of these processes polls whether the command's process is alive. The kernel's own mechanism (``PR_SET_PDEATHSIG``) does not
+suffice: it reports the end of a thread, not of a process, and only to children, and the agents are not the command's children.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _POLL_SECONDS: Final = 0.5
 
 
 def process_name(pid: int) -> str:
-    """Return the value of ``ENDS_WITH`` that identifies a process: pid and start time, which no later process has."""
+    """Return the value of ``ENDS_WITH`` for the running process ``pid``: its pid and start time. No later process has the same
+    pair."""
     return f"{pid}:{start_time(pid)}"
 
 
@@ -32,8 +34,8 @@ def is_alive(name: str) -> bool:
 
 
 def end_with_parent(environ: Mapping[str, str]) -> None:
-    """Start a thread that sends SIGTERM to this process when the process that ``ENDS_WITH`` in ``environ`` names has ended.
-    Does nothing without the variable."""
+    """Start a daemon thread that sends SIGTERM to this process once the process that ``ENDS_WITH`` in ``environ`` names has
+    ended. Return at once. Do nothing if the variable is not set."""
     if name := environ.get(ENDS_WITH):
         threading.Thread(target=_watch, args=(name,), name="parent-death", daemon=True).start()
 

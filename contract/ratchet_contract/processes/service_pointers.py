@@ -1,10 +1,10 @@
 """Pointers to a user's running services, so that ``ratchet`` finds them from any directory: one small file per run directory.
 
 They are in the user's runtime directory: in ``ratchet`` below ``XDG_RUNTIME_DIR``, else below ``/run/user/UID``, else in
-``/tmp/ratchet-UID``. They do not contain the address, which is in the run directory's ``service.json``. A service creates the
-file while it runs. A file that a killed service left behind names no running service, since no process has its pid and start
-time, and the next service removes it. A directory that belongs to another user, or that others may write to, is neither written
-to nor read.
+``/tmp/ratchet-UID``. They do not contain the address, which is in the run directory's ``service.json``. A service creates its
+file when it starts and removes it when it ends. A file that a killed service left names no running service, since no process has
+its pid and start time; the next service removes the file. A directory that belongs to another user, or that others may write to,
+is neither written to nor read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ratchet_contract.protocol.messages import ServicePointer
 
 
 def pointers_directory() -> Path:
-    """Return the directory for this user's pointers. It may not exist."""
+    """Return the directory for this user's pointers, which may not exist: ``ratchet`` in the first of ``XDG_RUNTIME_DIR`` and
+    ``/run/user/UID`` that this user owns, else ``/tmp/ratchet-UID``."""
     user = os.geteuid()
     for runtime in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}"):
         if runtime.startswith("/") and _is_own(Path(runtime)):

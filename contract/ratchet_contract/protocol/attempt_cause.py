@@ -1,7 +1,6 @@
-"""Combine several results of one attempt into one cause: the results of the nodes' agents, and the engine's reports on nodes
-whose agents left none. ``CAUSE_PRECEDENCE`` orders failures that happened at the same time; failures that caused others come
-before that.
-"""
+"""Combines several results of one attempt into one cause: the results of the nodes' agents, and the engine's reports on nodes
+whose agents left none. A failure that caused others counts before these. Among failures that happened at the same time,
+``CAUSE_PRECEDENCE`` decides."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from it."""
 
 
 class EndSeen(NamedTuple):
-    """The end of one node as its agent recorded it, or an engine's report on it. ``node`` None: the end of the whole attempt.
-    ``rank``: the rank that caused it."""
+    """The end of a node or of a whole attempt, as an agent recorded it or as the engine reports it. ``node`` None: the end of the
+    whole attempt. ``rank``: the rank that caused it; None: unknown."""
 
     cause: Cause
     node: int | None = None
@@ -34,16 +33,25 @@ class EndSeen(NamedTuple):
 def combine_ends(
     results: Sequence[AttemptResult], nodes: int, engine: Sequence[EndSeen] = (), *, killed: bool = False
 ) -> EndSeen | None:
-    """Return the single end of an attempt on ``nodes`` nodes, from the agents' ``results`` and the reports of the ``engine``;
-    None if there is neither a result nor a report on the attempt.
+    """Return the single end of an attempt on ``nodes`` nodes; None if there is neither a result of an agent nor a report of the
+    engine.
 
-    A node without a result has lost its agent. No event on another node can cause that, so it comes first, with the engine's
-    cause if the engine has reported one, else as unknown. ``killed``: the caller has killed the remaining processes after
-    waiting for them in vain; a node without a result is then cut off, and the other nodes report only a broken connection.
-    (``engine``: the reports from before the kill.) A lease-lost result, which reports only the fence, counts as missing if the
-    end has another reason: the engine's report on its node, or the kill that the fence is part of. Next come the failures:
-    those that cause others before those that others may cause, the earliest first. Last come stops and completions, by
-    precedence. A SIGTERM result takes the engine's cause, if it has one: the engine sent the signal.
+    ``results``: the agents' results. ``engine``: the engine's reports, the earliest first; none from after a kill by the caller.
+    ``killed`` True: the caller has waited in vain for the remaining processes and has killed them. The first rule that applies
+    decides:
+
+    - A node without a result has lost its agent, which no event on another node can cause. The end is the engine's report on such
+      a node or on the whole attempt.
+    - If there is no such report, and with ``killed``, the node without a result was cut off from the others. The end is
+      node-lost, unless the other nodes' results show an end that a broken connection cannot cause.
+    - If there is no such report, and without ``killed``, the end of the node without a result is unknown.
+    - If there are failures, the end is the one that caused the others (``_root_failure``). Results of nodes that were ended
+      because another node failed (``secondary``) count only if there are no others.
+    - Else the end is the stop or completion that is first in ``CAUSE_PRECEDENCE``. If the engine has reported a cause, it
+      replaces SIGTERM: the engine sent the signal.
+
+    A lease-lost result, which reports only the fence, counts as missing if the engine has reported on its node or on the whole
+    attempt. With ``killed`` it counts as missing if there are other results.
     """
     results = _without_fenced(results, engine, killed=killed)
     silent = sorted(set(range(nodes)) - {r.node for r in results})
@@ -71,8 +79,8 @@ def combine_ends(
 def _without_fenced(
     results: Sequence[AttemptResult], engine: Sequence[EndSeen], *, killed: bool
 ) -> Sequence[AttemptResult]:
-    """Return the results without those of cause lease-lost, if the end of the fenced nodes has another reason; else all
-    results."""
+    """Return the results without those of cause lease-lost, if another reason for the end of their nodes is known: a report of
+    the engine on such a node or on the whole attempt, or, with ``killed``, results of other causes. Else return all results."""
     others = [r for r in results if r.cause is not Cause.LEASE_LOST]
     fenced = [r.node for r in results if r.cause is Cause.LEASE_LOST]
     return others if _first_report(engine, fenced) is not None or (killed and others) else results
@@ -100,8 +108,9 @@ def _first_report(engine: Sequence[EndSeen], nodes: Sequence[int]) -> EndSeen | 
 
 
 def _root_failure(failures: Sequence[AttemptResult]) -> AttemptResult:
-    """Return the failure that caused the others: the earliest of those that a broken connection cannot produce, if there is
-    one, else the earliest. Within the clocks' difference, ``CAUSE_PRECEDENCE`` decides."""
+    """Return the failure that caused the others: the earliest of those that a broken connection cannot produce, if there is one,
+    else the earliest of all. An end by SIGABRT can come from a broken connection. Among failures that began within half a second
+    of the earliest, ``CAUSE_PRECEDENCE`` decides, since clocks of nodes differ."""
     candidates = [r for r in failures if r.cause in _ROOT_CAUSES and not _is_nccl_abort(r)] or list(failures)
     first = min(_begin_time(r) for r in candidates)
     tied = [r for r in candidates if _begin_time(r) <= first + _MAX_CLOCK_SKEW_SECONDS]

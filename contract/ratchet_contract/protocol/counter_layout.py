@@ -25,8 +25,8 @@ def finished_step(path: Path) -> int:
 
 
 def mid_step_save(path: Path) -> int:
-    """Return the step whose loop body had called ``checkpoint()`` and was still running when the rank ended; 0 if there was
-    none, or the counter cannot be read."""
+    """Return the step whose loop body had called ``checkpoint()`` and was still running when the counter was last written, as
+    when the rank was killed there. Return 0 if there was none, or the counter cannot be read."""
     return _read_word(path, SAVED_WITHIN)
 
 

@@ -1,10 +1,13 @@
 """The checkpoints that a job may be resumed from: a pure function of what its attempts recorded.
 
-Every attempt records its base, the checkpoint it started from, before it trains. So the checkpoints that lead to the current
-state form a chain: the newest attempt k that recorded a base owns its attempt's steps above base_k.step; below that, base_k is a
-checkpoint of attempt j, which owns the steps in (base_j.step, base_k.step]; and so on to the start. Any other checkpoint on disk
-is not an ancestor: a zombie's steps above the point that a later attempt started from, or the branch that an explicit "resume
-from step S" left behind. "The newest manifest wins" would accept both.
+Every attempt records its base, the checkpoint that it starts from, before it trains. So the checkpoints that lead to the current
+state form a chain. The newest attempt k that recorded a base owns its own checkpoints of steps above base_k.step. Below that,
+base_k is a checkpoint of an earlier attempt j, which owns its checkpoints of the steps in (base_j.step, base_k.step]; and so on
+to the start.
+
+Any other checkpoint on disk is not an ancestor. Examples are checkpoints that a zombie wrote above the point from which a later
+attempt started, and those of a branch that an explicit "resume from step S" left. If the newest manifest simply counted, both
+would be accepted.
 
 The lineage is a list of ``Segment``, newest first. The numbers of attempts strictly decrease along the chain.
 """
@@ -39,7 +42,8 @@ def lineage(
 
 def _chain(bases: Mapping[int, Base], attempt: int | None, until: int | None, fork: ForkSource | None) -> list[Segment]:
     """Return the segments from ``attempt`` back to the start. ``until``: the newest step of ``attempt`` that belongs to the
-    lineage; None: all steps."""
+    lineage; None: all steps. If an attempt of the chain has no recorded base, the chain ends with a segment for only the
+    checkpoint of step ``until`` of this attempt."""
     out: list[Segment] = []
     while attempt is not None:
         base = bases.get(attempt)
@@ -57,8 +61,8 @@ def _chain(bases: Mapping[int, Base], attempt: int | None, until: int | None, fo
 
 
 def _is_fork(base: Base, fork: ForkSource | None) -> bool:
-    """True if the base is the fork's source. A digest covers the job's id, so a base with the fork's digest is never one of
-    this job's own."""
+    """True if the base is the fork's source, that is, a checkpoint of another job. A digest covers the job's id, so a base with
+    the fork's digest is never one of this job's own."""
     return fork is not None and base.digest == fork.digest
 
 

@@ -34,8 +34,8 @@ class LogTimes:
         self._cached: tuple[int, int, datetime | None] = (0, 0, None)
 
     def time_of(self, end: int) -> datetime | None:
-        """Return the time by which the line that ends at byte ``end`` (at least 1) had been written; None if the line ends
-        after the size in the last record."""
+        """Return the time, in UTC, by which the line that ends at byte ``end`` (at least 1) had been written. Return None if the
+        line ends after the size in the last record."""
         first, last, when = self._cached
         if not first < end <= last:
             place = bisect_left(self._records, end, key=self._offset)

@@ -130,8 +130,8 @@ class LaunchFile(Message):
         return [fault for fault in plan if fault.attempt == self.attempt]
 
     def for_node(self, node: int) -> LaunchFile:
-        """Return the launch file for the agent of node ``node``: with its number and its ranks. Raises ``ValueError`` if there
-        is no such node."""
+        """Return a copy of the launch file for the agent of node ``node``: with this node's number and ranks. Raises
+        ``ValueError`` if there is no such node."""
         if not 0 <= node < self.spec.world.nodes:
             raise ValueError(f"there is no node {node} among {self.spec.world.nodes}")
         per_node = self.spec.world.ranks_per_node
@@ -149,8 +149,8 @@ class AgentFile(Message):
 
 
 class Control(Message):
-    """Content of ``control.json``: the newest desired state of a node's ranks. Level-triggered; ``checkpoint_request`` grows
-    by one for each request to save now."""
+    """Content of ``control.json``: the newest desired state of a node's ranks. It is level-triggered: a reader that misses one
+    version of the file acts on the next. ``checkpoint_request`` grows by one for each request to save now."""
 
     desired: Desired = Desired.RUN
     cause: Cause | None = Field(

@@ -70,8 +70,9 @@ class Deadlines(NamedTuple):
 
 
 def deadlines(policy: PolicySpec, pace: Pace | None) -> Deadlines:
-    """Return the time limits of the next attempt, from the spec's ``policy`` and from the ``pace`` of earlier attempts (None:
-    there were none, or they gave no information)."""
+    """Return the time limits of the next attempt. A limit that the spec's ``policy`` sets is used as it is; any other is the
+    default, or a multiple of what earlier attempts needed if that is longer, up to ``MAX_DEADLINE_SECONDS``. ``pace``: that of
+    earlier attempts; None: there were none, or they gave no information."""
     pace = pace or Pace()
     seen = pace.startup or 0.0
     most = min(MAX_DEADLINE_SECONDS, max(DEFAULT_STARTUP_SECONDS, STARTUP_FACTOR * seen))
@@ -88,14 +89,14 @@ def deadlines(policy: PolicySpec, pace: Pace | None) -> Deadlines:
 
 
 def learned_deadline(longest: float, ceiling: float) -> float:
-    """Return the deadline in seconds of a stage whose longest silence was ``longest``, once there are enough observations; at
-    most ``ceiling``."""
+    """Return the deadline in seconds of a stage with enough observations: ``SILENCE_FACTOR`` times ``longest``, its longest
+    silence in seconds; at least ``MIN_DEADLINE_SECONDS``, but never more than ``ceiling``."""
     return min(ceiling, max(MIN_DEADLINE_SECONDS, SILENCE_FACTOR * longest))
 
 
 def merge_paces(earlier: Pace | None, later: Pace | None) -> Pace | None:
-    """Return the pace of two attempts together: the longer of each figure; ``hung`` is that of the later one. None: no
-    information; None for both gives None."""
+    """Return the pace of two attempts together: the longer of each figure, and ``hung`` of the later one. None stands for an
+    attempt without information: the other pace is returned, or None if both are None."""
     if earlier is None or later is None:
         return later or earlier
     starts = [s for s in (earlier.startup, later.startup) if s is not None]

@@ -1,10 +1,12 @@
 """Local variables that a loop carries from one pass to the next, found in its source: no checkpoint contains them.
 
-An example is ``best = 0.0`` before the loop and ``best = max(best, found)`` in its body: a name that the body assigns, and reads
-at a place where the same pass of the body may not have assigned it. A name that only some passes assign and that is read after
-the loop (``if found > best: weights = copy(net)``) counts too, as does a list or array that the loop fills and that is read in or
-after it. A loop within the body is assumed to run at least once. Left out are numbers that come from a clock, and reads inside
-called functions.
+These are names that the body assigns, and also reads at a place where the same pass of the body may not have assigned them. An
+example is ``best = 0.0`` before the loop and ``best = max(best, found)`` in its body. Two more kinds count: a name that only some
+passes assign and that is read after the loop (``if found > best: weights = copy(net)``), and a list or array that the loop fills
+and that is read in or after it.
+
+A loop within the body is assumed to run at least once. Left out are numbers that come from a clock, and reads inside called
+functions.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ _COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.Generator
 
 
 def carried_variables(loop: Loop, scope: ast.AST | None = None) -> dict[str, ast.Name]:
-    """Return the local variables that the loop carries from one pass to the next, by name with a place in the source.
+    """Return the local variables that ``loop`` carries from one pass to the next: for each name, the syntax node where the body
+    first reads the value of the previous pass.
 
-    The place is where the body first reads the value of the previous pass. With ``scope``, the loop's function or module, two
-    more kinds of variables count: those that only some passes assign and that ``scope`` reads after the loop, and containers
-    that the loop fills. Variables computed from a clock are left out.
+    With ``scope``, the function or module that contains the loop, two more kinds of variables count. These are variables that
+    only some passes assign and that ``scope`` reads after the loop, and containers that the loop fills and that are read in or
+    after it. For a variable that only the code after the loop reads, the node is there. Variables computed from a clock are left
+    out.
     """
     flow = _Flow()
     if isinstance(loop, ast.While):
@@ -78,7 +82,8 @@ def _reads_except_fills(loop: Loop) -> dict[str, ast.Name]:
 
 
 def _read_after(loop: Loop, scope: ast.AST) -> dict[str, ast.Name]:
-    """Return where ``scope`` first uses each name after the loop, for names that it reads there before it assigns them."""
+    """Return, for each name that ``scope`` reads after the loop before it assigns the name there, the first node after the loop
+    that reads it."""
     end = loop.end_lineno or loop.lineno
     later = (node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.lineno > end)
     first: dict[str, ast.Name] = {}
@@ -88,8 +93,9 @@ def _read_after(loop: Loop, scope: ast.AST) -> dict[str, ast.Name]:
 
 
 def _filled(loop: Loop, scope: ast.AST) -> set[str]:
-    """Return the names that exist before the loop in ``scope``, and that the loop fills: containers (lists, dicts, sets) that
-    it changes by a method, and any values whose entries it sets or that it changes in place."""
+    """Return the names that exist before the loop in ``scope`` and that the loop fills. These are containers (lists, dicts, sets)
+    that the loop changes by a method, and any values whose entries it sets or that it changes by an in-place method
+    (``mul_``)."""
     made: dict[str, bool] = {}
     arguments = ast.walk(scope.args) if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) else ()
     made |= {node.arg: False for node in arguments if isinstance(node, ast.arg)}
@@ -123,7 +129,8 @@ def _filled(loop: Loop, scope: ast.AST) -> set[str]:
 
 
 def _pairs(target: ast.expr, value: ast.expr | None) -> list[tuple[ast.expr, ast.expr | None]]:
-    """Return the assignments of single values in an assignment: two for ``seen, best = [], 0.0``."""
+    """Return an assignment as pairs ``(target, value)``: two for ``seen, best = [], 0.0``; the assignment itself as the only pair
+    if it cannot be split."""
     match target, value:
         case ((ast.Tuple(elts=targets) | ast.List(elts=targets)), (ast.Tuple(elts=values) | ast.List(elts=values))):
             if len(targets) == len(values) and not any(isinstance(one, ast.Starred) for one in (*targets, *values)):
@@ -139,8 +146,8 @@ def _is_container(value: ast.expr | None) -> bool:
 
 
 def only_displayed(scope: ast.AST, names: Collection[str]) -> set[str]:
-    """Return those of ``names`` that are displayed (printed or logged), and that nothing else in ``scope``, the loop's function
-    or module, depends on."""
+    """Return those of ``names`` that are displayed (printed or logged) and affect nothing else in ``scope``, the loop's function
+    or module."""
     shown = [node for node in ast.walk(scope) if _is_display_call(node)]
     found = {*names} & {one.id for node in shown for one in ast.walk(node) if isinstance(one, ast.Name)}
     while wrong := found & _used(scope, found):
@@ -199,8 +206,8 @@ class _Flow:
         self.stored = set[str]()
 
     def run(self, statements: Iterable[ast.stmt], assigned: set[str] | None) -> set[str] | None:
-        """Follow ``statements``. ``assigned``: names that are certainly stored before them. Returns the names that are
-        certainly stored after them; None if nothing can follow (a return, break ...)."""
+        """Follow ``statements``, and record what they read and store. ``assigned``: names that are certainly stored before them.
+        Returns the names that are certainly stored after them; None if nothing can follow (a return, break ...)."""
         for one in statements:
             if assigned is None:
                 break
@@ -249,12 +256,13 @@ class _Flow:
         return None if isinstance(statement, (ast.Return, ast.Raise, ast.Break, ast.Continue)) else assigned
 
     def _expression(self, node: ast.expr, assigned: set[str]) -> set[str]:
-        """Return the names that are certainly stored after the expression, which may store with ``:=``."""
+        """Follow an expression, which may store with ``:=``, and return the names that are certainly stored after it."""
         self._read([node], assigned)
         return assigned | self._store([node])
 
     def _loop(self, loop: Any, assigned: set[str]) -> set[str]:
-        """Follow an inner loop, which is assumed to run at least once."""
+        """Follow an inner loop, which is assumed to run at least once, and return the names that are certainly stored after
+        it."""
         after = self.run(loop.body, {*assigned})
         after = self.run(loop.orelse, assigned if after is None else after)
         return assigned if after is None else after
@@ -286,7 +294,7 @@ def _intersection(*ends: set[str] | None) -> set[str] | None:
 
 
 def _stored(nodes: Iterable[ast.AST]) -> Iterable[str]:
-    """Yield the names that ``nodes`` store, except in comprehensions and functions."""
+    """Yield the names that ``nodes`` store or delete, except within comprehensions, functions and classes."""
     for node in nodes:
         if isinstance(node, (*_COMPREHENSIONS, *_FUNCTIONS)):
             continue

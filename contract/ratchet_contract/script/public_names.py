@@ -1,5 +1,5 @@
-"""The names that ``import ratchet`` offers, and their locations. If they are missing, a user's own module of that name was
-imported."""
+"""The names that ``import ratchet`` offers, and the modules that define them. If one of these names is missing, a user's own
+module named ``ratchet`` was imported."""
 
 from __future__ import annotations
 

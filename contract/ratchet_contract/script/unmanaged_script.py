@@ -25,15 +25,14 @@ def unapplied_hook_message(script: str, hook: HookSpec) -> str | None:
 
 
 def is_unmanaged(main_file: bytes) -> bool:
-    """True if the script, by the text of its main file, has no Session; it is then assumed to save and restore its state
-    itself.
+    """True if the script, by the text of its main file, has no Session; it is then assumed to save and restore its state itself.
 
-    That is so if the main file neither mentions ``ratchet_worker``, the package that contains ``Session``, nor imports a
-    module of ``ratchet`` (``ratchet.accelerate``), nor imports ``ratchet`` and contains the word ``Session``.
+    That is so if none of these is in the main file: the word ``ratchet_worker`` (the package that contains ``Session``), an
+    import of a module of ``ratchet`` (``ratchet.accelerate``), an import of ``ratchet`` together with the word ``Session``.
 
-    This is a simple textual rule, not an analysis. A script whose Session is made in a module that it imports is managed from
-    the moment when the Session is made; a mention of the package in the main file, even in a comment, makes it so from the
-    first line.
+    This is a simple textual rule, not an analysis. If the script imports a module that makes the Session, the result is True, and
+    the script is managed only from the moment when the Session is made. If the main file mentions ``ratchet_worker``, even in a
+    comment, the result is False.
     """
     if SESSION_PACKAGE.encode() in main_file or _IMPORT_OF_MODULE.search(main_file):
         return False

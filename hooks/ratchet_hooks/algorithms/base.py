@@ -24,8 +24,8 @@ Parameters = Mapping[str, torch.Tensor]
 class Setup:
     """What a hook runs on. ``parameters``: all trained ones by name, in registration order. ``cast_dtype``: the dtype to which
     a wrapper casts the hook's buckets, None without a wrapper. ``node_ranks``: number of ranks of ``group`` on one node (the
-    local world size). ``undefined``: True if DDP may make the hook's result the gradient of a parameter that has none; that
-    gradient then has the result's dtype, not the parameter's."""
+    local world size). ``undefined``: True if DDP may make the hook's result the gradient of a parameter that has none yet. Such
+    a gradient has the dtype of the result, so the result must then have the parameter's dtype."""
 
     group: dist.ProcessGroup
     parameters: Parameters
@@ -41,8 +41,9 @@ class Setup:
 
 @dataclass
 class Report:
-    """The part of a summary that only the algorithm knows; ``HookSummary`` describes the fields. ``elements_before`` and
-    ``elements_after`` None: as without compression. ``compression_rate`` None: it is not known what is sent."""
+    """The part of a summary that only the algorithm knows; ``HookSummary`` describes the fields. ``elements_before`` or
+    ``elements_after`` None: the number without compression. ``compression_rate`` None: it is not known what is sent.
+    ``iteration`` None: the hook's own count."""
 
     phase: HookPhase = "steady"
     iteration: int | None = None
@@ -69,12 +70,13 @@ class Algorithm:
         self.watch = Watch()
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
-        """Begin to average a bucket over the ranks. ``names``: of its parameters, in order. Returns the future of its averaged
-        flat tensor, and the number of bytes that this rank sends (None: unknown)."""
+        """Begin to average a bucket over the ranks. ``names``: those of the bucket's parameters, in order. Returns the future
+        of the averaged flat tensor, and the number of bytes that this rank sends (None: unknown)."""
         raise NotImplementedError
 
     def average(self) -> None:
-        """Average parameters, if the hook does that. Called on every rank after every optimizer step."""
+        """Average the parameters over the ranks in place, if the hook does that after this step. Called on every rank after
+        every optimizer step. Does nothing here."""
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """Return this rank's state: tensors by name, and a JSON part. ``layout``: the parameter names per bucket, None before

@@ -79,10 +79,13 @@ class Custom(Algorithm):
             self._encode_state()
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
-        """Call the user's function on a bucket; returns the future of its result, and None: the bytes that are sent are
-        unknown. Raises ``CustomHookError`` if the function raises, or does not return a future; also if the future fails or holds
-        no tensor of the bucket's shape, dtype and device (on NCCL the returned future then fails). Errors of memory or device are
-        raised as they are."""
+        """Call the user's function on a bucket. Returns the future of its result, and None, since the number of bytes sent is
+        unknown.
+
+        Raises ``CustomHookError`` if the function raises or does not return a future. It also does if the future fails, or
+        holds no tensor of the bucket's shape, dtype and device; on NCCL the returned future then fails instead. Errors of
+        memory or device are raised as they are.
+        """
         index, flat = bucket.index(), bucket.buffer()
         place = f"hook {self.spec.hook} in bucket {index} ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})"
         try:
@@ -109,9 +112,9 @@ class Custom(Algorithm):
         return completed(_checked_result(value, flat, place)), None
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
-        """Return the state as its class saves it, always as copies, since it is unknown when the user's code changes it. The
-        JSON part also contains the layout, since a state may use bucket indices as keys. For a hook without a state: no tensors,
-        and None."""
+        """Return the state as its class saves it: tensors by name, and a JSON part. The tensors are always copies, whatever
+        ``copy`` is, since it is unknown when the user's code changes them. The JSON part also contains the layout, since a
+        state may use bucket indices as keys. For a hook without a state: no tensors, and None."""
         if self._state_class is None:
             return {}, None
         tensors, data = self._encode_state()
@@ -120,9 +123,9 @@ class Custom(Algorithm):
         return copies, {"class": self.spec.state, "layout": buckets, "data": data}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
-        """Restore the result of ``capture`` into the state object; tensors that were on an accelerator are put on this rank's.
-        Raises ``HookStateError`` for a state of another class or layout, or one that the class cannot load; in the last case
-        the state object is made again."""
+        """Restore the result of ``capture`` into the state object. Tensors that were on an accelerator are put on this rank's
+        device, others on the CPU. Raises ``HookStateError`` for a state of another class or layout, and for one that the class
+        cannot load; in the last case a new state object replaces the old one."""
         if self._state_class is None:
             super().restore(tensors, state, layout)
             return
@@ -145,8 +148,9 @@ class Custom(Algorithm):
             raise HookStateError("state", text) from error
 
     def report(self, *, norm: bool = True) -> Report:
-        """Return the report. Only the user's function knows what it sends: the counts are set only if the state has
-        ``compression_stats()``, as PowerSGD's has. Raises ``CustomHookError`` if that fails."""
+        """Return the report, with the bytes of the tensors in the state object. Elements and compression rate are known only if
+        the state has ``compression_stats()``, as PowerSGD's has; otherwise the rate is None. Raises ``CustomHookError`` if
+        ``compression_stats()`` fails or returns something else than three numbers."""
         stats = getattr(self.state, "compression_stats", None)
         held = sum({storage_id(t): t.untyped_storage().nbytes() for t in _tensors(self.state)}.values())
         if not callable(stats):
@@ -202,19 +206,20 @@ class Custom(Algorithm):
 
 
 def saved_state(tensors: Mapping[str, torch.Tensor], state: Mapping[str, JsonValue]) -> Any:
-    """Return the value that the state's class had saved, from the result of ``Custom.capture``. Raises ``HookStateError``."""
+    """Return the value that the state's class had saved, decoded from the result of ``Custom.capture``. ``state``: its JSON
+    part. Raises ``HookStateError`` if it is malformed."""
     return decode(_unprefixed(tensors), state.get("data"))
 
 
 def redistribute(
     spec: CustomSpec, states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]]
 ) -> tuple[Tensors, JsonValue]:
-    """Return one state (tensors and JSON) for every rank of a new group. ``states``: what ``Custom.capture`` returned on each
-    rank of the old group, in rank order.
+    """Return one state (tensors and JSON) for every rank of a new group. ``states``: the results of ``Custom.capture`` on all
+    ranks of the old group, in rank order.
 
-    The user's class merges them: its class method ``redistribute(saved)`` receives the list of what its objects had saved
-    (``__getstate__`` or ``state_dict``), and returns one value of that kind. Raises ``HookStateError`` if there is no such
-    method, or it fails.
+    The user's class merges them: its class method ``redistribute(saved)`` receives a list with the value that each rank's
+    object had saved (by ``__getstate__`` or ``state_dict``), and returns one value of that kind. For a hook without a state the
+    result is empty. Raises ``HookStateError`` if there is no such method, or it fails.
     """
     if spec.state is None:
         return {}, None
@@ -242,9 +247,9 @@ def redistribute(
 
 
 def _checked_result(value: object, flat: torch.Tensor, context: str) -> torch.Tensor:
-    """Return the future's result in the form that DDP reads: element i at offset i of the memory, regardless of a view's
-    offset or strides. ``flat``: the bucket; ``context``: for messages. Raises ``CustomHookError`` for a result that is no
-    tensor, or has another shape, dtype or device than the bucket."""
+    """Return the future's result as a tensor that DDP can read: contiguous, from offset 0 of its memory; a copy if ``value`` is
+    not. ``flat``: the bucket; ``context``: for messages. Raises ``CustomHookError`` for a result that is no tensor, or has
+    another shape, dtype or device than the bucket."""
     if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], torch.Tensor):
         text = f"{context}: its future holds a list of one tensor; add .then(lambda done: done.value()[0])"
         raise CustomHookError("hook", "hook-result", text)
@@ -296,7 +301,7 @@ def describe_hook(state: object, function: Callable[..., Any]) -> dict[str, Any]
 
 class ExistingObjectsHook(Custom):
     """A user's own hook that runs the given ``function`` and ``state`` object, instead of importing what the spec names. If a
-    restore fails, the object ``state`` stays as the failed load left it, since no new one can be made."""
+    restore fails, the object ``state`` may be partly overwritten, and stays in use: no new one can be made."""
 
     def __init__(self, function: Callable[..., Any], state: Any, spec: CustomSpec, setup: Setup) -> None:
         """Use ``function`` and ``state`` as they are. Raises ``CustomHookError`` for a state whose class cannot save its

@@ -22,8 +22,8 @@ DTYPES: dict[Wrapper, torch.dtype] = {
 
 
 class Wrapped(Algorithm):
-    """Runs the hook ``inner``, which was built with ``Setup.cast_dtype``, on 16-bit copies of the buckets, and casts its
-    result back. Its state is that of ``inner``.
+    """Runs the hook ``inner``, which was built with ``Setup.cast_dtype``, on 16-bit copies of the buckets, and casts its result
+    back. The state that is captured and restored is that of ``inner``.
 
     Overflow in the cast is reported as a warning. The copies are kept from step to step: a hook finds each bucket's gradients
     in the same memory every time, as it does without a wrapper.
@@ -39,8 +39,9 @@ class Wrapped(Algorithm):
         self._copies: dict[int, torch.Tensor] = {}
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
-        """Begin to average a bucket through the inner hook; a bucket that has the wrapper's dtype already is passed to it
-        unchanged."""
+        """Begin to average a bucket through the inner hook, on a 16-bit copy. A bucket that has the wrapper's dtype already is
+        passed to the inner hook unchanged. Returns the future of the average and the number of bytes that this rank sends. If
+        ``Setup.undefined`` is False, the average has 16 bits, and DDP casts it back."""
         buffer = bucket.buffer()
         if buffer.dtype is self._dtype:
             return self._inner.run(bucket, names)
@@ -77,7 +78,8 @@ class Wrapped(Algorithm):
 
 
 class CastBucket(CountedBucket):
-    """A ``GradBucket`` whose gradients are in ``buffer``. Everything else is that of ``bucket``, which is not changed."""
+    """A ``GradBucket`` whose gradients are in ``buffer``, in place of those of ``bucket``. Index, parameters and ``is_last``
+    are those of ``bucket``, which is not changed."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor) -> None:
         super().__init__(bucket, bucket.index(), bucket.parameters(), bucket.is_last())

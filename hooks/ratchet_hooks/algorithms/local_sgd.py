@@ -32,9 +32,9 @@ _GROUPS = ("process_group", "subgroup")
 
 
 class PostLocalSGD(Algorithm):
-    """Post-local SGD: all-reduce over all ranks until the start; after it over the subgroup or not at all, and parameters are
-    averaged periodically. Raises ``UnsupportedModel`` for a spec that is impossible with these ranks. Construction is a
-    collective."""
+    """Post-local SGD: all-reduce over all ranks until iteration ``start_localSGD_iter``. After it gradients are averaged over
+    the subgroup or not at all, and parameters are averaged periodically. Raises ``UnsupportedModel`` for a spec that is
+    impossible with these ranks. Construction is a collective."""
 
     def __init__(self, spec: PostLocalSGDSpec, setup: Setup) -> None:
         super().__init__(setup)
@@ -55,7 +55,8 @@ class PostLocalSGD(Algorithm):
             self.averager.warm_up = 0
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
-        """Begin to average a bucket over all ranks, over the subgroup, or not at all, and count the iteration of the warm-up."""
+        """Begin to average a bucket: over all ranks in the warm-up, afterwards over the subgroup or not at all. Counts the
+        iteration of the warm-up. Returns the future of the average, and the bytes that this rank sends."""
         buffer, state = bucket.buffer(), self.state
         if self.local:
             group = state.subgroup if state.post_local_gradient_allreduce else None
@@ -75,7 +76,8 @@ class PostLocalSGD(Algorithm):
         return bool(self.state.iter >= self.state.start_localSGD_iter)
 
     def average(self) -> None:
-        """Count a step, and average the parameters in place if that is due. A collective then."""
+        """Count a step, and average the parameters in place if that is due after this step. A collective only when it
+        averages."""
         group = self.averager.next_group()
         if group is not None:
             average_in_place(list(self.setup.parameters.values()), group)
@@ -86,8 +88,9 @@ class PostLocalSGD(Algorithm):
         return {}, {"slots": get_state(self.state), "averager": averager, "subgroup": self._subgroup()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
-        """Restore the result of ``capture``. Raises ``HookStateError``, and changes nothing, if it was recorded with other
-        parameters of the hook, or by the same number of ranks with other subgroups."""
+        """Restore the result of ``capture``. Raises ``HookStateError``, and changes nothing, if the state was recorded with
+        other parameters of the hook. It also does if the number of ranks is the recorded one but the subgroups have another
+        size."""
         recorded = state if isinstance(state, dict) else {}
         slots, averager = recorded.get("slots"), recorded.get("averager")
         if tensors or not isinstance(slots, dict) or not isinstance(averager, dict):
@@ -148,8 +151,8 @@ class PostLocalSGD(Algorithm):
 
 
 class _Parts:
-    """Makes the groups of parts of the main group, once for each size, in the order of requests, which must be the same on all
-    ranks."""
+    """Makes groups of consecutive ranks of the main group, once for each size. The sizes must be requested in the same order on
+    all ranks."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -166,8 +169,8 @@ class _Parts:
 
 
 def get_state(state: PostLocalSGDState) -> dict[str, JsonValue]:
-    """Return everything in ``state`` except its process groups, as its ``__getstate__`` would. Raises ``HookStateError`` if
-    this torch's class has other attributes."""
+    """Return everything in ``state`` except its process groups; ``PostLocalSGDState`` has no ``__getstate__`` of its own.
+    Raises ``HookStateError`` if the class has other attributes in the installed torch."""
     if odd := set(state.__slots__) ^ {*_SLOTS, *_GROUPS}:
         raise HookStateError(
             f"state.{min(odd)}",

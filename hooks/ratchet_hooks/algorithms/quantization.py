@@ -91,8 +91,8 @@ def _pack(flat: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, channel_s
 
 
 def _average(ranks: torch.Tensor, buffer: torch.Tensor, channel_size: int) -> torch.Tensor:
-    """Compute into ``buffer``, and return, the mean of what the ranks sent; row r of ``ranks`` has the bytes of rank r. Values
-    are added up from the first rank to the last."""
+    """Compute the mean of what the ranks sent into ``buffer``, and return ``buffer``. Row r of ``ranks`` has the bytes of rank
+    r. Values are added up from the first rank to the last, so that all ranks get the same bits."""
     behind = -buffer.numel() % _ALIGNMENT + buffer.numel()
     for rank, packed in enumerate(ranks):
         scale, zero = packed[behind:].view(torch.float32).chunk(2)

@@ -43,13 +43,13 @@ def check_data(recorded: JsonValue, spec: HookSpec) -> dict[str, Any]:
 def redistribute(
     states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]], spec: HookSpec | None = None
 ) -> tuple[Tensors, JsonValue]:
-    """Return one captured state, the same for every rank of a new group of any size. ``states``: those of all ranks of the old
-    group, in rank order.
+    """Return one captured state, the same for every rank of a new group of any size. ``states``: the captured states of all
+    ranks of the old group, in rank order.
 
-    Residuals become their mean over the old ranks, added up in float64 and rounded once to their own dtype, the same on every
-    new rank: the averaged residual, on which error feedback relies, is kept up to that rounding. Everything else must be equal
-    on all ranks and is taken from rank 0. ``spec``: the recorded hook's; required for a custom one, whose class redistributes
-    its state. Raises ``HookStateError`` if values differ that must be equal, and for a custom state whose class cannot do it.
+    Residuals become their mean over the old ranks, added up in float64 and rounded once to their own dtype: the averaged
+    residual, on which error feedback relies, is kept up to that rounding. Everything else must be equal on all ranks and is
+    taken from rank 0. A custom hook's state is merged by its class; that requires ``spec``, the recorded hook's spec. Raises
+    ``HookStateError`` if values differ that must be equal, without states, and for a custom state whose class cannot merge.
     """
     if not states:
         raise HookStateError("states", "at least one rank's state is needed")

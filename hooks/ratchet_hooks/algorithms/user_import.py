@@ -41,7 +41,8 @@ def find_hook(path: str) -> Any:
 
 def find_state(path: str, args: Mapping[str, Any]) -> type:
     """Import and return the state's class at ``path`` (``module:name``). Raises ``CustomHookError`` if it does not exist, does
-    not accept the keyword arguments ``args``, or its objects could not be saved. No object is created."""
+    not accept the keyword arguments ``args``, or has no pair of methods to save its objects (``state_protocol``). No object is
+    created, but importing runs the user's code."""
     kind = _import_object("state", path)
     if not inspect.isclass(kind):
         text = f"{path} is a {type(kind).__name__}; name the class whose objects are the hook's state"
@@ -58,9 +59,10 @@ def find_state(path: str, args: Mapping[str, Any]) -> type:
 
 
 def state_protocol(kind: type, path: str) -> Way:
-    """Return the pair of methods by which objects of the class are saved: ``getstate`` if it defines ``__getstate__`` and
-    ``__setstate__`` itself (Python gives every object a ``__getstate__``), else ``state_dict`` (with ``load_state_dict``).
-    Raises ``CustomHookError`` for a class with neither pair."""
+    """Return the pair of methods by which objects of the class are saved and restored. ``getstate``: the class defines both
+    ``__getstate__`` and ``__setstate__`` itself (Python gives every object a ``__getstate__``). ``state_dict``: it has
+    ``state_dict`` and ``load_state_dict``. Raises ``CustomHookError`` for a class with neither pair. ``path``: for the
+    message."""
     own = {name for base in kind.__mro__ if base is not object for name in vars(base)}
     if "__getstate__" in own and "__setstate__" in own:
         return "getstate"
@@ -84,8 +86,8 @@ def constructor_arguments(kind: type, args: Mapping[str, Any], group: Any) -> di
 
 
 def error_summary(error: BaseException) -> str:
-    """Return an exception's type, message and the place where it was raised, such as
-    ``KeyError: 'x' (/code/hooks.py, line 12)``. Of a message of several lines only the last is used."""
+    """Return an exception's type, message and the place where it was raised, such as ``KeyError: 'x' (/code/hooks.py, line
+    12)``. Of a message with several lines only the last line is used, up to 500 characters."""
     said = "".join(traceback.format_exception_only(error)).strip().splitlines() or [type(error).__name__]
     frames = traceback.extract_tb(error.__traceback__)
     text = said[-1][:500]

@@ -74,9 +74,11 @@ class ManagedDDP(DistributedDataParallel):
 
     @classmethod
     def adopt(cls, ddp: DistributedDataParallel) -> ManagedDDP:
-        """Turn the existing DDP ``ddp`` into a managed one and return it: the same object, with a new reducer without a hook.
+        """Turn the existing DDP ``ddp`` into a managed one and return it: the same object, with a new reducer. A hook that was
+        registered on it is removed.
 
-        A collective, before the first forward. Raises ``UnsupportedModel`` if that is impossible; ``ddp`` is then unchanged.
+        A collective, before the first forward. Raises ``UnsupportedModel`` if this DDP or its model cannot be managed; ``ddp``
+        is then unchanged. Raises ``TorchUnsupported`` for an unsuitable torch.
         """
         torch_compat.check_torch_version()
         _check_adoptable(ddp)
@@ -92,11 +94,11 @@ class ManagedDDP(DistributedDataParallel):
         return ddp
 
     def set_layout(self, recorded: Layout | None) -> None:
-        """Replace the reducer by a new one with the layout ``recorded`` (None: DDP's own). The hook is removed and must be
-        registered again.
+        """Replace the reducer by a new one with the layout ``recorded`` (None: DDP's own). The hook is removed; the caller must
+        register it again.
 
-        A collective, before the first forward with gradients of this process. Raises ``RuntimeError`` after that forward, and
-        ``LayoutMismatch`` for a layout that is impossible here.
+        A collective, before the first forward with gradients of this process. Raises ``RuntimeError`` after that forward,
+        ``LayoutMismatch`` for a layout that is impossible here, and ``UnsupportedModel`` for sparse gradients.
         """
         if self._trains:
             raise RuntimeError(
@@ -121,9 +123,9 @@ class ManagedDDP(DistributedDataParallel):
         self._apply_layout(recorded)
 
     def _apply_layout(self, recorded: Layout | None) -> None:
-        """Make the layout of a new reducer final, if one is recorded or the graph is static; otherwise DDP rebuilds it once,
-        later. With ``find_unused_parameters`` it is final as constructed. A collective. Raises ``LayoutMismatch`` if a layout is
-        ``recorded`` and the reducer has another one."""
+        """Make the layout of a new reducer final if ``recorded`` is not None, or if the graph is static. Otherwise DDP rebuilds
+        its buckets once, later; with ``find_unused_parameters`` it never does. A collective. Raises ``LayoutMismatch`` if the
+        reducer has another layout than ``recorded``."""
         self._layout_final = self.find_unused_parameters
         if not self._layout_final and (recorded is not None or self.static_graph):
             self.fix_layout()
@@ -132,7 +134,7 @@ class ManagedDDP(DistributedDataParallel):
 
     @property
     def is_layout_final(self) -> bool:
-        """True if DDP can no longer change the layout."""
+        """True if DDP can no longer change the layout: its one rebuild of the buckets is done, or will not happen."""
         return self._layout_final or self._has_rebuilt_buckets
 
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -148,7 +150,8 @@ class ManagedDDP(DistributedDataParallel):
         """Make the layout final now, by the rebuild that the next forward would do. The new order is that of the reducer's
         parameters, or, after a backward pass, that in which gradients became ready.
 
-        A collective: every rank calls it. Does nothing if the layout is final.
+        A collective: every rank calls it. Does nothing if the layout is final. Raises ``TorchUnsupported`` if torch does not
+        rebuild.
         """
         if not self.is_layout_final:
             torch_compat.push_all_parameters(self.reducer)
@@ -168,9 +171,13 @@ class ManagedDDP(DistributedDataParallel):
         return [[self.name_of(p) for p in bucket] for bucket in torch_compat.bucket_parameters(self.reducer)]
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
-        """Return the trained parameters in the order from which DDP makes the recorded layout, and False for each: its gradients
-        are not sparse. Without a recorded layout the order is that of registration, under static graph its reverse. Called by
-        DDP. Raises ``UnsupportedModel`` for sparse gradients, and ``LayoutMismatch``."""
+        """Return the trained parameters in the order from which DDP makes the recorded layout, and a False for each, which
+        tells DDP that its gradients are not sparse. Called by DDP.
+
+        Without a recorded layout, and with ``find_unused_parameters``, the order is that of registration; under static graph
+        without a recorded layout it is the reverse. Raises ``UnsupportedModel`` for sparse gradients, and ``LayoutMismatch`` if
+        the recorded layout has other parameters or cannot be rebuilt.
+        """
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         names = [self.name_of(p) for p in parameters]
         if any(sparse):
@@ -185,8 +192,8 @@ class ManagedDDP(DistributedDataParallel):
         return [parameters[i] for i in order], [False] * len(order)
 
     def _set_static_graph(self) -> None:
-        """Raise ``UnsupportedModel`` if DDP was constructed without static graph: a later switch is refused. Otherwise do what
-        torch's method does."""
+        """Do what torch's method does if DDP was constructed with static graph. Raises ``UnsupportedModel`` otherwise: a later
+        switch would change the buckets in the middle of the run."""
         if not self._static_wanted:
             raise UnsupportedModel(
                 "_set_static_graph was called after DDP was built, so its buckets would change in the middle of the run; set "
@@ -200,16 +207,17 @@ class ManagedDDP(DistributedDataParallel):
         raise UnsupportedModel("DDP's join is not supported; give every rank the same number of batches")
 
     def _ddp_init_helper(self, *args: Any) -> None:
-        """Make a new reducer with the bucket limit that DDP was constructed with. Then raise ``bucket_bytes_cap`` to at least
-        torch's default for the first bucket: from then on only torch.compile reads it, and asserts that it is not smaller."""
+        """Make a new reducer with the bucket limit that DDP was constructed with. Afterwards ``bucket_bytes_cap`` is increased
+        to at least torch's default for the first bucket: from then on only torch.compile reads it, and asserts that it is not
+        smaller."""
         self.bucket_bytes_cap = self._bucket_limits()[1]
         super()._ddp_init_helper(*args)  # type: ignore[no-untyped-call]
         self.bucket_bytes_cap = max(self.bucket_bytes_cap, torch_compat.first_bucket_bytes())
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Begin a forward pass as torch's DDP does, but refuse two kinds of it under static graph, which torch answers with an
-        internal assertion or with gradients that are not averaged. Raises ``UnsupportedModel`` for a first pass with gradients
-        under ``no_sync``, and ``RuntimeError`` for a pass with gradients after a first backward that failed half-way."""
+        """Begin a forward pass as torch's DDP does, except for two cases under static graph, in which torch would fail an
+        internal assertion or not average gradients. Raises ``UnsupportedModel`` for a first pass with gradients under
+        ``no_sync``. Raises ``RuntimeError`` for a pass with gradients after a first backward that failed half-way."""
         learning = self.static_graph and not self._static_graph_delay_allreduce_enqueued
         if learning and not self.require_backward_grad_sync and torch.is_grad_enabled():
             raise UnsupportedModel(
@@ -228,7 +236,7 @@ class ManagedDDP(DistributedDataParallel):
 
     def _bucket_limits(self) -> tuple[int, int]:
         """Return the limits in bytes of the first bucket and of every further one, as they were before ``_ddp_init_helper``
-        raised ``bucket_bytes_cap``."""
+        increased ``bucket_bytes_cap``."""
         if self._limits is None:
             self._limits = torch_compat.bucket_limits(self)
         return self._limits
@@ -274,8 +282,9 @@ def check_names(recorded: Sequence[str], present: Sequence[str]) -> None:
 
 
 def layout_mismatch(expected: Layout, actual: Layout, when: str) -> LayoutMismatch:
-    """Return the error to raise for two layouts that differ; it names the first bucket that differs. ``when``: a phrase for
-    the message, such as ``after construction``."""
+    """Return the error for the caller to raise when two layouts differ; its message names the first bucket that differs. If the
+    layouts are equal, the message says that the last bucket has another number of elements. ``when``: a phrase for the message,
+    such as ``after construction``."""
     pairs: Any = itertools.zip_longest(expected, actual, fillvalue=[])
     differing = ((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     last = len(actual) - 1, (expected[-1], actual[-1])

@@ -14,13 +14,13 @@ from ratchet_hooks.torch_compat import assign_buckets
 def order_for(
     recorded: list[list[str]], parameters: Sequence[torch.nn.Parameter], names: Sequence[str], limits: Sequence[int]
 ) -> list[int]:
-    """Return the indices of ``parameters`` in an order from which DDP's rebuild makes the layout ``recorded``. ``names``: of
-    the parameters; ``limits``: bytes of the first and of further buckets.
+    """Return the indices of ``parameters`` in an order from which DDP's rebuild makes the layout ``recorded``. ``names``: the
+    names of ``parameters``, in the same order; ``limits``: bytes of the first bucket and of further ones.
 
-    Buckets contain one dtype each and fill up in parallel; those that stay below their limit come last, in the order of a hash
-    map that depends on which dtype came first. So every order of the dtypes is tried with torch's own function. Raises
+    Buckets contain one dtype each and fill up in parallel. Those that stay below their limit come last, in an order that
+    depends on which dtype came first, so every order of the dtypes is tried with torch's own function. Raises
     ``LayoutMismatch`` if no order gives the recorded layout (another ``bucket_cap_mb``, other shapes). With only one dtype the
-    order is returned without a trial; the caller compares the layout that DDP makes.
+    order is returned without a trial, and nothing is raised; the caller compares the layout that DDP makes.
     """
     index = {name: i for i, name in enumerate(names)}
     wanted = [[index[name] for name in bucket] for bucket in recorded]
@@ -37,8 +37,9 @@ def order_for(
 def _with_dtype_order(
     order: Sequence[torch.dtype], target_buckets: list[list[int]], parameters: Sequence[torch.nn.Parameter]
 ) -> list[int]:
-    """Return the parameters' indices bucket by bucket, except that the dtypes first occur in the order ``order``: where needed,
-    the first parameter of a dtype is moved forward, and no further than that, since a bucket of one parameter may be full."""
+    """Return the parameters' indices bucket by bucket, changed so that the dtypes first occur in the order ``order``. Where
+    needed, the first parameter of a dtype is moved forward, as little as possible, since a bucket of one parameter may be
+    full."""
     first: dict[torch.dtype, int] = {}
     for bucket in target_buckets:
         first.setdefault(parameters[bucket[0]].dtype, bucket[0])

@@ -59,8 +59,9 @@ class HookWarning:
 
 @dataclass(frozen=True)
 class _Look:
-    """One check of a bucket whose result is not evaluated yet. ``peaks``: a number per name in ``names``. A finite one of at
-    least ``limit`` is a problem; for inf and nan ``_CODE_IF_INFINITE`` has the code of the problem, or None."""
+    """One check of a bucket whose result is not evaluated yet. ``peaks``: for each parameter in ``names`` a number, its largest
+    magnitude or a norm. A finite number of at least ``limit`` is a problem with the code ``code``. For inf and nan
+    ``_CODE_IF_INFINITE`` has the code of the problem, or None: no problem."""
 
     code: Code
     iteration: int
@@ -83,13 +84,14 @@ class Watch:
         self._pending: list[_Look] = []
 
     def check_overflow(self, names: Sequence[str], sent: torch.Tensor, gradients: Gradients) -> None:
-        """Report gradients of finite magnitude that became inf in ``sent``, their 16-bit copy. ``names``: of the bucket's
-        parameters."""
+        """Report the gradients of finite magnitude that became inf in ``sent``. ``sent``: the bucket's 16-bit copy; ``names``:
+        the bucket's parameters, in order."""
         code, limit = _ROUNDS_TO_INF[sent.dtype]
         self._check_peaks(code, names, sent, gradients, limit)
 
     def check_quantized(self, names: Sequence[str], scales: torch.Tensor, gradients: Gradients) -> None:
-        """Report gradients that prevent a valid scale, if one of ``scales`` is inf or nan."""
+        """If one of ``scales`` is inf or nan, report the gradients that are the cause: those that are inf, nan or larger than
+        half of float32's range. ``names``: the bucket's parameters, in order."""
         limit = torch.finfo(scales.dtype).max / 2  # where the range overflows, its larger end reaches this
         if scales.is_cuda:
             peaks = _device_peaks(gradients())
@@ -100,14 +102,16 @@ class Watch:
             self._evaluate(_Look("quantization-range", self.iteration, list(names), peaks, limit))
 
     def check_non_finite(self, names: Sequence[str], buffer: torch.Tensor, gradients: Gradients) -> None:
-        """Report gradients that contain inf or nan; ``buffer`` contains all of the gradients."""
+        """Report gradients that contain inf or nan. ``buffer`` contains all of the gradients; ``names``: their parameters, in
+        order."""
         self._check_peaks("non-finite", names, buffer, gradients, float("inf"))
 
     def check_low_rank(
         self, names: Sequence[str], flat: torch.Tensor, parts: Sequence[torch.Tensor], *, dims: tuple[int, ...]
     ) -> None:
-        """Report gradients that PowerSGD corrupts. Called with the P of a bucket before it is made orthonormal (``dims`` 0), and
-        with the averaged Q.
+        """Report the parameters whose gradients PowerSGD corrupts, by the norms of P or Q: one that is inf, nan or beyond the
+        dtype's largest value. The hook calls it for each bucket: with P before P is made orthonormal (``dims`` 0), and with the
+        averaged Q.
 
         ``flat``: all elements of P, or of Q. ``parts``: its matrices (rows x rank), one for each parameter in ``names``, or a
         single one that all of them share. ``dims``: dimensions of a matrix along which norms are computed.
@@ -116,9 +120,8 @@ class Watch:
         gradient or a residual is inf or nan in its row of P. A P of zeros becomes nan when it is made orthonormal, and so does
         Q = M^T P. An overflow in P or Q, or in their sums over the ranks, is inf. Values that stay finite but are wrong have a
         norm beyond their dtype: a column of P (with warm start of Q too, in the next step) is divided by its norm, and by inf
-        becomes zero (``dims`` 0); an element of P Q^T is at most the norm of a row of Q, since the columns of P are
-        orthonormal (``dims`` 1). The norm of ``flat`` is at least as large as any of these, and normally only this norm is
-        checked.
+        becomes zero (``dims`` 0); an element of P Q^T is at most the norm of a row of Q, since the columns of P are orthonormal
+        (``dims`` 1). The norm of ``flat`` is at least as large as any of these, and normally only this norm is checked.
         """
         limit = torch.finfo(flat.dtype).max
         if flat.is_cuda:
@@ -142,8 +145,9 @@ class Watch:
     def _check_peaks(
         self, code: Code, names: Sequence[str], flat: torch.Tensor, gradients: Gradients, limit: float
     ) -> None:
-        """Report, with ``code``, the ``gradients`` whose largest magnitude is at least ``limit``. ``flat``: all of them, or their
-        16-bit copy; on the CPU nothing is reported while its sum is finite."""
+        """Report, with ``code``, those of the ``gradients`` whose largest magnitude is at least ``limit``. ``names``: their
+        parameters; ``flat``: all of the gradients, or their 16-bit copy. On the CPU nothing is reported while the sum of
+        ``flat`` is finite."""
         if flat.is_cuda:
             peaks = _device_peaks(gradients())
             self._defer(_Look(code, self.iteration, list(names), peaks, limit))
@@ -152,13 +156,14 @@ class Watch:
             self._evaluate(_Look(code, self.iteration, list(names), peaks, limit))
 
     def _defer(self, check: _Look) -> None:
-        """Keep a check whose result is on the device; all are evaluated when there are ``_PENDING_LIMIT``."""
+        """Keep a check whose result is on the device, to be evaluated later. Once ``_PENDING_LIMIT`` checks are kept, all are
+        evaluated, which waits for the device."""
         self._pending.append(check)
         if len(self._pending) >= _PENDING_LIMIT:
             self.warnings()
 
     def _evaluate(self, check: _Look) -> None:
-        """Store and log the problems in a check's result that are new."""
+        """Store and log each problem in the result of ``check``, unless that problem of that parameter was stored before."""
         for name, peak in zip(check.names, check.peaks.tolist(), strict=True):
             here = check.code if check.limit <= peak else None
             code = here if peak < float("inf") else _CODE_IF_INFINITE[check.code]

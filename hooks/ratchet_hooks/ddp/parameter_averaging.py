@@ -19,7 +19,7 @@ from ratchet_hooks.torch_compat import foreach_copy_
 @torch.no_grad()
 def average_in_place(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Set every parameter to its mean over the ranks of ``group``. A collective; complete when it returns (on CUDA: queued).
-    Does nothing in a group of one rank.
+    Does nothing in a group of one rank, and without parameters.
 
     The arithmetic is that of ``model_averaging.utils.average_parameters``: one flat copy of all parameters, in logical order
     and of the widest dtype among them, is divided by the number of ranks and all-reduced. The copy is freed afterwards.
@@ -35,8 +35,8 @@ def average_in_place(parameters: Sequence[torch.Tensor], group: dist.ProcessGrou
 
 @contextmanager
 def temporarily_averaged(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Iterator[None]:
-    """Context manager: in it the parameters have their mean over the group; at the end they get this rank's values back, bit
-    for bit. Entering it is a collective."""
+    """Context manager: in its block the parameters have their mean over the ranks of ``group``. At the end this rank's own
+    values are put back, bit for bit. Entering it is a collective."""
     with torch.no_grad():
         kept = [p.clone() for p in parameters]
     try:
@@ -51,9 +51,10 @@ class Averager:
     """Decides after each step whether parameters are averaged, and over which group. ``step`` counts the calls of
     ``next_group``, as torch's averagers count theirs.
 
-    ``groups``: the group for each period in steps; None: a group of this rank alone. Periods count from the end of the warm-up
-    (``PeriodicModelAverager``) or, with ``hierarchical``, from step 0 (``HierarchicalModelAverager``): the largest one that
-    divides the count decides. ``warm_up``: number of calls before the first that may average; None until it is known.
+    ``groups``: by period in steps, the group to average over; None: this rank alone, so that nothing is averaged. After a step,
+    the largest period that divides the count of steps decides. Steps are counted from the end of the warm-up
+    (``PeriodicModelAverager``) or, with ``hierarchical``, from step 0 (``HierarchicalModelAverager``). ``warm_up``: number of
+    calls before the first that may average; while it is None, it is unknown and nothing is averaged.
     """
 
     def __init__(self, groups: Mapping[int, dist.ProcessGroup | None], *, hierarchical: bool) -> None:
@@ -63,7 +64,8 @@ class Averager:
         self.warm_up: int | None = None
 
     def next_group(self) -> dist.ProcessGroup | None:
-        """Count a step, and return the group to average over after it; None: no averaging after this step."""
+        """Count a step, and return the group over which the parameters are averaged after it; None: no averaging after this
+        step."""
         period = None if self.warm_up is None else self._due_period(self.step, self.warm_up)
         self.step += 1
         return None if period is None else self._groups[period]

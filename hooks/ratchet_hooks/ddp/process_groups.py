@@ -53,8 +53,8 @@ def new_groups(parts: Sequence[Sequence[int]], all_ranks: bool, timeout: timedel
 
 
 def close_group() -> None:
-    """Leave ``torch.distributed`` cleanly: wait for all ranks, then destroy all groups. A collective; does nothing if it is
-    not initialised.
+    """Leave ``torch.distributed`` cleanly: wait for all ranks, then destroy all groups. A collective; does nothing if
+    ``torch.distributed`` is not initialised.
 
     Without the barrier a rank may close connections that another still reads, which aborts that process at its exit.
     """

@@ -45,10 +45,12 @@ def manage(
     the hook's state. Returns the hook.
 
     A collective, after ``prepare`` and before the first forward. ``hook``, ``wrapper``, ``parameters``: as in
-    ``ratchet_hooks.register``; ``hook`` None: take over the comm_hook of DistributedDataParallelKwargs. ``redistribute``:
-    ``load_state`` accepts states that another number of ranks saved, with a warning (``rank_state.redistribute_ranks``).
-    Raises ``UnsupportedModel`` for models that cannot be managed; ``load_state`` raises ``HookStateError`` for a directory
-    without this rank's state, or with another's.
+    ``ratchet_hooks.register``; ``hook`` None: take over the comm_hook of DistributedDataParallelKwargs. ``redistribute`` True:
+    ``load_state`` accepts states that another number of ranks saved, with a warning (``rank_state.redistribute_ranks``);
+    otherwise that is an error. Parameters are averaged after every optimizer step, if the hook does that.
+
+    Raises ``UnsupportedModel`` for models that cannot be managed, and for float16 autocast under a hook whose replicas differ.
+    ``load_state`` raises ``HookStateError`` for a directory without this rank's state, or with another's.
     """
     if not isinstance(model, DistributedDataParallel):
         raise UnsupportedModel(
@@ -71,8 +73,9 @@ def manage(
 
 
 class _Keeper:
-    """An object that Accelerate loads last in ``load_state``, and whose loading restores this rank's state: done earlier,
-    loading model and optimizers would overwrite it. ``save_state`` stores only a version for it."""
+    """An object that is registered with Accelerate, so that ``load_state`` loads it last, after model and optimizers. Loading
+    it restores this rank's state from its file; earlier, model and optimizers would overwrite that. ``save_state`` stores only
+    a version for it."""
 
     def __init__(self, file: RankFile) -> None:
         self.file = file

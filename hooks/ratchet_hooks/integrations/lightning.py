@@ -44,11 +44,11 @@ KEY: Final = "ratchet_hooks"
 class RatchetDDPStrategy(DDPStrategy):
     """Lightning's DDP strategy with one of Ratchet's hooks, whose state is in Lightning's checkpoints.
 
-    ``hook``, ``wrapper``: as in ``ratchet_hooks.register``; or Lightning's ``ddp_comm_hook``, ``ddp_comm_state`` and
-    ``ddp_comm_wrapper``, which mean the same; default: allreduce. ``model_averaging_period``: of post_localSGD. ``reset_hook``
-    True: if a checkpoint has no hook state, the hook starts without state; otherwise that is an error. ``redistribute`` True:
-    a checkpoint of another number of ranks is accepted, with a warning (``rank_state.redistribute_ranks``); otherwise it is an
-    error. Other arguments are those of ``DDPStrategy``.
+    ``hook``, ``wrapper``: as in ``ratchet_hooks.register``; the default is allreduce. Lightning's arguments ``ddp_comm_hook``,
+    ``ddp_comm_state`` and ``ddp_comm_wrapper`` may be given in their place. ``model_averaging_period``: that parameter of
+    post_localSGD. ``reset_hook`` True: if a checkpoint has no hook state, the hook starts without state; otherwise that is an
+    error. ``redistribute`` True: a checkpoint of another number of ranks is accepted, with a warning
+    (``rank_state.redistribute_ranks``); otherwise it is an error. Other arguments are those of ``DDPStrategy``.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Refuse manual optimization, then set up as ``DDPStrategy`` does. Raises ``MisconfigurationException``."""
+        """Set up as ``DDPStrategy`` does. Raises ``MisconfigurationException`` for a module with manual optimization."""
         module = self.lightning_module
         if module is not None and not module.automatic_optimization:
             raise MisconfigurationException(
@@ -144,8 +144,9 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers as ``DDPStrategy`` does, then the rest of this rank's state; the model is loaded before.
-        Raises ``HookStateError`` if that state does not fit, or is missing and ``reset_hook`` is not set."""
+        """Restore the optimizers as ``DDPStrategy`` does, then this rank's hook state, buffers, generators and, where replicas
+        differ, its replica. Lightning has loaded the model before. Raises ``HookStateError`` if that state does not fit, or if
+        it is missing and ``reset_hook`` is not set."""
         super().load_optimizer_state_dict(checkpoint)
         ddp = self._managed_ddp()
         if KEY not in checkpoint:

@@ -1,4 +1,5 @@
-"""State that differs between ranks and is in no framework's checkpoint, which is rank 0's: captured and restored as one state."""
+"""The part of each rank's state that a framework's checkpoint does not contain, since that is rank 0's alone. It is captured
+and restored as one state per rank."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def redistribute_ranks(ddp: nn.parallel.DistributedDataParallel, states: Sequenc
 
 def restore_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer], state: Any) -> None:
     """Restore the result of ``capture_rank`` except the generators. Call ``restore_generators`` later, as the last step before
-    training continues, so that nothing draws from the restored generators.
+    training continues: what draws from the generators in between would move them.
 
     A collective, after model and optimizers were loaded and before the first forward. Raises ``HookStateError`` for a state of
     another rank, number of ranks, hook or model.
@@ -117,11 +118,12 @@ class RankFile:
         save_state(self.path(directory), capture_rank(self.ddp, self.optimizers))
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Restore this rank's state from ``directory``, except the generators, which the framework restores. A collective,
-        after model and optimizers were loaded and before the first forward.
+        """Restore this rank's state from its file in ``directory``, except the generators, which the framework restores. A
+        collective, after model and optimizers were loaded and before the first forward.
 
-        Raises ``HookStateError`` if the state is missing or invalid (the message names the file), or does not fit the ranks,
-        the hook or the model.
+        If another number of ranks saved the files and ``redistribute`` is set, the files of all of those ranks are read. Raises
+        ``HookStateError`` if the state is missing or invalid (the message names the file), or does not fit the ranks, the hook
+        or the model.
         """
         first = self.path(directory, 0)
         recorded = self._state(first)["world_size"] if self._redistribute and first.exists() else None
@@ -158,8 +160,8 @@ def check_rank(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
 
 
 def check_version(state: Any) -> None:
-    """Raise ``HookStateError`` for a value that is not a rank's state (naming the missing entry), or for a state of a newer
-    format."""
+    """Raise ``HookStateError`` for a value that is not the state of a rank, naming the missing entry, and for a state of a
+    newer format."""
     if not isinstance(state, dict) or not isinstance(state.get("version"), int):
         raise HookStateError("version", _NO_STATE)
     if state["version"] > VERSION:

@@ -41,10 +41,11 @@ def manage(
     """Make ``trainer`` train with ``hook``, and keep the hook's state in its checkpoints. Call it on every rank, before
     ``trainer.train``. Returns the callback that was added to the trainer.
 
-    ``hook``, ``wrapper``, ``parameters``: as in ``ratchet_hooks.register``. ``redistribute``: accept checkpoints of another
-    number of ranks, with a warning (``rank_state.redistribute_ranks``). The hook is registered when training begins; then
-    ``UnsupportedModel`` is raised for models that cannot be managed, and ``HookStateError`` for a checkpoint without this
-    rank's state.
+    ``hook``, ``wrapper``, ``parameters``: as in ``ratchet_hooks.register``. ``redistribute`` True: checkpoints of another
+    number of ranks are accepted, with a warning (``rank_state.redistribute_ranks``); otherwise they are an error.
+
+    The hook is registered when training begins. ``UnsupportedModel`` is raised then for models that cannot be managed, and for
+    fp16 under a hook whose replicas differ; ``HookStateError`` for a checkpoint without this rank's state.
     """
     callback = RatchetCallback(trainer, hook, wrapper, parameters, redistribute)
     trainer.add_callback(callback)
@@ -81,15 +82,16 @@ class RatchetCallback(TrainerCallback):
 
     @property
     def hook(self) -> ManagedHook:
-        """The hook of the model in training, with its ``summary`` and ``warnings``. It is registered now if it was not yet.
-        Raises ``UnsupportedModel`` for a model that cannot be managed, also before ``Trainer.train`` has wrapped it in DDP."""
+        """The hook of the model in training, with its ``summary`` and ``warnings``. If no hook is registered on the model yet,
+        reading this registers it, which is a collective. Raises ``UnsupportedModel`` for a model that cannot be managed, such
+        as one that ``Trainer.train`` has not wrapped in DDP yet."""
         return hook_of(self._ensure_managed())
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Put the model under the hook. Raises ``HookStateError`` if training continues from a later step without a loaded
-        state."""
+        """Put the model under the hook. Raises ``HookStateError`` if training continues from a later step although no hook
+        state was loaded for it."""
         self._ensure_managed()
         if state.global_step > 0 and self._restored is None:
             raise HookStateError(

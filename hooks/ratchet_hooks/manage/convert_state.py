@@ -29,11 +29,11 @@ def convert_state(
     new: HookSpec,
     parameters: Mapping[str, torch.Tensor],
 ) -> tuple[Tensors, JsonValue]:
-    """Return the captured state (tensors and JSON part) of hook ``old`` in the form of hook ``new``. ``change``: what
-    ``hook_change`` returned for them.
+    """Return the captured state (tensors and JSON part) of hook ``old`` in the form that hook ``new`` restores. ``change``: the
+    result of ``hook_change`` for these two hooks.
 
     ``parameters``: the trained ones by name; without a wrapper a residual has its parameter's dtype. Raises ``HookStateError``
-    if values do not fit into the new dtype, if ``new`` cannot use anything of the state, or if only ``new`` has a state.
+    in three cases: values do not fit into the new dtype, ``new`` cannot use any part of the state, or only ``new`` has a state.
     """
     checked = check_data(data, old)
     if change.state == "lost" or (change.state == "none" and is_stateful(new)):
@@ -55,8 +55,9 @@ def convert_state(
 def _convert_low_rank(
     tensors: Tensors, state: JsonValue, old: PowerSGDSpec | BatchedPowerSGDSpec, new: PowerSGDSpec | BatchedPowerSGDSpec
 ) -> tuple[Tensors, JsonValue]:
-    """Return the state of one PowerSGD hook in the form of another. Kept are generator and iteration; the residuals by
-    parameter, if both hooks use error feedback; P and Q, if the matrices are the same."""
+    """Return the state of one PowerSGD hook in the form of another, with the hyperparameters of ``new``. Generator and
+    iteration are always kept. The residuals are kept by parameter if ``keeps_residuals`` is True, P and Q if ``keeps_factors``
+    is True."""
     assert isinstance(state, dict)
     kept = dict(tensors)
     facts: dict[str, JsonValue] = dict(state)
@@ -87,7 +88,8 @@ def _cast(
     name: str, tensor: torch.Tensor, new: HookSpec, parameters: Mapping[str, torch.Tensor], owners: Mapping[str, str]
 ) -> torch.Tensor:
     """Return a residual, P or Q in the dtype that the buckets have under the wrapper of ``new``; any other tensor unchanged.
-    ``owners``: a parameter of each bucket, by the bucket's index. Raises ``HookStateError`` if a value overflows."""
+    ``name``: the tensor's key; ``owners``: by a bucket's index, the name of one of its parameters. Raises ``HookStateError`` if
+    a value overflows, or if the model has no parameter for the tensor."""
     kind, _, owner = name.partition("/")
     if kind not in ("residual", "residual_padding", "p", "q"):
         return tensor
@@ -104,11 +106,12 @@ def _cast(
 
 
 def _convert_local_sgd(state: JsonValue, new: PostLocalSGDSpec, iteration: int, *, replicas_kept: bool) -> JsonValue:
-    """Return the state of post_localSGD for the parameters of ``new``; ``iteration`` and the averager's step continue.
+    """Return the recorded state of post_localSGD, with the hook's settings replaced by those of ``new``. The averager's step
+    continues. ``iteration``: the job's iterations so far.
 
-    The warm-up of the averager ends with the hook's: it has ended if the new start is in the past, and has not if it is in the
-    future. ``replicas_kept``: the ranks' parameters stay as they are, so the recorded subgroups are kept, and must be the same
-    at the restore.
+    The warm-up of the averager ends with the hook's: it is over if ``iteration`` has reached the new start, and otherwise not.
+    ``replicas_kept`` True: the ranks' parameters stay as they are, so the result contains the recorded subgroups, and a restore
+    requires the same ones. Raises ``HookStateError`` for a state that is not one of post_localSGD.
     """
     recorded: Any = state if isinstance(state, dict) else {}
     slots, averager = recorded.get("slots"), recorded.get("averager")

@@ -60,10 +60,10 @@ def unwrap(function: Callable[..., Any]) -> tuple[Callable[..., Any], str | None
 
 def spec_of(state: object, function: Callable[..., Any], group: dist.ProcessGroup) -> dict[str, Any] | None:
     """Return the values of the spec that corresponds to torch's hook ``function`` with ``state``; None if the function is not
-    torch's.
+    torch's. A spec's values are a dict with the hook's name and parameters.
 
-    ``group``: DDP's process group. Raises ``UnsupportedModel`` for a state of another class, one that has been used, or one of
-    another group.
+    ``group``: DDP's process group. Raises ``UnsupportedModel`` for a state of another class, a state that has been used, and a
+    state or stateless hook of another process group.
     """
     if function in _WITHOUT_STATE:
         _check_same_group(state, group)
@@ -130,7 +130,8 @@ def _consecutive_size(subgroup: dist.ProcessGroup, group: dist.ProcessGroup) -> 
 
 
 def _check_same_group(requested: object, group: dist.ProcessGroup) -> None:
-    """Raise ``UnsupportedModel`` unless the hook's group ``requested`` is DDP's ``group``; None stands for the default group."""
+    """Raise ``UnsupportedModel`` unless the hook's process group ``requested`` is DDP's ``group``. ``requested`` None: the
+    default group."""
     found = dist.group.WORLD if requested is None else requested
     if found is not group:
         raise UnsupportedModel("the hook's process group is not that of the DDP; give DDP the same process_group")

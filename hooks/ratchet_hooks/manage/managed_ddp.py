@@ -103,8 +103,12 @@ def managed_ddp(
 def attach(
     ddp: ManagedDDP, spec: HookSpec, *, node_ranks: int | None = None, build: Callable[[Setup], Algorithm] | None = None
 ) -> ManagedHook:
-    """Register the hook of ``spec`` on ``ddp``, which has none yet; returns the hook. A collective. ``build``: builds the
-    algorithm from objects that no spec can name; None: the spec's own. ``node_ranks``: as in ``managed_ddp``."""
+    """Register the hook of ``spec`` on ``ddp``, which must have none yet; returns the hook. A collective.
+
+    ``build``: builds the algorithm from objects that no spec can name; None: the spec's own builder. ``node_ranks``: as in
+    ``managed_ddp``. For a custom hook with a state the bucket layout is made final. Raises ``UnsupportedModel`` if the hook is
+    not available or cannot work with this model and these ranks.
+    """
     group = ddp.process_group
     setup = Setup(
         group=group,
@@ -137,8 +141,8 @@ def _build_algorithm(spec: HookSpec, setup: Setup, build: Callable[[Setup], Algo
 
 
 def _ddp_kwargs(ddp: Mapping[str, object]) -> dict[str, Any]:
-    """Return the keyword arguments for DDP; values of None are left out. Raises ``UnsupportedModel`` for an unknown or
-    unsupported option."""
+    """Return the keyword arguments for DDP from the options ``ddp``; options that are None are left out. Raises
+    ``UnsupportedModel`` for an unknown option, and for ``static_graph`` together with ``find_unused_parameters``."""
     unknown = sorted(set(ddp) - _DDP_OPTIONS)
     if unknown:
         raise UnsupportedModel(f"DDP option {unknown[0]} is not supported; known: {', '.join(sorted(_DDP_OPTIONS))}")

@@ -43,7 +43,8 @@ class ManagedHook:
     reports on it.
 
     ``replicas``: on which ranks parameters are equal between two steps; ``stateful``: True if the hook has a state;
-    ``before_change``: called, if set, when a backward pass is about to change the state.
+    ``before_change``: if it is not None, it is called before each bucket of a backward pass, since the bucket changes the
+    state.
     """
 
     def __init__(self, spec: HookSpec, ddp: ManagedDDP, algorithm: Algorithm) -> None:
@@ -59,7 +60,7 @@ class ManagedHook:
         self._seen_buckets: Layout = []
         self._buckets = 0  # of the last complete iteration
         self._known_buckets: dict[int, _Known] = {}  # by index; filled only once the layout is final
-        self.before_change: Callable[[], None] | None = None  # called when a backward pass is about to change the state
+        self.before_change: Callable[[], None] | None = None  # called before each bucket, which changes the state
         self._process_iterations = 0  # complete iterations of this process
         self.has_run = (
             False  # True once one is complete; not a property: a compiled model would be recompiled for each number
@@ -107,17 +108,18 @@ class ManagedHook:
         self._ddp.register_comm_hook(weakref.ref(self), self.on_bucket)
 
     def average_parameters(self) -> None:
-        """Average the ranks' parameters in place, in the steps in which the hook does that (post_localSGD); otherwise no
-        effect.
+        """Average the parameters over the ranks in place, if the hook averages after this step (post_localSGD); otherwise do
+        nothing.
 
-        Must be called after every optimizer step, on every rank, before anything reads the parameters; a collective when it
-        averages.
+        Must be called after every optimizer step, on every rank, before anything reads the parameters: each call counts a step.
+        A collective when it averages.
         """
         self._algorithm.average()
 
     def averaged_parameters(self) -> AbstractContextManager[None]:
-        """Context manager: in it the parameters have their mean over the ranks, for evaluation where replicas differ; at the
-        end they get this rank's values back, bit for bit. Entering it is a collective. No effect where replicas are equal."""
+        """Return a context manager for an evaluation where replicas differ. In its block the parameters have their mean over
+        the ranks. At the end this rank's own values are put back, bit for bit. Entering it is a collective. No effect where
+        replicas are equal."""
         if self.replicas == "equal":
             return nullcontext()
         return temporarily_averaged(list(self._parameters.values()), self._algorithm.group)
@@ -129,8 +131,8 @@ class ManagedHook:
 
     def capture(self, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """Return this rank's whole state: tensors by name, and a JSON part. Call it between steps, on every rank: the first
-        call may be a collective, as ``layout`` is. ``copy`` False: the tensors may be views of live ones, valid until the next
-        backward pass, which calls ``before_change`` first."""
+        call may be a collective, as ``layout`` is. Raises ``RuntimeError`` inside a backward pass. ``copy`` False: the tensors
+        may be views of live ones, valid until the next backward pass, which calls ``before_change`` first."""
         layout = self.layout()
         data: dict[str, JsonValue] = {
             "version": STATE_VERSION,
@@ -145,10 +147,12 @@ class ManagedHook:
     def restore(self, tensors: Mapping[str, torch.Tensor], data: JsonValue, *, relayout: bool = False) -> None:
         """Continue from a captured state, bit for bit. Call it before the first forward, after model and optimizer are loaded.
 
-        The DDP must have the recorded layout (``managed_ddp(recorded_layout=...)``). ``relayout`` True allows another one:
-        residuals, P and Q are copied into it by parameter name, which loses nothing but is no longer bit for bit; it is a
-        collective. Raises ``HookStateError`` naming the key that does not fit; the state is then unchanged. Raises
-        ``RuntimeError`` after an iteration of this process.
+        The DDP must have the recorded layout (``managed_ddp(recorded_layout=...)``), unless ``relayout`` is True. With
+        ``relayout`` residuals, P and Q are copied into DDP's own layout by parameter name, so later bits differ; of
+        batched_powerSGD only the residuals are kept, and a custom hook's state is refused. The call is then a collective.
+
+        Raises ``HookStateError`` naming the key that does not fit, or ``LayoutMismatch`` for another layout; the state is then
+        unchanged. Raises ``RuntimeError`` after an iteration of this process.
         """
         checked = check_data(data, self.spec)
         if self._process_iterations:
@@ -167,8 +171,8 @@ class ManagedHook:
         self._earlier_iterations = checked["iteration"]
 
     def norm_of(self, tensors: Mapping[str, torch.Tensor]) -> float | None:
-        """Return the summary's ``residual_norm`` for the tensors that ``capture`` returned, or copies of them; None for a hook
-        without residuals. May be called in any thread."""
+        """Return the summary's ``residual_norm``, computed from the tensors that ``capture`` returned or from copies of them;
+        None for a hook without residuals. May be called in any thread."""
         return self._algorithm.norm_of(tensors)
 
     def summary(self, *, rank: int, step: int, norm: bool = True) -> HookSummary:
@@ -199,8 +203,9 @@ class ManagedHook:
 
     @staticmethod
     def on_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, not names
-        """Called by DDP for every bucket; returns the future of its average. ``state``: a weak reference to the hook. Raises
-        ``LayoutMismatch`` if the bucket is not one of the layout, before a gradient is combined with another one's state."""
+        """Called by DDP for every bucket; returns the future of the bucket's average. ``state``: a weak reference to the hook.
+        Raises ``LayoutMismatch`` if the bucket is not one of the final layout; no gradient has then been combined with the
+        state of another parameter."""
         return state()._on_bucket(bucket)
 
     def _on_bucket(self, bucket: Any) -> TensorFuture:
@@ -224,7 +229,8 @@ class ManagedHook:
         return future
 
     def _counted_bucket(self, bucket: Any) -> CountedBucket:
-        """Return the bucket with its right index, by the number of buckets of this backward pass so far."""
+        """Return the bucket with its right index, which is the number of buckets that this backward pass has reduced before it.
+        Used in static graph's first iteration."""
         assert self._final_layout is not None
         index = len(self._seen_buckets)
         parameters = [self._parameters[name] for name in self._final_layout[index]]

@@ -30,8 +30,8 @@ _MAX_SHAPES = 100_000
 
 
 def main() -> NoReturn:
-    """Answer the request on standard input and end the process, without waiting for threads and exit handlers of the user's
-    code. The kernel kills the process when its parent ends."""
+    """Read a request from standard input, write the answer to the descriptor that the request names, and end the process. It
+    does not wait for threads and exit handlers of the user's code. The kernel kills the process when its parent ends."""
     ctypes.CDLL(None).prctl(
         _PR_SET_PDEATHSIG, signal.SIGKILL
     )  # the caller may be killed, and would then enforce no limit
@@ -60,8 +60,8 @@ def main() -> NoReturn:
 
 
 def _problem(key: str, code: str, check: Callable[[], object]) -> list[dict[str, str]]:
-    """Run ``check``. Returns a list with its error as a problem, or an empty list; every exception is caught, since the user's
-    code may raise any."""
+    """Run ``check``. Returns an empty list if it succeeds, else a list with the error as one problem: ``key``, ``code`` and
+    ``detail``. Every exception is caught, since the user's code may raise any."""
     try:
         check()
     except CustomHookError as error:

@@ -32,9 +32,9 @@ def plain_state(
 
     ``state``: for powerSGD and batched_powerSGD the result of ``PowerSGDState.__getstate__``, for post_localSGD the slots of
     ``PostLocalSGDState`` without its groups, for a user's own hook the state that its class had saved; None for hooks without
-    state. ``rest``: the state outside that object (the averager's step), else empty. ``parameters``: of the model by name;
-    only shapes, strides and dtypes are read. Raises ``HookStateError`` for a state that does not fit ``spec`` and these
-    parameters.
+    state. ``rest``: for post_localSGD the averager's settings and counters under the key ``averager``, else empty.
+    ``parameters``: of the model by name; only shapes, strides and dtypes are read. Raises ``HookStateError`` for a state that
+    does not fit ``spec`` and these parameters.
     """
     checked = check_data(data, spec)
     state = checked["state"]

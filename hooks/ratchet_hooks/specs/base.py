@@ -13,10 +13,11 @@ WRAPPERS: tuple[str, ...] = get_args(Wrapper)
 
 @dataclass(frozen=True, kw_only=True)
 class HookSpecBase(Model):
-    """The common base of all hook specs. Construction raises ``ValueError`` that names the invalid parameter."""
+    """The common base of all hook specs. Construction replaces a short wrapper name (``fp16``, ``bf16``) by the full one, and
+    raises ``ValueError`` that names the first invalid parameter."""
 
     unused: ClassVar[frozenset[str]] = frozenset()
-    """Parameters that the hook has but does not use: they may change at a resume."""
+    """Names of parameters that the hook has but does not use: a change of their values at a resume has no effect."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "wrapper", canonical_wrapper(getattr(self, "wrapper", None)))
@@ -28,8 +29,8 @@ class HookSpecBase(Model):
 
 
 def canonical_wrapper(value: Any) -> Any:
-    """Return ``fp16_compress_wrapper`` for ``fp16`` or ``fp16_compress``, ``bf16_compress_wrapper`` likewise; anything else is
-    returned unchanged."""
+    """Return the full name of a wrapper: ``fp16_compress_wrapper`` for ``fp16`` or ``fp16_compress``, and
+    ``bf16_compress_wrapper`` for ``bf16`` or ``bf16_compress``. Any other value is returned unchanged; it is not checked."""
     if isinstance(value, str) and value in ("fp16", "bf16", "fp16_compress", "bf16_compress"):
         return f"{value.removesuffix('_compress')}_compress_wrapper"
     return value

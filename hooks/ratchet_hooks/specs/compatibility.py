@@ -31,7 +31,8 @@ class HookChange:
 
     ``state``: ``none``: there is no recorded state; ``carried``: it is carried over, except the parts in ``restarted``
     (``continued`` names the others); ``lost``: the new hook cannot use any of it. ``averages``: True if the ranks' parameters
-    become their mean, since they may differ under the old hook, and the new hook cannot begin with such differences.
+    become their mean at the resume. They do if they may differ under the old hook and the new hook cannot begin with different
+    ones.
     """
 
     description: str
@@ -42,7 +43,11 @@ class HookChange:
 
     def refusal(self, policy: str, key: str = "policy.on_hook_mismatch") -> str | None:
         """Return why the policy ``on_hook_mismatch`` forbids the change, and what would allow it; None if it is allowed.
-        ``policy``: its value; ``key``: its name where it is set, for the message."""
+
+        ``policy``: the value of ``on_hook_mismatch``. ``reset`` allows every change. ``redistribute`` allows every change
+        except one whose state is ``lost``. ``fail`` allows only a change with the state ``none`` that averages no parameters.
+        ``key``: the name of the policy where it is set, for the message.
+        """
         if policy == "reset" or (self.state == "none" and not self.averages):
             return None
         if self.state == "lost":
@@ -61,12 +66,14 @@ class HookChange:
 
     @property
     def reason(self) -> str:
-        """Text for a state that is carried over: which parts continue, and which start again."""
+        """The text for a state that is carried over: which parts continue, and which start again. Meaningful only for the state
+        ``carried``."""
         return f"{self.continued} continue" + (f"; reset: {self.restarted}" if self.restarted else "")
 
 
 def recorded_spec(parameters: Mapping[str, Any]) -> HookSpec | None:
-    """Return the spec of the recorded values, with today's defaults for keys that are missing; None if it is no longer valid."""
+    """Return the spec of a recorded hook; keys that were not recorded get today's defaults. None if the values are no longer
+    valid. ``parameters``: the recorded values, with the hook's name."""
     try:
         return hook_spec(parameters)
     except ValueError:
@@ -74,9 +81,12 @@ def recorded_spec(parameters: Mapping[str, Any]) -> HookSpec | None:
 
 
 def hook_change(name: str, parameters: Mapping[str, Any], new: HookSpec) -> HookChange | None:
-    """Return the change from the recorded hook ``name`` to ``new``; None if name, wrapper and parameters are the same.
-    ``parameters``: those of the recorded hook, as in a manifest, with the wrapper. Parameters without effect on the bits are not
-    compared. If no spec can be made of the recorded values any more, the change has the state ``lost``."""
+    """Return the change from the recorded hook ``name`` to ``new``; None if nothing has changed that can change a bit.
+
+    ``parameters``: those of the recorded hook, as in a manifest, with the key ``wrapper``. Name, wrapper and parameters are
+    compared, except parameters without effect on the bits (``WITHOUT_EFFECT`` and ``new.unused``). If the recorded values are
+    no longer valid, the returned change has the state ``lost``.
+    """
     old = recorded_spec({**parameters, "name": name})
     if old is None:
         return HookChange(f"hook {name} was recorded with parameters that no longer exist", "lost")
@@ -93,7 +103,8 @@ def hook_change(name: str, parameters: Mapping[str, Any], new: HookSpec) -> Hook
 
 
 def _state_change(description: str, old: HookSpec, new: HookSpec) -> HookChange:
-    """Return the change with what happens to the state; ``averages`` is not determined here."""
+    """Return the change from ``old`` to ``new`` with what happens to the state. Its ``averages`` is False; the caller sets
+    it."""
     if not is_stateful(old):
         return HookChange(description, "none")
     if isinstance(old, _LOW_RANK) and isinstance(new, _LOW_RANK):
@@ -107,12 +118,14 @@ def _state_change(description: str, old: HookSpec, new: HookSpec) -> HookChange:
 
 
 def _averages_parameters(old: HookSpec, new: HookSpec) -> bool:
-    """True if the ranks' parameters must become their mean, since they may differ under ``old``, and ``new`` cannot begin with
-    parameters that differ.
+    """True if the ranks' parameters must become their mean at the change from ``old`` to ``new``.
 
-    Where they may differ under ``old``, ``new`` cannot in three cases: it keeps them equal; it is post_localSGD and ``old`` is
-    not; or both are post_localSGD, but ``new`` has other subgroups (each keeps its parameters equal) or a later start (the
-    warm-up until then does not bring replicas together).
+    Always False if ``old`` keeps the parameters equal on all ranks. Otherwise True in three cases:
+
+    - ``new`` keeps them equal on all ranks.
+    - ``new`` is post_localSGD and ``old`` is not.
+    - Both are post_localSGD, and ``new`` has other subgroups (each keeps its parameters equal) or a later start (the warm-up
+      until then does not bring replicas together).
     """
     if replicas_of(old) == "equal":
         return False
@@ -132,7 +145,8 @@ def _changes_text(before: Mapping[str, Any], after: Mapping[str, Any], changed: 
 def _low_rank_change(
     description: str, old: PowerSGDSpec | BatchedPowerSGDSpec, new: PowerSGDSpec | BatchedPowerSGDSpec
 ) -> HookChange:
-    """Return the change between two PowerSGD hooks, with the parts that continue and those that start again."""
+    """Return the change between two PowerSGD hooks, with the state ``carried``: which parts of it continue, and which start
+    again."""
     continued, restarted = ["the iteration and the generator"], []
     if keeps_residuals(old, new):
         cast = "" if old.wrapper == new.wrapper else ", in the other dtype"
@@ -152,14 +166,14 @@ def _low_rank_change(
 
 
 def keeps_residuals(old: PowerSGDSpec | BatchedPowerSGDSpec, new: PowerSGDSpec | BatchedPowerSGDSpec) -> bool:
-    """True if the residuals are carried over: both specs use error feedback. Residuals belong to parameters, regardless of how
-    a hook groups these."""
+    """True if the residuals are carried over: both specs use error feedback. It does not matter whether the hooks group
+    parameters differently, since residuals belong to parameters."""
     return old.use_error_feedback and new.use_error_feedback
 
 
 def keeps_factors(old: PowerSGDSpec | BatchedPowerSGDSpec, new: PowerSGDSpec | BatchedPowerSGDSpec) -> bool:
-    """True if P and Q are carried over. They belong to matrices: both hooks must be the same one, with the same matrices and
-    rank, and both with warm start."""
+    """True if P and Q are carried over. They belong to matrices, so this requires the same hook, the same matrices, the same
+    rank, and warm start in both specs."""
     same = old.matrix_approximation_rank == new.matrix_approximation_rank
     if isinstance(new, PowerSGDSpec):  # leaves out matrices below the rate; batched_powerSGD compresses every bucket
         same = same and old.min_compression_rate == new.min_compression_rate

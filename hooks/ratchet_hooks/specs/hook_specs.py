@@ -138,15 +138,15 @@ _ALIASES = {
 
 
 def canonical_hook_name(name: str) -> str:
-    """Return torch's name of a hook without ``_hook``: ``powerSGD`` for ``powerSGD_hook`` or ``powersgd``. An unknown name only
-    loses the suffix ``_hook``."""
+    """Return torch's name of a hook without ``_hook``: ``powerSGD`` for ``powerSGD_hook`` or ``powersgd``. Of an unknown name
+    only the suffix ``_hook`` is removed; nothing is raised."""
     short = name.removesuffix("_hook")
     return _ALIASES.get(short.lower(), short)
 
 
 def normalise_hook(value: Any) -> Any:
-    """Return a hook's values with canonical names, for ``"powerSGD"`` or ``{"name": "powerSGD_hook", ...}``. Any other value
-    is returned unchanged; nothing is checked."""
+    """Return a hook's values as a dict with canonical names of hook and wrapper. ``value``: a name such as ``"powerSGD"``, or a
+    dict such as ``{"name": "powerSGD_hook", ...}``. Any other value is returned unchanged; nothing is checked."""
     if isinstance(value, str):
         value = {"name": value}
     if isinstance(value, dict) and isinstance(value.get("name"), str):
@@ -157,8 +157,9 @@ def normalise_hook(value: Any) -> Any:
 
 
 def hook_spec(value: str | Mapping[str, Any]) -> HookSpec:
-    """Return the spec for a hook's name, or for keys and values as in a job's spec. Raises ``ValueError`` that names the
-    invalid key."""
+    """Return the spec for a hook's name, or for the keys and values that a job's spec has for it. Names may be short or
+    torch's. Raises ``ValueError`` for an unknown hook, and one that names the key for a key that is unknown, missing or
+    invalid."""
     given = normalise_hook(dict(value) if isinstance(value, Mapping) else value)
     kind = _SPECS.get(given.get("name"))
     if kind is None:

@@ -46,7 +46,7 @@ class PostLocalSGDSpec(HookSpecBase):
 
     @property
     def period(self) -> int:
-        """Number of steps between two averagings over all ranks."""
+        """Number of steps from one averaging over all ranks to the next."""
         if self.period_group_size_dict is not None:
             return max(self.period_group_size_dict)
         return self.model_averaging_period or 4

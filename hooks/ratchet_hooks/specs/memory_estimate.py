@@ -12,8 +12,8 @@ Shapes = Sequence[Sequence[int]]
 
 
 def needs_shapes(spec: HookSpec) -> bool:
-    """True if ``hook_memory`` needs the parameters' shapes for this spec: the memory that the hook holds is known and depends
-    on the model."""
+    """True if ``hook_memory`` needs the parameters' shapes for this spec. False if the hook's memory is unknown (a custom hook
+    with a state), or does not depend on the model."""
     known = not isinstance(spec, CustomSpec) or spec.state is None
     return known and (spec.wrapper is not None or isinstance(spec, (PowerSGDSpec, BatchedPowerSGDSpec)))
 
@@ -23,10 +23,9 @@ def hook_memory(spec: HookSpec, shapes: Shapes) -> int | None:
     for a custom hook with a state, whose size is unknown.
 
     PowerSGD (arXiv 1905.13727): a residual of the size of all gradients, and with warm start P and Q of every matrix that is
-    worth compressing. Batched PowerSGD: the same for one square matrix of all gradients; with several buckets it is a little
-    more. A wrapper keeps all gradients in 16 bits. Working memory is not counted: batched PowerSGD's for the product of its
-    largest bucket (without error feedback for the square of each), ``batch_tensors_with_same_shape``'s for the stacked
-    gradients.
+    worth compressing. Batched PowerSGD: the same for one square matrix of all gradients; with several buckets it takes a little
+    more. With a wrapper the state has 16 bits per element, and a 16-bit copy of all gradients is added. Memory that a hook
+    needs only during a step is not counted.
     """
     if isinstance(spec, CustomSpec) and spec.state is not None:
         return None

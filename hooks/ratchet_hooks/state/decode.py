@@ -21,10 +21,11 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isi
 
 
 def decode(tensors: Mapping[str, torch.Tensor], data: JsonValue, *, device: torch.device | None = None) -> object:
-    """Return the value that ``encode`` split into ``tensors`` and the JSON ``data``. Tensors are restored on the CPU; those
-    that were on an accelerator are restored on ``device``, unless it is None.
+    """Return the value that ``encode`` split into ``tensors`` and the JSON ``data``. Tensors are new ones on the CPU. Only
+    those that were on an accelerator are put on ``device``, if it is not None.
 
-    Raises ``HookStateError`` for malformed data, and if a tensor is missing or not mentioned in the JSON.
+    Raises ``HookStateError`` for malformed data, for a tensor that the JSON mentions and ``tensors`` lacks, and for one in
+    ``tensors`` that the JSON does not mention.
     """
     decoder = _Decoder(tensors, device)
     value = decoder.value(data, "data")
@@ -94,7 +95,7 @@ class _Decoder:
         return [self.value(item, f"{path}[{i}]") for i, item in enumerate(_check_type(data, list))]
 
     def _pairs(self, data: JsonValue, path: str) -> list[tuple[Any, object]]:
-        """Return the ``(key, value)`` pairs of a mapping. Raises ``HookStateError`` if a key occurs twice."""
+        """Return the ``(key, value)`` pairs of a mapping, in its order. Raises ``HookStateError`` if a key occurs twice."""
         pairs = []
         for i, pair in enumerate(_check_type(data, list)):
             key, item = _check_type(pair, list)
@@ -118,7 +119,8 @@ class _Decoder:
         return self.tensors[name].detach().cpu()
 
     def _tensor(self, data: Any, path: str) -> torch.Tensor:
-        """Return a tensor in memory of its own, with the recorded strides; or a view, if its memory was shared."""
+        """Return a tensor in memory of its own, with the recorded strides. If the tensor shared its memory with others, return
+        a view of the memory that is restored for all of them."""
         if "storage" in data:
             return self._view(data, path)
         tensor = self._get_tensor(data["name"], path)
@@ -131,8 +133,8 @@ class _Decoder:
         return out.copy_(tensor)
 
     def _device_for(self, data: Mapping[str, Any]) -> torch.device:
-        """Return the device to restore a tensor on: that of ``decode`` for a tensor that was on an accelerator, if one was
-        given; otherwise the CPU."""
+        """Return the device on which a tensor is restored: the ``device`` of ``decode`` if it is not None and the tensor was on
+        an accelerator; otherwise the CPU."""
         return self.device if self.device is not None and data.get("accelerator") is True else torch.device("cpu")
 
     def _view(self, data: Any, path: str) -> torch.Tensor:

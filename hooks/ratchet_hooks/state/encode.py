@@ -42,7 +42,8 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True)
 class Encoded:
-    """A value without tensors that has been encoded already. ``encode`` puts ``data``, its JSON, into the result unchanged."""
+    """A value without tensors whose JSON form exists already, in ``data``. ``encode`` puts ``data`` into its result
+    unchanged."""
 
     data: JsonValue
 
@@ -66,8 +67,8 @@ def _float_text(value: float) -> str:
 
 
 def _is_json(value: object) -> bool:
-    """True if the value represents itself in JSON. False for strings beyond ASCII, which are checked separately, and for
-    integers beyond 2**53."""
+    """True if the value is its own JSON form: None, a boolean, an integer of at most 2**53 in magnitude, or an ASCII string.
+    False for other strings, which ``_text`` checks, and for containers."""
     kind = type(value)
     if kind is int:
         return -_SAFE_INT <= value <= _SAFE_INT  # type: ignore[operator]
@@ -91,7 +92,8 @@ class _Encoder:
         return self.tensors, self.value(value, ())
 
     def _count_sharers(self, value: object, depth: int) -> None:
-        """Count the tensors in ``value`` by the memory that they use."""
+        """Count the tensors in ``value`` by the memory that they use, in ``storage_counts``. What is nested too deep is left
+        out."""
         if depth > _MAX_DEPTH:
             return  # the encoding pass reports it with its path
         if isinstance(value, torch.Tensor):

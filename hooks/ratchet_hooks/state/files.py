@@ -33,11 +33,11 @@ _KEY: Final = "ratchet_state"
 
 
 def save_state(path: str | os.PathLike[str], state: object) -> None:
-    """Write ``state`` (anything that ``encode`` accepts, such as ``ManagedHook.capture()``) to the file ``path``, atomically
-    and durably. Missing directories are created.
+    """Write ``state`` to the file ``path``, atomically and durably. ``state``: anything that ``encode`` accepts, such as the
+    result of ``ManagedHook.capture()``. Missing directories are created.
 
-    A process that is killed meanwhile leaves the previous file unchanged. Raises ``HookStateError`` that names a value which
-    cannot be stored, and ``OSError``.
+    A process that is killed meanwhile leaves the previous file unchanged. One process at a time may write a path, since the
+    temporary file is ``<path>.tmp``. Raises ``HookStateError`` that names a value which cannot be stored, and ``OSError``.
     """
     target, parts = Path(path), _parts(state)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -61,8 +61,8 @@ def load_state(path: str | os.PathLike[str]) -> Any:
 
 
 def pack_state(state: object) -> torch.Tensor:
-    """Return the bytes of the file that ``save_state`` would write, as a uint8 tensor, to be stored inside another checkpoint.
-    Raises ``HookStateError``."""
+    """Return the bytes of the file that ``save_state`` would write, as a one-dimensional uint8 tensor on the CPU, to be stored
+    inside another checkpoint. Raises ``HookStateError`` that names a value which cannot be stored."""
     return torch.frombuffer(bytearray().join(_parts(state)), dtype=torch.uint8)
 
 
@@ -74,7 +74,8 @@ def unpack_state(packed: torch.Tensor) -> Any:
 
 
 def _parts(state: object) -> Iterator[memoryview | bytes]:
-    """Return an iterator over the parts of the file's content. An error is raised by this call, not by the iterator."""
+    """Return an iterator over the parts of the file's content. ``HookStateError`` for a value that cannot be stored is raised
+    by this call, not by the iterator."""
     tensors, data = encode(state, root="state")
     stored: dict[str, Stored] = {}
     end = 0

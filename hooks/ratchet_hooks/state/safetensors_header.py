@@ -52,7 +52,8 @@ def entries_json(stored: Mapping[str, Stored]) -> bytes:
 
 
 def header_json(metadata: Mapping[str, str], members: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return a header's JSON in three pieces, to be joined; ``members``, from ``entries_json``, is the second and may be long."""
+    """Return a header's JSON as three pieces, which the caller joins. ``members``: the tensors' entries from ``entries_json``;
+    it is the second piece, uncopied, since it may be long."""
     return b'{"__metadata__":' + _dump(metadata) + (b"," if members else b""), members, b"}"
 
 
@@ -73,8 +74,8 @@ def frame_header(parts: tuple[bytes, bytes, bytes], alignment: int) -> tuple[byt
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
-    """Read and check the header of a safetensors file of ``size`` bytes, written by any program. The entries must describe
-    exactly the data that follows; the data are not read.
+    """Read and check the header of a safetensors file that is open at its beginning and has ``size`` bytes. Any program may
+    have written it. The entries must describe exactly the data that follows; the data are not read.
 
     Raises ``ValueError`` if the header is invalid or the file is not complete, and ``OSError``.
     """
@@ -97,7 +98,8 @@ def read_header(file: BinaryIO, size: int) -> Header:
 
 
 def _entry(key: str, value: Any) -> Stored:
-    """Return one checked entry of a header. Raises ``ValueError`` if it is malformed."""
+    """Return one checked entry of a header. Raises ``ValueError`` if it is malformed, or if its bytes do not fit its shape and
+    dtype."""
     try:
         begin, end = map(int, value["data_offsets"])
         stored = Stored(value["dtype"], tuple(map(int, value["shape"])), begin, end)

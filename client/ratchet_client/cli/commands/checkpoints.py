@@ -214,7 +214,7 @@ def export(
 
 
 def _find_committed(client: RatchetClient, job: str, step: int | None) -> str:
-    """Return the id of the job's newest checkpoint, or with ``step`` of the committed one of this step.
+    """Return the id of the checkpoint to export: the committed one of ``step``, or the job's newest if ``step`` is None.
 
     Raises ``NotFound`` if there is none, ``typer.BadParameter`` if several attempts saved ``step``.
     """

@@ -82,8 +82,8 @@ def _token_of(target: Target, server: str | None) -> tuple[str | None, str]:
 
 
 def mask_token(token: str) -> str:
-    """Return eight asterisks and the last four characters of ``token``, to distinguish tokens; of a short token only the
-    asterisks."""
+    """Return eight asterisks and the last four characters of ``token``, by which users distinguish tokens. For a token of fewer
+    than 16 characters return only the asterisks."""
     return "********" + (token[-_VISIBLE_CHARS:] if len(token) >= _LONG_ENOUGH else "")
 
 
@@ -123,8 +123,9 @@ def set_value(
 
 
 def _token_server(ctx: typer.Context, stored: str | None) -> str:
-    """Return the address of the server that a new token is for: the one specified by option or variable, else ``stored``, else
-    the service that runs on this machine, which is printed in a note.
+    """Return the address of the server that a new token is for. The first of these applies: the server that an option or variable
+    names; ``stored``, the one in the configuration file; the service that runs on this machine, whose address is printed in a
+    note.
 
     Raises ``typer.BadParameter`` if there is none.
     """

@@ -57,7 +57,8 @@ def files(
 
 
 def _kind(file: views.FileView) -> str:
-    """Return the kind of a file and remarks on it, for the table."""
+    """Return the table's text for a file: its kind, followed by "from the code" if it is unchanged code, and by the reason code
+    if its content is not available. Reasons that repeat the kind are left out."""
     words = [file.kind, "from the code" if file.from_code else "", file.refused or ""]
     return ", ".join(word for word in words if word and word != "symbolic-link" and word != "special-file")
 
@@ -109,7 +110,8 @@ def print_outputs(client: RatchetClient, job: views.JobView) -> None:
 
 def outputs_text(client: RatchetClient, job: views.JobView) -> str | None:
     """Return the files that a job has written, as text: the names of up to three files, or their number if there are more, and
-    the total size. Return None if it wrote none, or if the request fails. At most 1000 are counted."""
+    the total size. Only the first 1000 entries are counted; "or more" is appended if there are others. Return None if the job
+    wrote no file, or if the request fails."""
     from ratchet_contract.errors import RatchetError
 
     try:

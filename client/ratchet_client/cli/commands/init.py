@@ -146,7 +146,8 @@ def _patch(words: list[str]) -> None:
 
 
 def _command_line(words: list[str]) -> str:
-    """Return the command as one line, quoted for a shell; ``torchrun`` is added in front of a command without a launcher."""
+    """Return the command as one line, quoted for a shell, for the header of the spec. ``torchrun`` is added in front if the
+    command begins with the script or with an option; a "--" directly after the script is then left out."""
     first = Path(words[0]).name
     whole = (
         words if first.startswith(("python", "torchrun")) or "=" in words[0] or first == "env" else ["torchrun", *words]

@@ -176,7 +176,8 @@ def fork(
 
 
 def _changes(hook: str | None, sets: list[str]) -> dict[str, Any]:
-    """Return the part of a spec that ``--hook`` and ``--set`` specify. Raises ``typer.BadParameter`` for an invalid ``--set``."""
+    """Return the part of a spec that ``--hook`` and ``--set`` specify. Raises ``typer.BadParameter`` and ``SpecError`` for an
+    invalid ``--set``, as ``apply_overrides`` does."""
     changes: dict[str, Any] = {} if hook is None else {"hook": {"name": hook}}
     apply_overrides(changes, sets, {})
     return changes

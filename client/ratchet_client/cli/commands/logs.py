@@ -190,10 +190,10 @@ class ErrorsOnce:
 
 
 class EventFold:
-    """Combines events that belong together, as they arrive: consecutive checkpoints, and the events of an attempt's end. These
-    are ``result`` (from its agent), ``attempt-ended`` and, directly after it, the job's transition (``end-requeue``, for
-    example). An error's text is printed only with the first attempt that ends with it. ``follow``: the first checkpoint of a
-    series is shown when it arrives."""
+    """Combines events that belong together, as they arrive: consecutive checkpoints of one attempt, and the events of an
+    attempt's end. An attempt's end has the event ``result`` (from its agent; not shown if ``attempt-ended`` follows), the event
+    ``attempt-ended`` and, directly after it, the job's transition (``end-requeue``, for example). An error's text is printed only
+    with the first attempt that ends with it. ``follow`` True: the first checkpoint of a series is shown when it arrives."""
 
     def __init__(self, follow: bool = False) -> None:
         self.dedupe_errors = ErrorsOnce()
@@ -224,12 +224,12 @@ class EventFold:
         return shown if event.type == "checkpoint" and not self._follow else [*shown, event]
 
     def flush(self) -> list[views.EventView]:
-        """Return the events that are still held back, after the last event has arrived."""
+        """Return the events that are still held back. Called once, after the last event has arrived."""
         return [*self._fold_checkpoints(), *self._results, *([] if self._ended is None else [self._ended])]
 
     def _fold_checkpoints(self) -> list[views.EventView]:
-        """Return the held back checkpoints as at most one event. With ``follow`` a single one is left out, since it has been
-        shown."""
+        """Return the held back checkpoints: several as one event, a single one unchanged. With ``follow`` a single one is left
+        out, since it has been shown."""
         run = self._checkpoints
         if len(run) < 2:
             return [] if self._follow else list(run)

@@ -122,9 +122,10 @@ def print_warnings(warnings: Sequence[Warning_]) -> None:
 
 
 def apply_overrides(spec: dict[str, Any], sets: list[str], labels: dict[str, str]) -> None:
-    """Apply ``sets``, items ``a.b=value`` of ``--set`` whose values are YAML, and ``labels`` to ``spec``, in place. Mappings that
-    are missing are created. Raises ``typer.BadParameter`` if a part of the key is not a mapping in the spec, or an item has no
-    "=", and ``SpecError`` for a value that JSON cannot represent."""
+    """Change ``spec`` in place: set the keys of ``sets``, items ``a.b=value`` of ``--set`` whose values are YAML, and add
+    ``labels``. Mappings that are missing are created, and a hook that is given by its name becomes a mapping. Raises
+    ``typer.BadParameter`` for an item without "=", and if a part of a key is not a mapping in the spec. Raises ``SpecError`` for
+    a value that is not valid YAML or that JSON cannot represent."""
     from ratchet_client.resources.spec_file import json_value
     from ratchet_contract.spec.parse import load_spec_text
 

@@ -50,9 +50,9 @@ class View(Protocol):
 def poll(
     fetch: Callable[[], T], interval_seconds: float, on_gap: Callable[[str], None] = print_disconnect
 ) -> Iterator[T]:
-    """Yield the result of ``fetch`` every ``interval_seconds`` seconds. If the service stops responding, call ``on_gap`` once
-    with the error text and retry for ``PATIENCE`` seconds. Raises ``ServiceUnreachable`` after that; already after ``RETRY_FOR``
-    seconds if the service has never responded, and at once if none was started."""
+    """Yield the result of ``fetch`` every ``interval_seconds`` seconds, without an end. If the service stops responding, call
+    ``on_gap`` once with the error text and retry for ``PATIENCE`` seconds. Raises ``ServiceUnreachable`` after that. If the
+    service has never responded, it is raised after ``RETRY_FOR`` seconds already, and at once if no service was started."""
     from ratchet_client.http.discovery import NEVER_STARTED
     from ratchet_client.http.errors import ServiceUnreachable
     from ratchet_client.resources.poll import retry_poll
@@ -121,8 +121,8 @@ def _failed_rank(client: RatchetClient, job: JobView) -> int | None:
 
 
 def _exit_by_result(job: JobView, rank: int | None, until: Collection[JobPhase] = ()) -> None:
-    """Raise ``typer.Exit`` with code 1, after printing which commands help, unless the job is in a phase of ``until`` (default:
-    SUCCEEDED). ``rank``: the rank that failed, for these commands."""
+    """Return if the job is in a phase of ``until`` (default: SUCCEEDED). Else print the commands that help, and raise
+    ``typer.Exit`` with code 1. ``rank``: the rank that failed, for these commands; None: unknown."""
     if until and job.phase not in until:
         output.note(f"{job.id} ended as {job.phase} and will not be {', '.join(sorted(until))}")
     if job.phase not in (until or ("SUCCEEDED",)):
@@ -148,9 +148,9 @@ def _resume_hint(job: JobView) -> str:
 
 
 def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
-    """Show the job's events and progress until it has ended. Raises ``typer.Exit``: with code 1 if it did not succeed, with 130
-    after Ctrl-C, which only ends the view while the job continues. The events of earlier attempts are omitted, except with
-    ``as_json``."""
+    """Show the job's events and progress until it has ended. Return if it succeeded. Raises ``typer.Exit`` with code 1 if it
+    ended otherwise, and with 130 after Ctrl-C, which only ends the view while the job continues. The events of earlier attempts
+    are omitted, except with ``as_json``."""
     fold, after = EventFold(follow=True), None
     if not as_json:
         with open_client(ctx) as client:

@@ -44,10 +44,11 @@ _MAX_NAMES: Final = 10
 
 @dataclass
 class Proof:
-    """The result for one hook on one device. ``undisturbed``, ``killed``: the ids of the two jobs. ``struck``: a rank of the job
-    ``killed`` has been killed. ``identical``: True if the final checkpoints have the same bits and there was no problem, False if
-    they differ, else None. ``lost``: steps that were lost and done again. ``seconds``: the duration of the job ``killed``.
-    ``problems``: the reasons if the proof failed."""
+    """The result for one hook on one device, from two jobs of the same spec. ``undisturbed``, ``killed``: the ids of the two
+    jobs. ``ranks``: ranks of each job. ``struck``: True once a rank of the job ``killed`` has been killed. ``identical``: True if
+    the final checkpoints have the same bits and there was no problem, False if they differ, else None. ``tensors``: number of
+    tensors compared. ``lost``: steps that were lost and done again. ``seconds``: the duration of the job ``killed``.
+    ``problems``: why the proof failed; empty if it succeeded."""
 
     hook: str
     device: Device
@@ -149,7 +150,8 @@ def _mark_blocked(proof: Proof, reason: str) -> Proof:
 
 
 def _hook(entry: HookEntry) -> dict[str, Any]:
-    """Return the spec's ``hook`` for the hook ``entry``, with compression starting early enough that the kill comes after it."""
+    """Return the value of the spec's key ``hook`` for the hook ``entry``. Compression starts so early that the rank is killed
+    after it."""
     known = {parameter.name for parameter in fields(entry.spec)}
     return {"name": entry.name} | {key: COMPRESSION_START for key in ("start_powerSGD_iter",) if key in known}
 
@@ -176,8 +178,8 @@ def spec_of(proof: Proof, python: str | None) -> dict[str, Any]:
 def _run(
     client: RatchetClient, paths: HomePaths, proofs: list[Proof], python: str | None, report_progress: Progress
 ) -> None:
-    """Run the jobs of ``proofs``, all for one device, concurrently as far as the service has slots; block until they have ended;
-    then fill in the results of the proofs."""
+    """Run the jobs of ``proofs``, all for one device, concurrently as far as the service has slots. Block until they have ended,
+    at most ``TIMEOUT_SECONDS``; then fill in the results of the proofs."""
     for proof in proofs:
         proof.killed = client.submit(spec_of(proof, python)).id
         proof.undisturbed = client.submit(spec_of(proof, python)).id
@@ -190,8 +192,9 @@ def _run(
 def _wait_until_ended(
     client: RatchetClient, paths: HomePaths, proofs: list[Proof], report_progress: Progress
 ) -> dict[str, JobView]:
-    """Block until all jobs of ``proofs`` have ended, or for ``TIMEOUT_SECONDS``, and return the jobs by id. Meanwhile kill one
-    rank of each job ``killed`` when it is at the right step."""
+    """Block until all jobs of ``proofs`` have ended, or for ``TIMEOUT_SECONDS``. Return the jobs by id, as last polled; some have
+    not ended after the timeout. Meanwhile kill one rank of each job ``killed``, once, when this job is between two
+    checkpoints."""
     ids = [job for proof in proofs for job in (proof.undisturbed, proof.killed)]
     end, asked, shown = time.monotonic() + TIMEOUT_SECONDS, 0.0, ""
     jobs: dict[str, JobView] = {}
@@ -281,7 +284,9 @@ def _check_attempts(attempts: list[AttemptView], bad: Any) -> None:
 
 
 def _compare(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> None:
-    """Compare the final checkpoints of the two jobs bit for bit, which the service does, and fill in the result."""
+    """Have the service compare the final checkpoints of the two jobs bit for bit, and set ``tensors`` and ``identical`` of the
+    proof. A difference is appended to ``problems``. If the checkpoints are equal but there are problems, ``identical`` stays
+    None."""
     first, second = (jobs[job].last_checkpoint for job in (proof.undisturbed, proof.killed))
     found = client.compare(proof.undisturbed, proof.killed, checkpoint=first, with_checkpoint=second)
     proof.tensors = found.tensors

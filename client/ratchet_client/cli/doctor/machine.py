@@ -228,8 +228,8 @@ def open_files() -> Finding:
 
 
 def most_processes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Finding:
-    """Return the finding on the tightest limit on processes and threads: ``ulimit -u``, or that of a container or systemd unit
-    (``pids.max``). Below ``MIN_PROCESSES`` it is a warning."""
+    """Return the finding on the tightest limit on processes and threads: ``ulimit -u`` (which does not count for root), or that
+    of a container or systemd unit (``pids.max``). Below ``MIN_PROCESSES`` it is a warning, without any limit it is ok."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     bounds = [(soft, "ulimit -u")] if soft != resource.RLIM_INFINITY and os.geteuid() != 0 else []
     try:

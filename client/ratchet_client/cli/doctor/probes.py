@@ -148,8 +148,8 @@ def _only(finding: Finding) -> ProbeReport:
 
 
 def with_timeout(seconds: float, name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
-    """Return the findings of ``check``. If it raises, return a finding that it was not done; if it takes longer than ``seconds``,
-    a finding that it hangs, as on a dead network file system.
+    """Return the findings of ``check``. If it raises, return a finding ``not-checked`` with the error. If it takes longer than
+    ``seconds``, as on a dead network file system, return a finding ``failed``: it hangs.
 
     A check that hangs stays in a daemon thread, which ends with this process.
     """

@@ -10,9 +10,9 @@ from ratchet_client.cli.shared import output
 
 
 class Progress:
-    """A context manager that shows the current step on standard error. On a terminal it is a line that is replaced by the next
-    step and removed at the end. Elsewhere each step is printed as a line with ``lines``, else nothing is shown. Called with the
-    text of a step."""
+    """A context manager that shows the current step on standard error; the object is called with the text of each step. On a
+    terminal the step is a line that the next step replaces, and that is removed at the end. Elsewhere each step is printed as a
+    line if ``lines`` is True, else nothing is shown."""
 
     def __init__(self, *, lines: bool = False) -> None:
         self._lines = lines

@@ -108,8 +108,9 @@ def prove(
 
 @contextmanager
 def _service(ctx: typer.Context, spec: dict[str, Any], say: Progress) -> Iterator[RatchetClient]:
-    """Yield a client of the service that is specified or runs, so that the jobs run where the user's jobs do; else start a
-    temporary service on this machine and yield a client of it. ``say``: prints the current step."""
+    """Yield a client of the service that the options or the configuration name, or that runs: the proof's jobs then run where the
+    user's jobs do. If there is none, start a temporary service on this machine, yield a client of it, and end it on exit.
+    ``say``: prints the current step."""
     from ratchet_client.cli.doctor.throwaway import temporary_service
     from ratchet_client.http.discovery import find_target, home_directory
 

@@ -37,8 +37,8 @@ def exercises(facts: Facts, hook: Mapping[str, Any], faults: list[Fault]) -> lis
 
 
 def _hook(facts: Facts, hook: Mapping[str, Any], last: int) -> Exercise:
-    """Return whether the hook's phase after its warm-up was exercised: the phase must not begin after the last interruption.
-    ``last``: the step of that interruption, 0 if there was none."""
+    """Return whether the hook's phase after its warm-up was exercised: the runs reached it, and an interruption came after it
+    began. A hook without a warm-up is exercised from step 1. ``last``: the step of the last interruption, 0 if there was none."""
     name = str(hook["name"])
     phases = ", ".join(f"{phase} from step {step}" for phase, step in facts.phases.items() if phase != "steady")
     if set(facts.phases) == {"warm-up"}:

@@ -46,9 +46,10 @@ class FaultPlan:
 
 
 def fault_plan(facts: Facts, ranks: int) -> FaultPlan | None:
-    """Return a plan with a kill within the first epoch, one in an evaluation, one of an agent, then a preemption, in this order;
-    those that do not fit are left out. The agent is killed after the end of the epoch and the start of the hook, if there are
-    enough steps. Return None if no kill fits. ``facts``: those of an undisturbed run; ``ranks``: the job's number of ranks."""
+    """Return a plan with these interruptions, in this order: a kill within the first epoch, one in an evaluation, one of an
+    agent, and a preemption. Those that do not fit are left out, and the interval between checkpoints is the one with which most
+    of them fit. The agent is killed after the end of the epoch and the start of the hook, if there are enough steps. Return None
+    if no kill fits. ``facts``: those of an undisturbed run; ``ranks``: the job's number of ranks."""
     plans = [FaultPlan(every, _faults(facts, ranks, every)) for every in (EVERY, *range(3, 2 * EVERY))]
     best = max(plans, key=lambda plan: len(plan.faults))  # the first of equal ones
     return best if any(fault.kind.startswith("kill") for fault in best.faults) else None

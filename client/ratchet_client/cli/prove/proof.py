@@ -28,10 +28,11 @@ _CAUSES: Final[dict[str, frozenset[Cause]]] = {
 
 
 class Proof(BaseModel):
-    """The result of a proof. ``comparison``: that of the undisturbed runs if they differ, else that of the interrupted run with
+    """The result of a proof. ``what``: the job or spec, for display. ``steps``, ``total``: the last step of the runs and of the
+    whole job (None: unknown). ``comparison``: that of the undisturbed runs if they differ, else that of the interrupted run with
     an undisturbed one. ``redone``: number of steps that were lost and done again. ``metrics``: number of series that were
     compared; ``metrics_differ``: their differences. ``times``: series that differ between undisturbed runs although all tensors
-    are equal, and are not judged. ``reports``: what was not exact in resumes, and the notes of their reports. ``lost``: the
+    are equal; they are not judged. ``reports``: what was not exact in resumes, and the notes of their reports. ``lost``: the
     component that the first inexact resume has lost. ``unseen``: loop variables that no checkpoint has, and anything else that
     was not compared."""
 
@@ -241,9 +242,9 @@ def _interruptions(carried_out: list[tuple[Fault, AttemptView]], faults: list[Fa
 
 
 def _verdict(run: Run, *, equal: bool) -> Verdict:
-    """Return the verdict on ``run``. ``equal``: its final state equals the expected one. The verdict is ``differs`` if it does
-    not, or if a redone step differed. Else it is ``not-exact`` if a resume was not exact, even if the lost state had no effect on
-    the final state; else ``proved``."""
+    """Return the verdict on ``run``. It is ``differs`` if the final state is not the expected one (``equal`` False), or if a
+    redone step differed. Else it is ``not-exact`` if a resume was not exact, even if the lost state had no effect on the final
+    state. Else it is ``proved``."""
     if not equal or any(attempt.redone.first_difference is not None for attempt in run.attempts):
         return "differs"
     lost = any(_lost_state(attempt.resume_report) for attempt in run.attempts if attempt.resume_report is not None)

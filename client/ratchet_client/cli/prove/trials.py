@@ -42,10 +42,11 @@ class TrialFailed(RatchetError):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a trial has passed through, from its event ``trial-ended``; steps are numbers of completed steps. ``phases``: the
-    first step of each phase of the hook; ``epoch_ends``, ``evaluations``: the steps after which there was one;
-    ``expects_evaluation``: the job evaluates, perhaps later; ``batches``: the largest number of batches in a step, 0 if unknown;
-    ``schedulers``: how often each was stepped; ``epochs``: the data have epochs."""
+    """What a trial has passed through, from its event ``trial-ended``; steps are numbers of completed steps. ``step``, ``total``:
+    the last step of the trial and of the whole job (None: unknown). ``phases``: the first step of each phase of the hook.
+    ``epoch_ends``, ``evaluations``: the steps after which there was one. ``expects_evaluation``: True if the job evaluates,
+    perhaps later. ``batches``: the largest number of batches in a step, 0 if unknown. ``schedulers``: by name, how often each was
+    stepped. ``epochs``: True if the data have epochs."""
 
     step: int
     total: int | None
@@ -116,8 +117,8 @@ def changes(
 
 
 class Trials:
-    """The jobs of a proof. ``trials`` cancels and deletes all of them at the end of its block. ``say``: prints the current
-    step."""
+    """The jobs of a proof, to be obtained from the context manager ``trials``, which cancels and deletes them on exit.
+    ``client``: the client of their service; ``say``: prints the current step."""
 
     def __init__(self, client: RatchetClient, report_progress: Progress) -> None:
         self.client, self.say = client, report_progress

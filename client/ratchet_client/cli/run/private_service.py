@@ -74,8 +74,8 @@ class RunService:
         return True
 
     def stop(self) -> None:
-        """Stop a private service and block until it has ended; it is killed after 30 seconds. The agents of jobs that still run
-        then save and stop by themselves. Does nothing for a service that is not private."""
+        """Stop a private service and block until it has ended; it is killed after 30 seconds. Agents whose jobs still run save
+        and stop by themselves when this command has ended. Does nothing for a service that is not private."""
         if self._process is None:
             return
         self._process.terminate()
@@ -148,8 +148,9 @@ def _is_responding(paths: HomePaths) -> bool:
 
 
 def _owner(paths: HomePaths) -> str | None:
-    """Return the name of the process with whose end the service of this run directory ends (a ``ratchet run``); "" if the service
-    does not end with a process; None if no service runs there, or if its environment is unreadable."""
+    """Return the process with which the service of this run directory ends, a ``ratchet run``, in the form of ``process_name``.
+    Return "" if the service does not end with another process. Return None if no service runs there, or if its environment is
+    unreadable."""
     found = service_file(paths)
     if found is None or start_time(found.pid) is None:
         return None
@@ -159,8 +160,8 @@ def _owner(paths: HomePaths) -> str | None:
 
 
 def unfinished_elsewhere(paths: HomePaths, name: str) -> list[str]:
-    """Return the ``ratchet run`` commands of the unfinished jobs with the name ``name`` in the run directories next to ``paths``,
-    sorted."""
+    """Return the ``ratchet run`` commands, as typed, that have an unfinished job in another run directory next to ``paths`` whose
+    name begins with ``name`` and "-"; sorted."""
     found = []
     for file in paths.home.parent.glob(f"{name}-*/{COMMAND_FILE}"):
         if file.parent != paths.home:

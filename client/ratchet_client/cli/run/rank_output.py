@@ -75,8 +75,8 @@ class RankOutput:
         return sorted(found)
 
     def _poll(self, *, last: bool) -> None:
-        """Copy the new output of all attempts from the newest known one on. ``last``: no more output follows, so incomplete lines
-        are copied too."""
+        """Copy the new output of the newest attempt that was known so far, and of all later attempts. ``last``: no more output
+        follows, so incomplete lines are copied too."""
         logs = [one for one in self._logs() if one[0] >= self._first]
         newest = max((attempt for attempt, _, _ in logs), default=0)
         for attempt, rank, path in logs:
@@ -113,7 +113,7 @@ class RankOutput:
 
     def _read(self, path: Path, size: int) -> bytes:
         """Return at most ``size`` new bytes of the log, from the offset copied so far; b"" if there are none or no file. The part
-        that was omitted from a long log (a hole in the file) is skipped."""
+        that was omitted from a long log (a hole in the file) is skipped: the log's offset is moved behind it."""
         try:
             with path.open("rb") as file:
                 at = os.lseek(file.fileno(), self._offsets.setdefault(path, 0), os.SEEK_DATA)

@@ -40,8 +40,8 @@ def _matching(choices: Choices, incomplete: str) -> Choices:
 
 
 def jobs(ctx: typer.Context, incomplete: str) -> Choices:
-    """Return the completions for a job, from the newest 100 jobs: first the names that commands accept, each of which only one
-    job, or only one unfinished job, has; then the ids of all these jobs."""
+    """Return the completions for a job, from the newest 100 jobs: first the names that commands accept, then the ids of all these
+    jobs. Commands accept a name that only one job has, or only one job that has not ended."""
     found = _items(ctx, "/v1/jobs", limit=_MOST)
     ids = [(job["id"], f"{job['name']}, {job['phase']}") for job in found]
     names = dict.fromkeys(job["name"] for job in found)

@@ -52,9 +52,9 @@ class SnapshotReader:
         self._committed: dict[str, datetime | None] = {}
 
     def read(self, job: JobView) -> Snapshot:
-        """Return a snapshot of ``job``. The hook and losses are requested now, the checkpoint time once per checkpoint; they are
-        empty, without a request, if the job has had no attempt. Raises the client's errors; ``NotFound`` for a job that was
-        deleted meanwhile."""
+        """Return a snapshot of ``job``. The hook and the losses are requested at each call; the time of the newest checkpoint
+        only if that checkpoint is new. Without an attempt nothing is requested, and all three are empty. Raises the client's
+        errors; ``NotFound`` for a job that was deleted meanwhile."""
         if not job.attempt:
             return Snapshot(job, None, (), None)
         return Snapshot(job, self._client.hook(job.id), self._losses(job.id), self._committed_at(job))

@@ -216,8 +216,8 @@ def reason_text(job: JobView) -> str:
 
 
 def absence_message(job: JobView, what: str, running: str = " yet") -> str:
-    """Return the message ``what``, which says that a job lacks something that a Session reports or saves, with the reason
-    appended. ``running``: the text to append if it may still arrive, since the job has a Session and has not ended."""
+    """Return ``what``, a text like "no checkpoint" about something that only a Session reports or saves, with the reason why the
+    job lacks it: its script has no Session, or it has ended. Else the thing may still arrive, and ``running`` is appended."""
     if any(warning.code == "unmanaged-script" for warning in job.warnings):
         return f"{what}: {job.spec['script'][0]} has no Session of Ratchet (docs/adoption.md)"
     return f"{what}: the job has ended" if job.phase.terminal else f"{what}{running}"

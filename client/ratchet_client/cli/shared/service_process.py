@@ -70,7 +70,7 @@ def wait_ready(process: subprocess.Popen[bytes], paths: HomePaths) -> None:
     process is not killed then."""
 
     def ready() -> bool:
-        """Return True if ``service.json`` is that of this process. Raises ``CannotStart`` if the process has ended."""
+        """Return True if ``service.json`` names the started process. Raises ``CannotStart`` if that process has ended."""
         if process.poll() is not None:
             log = paths.service_log.read_text(errors="replace").strip().splitlines()
             raise CannotStart(

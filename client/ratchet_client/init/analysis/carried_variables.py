@@ -25,8 +25,9 @@ _Names = dict[str, ast.Name]
 
 def save_carried(patching: Patching, loop: Loop | StepLoop, session: str, prepared: Collection[str] = ()) -> None:
     """Record edits that keep the loop's carried variables in an object of the Session, ``kept``: it is created before the loop,
-    read at the beginning of each iteration and updated at its end. Variables for which this is not enough get a remark instead.
-    ``session``: the name of the Session. ``prepared``: names of objects that the Session already has."""
+    read at the beginning of each iteration and updated at its end. After the loop, variables that are read there get their values
+    from it. Variables for which this is not enough get a remark instead. ``session``: the name of the Session. ``prepared``:
+    names of objects that the Session already has."""
     source, node = patching.source, loop.node
     carrying = _Carrying(patching, loop, prepared)
     names = [name for name in carrying.needed if carrying.obstacle(name) is None]
@@ -128,10 +129,12 @@ class _Carrying:
         return found
 
     def obstacle(self, name: str) -> str | None:
-        """Return None if the variable ``name`` is preserved by one line at the beginning of each iteration and one at its end.
-        Else return, as text with the placeholder ``{session}``, what to do by hand. The two lines are enough if each iteration
-        runs to its end, and if the code before the last batch may run again with the value from the beginning of the iteration,
-        as it does after a resume within an epoch."""
+        """Return None if two lines preserve the variable ``name``: one at the beginning of each iteration and one at its end.
+        Else return, as text with the placeholder ``{session}``, what to do by hand.
+
+        Two lines are enough under two conditions. Each iteration runs to its end. And after a resume within an epoch, the code
+        before the last batch may run again with the variable's value from the beginning of the iteration.
+        """
         source, node = self._source, self.loop.node
         kept, left = f"kept = {{session}}.keep({name}=...) before the loop", exits(node.body)
         if isinstance(self.loop, StepLoop) and self.loop.removed_break in left:
@@ -179,9 +182,10 @@ class _Carrying:
         )
 
     def _can_be_local(self, name: str) -> bool:
-        """Return True if the global variable ``name`` can become a local variable of the loop's function that starts with the
-        module's constant: no other function uses it, and it has a ``global`` statement of its own. This is needed because a
-        change of a module's variable is never restored."""
+        """Return True if the global variable ``name`` can become a local variable of the loop's function, with the module's
+        constant as its first value. This needs that nothing outside this function uses the variable except the module's
+        assignment of the constant, and that it has a ``global`` statement of its own. It must become local because a change of a
+        module's variable is never restored."""
         uses = [n for n in _names(self._source.tree) if n.id == name and self._source.scope(n) is not self._scope]
         alone = [one.names for one in self.declarations if name in one.names] == [[name]]
         return alone and len(uses) == 1 and _first_value(self._source, name) is not None
@@ -219,9 +223,9 @@ class _Carrying:
                     yield n
 
     def _is_within_steps(self, around: ast.stmt, change: ast.Name) -> bool:
-        """Return True if ``change`` is no obstacle to saving the variable, although it is in ``around``, a statement of the
-        loop's body that trains: a loop over batches changes the value in place, or a simple statement assigns it outside the
-        arguments of the call that trains."""
+        """Return True if saving the variable works although ``around`` changes it at ``change``. ``around`` is a statement of the
+        loop's body that trains. It works if ``around`` is a loop over batches that changes the value in place. It also works for
+        a simple statement, unless ``change`` is in the call that trains."""
         if isinstance(around, _SIMPLE):
             return not any(change in _names(call) for call in _calls(around) if self._loops.trained_by(call))
         return isinstance(around, ast.For) and isinstance(change.ctx, ast.Load)
@@ -246,8 +250,9 @@ def _first_value(source: Source, name: str) -> str | None:
 
 
 def is_read_after(source: Source, loop: ast.For | ast.While, name: str) -> bool:
-    """Return True if ``name`` is read after the loop in the loop's function. Reads in nested functions count wherever they are,
-    and for a loop outside functions the reads in any function, unless that function has its own variable ``name``."""
+    """Return True if the value that ``name`` has after the loop may be read: after the loop in the loop's function, in functions
+    nested in it (wherever they are), or, for a loop at module level, in any function. Functions that have their own variable
+    ``name`` do not count."""
     scope, end = source.scope(loop), loop.end_lineno or loop.lineno
     for n in _names(source.tree):
         if n.id == name and isinstance(n.ctx, ast.Load):

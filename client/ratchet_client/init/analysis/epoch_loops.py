@@ -136,9 +136,9 @@ class Loops:
                             yield replace(one, loader=arguments.get(name, one.loader))
 
     def _loader(self, over: ast.expr, one: Pass) -> ast.expr | None:
-        """Return the expression inside the ``enumerate`` and ``tqdm`` calls and aliases of ``over``, and append these calls and
-        aliases to ``one``. Return None if ``over`` is another call, or a conditional expression whose two values do not lead to
-        the same name."""
+        """Return what ``over``, the iterated expression of the loop ``one``, iterates over in the end: without ``enumerate`` and
+        ``tqdm`` calls around it, and with aliases replaced by their values. These calls and aliases are appended to ``one``.
+        Return None if ``over`` is another call, or a conditional expression whose two values do not lead to the same name."""
         if isinstance(over, ast.IfExp):
             return _common_name([self._loader(value, one) for value in (over.body, over.orelse)])
         if isinstance(over, ast.Call):

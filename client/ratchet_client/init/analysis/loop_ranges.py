@@ -78,9 +78,9 @@ def called_as(call: ast.Call) -> str:
 
 
 def begins_at_0(source: Source, value: ast.expr, loop: ast.stmt) -> bool:
-    """Return True if ``value`` is 0 in a new run: a variable whose first assignment in the loop's function is an unconditional 0
-    before ``loop``, or an attribute of a command line option with the default 0. Later assignments before ``loop`` count as the
-    script's own resume code."""
+    """Return True if ``value`` is 0 in a new run. Two forms are recognised: a variable whose first assignment in the loop's
+    function is an unconditional 0 before ``loop``, and an attribute with the name of a command line option whose default is 0.
+    Later assignments before ``loop`` count as the script's own resume code."""
     if isinstance(value, ast.Name):
         given = assignments(source, value.id, loop)
         return (

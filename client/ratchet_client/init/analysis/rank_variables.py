@@ -24,10 +24,10 @@ class RankVariables:
     # --- devices -------------------------------------------------------------------------------------------------------
 
     def device(self, statement: ast.stmt) -> str | None:
-        """Return the name of the variable to which ``statement`` assigns the device of the rank, if it does nothing else:
-        ``device = torch.device("cuda", local_rank)``, also as a choice between that and the CPU, on one line or by ``if`` and
-        ``else``. Return None for any other statement, also if it assigns only string constants like ``"cuda"``, which means the
-        current device."""
+        """Return the name of the variable if ``statement`` does nothing but assign the rank's device to it. An example is
+        ``device = torch.device("cuda", local_rank)``; a choice between that and the CPU, on one line or by ``if`` and ``else``,
+        is one, too. Return None for any other statement. Also return None if only string constants like ``"cuda"`` are assigned,
+        which mean the current device."""
         values: list[ast.expr] = []
         name = self._chosen([statement], values)
         made = [value for value in values if not isinstance(value, ast.Constant)]

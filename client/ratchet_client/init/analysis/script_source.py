@@ -11,8 +11,8 @@ from ratchet_client.init.analysis.source_edits import Source
 
 @dataclass(frozen=True)
 class Remark:
-    """A change that is left to the user, at a line of the script. ``needed``: without it the patched script would not run, or
-    would not resume exactly; otherwise the remark is only information."""
+    """A remark for the user at a line of the script. ``needed`` True: a change that the user must make by hand, without which the
+    patched script would not run or would not resume exactly. ``needed`` False: only information."""
 
     line: int
     text: str

@@ -142,9 +142,10 @@ class Source:
         self._edits.append((self._start(first), self._start(first), text.encode() + b"," + gap))
 
     def remove(self, statement: ast.stmt, *, comment: bool = False) -> None:
-        """Record the removal of ``statement`` with its lines. If it shares a line with other code or its block would be empty, it
-        is replaced by ``pass`` instead. If its block would be empty and belongs to an ``if`` without ``else`` and without side
-        effects, the whole ``if`` is removed. ``comment``: also remove the comments and empty lines above."""
+        """Record the removal of ``statement`` with its lines. If it shares a line with other code, it is replaced by ``pass``
+        instead. If it is the only statement left in its block, it is replaced by ``pass``, too, unless the block belongs to an
+        ``if`` without ``else`` and without side effects: then the whole ``if`` is removed. ``comment``: also remove the comments
+        and empty lines directly above."""
         first, last = statement.lineno - 1, (statement.end_lineno or statement.lineno) - 1
         start, end = self._start(statement), self._end(statement)
         before = self.data[self._starts[first] : start]

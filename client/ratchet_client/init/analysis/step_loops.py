@@ -118,9 +118,9 @@ def _runs_once(source: Source, scope: ast.AST) -> bool:
 
 
 def _counted(source: Source, loop: ast.While) -> Counted | None:
-    """Return the count of ``while n < total`` or ``while n <= last``, or of ``while True`` whose last statement is
-    ``if n >= total: break``. Return None unless ``n`` starts at 0, grows by 1 in each iteration (no ``continue``), and the number
-    of steps is constant."""
+    """Return the count of ``while n < total`` or ``while n <= last``, or of ``while True`` whose last statement is ``if n >=
+    total: break`` or ``if n > last: break``. Return None unless ``n`` starts at 0, grows by 1 in each iteration (no
+    ``continue``), and the number of steps is constant."""
     leaves: ast.If | None = None
     number: type[ast.cmpop]
     last_number: type[ast.cmpop]
@@ -152,8 +152,8 @@ def _counted(source: Source, loop: ast.While) -> Counted | None:
 
 
 def _is_constant(source: Source, end: ast.expr, loop: ast.While) -> bool:
-    """Return True if ``end``, the number of steps, has the same value in each iteration: it consists of constants, and of
-    variables and attributes that neither the loop nor a function that it calls changes."""
+    """Return True if ``end``, the number of steps, has the same value in each iteration. It must consist of constants, variables,
+    attributes and operators, and neither the loop nor a function that it calls may change these variables and attributes."""
     if not all(
         isinstance(n, ast.Name | ast.Attribute | ast.Constant | ast.BinOp | ast.operator | ast.expr_context)
         for n in ast.walk(end)

@@ -14,8 +14,9 @@ _RESUMES: Final = ("load_state", "skip_first_batches")
 
 
 def patch(patching: Patching) -> bool:
-    """Return True if the script creates an Accelerator. Record the edits: the class of ``ratchet.accelerate``, and its ``epochs``
-    in the training loop. Add remarks on what cannot be changed, including the script's own resume code."""
+    """Patch a script with Accelerate, and return True; return False, without an edit, if the script creates no Accelerator. The
+    recorded edits use the class of ``ratchet.accelerate``, and its ``epochs`` in the training loop. Remarks are added on what
+    cannot be changed, including the script's own resume code."""
     made = patching.calls(ACCELERATORS)
     if not made:
         return False

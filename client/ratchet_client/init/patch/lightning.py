@@ -20,9 +20,10 @@ _STRATEGIES: Final = frozenset(
 
 
 def patch(patching: Patching) -> bool:
-    """Return True if the script uses Lightning's Trainer or ``LightningCLI``. Record the edits that set ``SessionStrategy()`` as
-    the strategy of the Trainer, and add remarks on what cannot be changed: ``pytorch_lightning``, several Trainers of which not
-    exactly one is trained, ``ckpt_path`` of ``fit``, ``LightningCLI``."""
+    """Patch a script with Lightning's Trainer or ``LightningCLI``, and return True; return False, without an edit, if it uses
+    neither. The recorded edits set ``SessionStrategy()`` as the strategy of the Trainer; for ``LightningCLI`` they only add
+    ``import ratchet.lightning``. Remarks are added on what cannot be changed: ``pytorch_lightning``, several Trainers of which
+    not exactly one is trained, ``ckpt_path`` of ``fit``, ``LightningCLI``."""
     old = patching.calls(OLD_LIGHTNING_TRAINERS)
     for call in old:
         patching.add_remark(call, "pytorch_lightning is the package from before lightning, whose Trainer takes no "
@@ -72,8 +73,9 @@ def _trains(patching: Patching, call: ast.Call) -> bool:
 
 
 def _strategy(patching: Patching, call: ast.Call) -> bool:
-    """Set ``strategy=SessionStrategy()`` in ``call``, which creates a Trainer. Return False, after a remark and without an edit,
-    if its strategy is unknown or is not DDP. A remark is also added if DDP settings are lost."""
+    """Record the edit that sets ``strategy=SessionStrategy()`` in ``call``, which creates a Trainer, and return True. Return
+    False, after a remark and without an edit, if the Trainer's strategy is unknown or is not DDP. A remark is also added if
+    settings of DDP are lost."""
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     value = given.get("strategy")
     if value is None and None in given:

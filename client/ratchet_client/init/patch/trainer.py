@@ -13,8 +13,9 @@ OFFERED: Final = ("Seq2SeqTrainer", "Trainer")
 
 
 def patch(patching: Patching) -> bool:
-    """Return True if the script uses a Trainer of Hugging Face. Record the edits that replace ``Trainer`` and ``Seq2SeqTrainer``
-    by the classes of ``ratchet.transformers``; add a remark for each other Trainer, which is not changed."""
+    """Patch a script with a Trainer of Hugging Face, and return True; return False, without an edit, if it uses none. The
+    recorded edits replace ``Trainer`` and ``Seq2SeqTrainer`` by the classes of ``ratchet.transformers``. A remark is added for
+    each other Trainer, which is not changed."""
     uses = [
         node
         for node in ast.walk(patching.source.tree)

@@ -40,8 +40,9 @@ class _Unknown(Exception):
 
 
 def patch(patching: Patching) -> bool:
-    """Return True if the script calls DistributedDataParallel, and record the edits that patch it in ``patching.source``. If that
-    is impossible, record no edit and add remarks that outline the change. A patched script can have needed remarks, too."""
+    """Patch a script with DistributedDataParallel, and return True; return False, without an edit, if it does not call DDP. The
+    edits are recorded in ``patching.source``. If the script cannot be patched, no edit is recorded, and remarks outline the
+    change. A patched script can have needed remarks, too."""
     models = patching.calls(DDP)
     if models:
         change = _Change(patching, models)
@@ -210,8 +211,8 @@ class _Change:
         return any(isinstance(n, ast.Call) and ast.unparse(n.func) == name for n in ast.walk(self._source.tree))
 
     def _are_branches(self) -> bool:
-        """Return True if all calls of DDP are statements ``model = DDP(model)`` with the same name, in one function, and each two
-        of them are in different branches of an ``if``, so that only one of them runs."""
+        """Return True if only one of several calls of DDP can run. All must be statements ``model = DDP(model)`` with the same
+        name, in one function, and each two of them in different branches of an ``if``."""
         made = [self._source.statement(call) for call in self._models]
         names = {self._rebound_name(statement) for statement in made}
         branches = [self._branches(statement) for statement in made]
@@ -260,10 +261,11 @@ class _Change:
     # --- the session ---------------------------------------------------------------------------------------------------
 
     def _insert_session(self, start: ast.Call, where: Scope, end: ast.stmt) -> None:
-        """Insert ``session = Session()`` outside any condition, in a place where the session is visible to ``end`` in the scope
-        ``where``, and remove ``start``, the call of ``init_process_group``. If ``start`` is in another function, the session is
-        passed to ``where`` as an argument, unless ``where`` itself calls that function. Raises ``_Unknown`` if there is no such
-        place, or if ``start`` is not a statement of its own."""
+        """Record the edits that insert ``session = Session()`` and remove ``start``, the call of ``init_process_group``.
+        ``where``: the function (or module) that creates the DDP model; ``end``: a statement in it that needs the session. The
+        session is created outside any condition and before ``end``. If ``start`` is in another function that ``where`` calls, it
+        is created in ``where``, at that call. Else it is created in the function with ``start``, and passed to ``where`` as an
+        argument. Raises ``_Unknown`` if there is no such place, or if ``start`` is not a statement of its own."""
         statement, scope = self._source.statement(start), self._source.scope(start)
         if not isinstance(statement, ast.Expr):
             self._add_remark(start, "not a statement of its own: session = Session() takes its place")
@@ -306,8 +308,9 @@ class _Change:
 
     def _ranks(self) -> None:
         """Replace the choice of a device and the reads of ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` by attributes of the
-        session; add an optional remark at each read that is not replaced. This must be the last edit, because it
-        skips what other edits have changed."""
+        session; add an optional remark at each read that is not replaced. Remove the calls of ``torch.cuda.set_device``, and
+        assignments of the rank that are no longer used. This must be the last edit, because it skips what other edits have
+        changed."""
         for statement in self._devices:
             name = self._variables.device(statement)
             device = f"{self._session}.device"
@@ -361,9 +364,11 @@ class _Change:
     # --- model and devices ---------------------------------------------------------------------------------------------
 
     def _unwrap(self, name: str, made: ast.stmt, end: ast.stmt, prepared: ast.stmt) -> str | None:
-        """Remove DDP from the statement ``made``. Return the name of the module that the later ``session.prepare``, after the
-        statement ``prepared``, takes. Return None if the code in between uses the model for more than its parameters; then
-        ``session.prepare`` of the model is inserted here already. Also remove ``register_comm_hook``, with a remark."""
+        """Record the edits that remove DDP from ``made``, the statement that creates the model ``name``, and return the name of
+        the module that ``session.prepare`` takes. ``prepared``: the statement after which ``session.prepare`` is inserted later;
+        ``end``: the loop, or the call that leads to it. Return None if the code up to ``prepared`` uses the model for more than
+        its parameters. ``session.prepare`` of the model is then inserted at ``made``, and the later one takes only the other
+        objects. Calls of ``register_comm_hook`` are removed, too, with a remark."""
         before, after = list[ast.AST](), list[ast.AST]()
         for node in self._between(made, end):
             (before if getattr(node, "lineno", 0) <= (prepared.end_lineno or 0) else after).append(node)

@@ -50,9 +50,13 @@ class BatchedPowerSGD(LowRank):
         return tensors, {**data, "buckets": None if layout is None else [list[JsonValue](bucket) for bucket in layout]}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
-        """Restore the result of ``capture`` into torch's state object. In other buckets than the recorded ones the squares
-        differ: only the parameters' residuals are used, those of the padding are zero, and the next step begins with a new random
-        Q; this is logged as a warning. Raises ``HookStateError``."""
+        """Restore the result of ``capture`` into torch's state object. Raises ``HookStateError`` naming the entry that does not
+        fit.
+
+        If the buckets are not the recorded ones, their squares differ, and a warning is logged. Then only the parameters'
+        residuals are restored. Those of the padding become zero, P and Q are dropped, and the next step begins with a new
+        random Q.
+        """
         if isinstance(state, dict) and layout is not None and state.get("buckets") != layout:
             _log.warning(
                 "the buckets differ from the recorded ones: P and Q of the batched_powerSGD state are initialised again"
@@ -123,7 +127,8 @@ class BatchedPowerSGD(LowRank):
             state.p_memory_dict[index], state.q_memory_dict[index] = square.p, square.q
 
     def _square(self, index: int, buffer: torch.Tensor) -> _Square:
-        """Return the bucket's square, in the memory of its residual, P and Q if these exist, otherwise in new memory."""
+        """Return the square of bucket ``index``. It uses the memory of the bucket's residual, P and Q in the state if these
+        exist, otherwise new memory."""
         state, square = self.state, self._squares.get(index)
         flat, p, q = (d.get(index) for d in (state.error_dict, state.p_memory_dict, state.q_memory_dict))
         if square is None or not square.is_reusable(buffer, flat, p, q):
@@ -138,8 +143,8 @@ class BatchedPowerSGD(LowRank):
         return square
 
     def _scratch(self, like: torch.Tensor) -> torch.Tensor:
-        """Return flat memory of the size of ``like`` for a product. All buckets of a dtype share the memory of the largest
-        one, since they are computed one after the other."""
+        """Return uninitialised flat memory of the size and dtype of ``like`` for a product. All buckets of a dtype share the
+        memory of the largest one, since they are computed one after the other."""
         space = self._scratch_by_dtype.get(like.dtype)
         if space is None or space.numel() < like.numel():
             space = self._scratch_by_dtype[like.dtype] = torch.empty_like(like)
@@ -168,8 +173,8 @@ class _Square:
     def is_reusable(
         self, buffer: torch.Tensor, flat: torch.Tensor | None, p: torch.Tensor | None, q: torch.Tensor | None
     ) -> bool:
-        """True if this square has the size and dtype of the bucket and uses exactly these tensors; None: such a tensor does
-        not exist yet."""
+        """True if this square has the size and dtype of the bucket ``buffer`` and uses exactly the tensors ``flat``, ``p`` and
+        ``q``. None for one of these: the state has no such tensor yet, so any fits."""
         same = all(want is None or want is have for want, have in ((flat, self.flat), (p, self.p), (q, self.q)))
         return same and self.length == buffer.numel() and self.flat.dtype is buffer.dtype
 

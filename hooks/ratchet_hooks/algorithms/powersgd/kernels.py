@@ -55,8 +55,8 @@ class TransposedProduct:
             self._columns.compute(self._transposed, self._p, self._q)
 
     def _choose(self) -> _Columns | None:
-        """Return the memory for a product column by column if that is worth trying here and gives the same bits; otherwise None:
-        use the matrix product."""
+        """Return the memory for a product column by column if that may be faster here and a trial gave the same bits. None: use
+        the matrix product."""
         transposed, rank = self._transposed, self._p.shape[-1]
         one = transposed.dim() == 2 or len(transposed) == 1
         full = transposed.device.type == "cpu" and transposed.dtype in (torch.float32, torch.float64)

@@ -52,7 +52,7 @@ class _Begun:
     pending_work: Any = None
 
     def advance(self) -> None:
-        """Wait for the pending all-reduce, and run the next stage."""
+        """Wait for the pending all-reduce, if there is one, and run the next stage, up to the all-reduce that it starts."""
         if self.pending_work is not None:
             self.pending_work.wait()
         self.pending_work = next(self.stages, None)
@@ -98,8 +98,8 @@ class LowRank(Algorithm):
         return begun.average, sent * buffer.element_size()
 
     def _advance_previous(self, *, last: bool) -> None:
-        """Run the next stage (Q) of the second newest bucket. After the last bucket also that of the newest one, and then
-        complete all buckets."""
+        """Run the next stage (Q) of the second newest bucket. ``last`` True, for a backward pass's last bucket: also run that
+        stage of the newest one, and then complete all buckets."""
         for begun in self._in_flight[-2:] if last else self._in_flight[-2:-1]:
             begun.advance()
         if last:
@@ -120,14 +120,14 @@ class LowRank(Algorithm):
         self._in_flight = []
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
-        """Return this rank's state. Tensors: residuals, P and Q by parameter name, and those among the other values of
-        ``__getstate__()``. The JSON part contains these other values. ``layout`` and ``copy``: as in the base class. Raises
-        ``HookStateError`` if only some buckets have state."""
+        """Return this rank's state: tensors and a JSON part. The tensors are the residuals, P and Q by parameter name, and the
+        tensors among the other values of ``__getstate__()``. The JSON part contains the rest of these other values. ``layout``
+        and ``copy``: as in the base class. Raises ``HookStateError`` if only some buckets have state."""
         return state_by_name.capture(self.state, layout, self, copy=copy)
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
         """Restore the result of ``capture`` into torch's state object, through ``__setstate__``. Raises ``HookStateError``
-        naming the entry that does not fit."""
+        naming the entry that does not fit; nothing is changed then."""
         if not isinstance(state, dict):
             raise HookStateError("state", "missing from the recorded state")
         state_by_name.restore(self.state, tensors, state, layout, self)
@@ -193,8 +193,8 @@ class LowRank(Algorithm):
 
     def _draw_random(self, qs: Sequence[Basis]) -> None:
         """Fill every Q with random numbers, equal on all ranks: the numbers that torch draws, but from a separate generator.
-        (torch seeds the default generators for it and restores only the CPU's, so that dropout on CUDA gets the same numbers
-        on every rank.)"""
+        (torch seeds the process's default generators and restores only the CPU's, so that dropout on CUDA would get the same
+        numbers on every rank.)"""
         generator = torch.Generator().manual_seed(self.state.rng.randint(1_000_000_000))
         for q in qs:
             q.matrices.copy_(torch.randn(q.matrices.shape, dtype=q.matrices.dtype, generator=generator))
@@ -208,7 +208,8 @@ class PowerSGD(LowRank):
         self._plans: dict[int, Plan] = {}
 
     def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
-        """Prepare a bucket's views and add the residual; returns the number of elements to send, and the stages."""
+        """Add a bucket's gradients to its residual and prepare the bucket's views. Returns the number of elements that this
+        rank will send, and the stages of the compression, which have not begun."""
         index = bucket.index()
         total = self._add_residual(index, buffer)
         plan = self._plan(bucket, buffer, total, names)
@@ -239,8 +240,8 @@ class PowerSGD(LowRank):
             plan.total.sub_(plan.buffer)  # the intended update minus the applied one: the new residual
 
     def _add_residual(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a bucket's gradients and residual. It is in the residual's memory; without error feedback it is
-        ``buffer`` itself."""
+        """Add a bucket's gradients to its residual in place, and return the sum, which is the residual's memory. Without a
+        residual yet, it is made as a copy of the gradients. Without error feedback return ``buffer`` itself."""
         if not self.state.use_error_feedback:
             return buffer
         residual = self.state.error_dict.get(index)

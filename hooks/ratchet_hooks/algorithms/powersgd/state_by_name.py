@@ -59,7 +59,7 @@ class LowRankPlace:
 
 def low_rank_places(state: PowerSGDState, shapes: Mapping[str, torch.Size]) -> list[LowRankPlace]:
     """Return the places of a bucket's compressed parameters, in the order of ``powerSGD_hook``: grouped by shape. ``shapes``:
-    of the bucket's parameters by name, in order; those that are not worth compressing are left out."""
+    those of the bucket's parameters by name, in order. Parameters that are not worth compressing have no place."""
     by_shape: dict[tuple[int, int], list[str]] = {}
     for name, shape in shapes.items():
         n = shape[0]
@@ -219,7 +219,7 @@ def _check_slots(state: PowerSGDState, slots: object, ignored: Set[str]) -> None
 
 
 class _Taken:
-    """Copies recorded tensors to their places, checking shape and dtype; ``finish`` checks that all of them were used."""
+    """Copies recorded tensors to their places, checking shape and dtype. ``finish`` checks that all of them were copied."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = {name: t for name, t in tensors.items() if not name.startswith("state/")}
@@ -251,8 +251,8 @@ def residual_norm(state: PowerSGDState) -> float | None:
 
 
 def captured_norm(state: PowerSGDState, tensors: Mapping[str, torch.Tensor]) -> float | None:
-    """Return the same norm as ``residual_norm``, from the tensors that ``capture`` returned. The sums are added in another
-    order: the last digit may differ."""
+    """Return the norm of the residuals among ``tensors``, the tensors that ``capture`` returned; None without error feedback.
+    It equals ``residual_norm`` except for the last digit, since the sums are added in another order."""
     if not state.use_error_feedback:
         return None
     parts = (_sum_of_squares(t.reshape(-1)) for name, t in tensors.items() if name.startswith("residual"))

@@ -52,8 +52,8 @@ class Plan:
         self, state: PowerSGDState, shapes: Mapping[str, torch.Size], buffer: torch.Tensor, total: torch.Tensor,
         factors: tuple[torch.Tensor, torch.Tensor] | None, trial_results: Tried,
     ) -> None:  # fmt: skip
-        """``shapes``: of the bucket's parameters, by name, in order. ``buffer``: the bucket. ``factors``: P and Q of the
-        previous step; None: new ones are allocated."""
+        """``shapes``: those of the bucket's parameters by name, in order. ``buffer``: the bucket. ``total``: the sum of
+        gradients and residual. ``factors``: P and Q of the previous step; None: new ones are allocated."""
         self._trial_results = trial_results
         self.names, self.buffer, self.total = list(shapes), buffer, total
         numels = [shape.numel() for shape in shapes.values()]
@@ -112,8 +112,8 @@ class Plan:
 
 
 def _groups(places: Sequence[LowRankPlace], *, batched: bool) -> list[list[LowRankPlace]]:
-    """Split the places into groups that are compressed together: with ``batched`` consecutive places of equal shape, otherwise
-    each place alone."""
+    """Split the places into groups that are compressed together. ``batched`` True: a group is a run of places of equal shape;
+    False: each place is a group of its own."""
     if not batched:
         return [[place] for place in places]
     return [list(group) for _, group in groupby(places, key=lambda place: (place.p_shape, place.q_shape))]
