@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(home: Path, options: argparse.Namespace) -> int:
-    """Run ``serve`` or ``reconcile`` with the parsed options, until it ends. Return 0. Raises ``StartError``."""
+    """Run ``serve`` or ``reconcile`` with the parsed options, and return 0 after its clean end. Raises ``StartError``."""
     from ratchet_service.commands.serve import ServeOptions, reconcile, serve
     from ratchet_service.isolation import run_as
     from ratchet_service.scheduling.scheduler import Preemption
@@ -243,8 +243,8 @@ def _add_access_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _split_env(variable: str, separator: str | None) -> list[str] | None:
-    """Return the non-empty parts of an environment variable; None if the variable is not set or empty. ``separator`` None: blanks
-    separate the parts."""
+    """Return the non-empty parts of an environment variable; None if the variable is not set or empty. ``separator``: the text
+    between the parts; None: blanks."""
     text = os.environ.get(variable)
     return [part for part in text.split(separator) if part] if text else None
 
@@ -256,8 +256,8 @@ def _path_from_env(variable: str) -> Path | None:
 
 
 def _log_format(text: str) -> str:
-    """Return ``text`` if it is a log format. Raises ``argparse.ArgumentTypeError`` otherwise. This is a ``type`` function since
-    argparse does not check the default, which comes from an environment variable, against ``choices``."""
+    """Return ``text`` if it is a log format, else raise ``argparse.ArgumentTypeError``. It is a ``type`` of argparse and not
+    ``choices``: argparse would not check the default, which comes from an environment variable, against ``choices``."""
     if text not in service_logging.FORMATS:
         raise argparse.ArgumentTypeError(
             f"must be {' or '.join(service_logging.FORMATS)}, not {text!r} (--log-format, {env_vars.LOG_FORMAT})"

@@ -59,12 +59,12 @@ def create_app(
     instruments: Instruments | None = None,
 ) -> FastAPI:
     """Return the app: the REST API over one database and one run directory. At its startup, before the first request, the app
-    creates the directory of jobs, and migrates the database that it opened itself.
+    creates the directory of jobs. It also migrates the database if it opened the database itself.
 
-    ``database``: an open database to share, which the caller migrates and disposes of; None: the app opens the one in the
-    settings and disposes of it. ``health``: the health of the process that serves the app; None: a new ``Health``.
-    ``instruments``: metrics that the process's reconciler shares, for which the caller has started ``count_commits``; None: the
-    app makes its own.
+    ``ports``: what submission needs of the reconciler, the launchers and this machine. ``database``: an open database to share,
+    which the caller migrates and disposes of; None: the app opens the one in the settings, and disposes of it. ``health``: the
+    health of the process that serves the app; None: a new ``Health``. ``instruments``: metrics that the process's reconciler
+    shares, for which the caller has started ``count_commits``; None: the app makes its own.
     """
     own = Database(settings.url) if database is None else None
     shared = database or own

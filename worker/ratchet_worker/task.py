@@ -47,7 +47,9 @@ What Ratchet does with it, in this order, at every step ``n`` (counted from 1):
 3. The step boundary: the only place where state is captured. A checkpoint if one is due, then an evaluation if one is due.
 
 The model is built on every rank and rank 0's weights are broadcast, so all ranks begin equal. Generators of torch, CUDA, numpy
-and ``random`` are seeded per rank before ``build``. State that is not in ``Parts`` cannot be restored.
+and ``random`` are seeded per rank before ``build``. Everything with state belongs into ``Parts``. Of other state, a resume
+restores only attributes of the task and of its parts. Variables of modules and closures are not restored; the resume report
+names them.
 """
 
 from __future__ import annotations
@@ -153,7 +155,8 @@ class Parts:
     digest: str | None = None
 
     def steps(self) -> int:
-        """The number of optimizer steps of the whole job. Raises ``ValueError`` when the parts do not determine it."""
+        """The number of optimizer steps of the whole job. Raises ``ValueError`` if the parts do not determine it, if
+        ``accumulate`` is below 1, or if there is no step to do."""
         if (self.total_steps is None) == (self.epochs is None):
             raise ValueError("Parts needs exactly one of total_steps and epochs")
         if self.accumulate < 1:

@@ -1,5 +1,5 @@
-"""Applies messages about checkpoints to the database. A job may save at every step, so one report can hold many such messages:
-their rows are read with one statement, and the changes are written in one flush together with the report's other changes."""
+"""Applies messages about checkpoints to the database. A job may save at every step, so one report can hold many such messages.
+Their rows are read with one statement, and the changes are written in one flush together with the report's other changes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def _saved_iteration(job: JobPaths, message: CheckpointCommitted) -> int | None:
 class Checkpoints:
     """Applies one attempt's messages about checkpoints to the rows, within the caller's transaction.
 
-    ``has_commits`` is True once a commit has been applied. ``add_event`` adds an event with a type, a message and data.
+    ``iterations``: hook iteration of checkpoints, by step and attempt. ``add_event``: adds an event with a type, a message and
+    data. ``has_commits``: True once a commit has been applied.
     """
 
     def __init__(
@@ -112,8 +113,9 @@ class Checkpoints:
             self._rows.setdefault(key, None)
 
     def apply_committed(self, message: CheckpointCommitted) -> None:
-        """Store the commit of a checkpoint: its row, the committed steps of attempt and job, and an event. A commit that belongs
-        to another attempt, or that has another digest than the row, is ignored, with an event."""
+        """Store the commit of a checkpoint: its row, the committed steps of attempt and job, and an event. The job's columns
+        change only if the attempt is its newest. A commit that belongs to another attempt, or that has another digest than the
+        existing row, is ignored; an event reports this."""
         name = checkpoint_dir_name(message.step, message.attempt)
         if message.attempt != self._attempt.number:
             self._add_event(
@@ -150,9 +152,9 @@ class Checkpoints:
         self._add_event("checkpoint", f"checkpoint {name} {text}", data)
 
     def apply_uploaded(self, message: CheckpointUploaded) -> None:
-        """Store that the checkpoint's copy in the object store is complete; nothing if the checkpoint has no row yet. With
-        another digest than in the row, only an event is added. A checkpoint whose row says deleted or quarantined becomes
-        committed: it is on disk again, fetched from the object store because the disk had lost or damaged it."""
+        """Store that the checkpoint's copy in the object store is complete. Does nothing if the checkpoint has no row yet; if the
+        digest differs from the row's, only adds an event. A checkpoint whose row says deleted or quarantined becomes committed:
+        it is on disk again, fetched from the object store because the disk had lost or damaged it."""
         name = checkpoint_dir_name(message.step, message.attempt)
         row = self._row(message.step, message.attempt)
         if row is None:
@@ -171,14 +173,15 @@ class Checkpoints:
             self._add_event("checkpoint-uploaded", f"checkpoint {name} is copied to {row.uri}", data)
 
     def apply_quarantined(self, message: Quarantined) -> None:
-        """Store that the checkpoint is damaged and was moved to the quarantine, and add an event."""
+        """Store in the checkpoint's row, if there is one, that the checkpoint is damaged and was moved to the quarantine. Add an
+        event in any case."""
         self._set_state(message.step, message.attempt, "quarantined")
         name = checkpoint_dir_name(message.step, message.attempt)
         text = f"checkpoint {name} is damaged and was moved to the quarantine: {sanitize_text(message.error)}"
         self._add_event("checkpoint-quarantined", text, {"checkpoint": name})
 
     def apply_deleted(self, message: CheckpointDeleted) -> None:
-        """Store that the checkpoint's files were deleted."""
+        """Store in the checkpoint's row, if there is one, that its files were deleted."""
         self._set_state(message.step, message.attempt, "deleted")
 
     def _set_state(self, step: int, attempt: int, state: str) -> None:

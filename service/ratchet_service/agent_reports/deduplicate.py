@@ -19,7 +19,7 @@ _MAX_AGENTS: Final = 10_000
 
 class AcknowledgedReports:
     """The sequence numbers that this process has acknowledged to agents, in memory, for the ``_MAX_AGENTS`` agents that reported
-    last. Stored numbers only grow, so a report that goes beyond them has news, and need not be compared with the rows before the
+    last. Stored numbers only grow. So a report with higher numbers has news, and need not be compared with the rows before the
     transaction that stores it. Thread-safe."""
 
     def __init__(self) -> None:
@@ -27,8 +27,8 @@ class AcknowledgedReports:
         self._lock = threading.Lock()
 
     def is_behind(self, report: AgentReport) -> bool:
-        """True if the report has messages beyond what was acknowledged to its agent. False if it has none, or if nothing is
-        remembered of this agent."""
+        """True if the report has messages with higher numbers than this process has acknowledged to its agent. False if it has
+        none, or if nothing is remembered of this agent."""
         acked = self._acked.get((report.job_id, report.attempt, report.node))
         return acked is not None and _has_unacked_messages(report, acked)
 
@@ -50,7 +50,7 @@ def has_news(report: AgentReport, attempt: AttemptRow, node: NodeRow) -> bool:
 
 
 def has_only_figures(report: AgentReport) -> bool:
-    """True if the report holds no messages other than ``FIGURES``."""
+    """True if all messages of the report are ``FIGURES`` (metrics, progress, hook summaries), or if it has no messages."""
     return all(isinstance(message, FIGURES) for batch in report.batches for message in batch.messages)
 
 

@@ -148,8 +148,9 @@ def lock_rows(session: Session, job_id: str, attempt: int, node: int) -> Rows | 
 
 @contextmanager
 def write_changes(session: Session, rows: Rows) -> Iterator[None]:
-    """When the block ends without an error, write each of ``rows`` that it has changed: all those columns that figures (metrics,
-    progress, hook summaries) can change, and no others. The caller has locked the job's row."""
+    """During the block, the caller changes the objects in ``rows``. If the block ends without an error, each object that was
+    changed is written to its row. Only the columns that figures (metrics, progress, hook summaries) can change are written;
+    changes of others are lost. The caller has locked the job's row."""
     job, attempt, node = replace(rows.job), replace(rows.attempt), None if rows.node is None else replace(rows.node)
     yield
     connection = session.connection()

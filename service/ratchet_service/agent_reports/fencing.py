@@ -41,8 +41,9 @@ def raise_if_stale(job: Job | JobRow, attempt: Attempt | AttemptRow) -> None:
 
 @contextmanager
 def count_stale_requests(database: Database, job_id: str, attempt: int, request_name: str) -> Iterator[None]:
-    """If the block raises ``Stale``, count the request on the attempt's row, add an event for the 1st, 10th, 100th ..., and raise
-    it again. No transaction may be open around the block. ``request_name``: what the event's message calls the request."""
+    """If the block raises ``Stale``, count the request on the attempt's row, and raise ``Stale`` again. The 1st, 10th, 100th ...
+    such request also adds an event. A failure to count is only logged. No transaction may be open around the block.
+    ``request_name``: the request's name in the event's message."""
     try:
         yield
     except Stale:

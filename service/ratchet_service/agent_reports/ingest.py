@@ -56,8 +56,8 @@ DEFERRED_ATTEMPT_COLUMNS: Final = (defer(Attempt.launch), defer(Attempt.resume_r
 
 
 def check_protocol(report: Any) -> None:
-    """Raise ``Refused`` (``protocol-mismatch``) if ``report``, a decoded body that is not validated yet, has another protocol
-    version. The agent that gets this answer continues training; the reconciler stops its attempt with a signal (``decide``)."""
+    """Raise ``Refused`` (``protocol-mismatch``) if a report has another protocol version. ``report``: the decoded body, not
+    validated yet. An agent that gets this answer continues to train; the reconciler stops its attempt by a signal."""
     protocol = report.get("protocol") if isinstance(report, dict) else None
     if isinstance(protocol, int) and protocol != PROTOCOL_VERSION:
         raise Refused(
@@ -75,14 +75,14 @@ def ingest(
     bounds: Bounds = DEFAULT_BOUNDS,
     acknowledged: AcknowledgedReports | None = None,
 ) -> ReportAck:
-    """Store what is new in a report. Return which messages are stored, and which state is desired. A report without news is only
-    read, so that no write transaction is needed. ``acknowledged``: what this process has acknowledged in earlier answers; the new
-    answer is added. If the report goes beyond ``acknowledged``, it has news, and the check before the write transaction is
-    skipped where possible.
+    """Store what is new in a report. Return the acknowledged sequence numbers and the job's desired state. A report without news
+    is only read, so that no write transaction is needed. ``acknowledged``: what this process has acknowledged in earlier answers;
+    the new answer is added to it. A report that goes beyond it has news, so the check before the write transaction is skipped
+    where possible.
 
-    Raises ``Refused`` (``token-missing``, ``token-wrong``, ``invalid-report``), ``NotFound``, and ``Stale`` (409
-    ``stale-attempt``) for an attempt that is not the newest one or has ended; a stale report is counted, and recorded as an
-    event.
+    Raises ``Refused`` (``token-missing``, ``token-wrong``, ``invalid-report``) and ``NotFound``. Raises ``Stale`` (409
+    ``stale-attempt``) for an attempt that is not the newest one or has ended; such a report is counted, and recorded as an event.
+    A result in the report is stored, but does not end the attempt: the reconciler does.
     """
     with count_stale_requests(database, report.job_id, report.attempt, "a report"):
         ack = _ingest(database, report, token, homes, bounds, acknowledged)
@@ -149,8 +149,8 @@ def ingest_batches(
     """Store every message that is not stored yet, and return how many were stored. The caller has locked the job's row. Raises
     ``Refused`` (``invalid-report``) for a rank that the job does not have.
 
-    Messages after a gap in the sequence numbers are ignored: the agent sends them again. The job itself changes only while the
-    attempt is its newest one.
+    Messages after a gap in the sequence numbers are ignored: the agent sends them again. The job's row is changed only if the
+    attempt is the job's newest one. ``shape``: None: it is read from the job's spec.
     """
     acked = dict(node.acked)
     shape = shape or fast_rows.read_shape(session, job.id)
@@ -280,8 +280,8 @@ def _ack(
 
 
 def _peer_end(attempt: Attempt | AttemptRow, node: int) -> tuple[Cause, str] | None:
-    """Return cause and description of the end of another node that failed, or that was stopped before it started any rank: the
-    ranks of this node would only wait for those of that node. None: there is none."""
+    """Return cause and description of the end of another node that failed, or that ended without having started any rank: the
+    ranks of this node would wait for that node's in vain. None if there is none."""
     for other, result in sorted(attempt.results.items()):
         cause = Cause(result["cause"])
         failed = cause.outcome in (Outcome.FAILED, Outcome.LOST)
@@ -291,7 +291,7 @@ def _peer_end(attempt: Attempt | AttemptRow, node: int) -> tuple[Cause, str] | N
 
 
 def _group(session: Session, attempt: Attempt | AttemptRow) -> Group:
-    """Return which nodes have reported their address, and the address of node 0 (None: not yet). Agents start their ranks once
+    """Return which nodes have reported their address, and the address of node 0 (None: it has not). Agents start their ranks once
     all nodes have reported."""
     query = sa.select(AttemptNode.node, AttemptNode.address).where(
         AttemptNode.job_id == attempt.job_id, AttemptNode.attempt == attempt.number, AttemptNode.address.is_not(None)

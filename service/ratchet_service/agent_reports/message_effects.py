@@ -95,8 +95,8 @@ class Effects:
         self._checkpoints.prefetch(messages)
 
     def apply(self, rank: int, message: RankMessage) -> None:
-        """Apply one message. ``rank``: the rank of the batch, so that a message cannot report for another rank. A message with a
-        number that cannot be stored is dropped, with an event."""
+        """Apply one message. ``rank``: the rank of the batch; the message's own claims about its rank are not used. A message
+        with a number that cannot be stored is dropped, and an event reports it. Raises nothing for a message's content."""
         if not all(number is None or 0 <= number <= MAX_NUMBER for number in _numbers(message)):
             self._add_note("message-dropped", f"rank {rank}: a {message.kind} message with an impossible number", {})
             return
@@ -134,7 +134,7 @@ class Effects:
 
     def finish(self, ranks_to_count: Collection[int] = ()) -> None:
         """Write what was collected, and flush. Called once, after the last message. ``ranks_to_count``: ranks whose stored hook
-        summaries are counted now, and thinned if there are too many."""
+        summaries are counted now; if there are too many, they are thinned."""
         if self._is_newest:
             self._job.updated_at = self._now  # before the first flush, so that the row is written once
         self._session.flush()
@@ -149,8 +149,8 @@ class Effects:
         self._session.flush()
 
     def _add_note(self, kind: str, message: str, data: dict[str, Any]) -> None:
-        """Add an event that a rank can cause any number of times: a note, or a dropped message. Beyond ``Bounds.notes`` per
-        attempt, such events are only counted, which one last event says: so no rank can flood the history."""
+        """Add an event that a rank can cause any number of times: a note, or a dropped message. At most ``Bounds.notes`` such
+        events are added per attempt; one more says that further ones are only counted. So no rank can flood the history."""
         self._attempt.notes_reported += 1
         most = self._bounds.notes
         if self._attempt.notes_reported <= most:
@@ -175,8 +175,9 @@ class Effects:
         self._add_event("rank-started", f"rank {rank} started on {data['host']} ({data['device']})", data)
 
     def _apply_training(self, message: Training) -> None:
-        """Store the base of the attempt (the checkpoint that it started from), and that it has begun to train. If it is the
-        newest attempt of an active job, set the job's steps to that of the base and its phase to running."""
+        """Store the attempt's base (the checkpoint that it started from), and that the attempt has begun to train. If it is the
+        newest attempt of an active job, also set the job's step and committed step to those of the base, and its phase to
+        running."""
         attempt, job, base = self._attempt, self._job, message.base
         attempt.base_step, attempt.base_attempt = base.step, base.attempt
         attempt.base_digest = None if base.digest is None else sanitize_text(base.digest)[:64]
@@ -233,7 +234,8 @@ class Effects:
             self._series.add(name, message.step, row)
 
     def _apply_progress(self, message: Progress) -> None:
-        """Store the last step; if the attempt is the newest, also the job's step, speed and other progress."""
+        """Store the attempt's last step. If the attempt is the job's newest, also store the job's step, total steps, data epoch
+        and speed, as far as the message has them."""
         self._attempt.last_step = max(self._attempt.last_step, message.step)
         if not self._is_newest:
             return
@@ -247,7 +249,7 @@ class Effects:
             self._job.steps_per_second = rate
 
     def _apply_redone_steps(self, rank: int, message: RedoneSteps) -> None:
-        """Store what the rank reports about replayed steps, and add an event for the attempt's first difference."""
+        """Store what the rank reports about redone steps. The attempt's first difference adds an event."""
         difference = add_redone(self._attempt, rank, message)
         if difference is not None:
             self._add_event(REPLAY_DIFFERENCE, difference.sentence(), difference.model_dump(mode="json"))
@@ -264,7 +266,7 @@ class Effects:
 
 
 def _numbers(message: RankMessage) -> Iterator[int | None]:
-    """Yield the message's numbers that are stored in 64-bit columns; None for those that it does not have."""
+    """Yield the message's numbers that are stored in 64-bit columns. None stands for a number that the message leaves out."""
     for name in _NUMBER_FIELDS[type(message)]:
         yield getattr(message, name)
     if isinstance(message, HookState):

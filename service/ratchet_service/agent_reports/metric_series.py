@@ -2,9 +2,9 @@
 and quick to read.
 
 A series keeps the points at steps of a grid (``step % stride == phase``) and the newest point. When there are more than
-``Bounds.points``, the stride doubles. Since the grid depends on steps alone, a step that a later attempt redoes replaces exactly
-the point that it supersedes; and since the stride depends on the number of points, it does not matter in which portions the
-points of a regular series arrive. Values are never averaged.
+``Bounds.points``, the stride doubles. The grid depends on steps alone: a step that a later attempt redoes replaces exactly the
+point that it supersedes. The stride depends on the number of points: it does not matter in which portions the points of a regular
+series arrive. Values are never averaged.
 
 A point that a redone step replaces with another value is kept separately (``SupersededMetric``), up to a limit; the attempt's row
 lists the names of such series.
@@ -41,9 +41,9 @@ _metrics, _series = cast("sa.Table", Metric.__table__), cast("sa.Table", MetricS
 @dataclass(slots=True)
 class SeriesRow:
     """A row of ``MetricSeries``: one metric of one job, and which of its points are stored. ``stride``, ``phase``: the grid, that
-    is all steps with ``step % stride == phase``. ``points``: number of stored points on the grid. ``top``: the highest step on
-    the grid; ``newest``: the highest step that the newest attempt reported; -1: none. ``attempt``: the newest attempt that
-    reported a point."""
+    is all steps with ``step % stride == phase``. ``points``: number of stored points on the grid. ``top``: the highest step of a
+    stored point on the grid. ``newest``: the highest step that attempt ``attempt`` reported. Both are -1 without such a point.
+    ``attempt``: the newest attempt that reported a point."""
 
     job_id: str
     name: str
@@ -86,7 +86,8 @@ class Series:
 
     def store(self) -> list[str]:
         """Write the collected points, thin series that have become too long, and forget the points. Points of new series beyond
-        the job's limit of series are not stored: return the names of these series, each repeated for every point left out."""
+        the job's limit of series are not stored: return the names of these series, each repeated once for every point left
+        out."""
         if not self._rows:
             return []
         connection, names = self._session.connection(), list(self._rows)
@@ -148,9 +149,9 @@ class Series:
     def _choose_points(
         self, series: SeriesRow, rows: dict[int, Row], removed: list[Row], superseded: list[Row]
     ) -> list[Row]:
-        """Return those of the collected ``rows`` (by step) that are to be stored, and update the counts in ``series``. Appends to
-        ``removed`` the key of the previously newest point if it need not be kept any longer, and to ``superseded`` the stored
-        points of earlier attempts whose value differs from the one that replaces it."""
+        """Return those of the collected ``rows`` (by step) that are to be stored, and update the counts in ``series``. If the
+        previously newest point need not be kept any longer, its key is appended to ``removed``. Stored points of earlier attempts
+        that are replaced by another value are appended to ``superseded``."""
         before, stored_before = series.newest, self._stored_points(series, rows)
         if self._attempt > series.attempt:
             series.newest, series.attempt = max(rows), self._attempt
@@ -204,10 +205,10 @@ class Series:
             self._session.execute(statement, execution_options={"synchronize_session": False})
 
     def _thin(self, series: SeriesRow) -> None:
-        """Delete points of a series until it has at most ``Bounds.points`` on its grid. First, points that a later attempt
-        abandoned (that attempt's base is before them) are deleted; then the stride is doubled as often as needed, and points off
-        the new grid are deleted. Points of the ``keep_best`` series that may still be needed (``_unprotected_filter``) stay.
-        Updates the counts in ``series``."""
+        """Delete points of a series until it has at most ``Bounds.points`` on its grid, and update the counts in ``series``.
+        First, points that a later attempt abandoned, by starting from an earlier step, are deleted. Then the stride is doubled as
+        often as needed, and points off the new grid are deleted. Points of the ``keep_best`` series that may still be needed
+        (``_unprotected_filter``) stay."""
         later = sa.exists().where(
             Attempt.job_id == Metric.job_id, Attempt.number > Metric.attempt, Attempt.base_step < Metric.step
         )
@@ -286,14 +287,14 @@ class Samples:
 
 
 def is_count_due(before: int, after: int) -> bool:
-    """True if a rank's stored summaries must be counted, when its number of messages has grown from ``before`` to ``after``: once
-    in ``_COUNT_INTERVAL`` messages."""
+    """True if a rank's stored summaries must be counted, which is so once in ``_COUNT_INTERVAL`` messages. ``before``, ``after``:
+    number of the rank's messages before and after this report."""
     return before // _COUNT_INTERVAL != after // _COUNT_INTERVAL
 
 
 def thin_samples(session: Session, job_id: str, rank: int, limit: int) -> None:
-    """If a rank has more than ``limit`` stored summaries, delete every second one, counted back from the newest, which stays: the
-    history still covers the whole time."""
+    """If a rank has more than ``limit`` stored hook summaries, delete every second one. The newest stays, and the rest still
+    covers the whole time."""
     mine = (HookSample.job_id == job_id) & (HookSample.rank == rank)
     if (session.scalar(sa.select(sa.func.count()).select_from(HookSample).where(mine)) or 0) <= limit:
         return
@@ -305,8 +306,8 @@ def thin_samples(session: Session, job_id: str, rank: int, limit: int) -> None:
 
 
 def upsert(session: Session, table: Any, keys: tuple[str, ...], values: Iterable[Row]) -> None:
-    """Insert rows, or update those whose columns ``keys`` exist. A stored row of a later attempt is not overwritten. All
-    ``values`` have the same columns, ``attempt`` among them; without values nothing is done."""
+    """Insert ``values`` as rows of ``table``; a row whose columns ``keys`` exist already is updated, unless it is of a later
+    attempt. All ``values`` have the same columns, ``attempt`` among them; without values nothing is done."""
     rows = list(values)
     if rows:
         statement = _upsert(session.get_bind().dialect.name, table, keys, tuple(rows[0]))

@@ -44,7 +44,8 @@ class Pacing:
 
     def record_report(self, agent: Agent, cpu_seconds: float) -> float:
         """Record that ``agent``'s report took ``cpu_seconds`` of CPU time. Return the seconds that this agent must wait before
-        its next report that holds only figures (metrics, progress, hook summaries); 0.0: no delay is needed."""
+        its next report that holds only figures (metrics, progress, hook summaries), at most ``MAX_CONTROL_DELAY_SECONDS``. 0.0:
+        no delay is needed."""
         now = self._clock()
         with self._lock:
             self._cost += (cpu_seconds - self._cost) * (_MEAN_WEIGHT if self._cost else 1.0)

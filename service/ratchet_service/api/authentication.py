@@ -42,8 +42,8 @@ class Gate:
         """By attempt: the hash of its token and its number of nodes."""
 
     async def authenticate_caller(self, request: Request) -> Principal:
-        """Return the caller of ``request``, and count the request for the rate limit of the caller's owner. Without a token, the
-        caller is ``LOCAL`` if the service requires no token. Raises ``Refused`` (``token-missing``, ``token-unknown``,
+        """Return the caller of ``request``, and count the request for the rate limit of the caller's owner. A request without a
+        token is from ``LOCAL`` if the service requires no token. Raises ``Refused`` (``token-missing``, ``token-unknown``,
         ``token-expired``, ``token-revoked``, ``too-many-requests``)."""
         token = bearer_token(request.headers.get("authorization"))
         if token is None and not self._token_required:
@@ -54,8 +54,9 @@ class Gate:
         return found
 
     async def _authenticate_token(self, request: Request, token: str | None) -> Principal:
-        """Return the caller with ``token``. Raises ``Refused`` (``token-missing`` for None, other token errors). Each refusal is
-        counted for the client's address; beyond the limit of refusals, ``Refused`` (``too-many-requests``) is raised instead."""
+        """Return the caller with ``token``. Raises ``Refused``: ``token-missing`` for None, or the error of the token. Each such
+        refusal is counted for the client's address; beyond the limit of refusals, ``Refused`` (``too-many-requests``) is raised
+        instead."""
         try:
             if token is None:
                 raise Refused(
@@ -70,11 +71,11 @@ class Gate:
             raise
 
     async def authenticate_agent(self, request: Request) -> None:
-        """Authenticate an agent by the token of its attempt, and count the request for the attempt's rate limit. It runs before
-        the body is read; the token is checked again later, in the transaction that handles the request.
+        """Authenticate an agent by the token of the attempt in the path, and count the request for the attempt's rate limit. It
+        runs before the body is read. The token is checked again later, in the transaction that handles the request.
 
-        The rate limit of all agents of an attempt together is the sum of its nodes' limits (``limit_node``). It does not depend
-        on the address: many agents may share one address, behind an ingress or a proxy. Raises ``Refused`` (``token-missing``,
+        The attempt's limit is shared by all its agents: it is the sum of its nodes' limits (``limit_node``). It does not depend
+        on the address, since many agents may share one, behind an ingress or a proxy. Raises ``Refused`` (``token-missing``,
         ``token-wrong``, ``too-many-requests``) and ``NotFound`` (``attempt-not-found``).
         """
         token = bearer_token(request.headers.get("authorization"))
@@ -95,10 +96,11 @@ class Gate:
         self._report_buckets.take(f"{job_id}/{attempt[1]}", time.monotonic(), nodes)
 
     def limit_node(self, job_id: str, number: int, node: int) -> None:
-        """Count a report for the rate limit of one node, after the report is read. The node's limit is its share of the attempt's
-        limit. Raises ``Refused`` (``too-many-requests``). A report refused here still counts for the attempt, since it has been
-        read: a node that ignores ``Retry-After`` reduces the share of the other nodes. A node number that does not exist is not
-        counted; ``ingest`` refuses it. With one node, nothing is done: the attempt's limit is the node's."""
+        """Count a report for the rate limit of one node, after the report is read. Raises ``Refused`` (``too-many-requests``).
+        The node's limit is its share of the attempt's limit. A report that is refused here has been counted for the attempt
+        already: a node that ignores ``Retry-After`` reduces the share of the other nodes. A node number that does not exist is
+        not counted; ``ingest`` refuses it. For an attempt with one node nothing is done, since the attempt's limit is the
+        node's."""
         _, nodes = self._attempts.get((job_id, number), ("", 1))
         if nodes > 1 and 0 <= node < nodes:
             self._report_buckets.take(f"{job_id}/{number}/{node}", time.monotonic())
@@ -110,8 +112,8 @@ class Gate:
             return read_authorised_rows(session, *attempt, token).shape.nodes
 
     async def require_ownership(self, caller: Principal, job_id: str) -> None:
-        """Raise ``Refused`` (``not-allowed``) if the job belongs to another owner and the caller is no admin. A job that does not
-        exist passes: the route itself reports it."""
+        """Raise ``Refused`` (``not-allowed``) if the job belongs to another owner and the caller is no admin. Does nothing for a
+        job that does not exist: the route itself reports that."""
         if caller.role is Role.ADMIN or not is_job_id(job_id):
             return
         owner = await run_in_threadpool(self._read_owner, job_id)
@@ -145,23 +147,24 @@ def _client_host(request: Request) -> str:
 
 
 class Guard:
-    """The base of the dependencies by which a route declares who may call it. ``security`` is the OpenAPI form of the
-    declaration."""
+    """Base class of the dependencies by which a route declares who may call it. ``security``: the declaration in OpenAPI's
+    form."""
 
     security: list[dict[str, list[str]]]
 
 
 class Needs(Guard):
-    """Admits callers whose token has ``scope`` (None: any authenticated caller), and stores the caller in
-    ``request.state.caller``. With ``own_job``, it admits only the owner of the job in the path, or an admin. Raises ``Refused``
-    (``not-allowed``), and as ``Gate.authenticate_caller`` does."""
+    """Admits callers with ``scope`` (None: any authenticated caller), and stores the caller in ``request.state.caller``. With
+    ``own_job``, only the owner of the job in the path, or an admin, is admitted. Raises ``Refused`` (``not-allowed``), and as
+    ``Gate.authenticate_caller`` does."""
 
     def __init__(self, scope: Scope | None, *, own_job: bool) -> None:
         self.scope, self.own_job = scope, own_job
         self.security = [{"token": [] if scope is None else [scope.value]}]
 
     async def __call__(self, request: Request) -> None:
-        """Authenticate the caller of ``request`` and store it in ``request.state.caller``. FastAPI calls it before the route."""
+        """Authenticate the caller of ``request``, check scope and ownership, and store the caller in ``request.state.caller``.
+        FastAPI calls it before the route. Raises as the class says."""
         gate: Gate = request.app.state.service.gate
         caller = await gate.authenticate_caller(request)
         if self.scope is not None and self.scope not in caller.scopes:

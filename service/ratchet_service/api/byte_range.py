@@ -11,9 +11,9 @@ _SINGLE_RANGE: Final = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))
 
 
 def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
-    """Return the range that the ``Range`` header requests, as the positions of its first byte and after its last byte. ``size``:
-    bytes of the whole file. None (the whole file) if there is no header, or one that is invalid or requests several ranges.
-    Raises ``Refused`` (``range-not-satisfiable``) if the file has none of the bytes."""
+    """Return the range that the ``Range`` header requests as two positions: that of its first byte, and that after its last byte.
+    ``size``: bytes of the whole file. None: there is no header, or it is invalid or requests several ranges; the whole file is
+    then to be sent. Raises ``Refused`` (``range-not-satisfiable``) if the file has none of the requested bytes."""
     match = _SINGLE_RANGE.fullmatch((header or "").replace(" ", ""))
     if match is None:
         return None

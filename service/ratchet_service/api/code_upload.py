@@ -21,7 +21,8 @@ _BLOCK: Final = 1 << 20
 
 
 class Uploads:
-    """Receives archives of code from clients. Any number is received at the same time; they are unpacked one at a time."""
+    """Receives archives of code from clients. Any number of bodies is received concurrently; the archives are unpacked one at a
+    time."""
 
     def __init__(self, homes: HomePaths, limits: Limits | None = None) -> None:
         self._root = homes.code
@@ -29,13 +30,14 @@ class Uploads:
         self._lock = asyncio.Lock()
 
     def renew(self, digest: str) -> None:
-        """Keep existing code for another ten minutes, even if no job names it. Raises ``NotFound`` (``code-not-found``)."""
+        """Keep existing code for another ten minutes, even if no job names it. Raises ``NotFound`` (``code-not-found``) if there
+        is no code with this digest."""
         if not snapshot.keep_alive(digest, self._root):
             raise NotFound(f"there is no code with the digest {digest}", code="code-not-found")
 
     async def receive(self, request: Request, digest: str) -> bool:
-        """Store the request's body, an archive, as the tree with ``digest``. Return False if that tree existed already. Nothing
-        is stored if the upload fails.
+        """Store the request's body, an archive, as the tree of code with ``digest``. Return True if the tree was stored, False if
+        it existed already. If the upload fails, nothing is stored.
 
         Raises ``Refused`` (``unsupported-media-type``, ``body-too-large``, ``body-too-slow``, ``code-archive-invalid``,
         ``disk-full``).
@@ -78,5 +80,5 @@ class Uploads:
 
 
 def _invalid_archive(why: str) -> Refused:
-    """Return the error for an archive that is rejected; it is not raised."""
+    """Return the error (``code-archive-invalid``) for an archive that is rejected. ``why``: the reason, for the message."""
     return Refused(f"the archive was rejected: {why}", code="code-archive-invalid")

@@ -71,8 +71,8 @@ async def get_report_body(request: Request) -> RawBody:
 
 @asynccontextmanager
 async def disconnect_event(request: Request) -> AsyncIterator[threading.Event]:
-    """Yield an event that is set when the client disconnects, and when the block ends. A thread that computes the answer checks
-    the event to stop early."""
+    """Yield an event that is set when the client disconnects, and at the latest when the block ends. A thread that computes the
+    answer checks the event, to stop early."""
     disconnect = threading.Event()
 
     async def watch() -> None:
@@ -91,8 +91,8 @@ async def disconnect_event(request: Request) -> AsyncIterator[threading.Event]:
 
 async def refuse_unknown_parameters(request: Request) -> None:
     """Raise ``Refused`` (``unknown-parameter``) if the request has a query parameter that its route does not declare: ignoring a
-    misspelt filter would give a wrong answer that looks right. Raises ``Refused`` (``invalid-character``) for a NUL character. It
-    also adds the job's id and the attempt's number from the path to the later log lines of this request."""
+    misspelt filter would give a wrong answer that looks right. Raises ``Refused`` (``invalid-character``) for a NUL character in
+    the query. It also adds job id and attempt number of the path to this request's later log lines."""
     number = str(request.path_params.get("number", ""))
     attempt = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else None
     logging.add_log_fields(job_id=request.path_params.get("job_id"), attempt=attempt)
@@ -127,29 +127,31 @@ Cursor = Annotated[str | None, Query(max_length=1000, description="`next_cursor`
 
 
 class Poster:
-    """A POST request with its decoded body. Creating it raises ``Refused`` for an invalid Idempotency-Key."""
+    """A POST request with its decoded body, to be run once per Idempotency-Key."""
 
     def __init__(self, request: Request, service: Service, data: Any) -> None:
-        """Read the request's Idempotency-Key. ``data``: its decoded body. Raises ``Refused`` (``invalid-idempotency-key``)."""
+        """``data``: the request's decoded body. Raises ``Refused`` (``invalid-idempotency-key``) for an invalid
+        Idempotency-Key."""
         key = request.headers.get("idempotency-key")
         query = request.query_params.multi_items()
         self._service = service
         self._call: Call = make_call(key, request.state.caller.owner, request.method, request.url.path, query, data)
 
     def run(self, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Response:
-        """Run ``prepare``, then ``effect`` in a transaction, once per Idempotency-Key, and return the response; see
+        """Run ``prepare``, then ``effect`` in a write transaction with the result of ``prepare``, and return the response. A
+        repeated request with the same Idempotency-Key runs neither, and gets the first response again. See
         ``Idempotency.run``."""
         return respond(self._service.idempotency.run(self._call, prepare, effect))
 
 
 def json_poster(request: Request, service: ServiceDep, body: BodyDep) -> tuple[Poster, Any]:
-    """Return the POST request and its data, decoded from JSON. Raises as ``decode`` does."""
+    """Return the POST request and its data, decoded from JSON. Raises as ``decode`` and ``Poster`` do."""
     data = decode(body)
     return Poster(request, service, data), data
 
 
 def spec_poster(request: Request, service: ServiceDep, body: BodyDep) -> tuple[Poster, Any]:
-    """Return the POST request and its data, decoded from JSON or YAML. Raises as ``decode`` does."""
+    """Return the POST request and its data, decoded from JSON or YAML. Raises as ``decode`` and ``Poster`` do."""
     data = decode(body, yaml=True)
     return Poster(request, service, data), data
 
@@ -175,8 +177,8 @@ EVENTS: Final = "text/event-stream"
 
 
 def negotiate_media_type(accept: str | None, offers: Sequence[str]) -> str:
-    """Return the media type in ``offers`` that the Accept header prefers (RFC 9110, 12.5.1): the first one for a tie, or without
-    a header. Raises ``Refused`` (``not-acceptable``) if the header accepts none."""
+    """Return the media type in ``offers`` that the Accept header prefers (RFC 9110, 12.5.1). Of equally preferred ones, and
+    without a header, the first is returned. Raises ``Refused`` (``not-acceptable``) if the header accepts none."""
     best, best_quality = None, 0.0
     for offer in offers:
         quality = _quality(accept or "*/*", offer)
@@ -189,7 +191,7 @@ def negotiate_media_type(accept: str | None, offers: Sequence[str]) -> str:
 
 def _quality(accept: str, offer: str) -> float:
     """Return the quality, 0 to 1, that the Accept header gives to ``offer``: that of the most specific media range that covers
-    it. 0 if no range covers it; a range with an invalid quality covers nothing."""
+    it, 0 if none does. A range with an invalid quality is ignored."""
     found, specific = 0.0, -1
     for part in accept.split(","):
         media, *parameters = (p.strip().lower() for p in part.split(";"))

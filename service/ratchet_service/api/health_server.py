@@ -35,8 +35,8 @@ _TIMEOUT_SECONDS: Final = 10.0
 def serve_health(
     listen: Listening | None, health: Health, database: Database, paths: HomePaths, instruments: Instruments
 ) -> Iterator[int | None]:
-    """Serve ``/metrics``, ``/healthz`` and ``/readyz`` on threads within the block, and yield the port. ``listen`` None: nothing
-    is served, and None is yielded. Raises ``StartError`` if the address cannot be bound."""
+    """Serve ``/metrics``, ``/healthz`` and ``/readyz`` on threads during the block, and yield the port. ``listen``: the address;
+    None: nothing is served, and None is yielded. Raises ``StartError`` if the address cannot be bound."""
     if listen is None:
         yield None
         return
@@ -76,7 +76,8 @@ def serve_health(
 def _answer(
     path: str, health: Health, database: Database, paths: HomePaths, instruments: Instruments
 ) -> tuple[int, str, bytes]:
-    """Return status, media type and body of the answer to a GET of ``path``. A fault of the service is returned as a problem."""
+    """Return status, media type and body of the answer to a GET of ``path``. A fault of the service, and an unknown path, become
+    a problem (``application/problem+json``)."""
     try:
         if path == "/metrics":
             return 200, CONTENT_TYPE_LATEST, instruments.render(database)

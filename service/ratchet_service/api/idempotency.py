@@ -1,9 +1,10 @@
 """Idempotency-Key: a repeated POST gets the first answer again, and its effect happens once.
 
-The answer is stored in the transaction that has the effect, so neither exists without the other. A request first claims its key;
-while the claim is young, a second request is refused. If the server died in between, the claim is taken over: at once if the
-server is known to be dead (a process of this host), otherwise when the claim is old. Its effect was not committed, or the answer
-would exist. If the first request is still running, its token no longer matches the claim's, so its transaction fails.
+The answer is stored in the transaction that has the effect, so neither exists without the other. A request first claims its key.
+While the claim is young, a second request is refused. If the server died in between, a second request takes the claim over: at
+once if the server is known to be dead (a process of this host), otherwise when the claim is old. The first request's effect was
+not committed then, or its answer would exist. If the first request is still running all the same, its token no longer matches the
+claim's, so its transaction fails.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Reply:
 
 @dataclass(frozen=True)
 class Call:
-    """One POST request. ``key``: its Idempotency-Key, or None. ``scope``: a hash of caller, method and path; ``body_hash``: a
-    hash of body and query; ``instance``: the path, for problems."""
+    """One POST request. ``key``: its Idempotency-Key, None without one. ``scope``: a hash of caller, method and path.
+    ``body_hash``: a hash of body and query. ``instance``: the path, for problems."""
 
     key: str | None
     scope: str
@@ -71,8 +72,8 @@ _CLAIMED_BY: Final = "claimed-by"
 
 
 class Idempotency:
-    """Runs POST requests so that requests with the same key have their effect once. ``keep_seconds``: time that an answer is
-    stored. ``claim_seconds``: time after which a claim without an answer may be taken over."""
+    """Runs POST requests so that requests with the same key have their effect once. ``keep_seconds``: how long an answer is
+    stored. ``claim_seconds``: age at which a claim without an answer may be taken over."""
 
     def __init__(self, database: Database, keep_seconds: float, claim_seconds: float) -> None:
         self._database = database
@@ -81,14 +82,14 @@ class Idempotency:
         self._owner = new_owner()
 
     def run(self, call: Call, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Reply:
-        """Run ``prepare``, then ``effect`` inside one write transaction, and return the answer; or return the stored answer of an
-        earlier request with the same key, and run neither. ``prepare`` runs outside a transaction; its result is passed to
-        ``effect``.
+        """Run ``prepare``, then ``effect`` inside one write transaction, and return its answer. If an earlier request with the
+        same key has a stored answer, return that, and run neither. ``prepare`` runs outside a transaction; its result is passed
+        to ``effect``. Without a key nothing is stored.
 
-        The answer is stored in the transaction of ``effect``. A ``RatchetError`` with a client's status is stored as the answer
-        too. Server errors, and errors that a retry of the same request may avoid (``_is_retryable``), are not stored, and the key
-        is released. Raises what the two functions raise, and ``Conflict`` and ``Refused`` as ``_claim_key`` does. Without a key
-        nothing is stored.
+        The answer is stored in the transaction of ``effect``. Raises what the two functions raise. A ``RatchetError`` with a
+        client's status (4XX) is stored as the answer, too. After a server error, or an error that a retry of the same request may
+        avoid (``_is_retryable``), nothing is stored, and the key is released. Also raises ``Conflict`` and ``Refused`` as
+        ``_claim_key`` does.
         """
         if call.key is None:
             prepared = prepare()
@@ -117,9 +118,9 @@ class Idempotency:
             raise
 
     def _claim_key(self, call: Call, token: str) -> Reply | None:
-        """Claim the key for this request and return None, or return the stored answer. Raises ``Conflict``
+        """Claim the key for this request and return None; or return the stored answer of an earlier request. Raises ``Conflict``
         (``idempotency-in-progress``) while another request with this key runs, and ``Refused`` (``idempotency-key-reused``) if
-        the key was used with another body. It also deletes answers older than ``keep_seconds``."""
+        the key was used with another body. It also deletes all answers older than ``keep_seconds``."""
         with self._database.write() as session:
             now = clock_of(session).server_now(session)  # several APIs share the keys, and their clocks may differ
             session.execute(sa.delete(IdempotencyKey).where(IdempotencyKey.created_at < now - self._retention))
@@ -190,8 +191,8 @@ class Idempotency:
 
 
 def _is_retryable(error: RatchetError, status: int) -> bool:
-    """Return True if a retry of the same request may succeed: after a server error, after too many requests, after a claim that
-    another request took over, or after a quota that is used up now or that an admin may raise."""
+    """Return True if a retry of the same request may succeed: after a server error, too many requests, a claim that another
+    request took over, or a quota or limit of tokens that is used up now."""
     codes = {error.code, *(problem.code for problem in error.errors)}
     return status >= 500 or status == 429 or bool(codes & {"idempotency-claim-lost", EXCEEDED, TOO_MANY_TOKENS})
 

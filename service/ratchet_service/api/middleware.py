@@ -1,9 +1,8 @@
 """The outermost layer: every error becomes a problem, every answer is counted. A traceback goes to the log, never to a caller.
 
-``OwnMachineOnly``, for a service that needs no token, admits only programs of this machine: no web pages, and no proxies that
-forward others' requests. A browser on this machine sends requests for any page that it shows: under a foreign name that resolves
-to 127.0.0.1 (DNS rebinding), or from another origin. A proxy forwards other machines' requests. Neither is the owner of the run
-directory.
+``OwnMachineOnly``, for a service that needs no token, admits only programs of this machine. It refuses web pages and proxies. A
+browser on this machine sends requests for any page that it shows: under a foreign name that resolves to 127.0.0.1 (DNS
+rebinding), or from another origin. A proxy forwards other machines' requests. Neither is the owner of the run directory.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def problem_response(
 
 def install(app: FastAPI, instruments: Instruments) -> None:
     """Add the exception handlers and the ``ErrorsAndMetrics`` middleware to ``app``. Call it after all other middleware has been
-    added, since the middleware added last is the outermost one."""
+    added: the middleware that is added last is the outermost one."""
     app.add_exception_handler(RatchetError, _ratchet_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid_parameters)
@@ -126,8 +125,8 @@ def _invalid_parameters(request: Request, error: Exception) -> Response:
 
 
 def _database_unavailable(request: Request, error: Exception) -> Response:
-    """Answer a database error: 507 for a full disk, 503 (``database-unavailable``) for a locked or unreachable database, since a
-    retry may succeed, and 500 for any other error, since it is a fault of the service."""
+    """Answer a database error: 507 (``disk-full``) for a full disk; 503 (``database-unavailable``) for a locked or unreachable
+    database, since a retry may succeed; 500 for any other error, since it is a fault of the service."""
     if disk_space.is_disk_full_error(error, request.app.state.service.settings.home):
         return _disk_full(request, error)
     if isinstance(error, OperationalError | PoolTimeout) or (
@@ -141,8 +140,8 @@ def _database_unavailable(request: Request, error: Exception) -> Response:
 
 
 def _disk_full(request: Request, error: Exception) -> Response:
-    """Answer an error of the system or the database: 507 for a full disk, and 500 for any other error, since it is a fault of the
-    service."""
+    """Answer an error of the operating system or the database: 507 (``disk-full``) for a full disk, 500 for any other error,
+    since it is a fault of the service."""
     service = request.app.state.service
     home = service.settings.home
     if not disk_space.is_disk_full_error(error, home):
@@ -167,8 +166,8 @@ def internal_error(method: str, path: str, error: BaseException) -> Response:
 
 class ErrorsAndMetrics:
     """ASGI middleware that counts each answer and turns uncaught exceptions into a 500 problem. It also adds the headers with
-    protocol version and request id. If the answer has already begun, it raises the exception again, and the server closes the
-    connection."""
+    protocol version and request id. If an exception comes after the answer has begun, it is raised again, and the server closes
+    the connection."""
 
     def __init__(self, app: ASGIApp, instruments: Instruments) -> None:
         self._app, self._instruments = app, instruments

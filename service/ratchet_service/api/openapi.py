@@ -75,7 +75,7 @@ PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {
 
 def body(model: type[BaseModel], example: Any, *, required: bool = False, yaml: str | None = None) -> dict[str, Any]:
     """Return the ``openapi_extra`` of a route that reads its body itself, as a ``model``. ``example``: a JSON example, None for
-    none; ``yaml``: an example in YAML, None if the route does not accept YAML."""
+    none. ``required``: the request must have a body. ``yaml``: an example in YAML; None: the route does not accept YAML."""
     schema = {"$ref": _REF.format(model=model.__name__)}
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if example is not None:
@@ -136,8 +136,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> None:
-    """Complete an operation of the document, in place: problems as the bodies of its errors, and the Idempotency-Key of a POST,
-    except for agents' reports."""
+    """Complete an operation of the document, in place. Its error responses get a problem as their body, and a POST, except for
+    agents' reports, the Idempotency-Key as a parameter."""
     operation["responses"].pop("422", None)  # FastAPI's; ours is among the 4XX
     for status, response in operation["responses"].items():
         if status[0] in "45":

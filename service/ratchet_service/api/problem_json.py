@@ -110,7 +110,7 @@ def problem(
     status: int, code: str, detail: str, *, instance: str | None = None, errors: list[FieldProblem] | None = None
 ) -> Problem:
     """Return a problem (RFC 9457) with the title of its status. ``instance``: the request's path; ``errors``: problems of single
-    fields. In all texts, NUL and characters that UTF-8 cannot encode are escaped."""
+    fields. In ``detail`` and ``errors``, NUL and characters that UTF-8 cannot encode are escaped."""
     title = _TITLES.get(status, "Error")
     return Problem(
         type=PROBLEM_TYPE_PREFIX + code,

@@ -13,7 +13,7 @@ _MAX_CALLERS: Final = 10_000
 
 
 class Buckets:
-    """Token buckets by caller: each caller is allowed ``rate`` requests per second, and ``burst`` requests at once.
+    """Token buckets by caller: each caller is allowed ``rate`` requests per second on average, and ``burst`` requests at once.
     Thread-safe."""
 
     def __init__(self, rate: float, burst: int) -> None:
@@ -22,9 +22,9 @@ class Buckets:
         self._lock = threading.Lock()
 
     def take(self, caller: str, now: float, multiplier: int = 1) -> None:
-        """Count one request of ``caller`` at ``now`` (seconds, monotonic), if its limit allows it. Rate and burst are multiplied
-        by ``multiplier`` for this caller. Raises ``Refused`` (``too-many-requests``), with the seconds to wait in
-        ``retry_after``; a refused request is not counted."""
+        """Count one request of ``caller`` if its limit allows it; otherwise raise ``Refused`` (``too-many-requests``), with the
+        seconds to wait in ``retry_after``. A refused request is not counted. ``now``: seconds, monotonic. ``multiplier``: factor
+        of this caller's rate and burst."""
         rate, burst = self._rate * multiplier, self._burst * multiplier
         with self._lock:
             level, before = self._levels.pop(caller, (float(burst), now))

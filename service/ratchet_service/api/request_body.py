@@ -49,9 +49,9 @@ async def read_body(request: Request, limit: int) -> RawBody:
 
 
 async def iter_body(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """Yield the parts of the request body as they arrive. Raises ``Refused``: ``body-too-large`` if there are more than ``limit``
-    bytes (before anything is read, if Content-Length already exceeds ``limit``), and ``body-too-slow`` if the next part does not
-    arrive within ``PART_SECONDS``."""
+    """Yield the parts of the request body as they arrive. Raises ``Refused`` (``body-too-large``) if there are more than
+    ``limit`` bytes; before anything is read if the Content-Length header says so. Raises ``Refused`` (``body-too-slow``) if the
+    next part does not arrive within ``PART_SECONDS``."""
     too_large = Refused(f"the body is larger than {limit} bytes", code="body-too-large")
     if (content_length(request) or 0) > limit:
         raise too_large
@@ -72,7 +72,7 @@ async def iter_body(request: Request, limit: int) -> AsyncIterator[bytes]:
 
 
 def _too_slow(seconds: float) -> Refused:
-    """Return the error for a body that does not arrive in time; it is not raised."""
+    """Return the error (``body-too-slow``) for a body that does not arrive within ``seconds``."""
     return Refused(f"the body was not received within {seconds:g} s", code="body-too-slow")
 
 
@@ -88,9 +88,9 @@ def media_type_of(request: Request) -> str:
 
 
 def decode(body: RawBody, *, yaml: bool = False, check_storable: bool = True) -> Any:
-    """Return the data of a JSON body (with ``yaml``: or a YAML body); an empty body is ``{}``. Raises ``Refused``
-    (``unsupported-media-type``, ``invalid-json``, ``invalid-yaml``), or ``SpecError`` with JSON pointers to values that cannot be
-    stored.
+    """Return the data of a JSON body, or with ``yaml`` of a JSON or YAML body; an empty body is ``{}``. Raises ``Refused``
+    (``unsupported-media-type``, ``invalid-json``, ``invalid-yaml``). Raises ``SpecError`` with JSON pointers to values that
+    cannot be stored, and for some faults of YAML.
 
     ``check_storable`` False: values are not checked; the caller makes them storable itself.
     """
@@ -124,7 +124,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _yaml(content: bytes) -> Any:
-    """Return the data of a YAML text in UTF-8. Raises ``Refused`` or ``SpecError`` (both ``invalid-yaml``)."""
+    """Return the data of a YAML text in UTF-8. Raises ``Refused`` or ``SpecError``, both with the code ``invalid-yaml``."""
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -72,7 +72,8 @@ class HeadDeadline(H11Protocol):
         self._arm()
 
     def data_received(self, data: bytes) -> None:
-        """Process the bytes. Stop the head timer if a head is complete; start it if a head is incomplete and no timer runs."""
+        """Process the bytes. The head timer is stopped once a head is complete, and started when a new, incomplete head
+        begins."""
         if self._is_discarding:
             return
         super().data_received(data)
@@ -84,14 +85,14 @@ class HeadDeadline(H11Protocol):
             self._arm()
 
     def on_response_complete(self) -> None:
-        """Start the rest timer if the body of the answered request is still arriving. It aborts the connection after
+        """If the body of the answered request is still arriving, start the timer that aborts the connection after
         ``rest_seconds``, unless the body ends before."""
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
             self._rest_timer = self.loop.call_later(self.rest_seconds, self._abort_unread_body, self.cycle)
 
     def _abort_unread_body(self, answered: object) -> None:
-        """Abort the connection if ``answered`` is still its current request and that request's body is still incomplete."""
+        """Abort the connection if ``answered`` is still its current request and the body of that request is still incomplete."""
         if self.cycle is answered and self.conn.their_state is h11.SEND_BODY:
             self.transport.abort()
 
@@ -141,8 +142,8 @@ that no service answers."""
 
 
 class Shutdown:
-    """The state of the server's shutdown. The shutdown lasts ``drain_seconds``, in which requests are still accepted; then the
-    server stops listening."""
+    """The state of the server's shutdown. For ``drain_seconds`` after its begin, requests are still accepted; then the server
+    stops listening."""
 
     def __init__(self, health: Health, drain_seconds: float, on_drain: Callable[[], None]) -> None:
         """``health``: its ``stopping`` becomes True when the shutdown begins. ``on_drain`` is called once after that, from
@@ -176,14 +177,14 @@ class Shutdown:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server for one app. It writes ``service.json`` and the pointer to the run directory once it answers requests, and
-    removes them at a clean shutdown. If another service has replaced one of these files meanwhile, that file is not removed."""
+    """uvicorn's server for one app. Once it answers requests, it writes ``service.json`` and the pointer to the run directory; at
+    a clean shutdown it removes both. A file that another service has replaced meanwhile is not removed."""
 
     def __init__(
         self, app: FastAPI, paths: HomePaths, url: str, tls: ssl.SSLContext | None, shutdown_state: Shutdown
     ) -> None:
-        """``url``: the service's URL, for ``service.json``; ``tls``: the TLS context, None for plain HTTP; ``shutdown_state``:
-        receives the signals and decides when the server stops."""
+        """``url``: the service's URL, for ``service.json``. ``tls``: the TLS context, None for plain HTTP. ``shutdown_state``: is
+        informed of signals, and decides when the server stops."""
         config = uvicorn.Config(
             app,
             log_config=None,

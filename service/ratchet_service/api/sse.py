@@ -1,4 +1,5 @@
-"""Server-sent events (WHATWG HTML, 9.2) and followed text, from a poll that is repeated until nothing more can follow."""
+"""Server-sent events (WHATWG HTML, 9.2) and followed text. They come from a poll function, which is called repeatedly until it
+reports that nothing more can follow."""
 
 from __future__ import annotations
 
@@ -37,13 +38,13 @@ async def follow(
     end_text: str,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[str]:
-    """Yield chunks as ``poll`` returns them, until one result is finished. ``poll`` runs in a worker thread, one call at a time;
-    ``interval_seconds`` pass after a poll without chunks. After ``keep_alive_seconds`` without a chunk, ``keep_alive_text`` is
-    yielded, so that a dead client is noticed; "" for none. ``end_text`` is the last chunk of a complete stream; "" for text
-    streams.
+    """Yield chunks as ``poll`` returns them, until it returns a result that is finished. ``poll`` runs in a worker thread, one
+    call at a time; after a poll without chunks, ``interval_seconds`` pass. After ``keep_alive_seconds`` without a chunk,
+    ``keep_alive_text`` is yielded, so that a dead client is noticed; "" for none. ``end_text`` is the last chunk of a complete
+    stream of events; "" for a stream of text.
 
-    ``is_stopping`` returns True when the service shuts down: event streams (with ``end_text``) then end with ``RETRY``. Text
-    streams continue until they are cut off, so that no client takes the text for complete.
+    ``is_stopping`` returns True when the service shuts down. A stream of events then ends with ``RETRY``. A stream of text
+    continues until it is cut off, so that no client takes the text for complete.
     """
     last_sent = time.monotonic()
     while True:

@@ -1,11 +1,11 @@
 """Deletes checkpoints that no attempt needs, once the attempt that might write is proved dead.
 
-A worker deletes only what its own attempt committed, so every attempt leaves up to ``keep_last`` checkpoints; the excess over all
+A worker deletes only what its own attempt committed, so every attempt leaves up to ``keep_last`` checkpoints. The excess over all
 attempts is deleted here, and so are the remains of saves that a kill cut short. A checkpoint that was found damaged while the
 attempt might have been using it is quarantined.
 
-``scan_disk`` reads the disk before the transaction that ends the attempt; ``mark_surplus`` decides in it; ``removal`` deletes
-after it.
+``scan_disk`` reads the disk before the transaction that ends the attempt. ``mark_surplus`` decides within that transaction.
+``removal`` deletes the files after it.
 
 ``metric_values_of`` reads from the rows the value that ``keep_best`` ranks a checkpoint by.
 """
@@ -45,11 +45,11 @@ def metric_values_of(
     session: Session, job: Job, rows: Collection[Checkpoint], bases: Mapping[int, Base]
 ) -> dict[Id, float]:
     """Return (step, attempt) -> value of the ``keep_best`` metric, for those of ``rows`` for which a number was logged. Empty if
-    the spec has no ``keep_best``. ``bases``: each attempt's base.
+    the spec has no ``keep_best``. ``bases``: attempt number -> the checkpoint that the attempt started from.
 
-    The value is the one logged at exactly the checkpoint's step by the attempt that wrote the checkpoint, or by an attempt that
-    started from the checkpoint: an evaluation that a stop cut short runs again after the resume. A value of the same step from
-    another branch does not count.
+    The value counts if it was logged at exactly the checkpoint's step, by the attempt that wrote the checkpoint or by an attempt
+    that started from it. (An evaluation that a stop cut short runs again after the resume.) A value of the same step from another
+    branch does not count.
     """
     best = checkpoint_spec_of(job).keep_best
     if best is None or not rows:
@@ -71,9 +71,9 @@ def metric_values_of(
 
 @dataclass(frozen=True)
 class OnDisk:
-    """Result of ``scan_disk``. ``present``: checkpoints that have a manifest; None: unknown. ``complete``: complete checkpoints
-    of the lineage, newest first; True: it has the marker file ``PINNED``. ``errors``: messages about what could not be deleted or
-    read; such files only cost space."""
+    """Result of ``scan_disk``. ``present``: checkpoints that have a manifest, by step and attempt; None: unknown. ``complete``:
+    each complete checkpoint of the lineage, newest first -> True if it has the marker file ``PINNED``. ``errors``: messages about
+    files that could not be deleted or read, which only cost space."""
 
     present: frozenset[Id] | None
     complete: Mapping[Id, bool]
@@ -81,9 +81,10 @@ class OnDisk:
 
 
 def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
-    """Delete remains of saves by attempts up to ``attempt``, and return which checkpoints the disk has. All of these attempts are
-    dead, and the caller's lease keeps another from beginning. Errors of the file system are returned and not raised: nothing that
-    the job's code has made of the directory may keep an attempt from being ended."""
+    """Delete remains of saves by attempts up to ``attempt``, and the files with which ``attempt`` reserved disk space; return
+    which checkpoints the disk has. All of these attempts are dead, and the caller's lease keeps another from beginning.
+    ``segments``: the job's lineage. Errors of the file system are returned and not raised: whatever the job's code has done to
+    the directory, the attempt must be ended."""
     refused = []
     with as_owner(paths.root):
         try:
@@ -104,8 +105,8 @@ def mark_surplus(
 ) -> None:
     """Mark as deleted the checkpoints that the spec's rules (``ratchet_store.retention.rules``) do not keep, over the whole
     lineage; ``removal`` deletes their files later. A checkpoint is also kept if it is pinned, requested by a resume, or the
-    newest verified one. Damaged checkpoints are quarantined, and rows whose files are lost get the state ``deleted``. Called in
-    the transaction that ends attempt ``attempt``, with the job's row locked."""
+    newest verified one. Damaged checkpoints are quarantined, and rows whose files are lost get the state ``deleted``. Each error
+    in ``on_disk`` adds an event. Called in the transaction that ends attempt ``attempt``, with the job's row locked."""
     aside = {
         (row.step, row.attempt)
         for row in committed_of(session, job.id)
@@ -136,9 +137,9 @@ def mark_surplus(
 
 
 def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> bool:
-    """Move a checkpoint that was found damaged to the quarantine, and add an event. Return False if it was not moved: its
-    directory no longer exists, a fork that has not begun yet has to detect the damage itself, or the system refuses, which adds
-    an event. The caller has locked the job's row, and no attempt of the job is alive."""
+    """Move a checkpoint that was found damaged to the quarantine, set its row's state and add an event. Return True if it was
+    moved. False if its directory no longer exists, if a fork that has not begun yet has to detect the damage itself, or if the
+    system refuses, which adds an event. The caller has locked the job's row, and no attempt of the job is alive."""
     directory = paths.checkpoint(row.step, row.attempt)
     try:
         if not directory.is_dir() or waiting_forks(session, job.id, {row.name}):
@@ -155,8 +156,8 @@ def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> 
 
 
 def _delete_reserve_files(paths: JobPaths, attempt: int) -> None:
-    """Delete the attempt's files that reserve disk space for the results of ranks and agents: dead ones do not need the space,
-    and killed ones have not released it. Called within ``as_owner``. Errors are ignored."""
+    """Delete the files with which the attempt reserved disk space for the results of its ranks and agents: these are dead, and
+    killed ones have not released the space. Called within ``as_owner``. Errors are ignored."""
     root = paths.attempt(attempt).root
     nodes = [root / name for name in names_in(root) if name.startswith("node-")]
     for folder in (root, root / "results", *nodes):

@@ -12,14 +12,14 @@ from ratchet_service.db.models import Attempt, Checkpoint, Job
 
 
 def bases_of(session: Session, job_id: str) -> dict[int, Base]:
-    """Return attempt number -> base, for every attempt that reported from which checkpoint it started."""
+    """Return attempt number -> base (the checkpoint that it started from), for every attempt that has reported its base."""
     query = sa.select(Attempt.number, Attempt.base_step, Attempt.base_attempt, Attempt.base_digest)
     rows = session.execute(query.where(Attempt.job_id == job_id, Attempt.base_step.is_not(None)))
     return {number: Base(step=step or 0, attempt=attempt, digest=digest) for number, step, attempt, digest in rows}
 
 
 def fork_of(job: Job) -> ForkSource | None:
-    """Return the checkpoint that the job was forked from; None: it is no fork."""
+    """Return the checkpoint that the job was forked from; None if it is no fork."""
     return None if job.fork_source is None else ForkSource.model_validate(job.fork_source)
 
 

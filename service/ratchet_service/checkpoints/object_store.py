@@ -17,9 +17,9 @@ _PATIENCE: Final = Patience(connect=5.0, request=60.0, retry=10.0)
 
 
 def ensure_local(homes: HomePaths, job: Job, row: Checkpoint) -> None:
-    """Fetch the checkpoint from the object store if it is committed and only the object store has it, so that it can be verified,
-    exported and forked from. Otherwise, and if the store does not have it either, nothing is done. Blocks until the download has
-    ended; must not be called within a transaction. Raises ``CheckpointError`` (``checkpoint-remote``, ``-remote-denied``,
+    """Fetch the checkpoint from the object store if it is committed and only the object store has it; then it can be verified,
+    exported and forked from. In any other case, and if the object store lacks it, too, nothing is done. Blocks until the download
+    has ended; must not be called within a transaction. Raises ``CheckpointError`` (``checkpoint-remote``, ``-remote-denied``,
     ``-damaged``, ``-not-written``)."""
     uri, paths = job.spec["checkpoint"].get("uri"), homes.job(job.id)
     directory = paths.checkpoint(row.step, row.attempt)
@@ -37,9 +37,9 @@ def ensure_local(homes: HomePaths, job: Job, row: Checkpoint) -> None:
 
 
 class _ByService(ObjectStore):
-    """Sends each request to the object store with the service's rights, even if the thread's file accesses are made as the job's
-    user. The client reads its credentials again and again, perhaps from files that the job's user may not read, also in threads
-    that it starts."""
+    """Makes each request to the object store with the service's rights, even if the thread's file accesses are made as the job's
+    user. The store's client reads its credentials repeatedly, perhaps from files that the job's user may not read, also in
+    threads that it starts."""
 
     def __init__(self, inner: ObjectStore) -> None:
         self._inner = inner
@@ -62,8 +62,8 @@ class _ByService(ObjectStore):
 
 
 def remove(uri: str, job_id: str) -> str | None:
-    """Delete all copies of the job's checkpoints in the object store. Return None, or, if not all were deleted, a sentence that
-    says why. Raises nothing."""
+    """Delete all copies of the job's checkpoints in the object store. Return None if all were deleted, else a sentence that says
+    why not. Errors are not raised."""
     try:
         remote = open_job_checkpoints(uri, job_id, BRIEF)
         remote.remove_all()

@@ -39,8 +39,8 @@ def delete_marked(database: Database, paths: JobPaths, job_id: str) -> set[str]:
     """Delete the files of the job's checkpoints that ``mark_deleted`` has marked, oldest first, and return the names of the
     deleted checkpoints. Called in no transaction, and with the job's row not locked.
 
-    A checkpoint that the system refuses to delete, or with a marker file ``PINNED`` that no row knows of, is committed again if
-    it is still complete; a refusal adds an event.
+    A checkpoint becomes committed again if it is still complete: the system refused to delete it, which adds an event, or it has
+    a marker file ``PINNED`` although its row is not pinned.
     """
     marked = sa.select(Checkpoint.step, Checkpoint.attempt).where(
         Checkpoint.job_id == job_id, Checkpoint.removing_since.is_not(None)
@@ -59,8 +59,8 @@ def delete_marked(database: Database, paths: JobPaths, job_id: str) -> set[str]:
 
 
 def _delete(paths: JobPaths, directory: Path) -> tuple[bool, str | None]:
-    """Delete the checkpoint's directory, unless it is pinned. Return two values: whether the checkpoint is still complete, and
-    the error text if the system refused (otherwise None)."""
+    """Delete the checkpoint's directory, unless it is pinned. Return two values: True if the checkpoint is still complete; and
+    the error text if the system refused the deletion, else None."""
     refusal = None
     with as_owner(paths.root):
         try:
@@ -88,7 +88,7 @@ def _record(database: Database, job_id: str, done: Mapping[Id, tuple[bool, str |
 
 def delete_all_marked(database: Database, homes: HomePaths) -> None:
     """Delete the files of the marked checkpoints of all jobs: those that an attempt's end has just marked, and those that a
-    process left when it ended. A job that raises an error is logged and left for the next call."""
+    process left when it ended. An error with one job is logged; its checkpoints stay marked for the next call."""
     with database.read() as session:
         jobs = session.scalars(
             sa.select(Checkpoint.job_id).where(Checkpoint.removing_since.is_not(None)).distinct()

@@ -1,9 +1,9 @@
-"""Finds what the run directory has and the database lacks: what happened after the backup that was restored.
+"""Finds what the run directory has and the database lacks: what happened after the backup from which the database was restored.
 
-The number of an attempt is the token by which everything is fenced, and it names checkpoints. So a number that the disk has seen
-is never assigned again. An attempt whose directory exists is imported under its own number, as one that ended: its processes are
-ended, its spools are read, its checkpoints adopted, and its end is counted, as if only the service had been down. If only
-checkpoints are left of an attempt, its number is skipped.
+An attempt's number is the fencing token of everything that the attempt writes, and it is part of the names of its checkpoints. So
+a number that the disk has seen is never assigned again. An attempt whose directory exists is recorded under its own number, as
+one that ended: its processes are ended, its spools are read, its checkpoints adopted, and its end is counted, as if only the
+service had been down. If only checkpoints are left of an attempt, its number is skipped.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MAX_NAMES: Final = 10
 
 @dataclass(frozen=True)
 class Next:
-    """The number of a job's next attempt. ``on_disk``: the directory of an attempt with this number exists, so that attempt is
-    recorded in the database (``adopt_attempt``), and not launched. ``skipped``: numbers before it that the disk has seen and that
+    """The number of a job's next attempt. ``on_disk`` True: the directory of an attempt with this number exists, so that attempt
+    is recorded in the database (``adopt_attempt``) and not launched. ``skipped``: lower numbers that the disk has seen, and that
     have no directory any more."""
 
     number: int
@@ -40,9 +40,9 @@ class Next:
 
 
 def next_attempt(paths: JobPaths, attempt: int) -> Next:
-    """Return what follows attempt ``attempt``, the newest in the job's row. If the disk has directories of later attempts, the
-    first of these is the next; otherwise the number after all those that the disk has seen. Raises ``OSError`` if a directory
-    cannot be read."""
+    """Return the number of the attempt after ``attempt``, which is the newest in the job's row. If the disk has directories of
+    later attempts, it is the lowest of these; otherwise the lowest number above all that the disk has seen. Raises ``OSError`` if
+    a directory cannot be read."""
     attempts = sorted(number for number in _attempt_numbers(paths) if number > attempt)
     if attempts:
         return Next(attempts[0], on_disk=True)
@@ -60,10 +60,10 @@ def launched_at(paths: AttemptPaths, now: datetime) -> datetime:
 
 @dataclass(frozen=True)
 class Difference:
-    """Differences between a run directory and a database, as job ids. ``without_row``: jobs with a directory and no row;
-    ``with_unknown_attempts``: jobs with attempts on the disk that their row does not count; ``without_directory``: jobs that have
-    begun, by their row, and have no directory, or only what a deletion left; ``unreadable``: jobs whose directory cannot be
-    read."""
+    """Differences between a run directory and a database, as job ids. ``without_row``: jobs with attempts on the disk and no row.
+    ``with_unknown_attempts``: jobs with traces of later attempts on the disk than their row has. ``without_directory``: jobs that
+    have begun, by their row, and have no directory, or only the rest that a deletion left. ``unreadable``: jobs whose directory
+    cannot be read."""
 
     without_row: tuple[str, ...] = ()
     with_unknown_attempts: tuple[str, ...] = ()

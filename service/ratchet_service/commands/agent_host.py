@@ -1,8 +1,8 @@
 """``ratchet agent-host``: starts the agents of local jobs for a reconciler elsewhere, and does nothing else.
 
-It has no database, so that jobs, which run next to it as its user, find no data of the service; a reconciler can be stopped or
-replaced independently. On SIGTERM it asks its agents to stop: each saves a checkpoint, and its attempt ends as preempted. It
-exits once they have ended. In a container, all remaining processes end with it.
+It has no database, so jobs, which run in the same container as the same user, find no data of the service there. A reconciler can
+be stopped or replaced independently of it. On SIGTERM it requests its agents to stop: each saves a checkpoint, and its attempt
+ends as preempted. It exits once they have ended. In a container, all remaining processes end with it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class AgentHost:
                 return Answer(away=f"the agent host cannot {question.what}: {type(error).__name__}: {error}")
 
     def _answer(self, question: Question) -> Answer:
-        """Carry out the request and return the answer. Raises ``LaunchError``, and what the launcher raises."""
+        """Carry out the request and return the answer. Raises ``LaunchError``, and any error of the launcher."""
         match question.what:
             case "ping":
                 return Answer()
@@ -85,8 +85,9 @@ class AgentHost:
         return Answer()
 
     def _start(self, ref: AttemptRef) -> Answer:
-        """Start the attempt's agents from its ``launch.json``, unless they were started before. While the host is shutting down,
-        or if the file cannot be read, nothing is started. Raises ``LaunchError``."""
+        """Start the attempt's agents from its ``launch.json``, unless they were started before. Nothing is started, and ``away``
+        of the answer says why, while the host is shutting down, or if the file cannot be read or has another protocol version.
+        Raises ``LaunchError``."""
         if self._stopping:
             return Answer(away="the agent host is shutting down: agents are started again after its restart")
         if self._launcher.has_started(ref):
@@ -108,8 +109,8 @@ class AgentHost:
             time.sleep(_POLL_SECONDS)
 
     def _stop_running(self, stop_requested: set[str]) -> bool:
-        """Send SIGTERM to each agent that has started and is not in ``stop_requested``, and add its attempt there. Return True if
-        any agent is alive."""
+        """Send SIGTERM to the agents of each attempt that has started and is not in ``stop_requested``, and add the attempt
+        there. Return True if any agent is alive."""
         alive = False
         with self._lock:
             for ref, _ in self._launcher.running_attempts():
@@ -140,7 +141,8 @@ class _Handler(socketserver.BaseRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        """Read one request, and send its answer. Errors of the connection are ignored."""
+        """Read one request, and send the answer. Errors of the connection are ignored; a request that cannot be parsed gets an
+        answer that says so."""
         self.request.settimeout(_CONNECTION_SECONDS)
         with suppress(OSError):
             try:
@@ -152,7 +154,8 @@ class _Handler(socketserver.BaseRequestHandler):
 
 @contextmanager
 def _serve_requests(home: Path, host: AgentHost) -> Iterator[None]:
-    """Answer requests on the socket in the run directory during the block. Only this user can connect to the socket."""
+    """Answer requests on the socket in the run directory during the block, on threads. Only this process's user, and root, can
+    connect to the socket."""
     folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     path = Path(socket_address(folder))
     try:

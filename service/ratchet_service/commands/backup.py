@@ -54,8 +54,8 @@ def add_parsers(commands: Any, database_options: argparse.ArgumentParser) -> Non
 
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
-    """Run the command, print its results and return 0. Raises ``StartError`` if it cannot be carried out; then nothing is
-    changed, unless only the comparison after a restore fails: the database stays restored."""
+    """Run ``backup`` or ``restore``, print the results and return 0. Raises ``StartError`` if the command cannot be carried out.
+    Nothing is changed then, with one exception: if only the comparison after a restore fails, the database stays restored."""
     if options.command == "backup":
         backup(settings, options.file.expanduser().absolute(), replace=options.replace)
         print(f"written: {options.file}")
@@ -71,8 +71,9 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def backup(settings: Settings, file: Path, *, replace: bool = False) -> None:
-    """Copy the database to ``file`` as it is at one moment. The copy is checked, synced, and readable only by its owner. Writers
-    are not blocked. Raises ``StartError``, also if ``file`` exists and ``replace`` is False."""
+    """Copy the SQLite database to ``file``, as it is at one moment. The copy is checked, synced to the disk, and readable only by
+    its owner. Writers of the database are not blocked. Raises ``StartError``, also if ``file`` exists and ``replace`` is
+    False."""
     source = database_file(settings)
     if not source.is_file():
         raise StartError(f"there is no database {source}")
@@ -137,8 +138,8 @@ def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | 
 
 
 def describe_differences(settings: Settings) -> Iterator[str]:
-    """Yield sentences on how the database differs from the run directory, and on its tokens that are not revoked. Raises
-    ``StartError`` if the database cannot be read."""
+    """Yield sentences about the differences between database and run directory, and one about tokens that are not revoked; none
+    if there is nothing to say. Raises ``StartError`` if the database cannot be read."""
     database = Database(settings.url)
     try:
         migrate.check_revision(database)
@@ -161,7 +162,8 @@ def describe_differences(settings: Settings) -> Iterator[str]:
 
 
 def database_file(settings: Settings) -> Path:
-    """Return the path of the SQLite database. Raises ``StartError`` for another database."""
+    """Return the path of the SQLite database, which need not exist. Raises ``StartError`` for another database and for an invalid
+    URL."""
     try:
         url = normalise_url(settings.url)
     except ValueError as error:
@@ -176,8 +178,8 @@ def database_file(settings: Settings) -> Path:
 
 @contextmanager
 def _open_existing(path: Path, uri_query: str) -> Iterator[sqlite3.Connection]:
-    """Open an existing SQLite file. One in use is opened for writing, since SQLite writes its ``-shm`` file; no data is written.
-    ``uri_query``: options of the SQLite URI."""
+    """Open an existing SQLite file, and close it at the block's end. ``uri_query``: options of the SQLite URI. A database in use
+    must be opened for writing (``mode=rw``), since SQLite writes its ``-shm`` file; no data is written."""
     uri = f"file:{quote(str(path))}?{uri_query}"
     with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None)) as connection:
         yield connection
@@ -229,9 +231,9 @@ def _hold_service_lock(paths: HomePaths) -> Iterator[None]:
 
 
 def _set_aside(target: Path) -> Path | None:
-    """Give the existing database a second name and return it; None if there is no database. The database also keeps its old name
-    until the new one replaces it, so that a service never finds no database and creates an empty one. Raises ``StartError`` while
-    a process has it open."""
+    """Give the existing database a second name and return that; None if there is no database. The database also keeps its old
+    name until the new one replaces it: a service never finds no database, for which it would create an empty one. Raises
+    ``StartError`` while a process has the database open."""
     aside = base = target.with_name(f"{target.name}.before-{utc_now():%Y%m%dT%H%M%SZ}")
     for number in itertools.count(1):
         if not aside.exists():
@@ -248,8 +250,8 @@ def _set_aside(target: Path) -> Path | None:
 
 
 def _merge_wal(target: Path) -> None:
-    """Merge the write-ahead log into the database file. A damaged database stays as it is. Raises ``StartError`` while another
-    process has the database open."""
+    """Merge the write-ahead log into the database file, so that it is complete without other files. A damaged database stays as
+    it is. Raises ``StartError`` while another process has the database open."""
     try:
         with closing(sqlite3.connect(target, timeout=1.0, isolation_level=None)) as connection:
             connection.execute("PRAGMA journal_mode = DELETE")

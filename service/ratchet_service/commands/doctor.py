@@ -1,7 +1,7 @@
 """``python -m ratchet_service.doctor --home DIR``: could the service work with its database? Prints one JSON document.
 
-Nothing is written: an SQLite file that no service has open is read as immutable, so that not even ``-shm`` and ``-wal`` files
-appear beside it; one that is open is read through its own.
+Nothing is written. An SQLite file that no service has open is read as immutable, so that not even ``-shm`` and ``-wal`` files
+appear next to it. A file that is open is read through the files that already exist next to it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RESTORE: Final = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the arguments, check the database, print the findings as JSON, and return 0."""
+    """Parse the arguments, check the database and the user that jobs run as, print the findings as JSON, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m ratchet_service.doctor", description=__doc__)
     parser.add_argument("--home", type=Path, required=True)
     options = parser.parse_args(argv)
@@ -75,7 +75,8 @@ def probe(settings: Settings) -> list[Finding]:
 
 
 def _check_sqlite(path: Path, home: HomePaths) -> list[Finding]:
-    """Check a SQLite file: whether it can be read, its schema, its log, and its jobs."""
+    """Return the findings on a SQLite file: whether it can be read, its schema, its write-ahead log, and its jobs. A file that
+    does not exist is no fault."""
     if not path.exists():
         return [ok("database", "none yet", f"`ratchet serve` makes {path}")]
     try:
@@ -106,8 +107,9 @@ def _check_sqlite(path: Path, home: HomePaths) -> list[Finding]:
 
 
 def _read_sqlite(path: Path) -> tuple[str, str | None, set[str]]:
-    """Return three values: the result of quick_check (``ok`` if the file is sound), the schema revision (None: none), and the
-    table names. If no process has the database open, no files appear in its directory. Raises ``sqlite3.DatabaseError``."""
+    """Return three values: the result of quick_check (``ok`` if the file is sound, else the problem), the schema revision (None:
+    there is none), and the table names. If no process has the database open, no files appear in its directory. Raises
+    ``sqlite3.DatabaseError``."""
     with _open_read_only(path) as connection:
         (problem,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
@@ -137,7 +139,7 @@ def _damaged(path: Path, why: str) -> Finding:
 
 
 def _check_postgres(url: URL, home: HomePaths) -> list[Finding]:
-    """Check a PostgreSQL database: connection, clock, rights, schema and jobs."""
+    """Return the findings on a PostgreSQL database: connection, clock, rights, schema and jobs."""
     displayed_url = redacted_url(url)
     try:
         database = Database(url.render_as_string(hide_password=False))
@@ -234,8 +236,8 @@ def _scalar(connection: Connection, query: str) -> str | None:
 
 
 def _check_jobs(home: HomePaths, run_query: Callable[[str], Sequence[Any]]) -> list[Finding]:
-    """Compare the run directory and the running processes with the rows. ``run_query`` runs a query without parameters and
-    returns its rows."""
+    """Return the findings of comparing the run directory, and the running processes, with the rows. ``run_query``: runs a query
+    without parameters and returns its rows."""
 
     def attempts() -> dict[str, int]:
         """Return id -> number of the newest attempt of all jobs."""
@@ -258,8 +260,8 @@ def _check_jobs(home: HomePaths, run_query: Callable[[str], Sequence[Any]]) -> l
 
 
 def _check_schema(revision: str | None, tables: set[str]) -> Finding:
-    """Compare the schema's revision (None: none) with those that this Ratchet has migrations for. ``tables``: names of the
-    existing tables."""
+    """Return the finding about the schema. ``revision``: that of the database, None if there is none; it is compared with those
+    that this Ratchet has migrations for. ``tables``: names of the existing tables."""
     head, known = migrate.head_revision(), migrate.known_revisions()
     if revision == head:
         return ok("schema", revision, "this Ratchet's own")

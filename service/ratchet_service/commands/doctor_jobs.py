@@ -36,7 +36,8 @@ def check_run_directory(
     newest_attempts: Callable[[Collection[str]], dict[str, int]],
     begun_jobs: Callable[[], Iterator[str]],
 ) -> Finding:
-    """Compare run directory and database. The parameters are as in ``run_directory_scan.difference``."""
+    """Return the finding of comparing run directory and database; a warning if they differ. The parameters are as in
+    ``run_directory_scan.difference``."""
     try:
         found = difference(home, newest_attempts, begun_jobs)
     except OSError as error:
@@ -50,7 +51,7 @@ def check_run_directory(
 
 
 def check_job_user(home: HomePaths) -> Finding:
-    """Report as which user the code of local jobs runs; a warning if that is root."""
+    """Return the finding that says as which user the code of local jobs runs; a warning if that is root."""
     name, user = "jobs' user", recorded_user(home)
     if user is not None:
         return ok(name, user, "local agents, ranks and checks of users' code")
@@ -77,9 +78,9 @@ def _service_uid(home: HomePaths) -> int | None:
 
 
 def check_orphans(home: HomePaths, live_attempts: Callable[[], set[str]]) -> Finding:
-    """Report attempts that have processes on this machine although, according to the database, they have ended or do not exist.
-    ``live_attempts`` returns ``JOB/NNNN`` of all attempts that have not ended. If any are found, checks again after 1 s, since an
-    attempt may be ending right now."""
+    """Return the finding about attempts that have processes on this machine although, according to the database, they have ended
+    or do not exist; a warning if there are any. ``live_attempts``: returns ``JOB/NNNN`` of all attempts that have not ended. If
+    an orphan is found, checks again after 1 s, since its attempt may be ending right now."""
     orphaned = _running_attempts(home) - live_attempts()
     if orphaned:
         time.sleep(_RECHECK_SECONDS)
@@ -96,8 +97,8 @@ def check_orphans(home: HomePaths, live_attempts: Callable[[], set[str]]) -> Fin
 
 
 def check_clock(server_time: datetime) -> Finding:
-    """Compare this machine's clock with ``server_time``, the current time of the database server; a warning if they differ by
-    more than ``MAX_SKEW_SECONDS``."""
+    """Return the finding of comparing this machine's clock with ``server_time``, the current time of the database server; a
+    warning if they differ by more than ``MAX_SKEW_SECONDS``."""
     seconds = (server_time.astimezone(UTC) - datetime.now(UTC)).total_seconds()
     if abs(seconds) > MAX_SKEW_SECONDS:
         return warning(
@@ -110,7 +111,8 @@ def check_clock(server_time: datetime) -> Finding:
 
 
 def check_wal(path: Path, mode: str) -> list[Finding]:
-    """Report the size of the SQLite database's write-ahead log. ``path``: the database file; ``mode``: its journal mode."""
+    """Return, in a list, the finding about the size of the SQLite database's write-ahead log; a warning above 256 MiB. ``path``:
+    the database file; ``mode``: its journal mode."""
     if mode != "wal":
         return [ok("database log", mode, "the next `ratchet serve` puts it into WAL mode")]
     try:

@@ -51,9 +51,9 @@ _ROUND_SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of ``serve``. ``cpu_slots``: None: as many as cores; ``reconcile``: also run a reconciler; ``launchers``: replaces
-    those of the launchers file, for tests. Whether tokens are required, and what a spec may name if the settings leave it open,
-    follows from ``listen`` and the database."""
+    """Options of ``serve``. ``cpu_slots``: number of CPU slots, None: as many as cores. ``reconcile``: also run a reconciler.
+    ``launchers``: replaces those of the launchers file, for tests. Whether tokens are required follows from ``listen`` and the
+    database; what a spec may name, if the settings do not say it, follows from both, too."""
 
     settings: Settings
     listen: Listening = field(default_factory=Listening)
@@ -67,7 +67,7 @@ class ServeOptions:
 
 def serve(options: ServeOptions) -> None:
     """Run the API, and with ``options.reconcile`` a reconciler, until SIGTERM or SIGINT. Raises ``StartError`` if the service
-    cannot start. The shutdown does not affect agents: training continues."""
+    cannot start. Running agents continue after the shutdown: training goes on."""
     settings, listen = options.settings, options.listen
     listen.check()
     _require_tokens_with_run_as(settings, listen)
@@ -130,8 +130,8 @@ def reconcile(
     preemption: Preemption | None = None,
     metrics: Listening | None = None,
 ) -> None:
-    """Run only a reconciler until SIGTERM or SIGINT. Several may run concurrently. ``metrics``: the address where it serves its
-    metrics and health; None: nowhere. Raises ``StartError``."""
+    """Run only a reconciler until SIGTERM or SIGINT; running agents continue after that. Several reconcilers may run
+    concurrently. ``metrics``: the address at which it serves its metrics and health; None: nowhere. Raises ``StartError``."""
     make_home(settings.home)
     prepare_job_user(settings)
     database = open_database(settings)
@@ -161,8 +161,9 @@ def reconcile(
 
 
 def _stop(sig: int, reconciler: Reconciler, health: Health) -> None:
-    """Handle a signal: stop the reconciler; a second signal ends the process at once. This runs in a signal handler of the
-    reconciler's thread, which may hold the very lock that ``stop`` takes, so another thread calls ``stop``."""
+    """Handle a signal: begin to stop the reconciler. A second signal ends the process at once, with status 128 + ``sig``. This
+    runs in a signal handler on the reconciler's thread, which may hold the very lock that ``reconciler.stop`` takes; so another
+    thread calls it."""
     if health.stopping:
         os._exit(128 + sig)
     health.stopping = True
@@ -170,9 +171,9 @@ def _stop(sig: int, reconciler: Reconciler, health: Health) -> None:
 
 
 def machine_of_jobs(settings: Settings, launchers: Launchers, cpu_slots: int | None) -> Machine:
-    """Return the machine that local jobs run on: this one, or the one that an agent host has recorded. ``cpu_slots`` (None: as
-    detected or recorded) replaces the machine's number of CPU slots. Raises ``StartError`` if the agent host has not run yet, or
-    if it is unknown which GPUs may be assigned."""
+    """Return the machine that local jobs run on: this one, or the one that an agent host has recorded. ``cpu_slots``: replaces
+    the machine's number of CPU slots; None: as detected or recorded. Raises ``StartError`` if no agent host has run yet although
+    one is needed, and if it is unknown which GPUs may be assigned."""
     if uses_agent_host(launchers):
         found = read_machine(settings.home)
         if found is None:
@@ -226,8 +227,8 @@ def _log_job_user(settings: Settings, launchers: Launchers) -> None:
 
 
 def acquire_slots(database: Database, launchers: Launchers) -> None:
-    """Take the lease of the slots for this host, if a launcher has slots. Blocks while it is unknown whether another host's
-    reconciler is alive. Raises ``StartError`` if another host's reconciler has the slots."""
+    """Take the lease of the slots for this host. Does nothing if no launcher has slots. Blocks while it is unknown whether
+    another host's reconciler is alive. Raises ``StartError`` if another host's reconciler has the slots."""
     kinds = [kind for kind, launcher in launchers.items() if launcher.slots]
     other = slot_host_lease.acquire_or_other_host(database, LEASE_SECONDS) if kinds else None
     if other is not None:
@@ -240,7 +241,8 @@ def acquire_slots(database: Database, launchers: Launchers) -> None:
 
 
 def open_database(settings: Settings) -> Database:
-    """Open the database, migrate it to this version's schema, and reserve disk space for deletions. Raises ``StartError``."""
+    """Open the database, migrate it to this version's schema, and reserve disk space for deletions. Blocks while another process
+    migrates. Raises ``StartError``."""
     try:
         database = Database(settings.url)
     except ValueError as error:
@@ -260,8 +262,8 @@ def open_database(settings: Settings) -> Database:
 
 @contextmanager
 def _run_reconciler(reconciler: Reconciler | None) -> Iterator[None]:
-    """Run the reconciler in a separate thread during the block; None: run nothing. At the block's end the reconciler is stopped,
-    and its current round gets ``_ROUND_SECONDS``."""
+    """Run the reconciler in a separate thread during the block; None: run nothing. At the block's end the reconciler is stopped.
+    Its current round gets ``_ROUND_SECONDS`` to end; after that, its leases are left to expire."""
     if reconciler is None:
         yield
         return
@@ -299,11 +301,12 @@ def _hold_service_lock(settings: Settings) -> Iterator[None]:
 
 
 def with_access_defaults(settings: Settings, *, tokens_required: bool) -> Settings:
-    """Return ``settings`` with ``tokens_required``, and with closed defaults for what specs may name.
+    """Return ``settings`` with ``tokens_required``, and with closed defaults for the directories and object stores that specs may
+    name.
 
     If tokens are required, others than the run directory's owner submit jobs, so specs may name only allowed directories and
-    object stores. Directories must also be allowed if jobs run as a separate user: that user can read the copies that root makes,
-    and can request them itself if no token is required.
+    object stores. If jobs run as a separate user, directories must also be allowed: that user can read the copies that root
+    makes, and can request them itself if no token is required.
     """
     is_restricted = tokens_required or settings.user is not None
     roots = settings.code_roots if settings.code_roots is not None or not is_restricted else ()
@@ -321,8 +324,8 @@ def write_ca_certificates(paths: HomePaths, listen: Listening) -> None:
 
 
 def _require_tokens_with_run_as(settings: Settings, listen: Listening) -> None:
-    """Raise ``StartError`` if jobs run as a separate user but no token is required: their code is not trusted then, it can
-    connect to every port of this machine, and it would be admin of the service."""
+    """Raise ``StartError`` if jobs run as a separate user but no token is required. That user's code is not trusted, can connect
+    to every port of this machine, and would have the role admin."""
     if settings.user is not None and not listen.requires_tokens(settings.url.startswith("sqlite")):
         raise StartError(
             f"--run-as {settings.user.name}: without tokens the code of jobs, which can connect to {listen.host} like any "

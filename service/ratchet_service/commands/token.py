@@ -42,7 +42,8 @@ def add_parser(commands: Any, database_options: argparse.ArgumentParser) -> None
 
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
-    """Run the action, print its result and return 0. The text of a new token goes to standard output. Raises ``StartError``."""
+    """Run ``create``, ``list`` or ``revoke``, print the result and return 0. The text of a new token goes to standard output, and
+    is shown only once. Raises ``StartError``."""
     database = _open(settings)
     try:
         if options.action == "list":
@@ -112,7 +113,7 @@ def _open(settings: Settings) -> Database:
 
 
 def _format_row(row: ApiToken, now: datetime) -> str:
-    """Return a line about the token, without its text."""
+    """Return one line of text about the token (id, owner, role, scopes, state, name), without the token's own text."""
     if row.revoked_at is not None:
         state = "revoked"
     elif row.expires_at is not None and row.expires_at <= now:

@@ -40,7 +40,7 @@ class Listening:
 
     def check(self) -> None:
         """Raise ``StartError`` for options that contradict each other, for a ``url`` or ``ca_file`` that cannot be used, and if
-        tokens would be sent unencrypted."""
+        tokens would be sent unencrypted to other machines. Nothing is bound."""
         if self.auth not in ("auto", "token"):
             raise StartError(f"RATCHET_AUTH is auto or token, not {self.auth!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -80,8 +80,8 @@ class Listening:
 
     @property
     def is_exposed(self) -> bool:
-        """True if other machines can reach the service: ``host``, or the host in ``url`` (such as that of a proxy), is not
-        loopback."""
+        """True if other machines can reach the service: ``host``, or the host in ``url`` (such as that of a proxy), is not a
+        loopback address."""
         named = None if self.url is None else urlsplit(self.url).hostname
         return not is_loopback(self.host) or (named is not None and not _is_loopback_name(named))
 
@@ -102,8 +102,8 @@ class Listening:
         return context
 
     def service_url(self, bound: socket.socket) -> str:
-        """Return the URL at which agents and clients reach the service: ``url``, else http with the address of the socket
-        ``bound``; loopback if the socket is bound to all addresses."""
+        """Return the URL at which agents and clients reach the service: ``url`` if it is set, else http with the address of the
+        socket ``bound``. If that is bound to all addresses, the loopback address is used."""
         if self.url is not None:
             return self.url
         host, port = bound.getsockname()[:2]

@@ -23,7 +23,7 @@ class Settings:
     user_limits: Limits = NO_LIMITS  # on everything that runs as that user
     tokens_required: bool = False  # required of every caller; ``serve`` decides, by where it listens
     code_roots: tuple[Path, ...] | None = None  # directories of the service that a spec may name; None: any
-    uri_roots: tuple[str, ...] | None = None  # likewise for ``checkpoint.uri``
+    uri_roots: tuple[str, ...] | None = None  # prefixes of ``checkpoint.uri`` that a spec may name; None: any
     request_rate: float = 100.0  # requests per second of one caller
     request_burst: int = 1000  # requests of one caller at once
     report_rate: float = 100.0  # per second and node of an attempt; its agent reports about three times a second
@@ -49,7 +49,7 @@ class Settings:
 
     @property
     def sandbox(self) -> Sandbox:
-        """The user and the limits with which users' code is started, from ``user`` and ``user_limits``."""
+        """The sandbox in which users' code is started: the user ``user`` and the limits ``user_limits``."""
         return Sandbox(self.user, self.user_limits)
 
     @property

@@ -40,7 +40,8 @@ _LAST_USED_INTERVAL: Final = timedelta(minutes=1)
 
 @dataclass(frozen=True)
 class Principal:
-    """The authenticated caller of a request. ``token``: the id of its token; None if the service needs no token."""
+    """The authenticated caller of a request: owner of its jobs, role and scopes. ``token``: the id of its token, None if the
+    service needs no token. ``expires_at``: when that token expires, None for never."""
 
     owner: str
     role: Role
@@ -64,8 +65,9 @@ def create(
     created_by: str,
     made_with: str | None = None,
 ) -> tuple[ApiToken, str]:
-    """Create a token. Return its row and its text, which is not stored and cannot be read again. ``made_with``: id of the token
-    that the caller authenticated with; revoking that one revokes the new one, too."""
+    """Add a token in the caller's transaction. Return its row and its text; the text is not stored and cannot be read again.
+    ``made_with``: id of the token that the caller authenticated with, None for none; revoking that token revokes the new one,
+    too."""
     token_id = _new_id()
     while session.get(ApiToken, token_id) is not None:
         token_id = _new_id()
@@ -80,9 +82,9 @@ def create(
 
 
 def revoke(session: Session, row: ApiToken, now: datetime) -> int:
-    """Revoke the token and, recursively, all tokens made with it. Return how many of these others were not revoked before. Each
-    row is locked before the tokens made with it are read, and ``lock_token`` locks the maker's row before a token is made: so
-    none is missed."""
+    """Revoke the token and, recursively, all tokens made with it, in the caller's transaction. Return how many of these others
+    were not revoked before. Each row is locked before the tokens made with it are read. ``lock_token`` locks the maker's row
+    before a token is made, so none is missed."""
     others, makers = 0, [row.id]
     session.refresh(row, with_for_update=True)
     row.revoked_at = row.revoked_at or now
@@ -98,8 +100,8 @@ def revoke(session: Session, row: ApiToken, now: datetime) -> int:
 
 
 def lock_token(session: Session, token_id: str) -> None:
-    """Lock the token's row until the transaction ends. Raises ``Refused`` (``token-revoked``) if it is revoked or does not exist.
-    Called before a token is made with it."""
+    """Lock the token's row until the transaction ends; called before a token is made with it. Raises ``Refused``
+    (``token-revoked``) if the token is revoked or does not exist."""
     row = session.get(ApiToken, token_id, with_for_update=True, populate_existing=True)
     if row is None or row.revoked_at is not None:
         raise _token_revoked(token_id)
@@ -116,8 +118,8 @@ def _new_id() -> str:
 
 
 def authenticate(database: Database, text: str) -> Principal:
-    """Return the caller with this token text, and store the time of use, at most once a minute. Raises ``Refused``
-    (``token-unknown``, ``token-expired``, ``token-revoked``). If the time of use cannot be stored, that is only logged."""
+    """Return the caller with this token text. Raises ``Refused`` (``token-unknown``, ``token-expired``, ``token-revoked``). The
+    time of use is stored in the token's row, at most once a minute; a failure to store it is only logged."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise _token_unknown()
@@ -148,8 +150,8 @@ def _token_unknown() -> Refused:
 
 
 def principal_of(row: ApiToken) -> Principal:
-    """Return the caller that this token stands for. Without scopes in the row, it has all scopes of its role. Scopes that the
-    role does not have, or that this version does not know, are ignored."""
+    """Return the caller that this token stands for. If the row has no scopes, the caller has all scopes of its role. Scopes that
+    the role does not have, or that this version does not know, are ignored."""
     allowed = SCOPES[row.role]
     if row.scopes:
         allowed = frozenset(scope for scope in allowed if scope.value in row.scopes)

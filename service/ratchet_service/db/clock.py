@@ -27,12 +27,12 @@ class Clock:
         return datetime.now(UTC)
 
     def monotonic(self) -> float:
-        """Return the seconds of a clock that is never set. It also advances while this process is stopped."""
+        """Return the seconds of a clock that nobody can set. It also advances while this process is stopped by a signal."""
         return time.monotonic()
 
     def boot_id(self) -> str:
-        """Return an id of this boot of the machine. ``monotonic`` counts from the boot, and all processes with the same id share
-        that clock."""
+        """Return an id of this boot of the machine. All processes with the same id share the clock of ``monotonic``, which counts
+        from the boot."""
         return _boot_id()
 
     def server_now(self, session: Session) -> datetime:
@@ -56,8 +56,8 @@ def _boot_id() -> str:
 
 
 def _time_namespace_offset() -> str:
-    """Return the offset of a container's time namespace as text: it shifts the monotonic clock relative to the machine's other
-    processes. Empty if there is none."""
+    """Return, as text, the offset of the monotonic clock in this process's time namespace (of a container) from that of the
+    machine. Empty if there is none."""
     try:
         lines = Path("/proc/self/timens_offsets").read_text().splitlines()
     except OSError:

@@ -59,9 +59,9 @@ def sqlite_url(path: Path) -> str:
 
 
 def normalise_url(url: str) -> URL:
-    """Parse a database URL, in which ``postgres://`` and ``postgresql://`` select the driver psycopg 3. Raises ``ValueError`` for
-    other databases, an in-memory SQLite database and invalid URLs. The message never quotes an invalid URL, since any part of it
-    may belong to the password."""
+    """Parse a database URL and return it; ``postgres://`` and ``postgresql://`` select the driver psycopg 3. Raises
+    ``ValueError`` for other databases, an in-memory SQLite database and invalid URLs. The message never quotes an invalid URL,
+    since any part of it may belong to the password."""
     try:
         parsed = make_url(url)
     except (sa.exc.ArgumentError, ValueError):
@@ -95,15 +95,15 @@ def passwords(url: str | None, environ: Mapping[str, str]) -> list[str]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of the error's message; for an empty message the name of its class. The further lines of SQLAlchemy's
-    messages are the statement and its values."""
+    """Return the first line of the error's message, or the name of its class if the message is empty. The further lines of
+    SQLAlchemy's messages, which are left out, have the statement and its values."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _postgres_options(url: URL) -> dict[str, Any]:
-    """Return the engine options for PostgreSQL. At most 20 connections per process, so that a few processes can share a server's
-    usual 100; waiting for one longer than 30 seconds is an error. Statements are not prepared on the server: behind pgbouncer in
-    transaction mode, the next statement may use another connection."""
+    """Return the engine options for PostgreSQL. A process has at most 20 connections, so that a few processes can share a
+    server's usual 100; waiting for one longer than 30 seconds is an error. Statements are not prepared on the server: behind
+    pgbouncer in transaction mode, the next statement may use another connection."""
     connect: dict[str, Any] = {"connect_timeout": 10, "prepare_threshold": None}
     if "application_name" not in url.query:
         connect["application_name"] = f"ratchet/{os.getpid()}"
@@ -154,7 +154,8 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Session]:
         """Yield a session in a write transaction. It is committed when the block ends, and rolled back when the block raises. On
-        SQLite, the call blocks while another writer is active."""
+        SQLite, the call blocks while another writer is active; if that lasts too long, SQLite's error is raised. Raises
+        ``RuntimeError`` within ``as_owner``."""
         raise_if_impersonating()
         make = self.session_class(self.engine, expire_on_commit=False, info=self._session_info)
         with self._serialise_writer(), make as session, session.begin():
@@ -163,8 +164,8 @@ class Database:
     @contextmanager
     def _serialise_writer(self) -> Iterator[None]:
         """Let only one writer of this process run at a time on SQLite; on PostgreSQL do nothing. SQLite's own waiters poll its
-        lock with ever longer pauses, so that later writers may overtake them again and again. After ``BUSY_TIMEOUT_MS`` the block
-        runs all the same, and gets SQLite's own error."""
+        lock with ever longer pauses, so that later writers may overtake them. After ``BUSY_TIMEOUT_MS`` the block runs all the
+        same, and gets SQLite's own error."""
         acquired = self.is_sqlite and self._write_lock.acquire(timeout=BUSY_TIMEOUT_MS / 1000)
         try:
             yield
@@ -174,15 +175,16 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """Yield a session for reading. On SQLite it sees one snapshot, on PostgreSQL the rows that are committed at each
-        statement. Changes in it are discarded."""
+        """Yield a session for reading; changes made in it are discarded. On SQLite it sees one snapshot of the database, on
+        PostgreSQL the rows that are committed at each statement. Raises ``RuntimeError`` within ``as_owner``."""
         raise_if_impersonating()
         with Session(self._read_engine, expire_on_commit=False, autoflush=False, info=self._session_info) as session:
             yield session
 
     def ping(self) -> None:
-        """Raise SQLAlchemy's errors if the database does not answer. PostgreSQL gets ``PING_SECONDS`` for each step, on a
-        separate connection: if the server is gone, pooled connections would wait until the network reports that."""
+        """Check that the database answers. Raises SQLAlchemy's errors if it does not. For PostgreSQL, connecting and answering
+        may take ``PING_SECONDS`` each, on a separate connection: if the server is gone, a pooled connection would wait until the
+        network reports that."""
         with self._ping_engine.connect() as connection:
             connection.execute(sa.select(1))
 

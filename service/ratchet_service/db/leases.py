@@ -1,8 +1,8 @@
 """Leases: which reconciler manages which active job. They are taken, renewed and released by guarded UPDATEs.
 
-Each lease has a token, new each time it is taken. A reconciler writes about a job only in a transaction that holds the job's row
-and has seen the reconciler's token there (``lock_leased_job``): a reconciler that was suspended past the end of its lease finds
-another token and drops the job. Leases expire by the database's clock.
+Each lease has a token, new each time it is taken. A reconciler writes about a job only in a transaction that has locked the job's
+row and found the reconciler's token there (``lock_leased_job``). So a reconciler that was suspended past the end of its lease
+finds another token and drops the job. Leases expire by the database's clock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ ACTIVE = tuple(p for p in JobPhase if p.active)
 
 
 class LeaseLost(RatchetError):
-    """Another reconciler manages the job now, or the job was ended and deleted."""
+    """This process's lease on the job is lost: another reconciler manages the job now, or the job was ended and deleted. The
+    caller drops the job."""
 
     code = "lease-lost"
 
@@ -51,7 +52,8 @@ class Lease(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A job that no reconciler manages, and the token and expiry time that its row had when it was read."""
+    """A job that no reconciler manages, with the lease token and expiry time that its row had when it was read. ``acquire`` takes
+    it only if these have not changed."""
 
     job_id: str
     attempt: int
@@ -75,14 +77,14 @@ def owner_is_dead(owner: str | None) -> bool:
 
 def is_expired(token: str | None, expires: datetime | None, now: datetime) -> bool:
     """True if no reconciler holds the lease any more, or if there is none. ``now``: by the database's clock. A lease that ends
-    later than any lease can (``MAX_LEASE``) was written before that clock was set back, and counts as expired: a live owner
-    renews it, and nobody need wait for the end of a dead owner's."""
+    later than ``MAX_LEASE`` from now was written before that clock was set back, and counts as expired. A live owner renews it,
+    and nobody need wait for the end of a dead owner's lease."""
     return token is None or expires is None or expires < now or expires > now + MAX_LEASE
 
 
 def is_surely_held(held_at: float, now: float, seconds: float) -> bool:
-    """True if a lease of ``seconds``, taken or renewed at ``held_at`` or later, is surely still held: see ``SAFE_FRACTION``.
-    ``held_at`` and ``now`` are by this process's monotonic clock. False: it may have been lost."""
+    """True if a lease of ``seconds``, taken or renewed at ``held_at`` or later, is certainly still held (see ``SAFE_FRACTION``).
+    False: it may have been lost. ``held_at`` and ``now`` are seconds of this process's monotonic clock."""
     return now - held_at < SAFE_FRACTION * seconds
 
 
@@ -118,8 +120,8 @@ def free_jobs(session: Session, skip: Collection[str], condition: sa.ColumnEleme
 
 
 def acquire(session: Session, free: Free, owner: str, seconds: float) -> Lease | None:
-    """Take a new lease on a job that ``free_jobs`` returned. Return None if its row has changed since: another reconciler has
-    taken the job, or the old owner was only delayed and has renewed its lease, on which it relies."""
+    """Take a new lease on a job that ``free_jobs`` returned, and return the lease. None if the job's row has changed since:
+    another reconciler has taken the job, or its old owner was only delayed and has renewed its lease."""
     values = lease_values(session, owner, seconds)
     unchanged = Job.lease_token.is_not_distinct_from(free.token) & Job.lease_expires_at.is_not_distinct_from(
         free.expires_at
@@ -131,16 +133,16 @@ def acquire(session: Session, free: Free, owner: str, seconds: float) -> Lease |
 
 
 def renew(session: Session, leases: Iterable[Lease], seconds: float) -> set[str]:
-    """Extend those of ``leases`` that are still this process's, to ``seconds`` from now. Return the ids of their jobs; a missing
-    job has been lost."""
+    """Extend those of ``leases`` that this process still holds, to ``seconds`` from now. Return the ids of their jobs. A job that
+    is missing in the result has been lost."""
     expires = database_now(session) + timedelta(seconds=seconds)
     statement = sa.update(Job).where(_own_leases_filter(leases)).values(lease_expires_at=expires).returning(Job.id)
     return set(session.scalars(statement.execution_options(synchronize_session=False)))
 
 
 def release(session: Session, leases: Iterable[Lease]) -> None:
-    """Remove those of ``leases`` that are still this process's, at a clean shutdown, so that the next reconciler need not wait
-    for their expiry."""
+    """Remove those of ``leases`` that this process still holds. Called at a clean shutdown, so that the next reconciler need not
+    wait for their expiry."""
     statement = sa.update(Job).where(_own_leases_filter(leases)).values(**NO_LEASE)
     session.execute(statement.execution_options(synchronize_session=False))
 
@@ -153,7 +155,8 @@ def _own_leases_filter(leases: Iterable[Lease]) -> sa.ColumnElement[bool]:
 
 
 def lock_held(session: Session, leases: Iterable[Lease]) -> set[Lease]:
-    """Return those of ``leases`` that are still this process's, and lock the rows of their jobs until the transaction ends."""
+    """Return those of ``leases`` that this process still holds on active jobs, and lock the rows of these jobs until the
+    transaction ends."""
     requested = list(leases)
     mine = _own_leases_filter(requested) & Job.phase.in_(ACTIVE)
     query = sa.select(Job.id, Job.attempt, Job.lease_token).where(mine).order_by(Job.id).with_for_update()

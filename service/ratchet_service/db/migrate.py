@@ -1,7 +1,8 @@
 """Migrates the schema at start, one process at a time.
 
-On PostgreSQL, a change to a table waits for all transactions that use it, and all later transactions wait for the change. So a
-migration waits for a few seconds only, lets the others continue, and retries; it reports the processes that block it.
+On PostgreSQL, a change to a table waits for all transactions that use the table, and all later transactions wait for the change.
+So a migration waits for a lock only a few seconds, then releases its locks so that other transactions proceed, and retries. It
+logs the processes that block it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class MigrationBlocked(Refused):
 
 
 class Blocking:
-    """The database processes that block a connection. They are read over another connection, while the first one waits."""
+    """The database processes that block a connection: their server pids, and a description for messages. They are read over
+    another connection, while the first one waits."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -59,8 +61,8 @@ class Blocking:
 
     @contextmanager
     def watch(self, connection: Connection) -> Iterator[None]:
-        """During the block, read every ``_POLL_SECONDS`` which processes block ``connection``, in a thread. Also limits the
-        connection's waits for locks to ``LOCK_SECONDS`` until its transaction ends."""
+        """During the block, read every ``_POLL_SECONDS`` in a thread which processes block ``connection``. Also limit each of the
+        connection's waits for a lock to ``LOCK_SECONDS``, until its transaction ends."""
         connection.execute(sa.text(f"SET LOCAL lock_timeout = {int(LOCK_SECONDS * 1000)}"))
         pid, over = connection.scalar(sa.text("SELECT pg_backend_pid()")), threading.Event()
 
@@ -97,8 +99,9 @@ class Blocking:
 
 
 def run_with_retries(database: Database, migrate: Callable[[Blocking], None]) -> None:
-    """Run ``migrate``. If it does not get a lock, it is rolled back as a whole and tried again after a pause, with ``MAX_TRIES``
-    tries in all. Raises ``MigrationBlocked`` after the last try, and every other error of ``migrate``."""
+    """Run ``migrate``. If it does not get a lock, it is rolled back as a whole and tried again after a pause, ``MAX_TRIES`` times
+    in all; each failure is logged. Raises ``MigrationBlocked`` after the last try. Every other error of ``migrate`` is raised at
+    once."""
     for n in range(1, MAX_TRIES + 1):
         blocking = Blocking(database)
         try:
@@ -215,8 +218,8 @@ def _raise_if_unusable(connection: Connection) -> None:
 
 
 def upgrade(database: Database, revision: str = "head") -> None:
-    """Run all migrations up to ``revision``, in one transaction. Services that start at the same time migrate one after the
-    other. Raises ``NewerSchema``, ``UnsupportedSchema``, and ``MigrationBlocked``."""
+    """Run all migrations up to ``revision``, in one transaction. Blocks while another process migrates, so services that start at
+    the same time migrate one after the other. Raises ``NewerSchema``, ``UnsupportedSchema``, and ``MigrationBlocked``."""
 
     def migrate(blocking: Blocking) -> None:
         with _migration_lock(database, blocking) as connection:
@@ -238,8 +241,8 @@ def downgrade(database: Database, revision: str) -> None:
 
 @contextmanager
 def _migration_lock(database: Database, blocking: Blocking) -> Iterator[Connection]:
-    """Yield a connection in the migration's one transaction, during which no other process migrates. Blocks while another process
-    migrates. With SQLite the lock is a file next to the database."""
+    """Yield a connection in the migration's one transaction, during which no other process migrates; it is committed when the
+    block ends. Blocks without a limit while another process migrates. With SQLite the lock is a file next to the database."""
     if not database.is_sqlite:
         # The lock belongs to the transaction, so it works behind a pooler too and is released if the process dies.
         with database.engine.begin() as connection:

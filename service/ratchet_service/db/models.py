@@ -52,8 +52,9 @@ def _job_id() -> Mapped[str]:
 
 
 class Job(Base):
-    """One job: its spec, its phase and desired state, its progress, and its lease. ``version`` counts changes of phase, desired
-    state, labels and priority (the ETag), but not progress."""
+    """One job: its spec, its phase and desired state, its progress, and its lease. ``version``, from which the ETag is made,
+    grows by one with each change of phase, desired state, labels or priority and with each request for a checkpoint; progress
+    does not change it."""
 
     __tablename__ = "jobs"
     __table_args__ = (
@@ -152,8 +153,8 @@ class JobLabel(Base):
 
 
 class Attempt(Base):
-    """One launch of a job's group of agents; ``number`` is the attempt number. ``base_step`` is the step of the checkpoint from
-    which the ranks report to continue (0: they start without one); None until they report it."""
+    """One launch of a job's group of agents; ``number`` is the attempt number. ``base_step``: step of the checkpoint from which
+    the ranks continue (0: they start without one); None until the ranks report it."""
 
     __tablename__ = "attempts"
     __table_args__ = (sa.Index("ix_attempts_phase", "phase"),)
@@ -289,8 +290,8 @@ class IdempotencyKey(Base):
 
 
 class MetricSeries(Base):
-    """Which points of a job's metric are stored: those at steps with ``step % stride == phase``, and the newest one. The stride
-    is a power of two and only grows, so that a redone step falls on the same place."""
+    """Which points of one metric of a job are stored: those at steps with ``step % stride == phase``, and the newest one. The
+    stride is a power of two and only grows, so that a step that is redone replaces its own earlier point."""
 
     __tablename__ = "metric_series"
 
@@ -332,8 +333,8 @@ class SupersededMetric(Base):
 
 
 class HookSample(Base):
-    """A rank's hook summary at one step; a later attempt's replaces an earlier one. If there are too many, every second one is
-    deleted."""
+    """A rank's hook summary at one step; a later attempt's summary of that step replaces it. If a rank has too many, every second
+    one is deleted."""
 
     __tablename__ = "hook_samples"
 
@@ -367,7 +368,8 @@ class ApiToken(Base):
 
 
 class Quota(Base):
-    """What an owner may use at the same time; the row of the owner ``*`` is for owners without a row. None: no limit."""
+    """What an owner may use at the same time; the row of the owner ``*`` applies to owners without a row. In a column, None means
+    no limit."""
 
     __tablename__ = "quotas"
 
@@ -380,7 +382,8 @@ class Quota(Base):
 
 
 class ClockLevel(Base):
-    """What all processes of one machine know about a clock that can be set (``clock_jumps``), for each boot of the machine."""
+    """What all processes of one machine know about a clock that can be set (see ``clock_jumps``): one row for each clock and boot
+    of the machine."""
 
     __tablename__ = "clock_levels"
 

@@ -23,7 +23,7 @@ def find_job(session: Session, job_id: str) -> Job:
 
 
 def find_job_for_update(session: Session, job_id: str) -> Job:
-    """Like ``find_job``, but lock the job's row until the transaction ends."""
+    """As ``find_job``, but lock the job's row until the transaction ends; blocks while another transaction holds it."""
     if not is_job_id(job_id):
         raise no_such_job(job_id)
     return lock_job(session, job_id)
@@ -54,7 +54,7 @@ def find_checkpoint(session: Session, job_id: str, checkpoint_id: str) -> Checkp
 
 
 def waiting_forks(session: Session, job_id: str, checkpoints: set[str] | None = None) -> list[str]:
-    """Return the ids of the jobs that were forked from this job and may still have to read the source checkpoint: they have not
+    """Return the ids of the jobs that were forked from this job and may still have to read their source checkpoint: they have not
     succeeded and have no committed checkpoint of their own. ``checkpoints``: ids of the source checkpoints to consider; None:
     all."""
     query = sa.select(Job.id, Job.forked_from).where(
@@ -67,14 +67,14 @@ def waiting_forks(session: Session, job_id: str, checkpoints: set[str] | None = 
 
 
 def etag(job: Job) -> str:
-    """Return the job's ETag, with its quotes. It changes with phase, desired state, labels and priority, but not with
-    progress."""
+    """Return the job's ETag, with its quotes. It changes with phase, desired state, labels, priority and each request for a
+    checkpoint, but not with progress."""
     return f'"{job.version}"'
 
 
 def require_match(job: Job, if_match: str | None) -> None:
-    """Check the header If-Match (RFC 9110, 13.1.1), which is ``*`` or a list of strong tags; None: the request has none. Raises
-    ``Refused`` (``precondition-failed``) if the job's ETag is not among them."""
+    """Raise ``Refused`` (``precondition-failed``) if the job's ETag does not match the header If-Match (RFC 9110, 13.1.1).
+    ``if_match``: the header, which is ``*`` or a list of strong tags; None: the request has none, and nothing is checked."""
     if if_match is None:
         return
     tags = [tag.strip() for tag in if_match.split(",")]

@@ -27,8 +27,8 @@ def sanitize_text(text: str) -> str:
 
 
 def sanitize_json(value: Any, depth: int = 0) -> Any:
-    """Return JSON data with ``sanitize_text`` applied to every text and key. NaN and infinities become text, and data nested more
-    than ``_MAX_DEPTH`` levels deep becomes "...". ``depth``: the level of ``value``."""
+    """Return JSON data with ``sanitize_text`` applied to every text and key. NaN and infinities become text. Data nested more
+    than ``_MAX_DEPTH`` levels deep are replaced by "...". ``depth``: the level of ``value``, for the recursion."""
     if depth > _MAX_DEPTH:
         return "..."
     if isinstance(value, str):
@@ -51,8 +51,8 @@ def sanitize_bounded_json(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_time(text: str, fallback: datetime) -> datetime:
-    """Parse an ISO 8601 time that a worker reports. Return ``fallback`` for a text that is not a time with a time zone. Whether
-    the time is plausible is not checked."""
+    """Return the ISO 8601 time that a worker reports in ``text``. Return ``fallback`` if ``text`` is not a time with a time zone.
+    Whether the time is plausible is not checked."""
     try:
         at = datetime.fromisoformat(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""The only writer of a job's phase: one guarded UPDATE and its event row in the same transaction.
+"""The only writer of a job's phase: one guarded UPDATE, and the row of its event in the same transaction.
 
-Every writer of a job's events holds the job's row (``lock_job`` or an UPDATE of it), so the ids of one job's events grow in
-commit order, and a follower that remembers the last id misses none.
+Every writer of a job's events holds the lock on the job's row (``lock_job`` or an UPDATE of it). So the ids of one job's events
+grow in commit order, and a follower that remembers the last id misses none.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def no_such_job(job_id: str) -> NotFound:
 
 
 def check_transition(job: Job, event: Event) -> Step:
-    """Return the cell of the transition table for the job's phase and ``event``: the phase and desired state that follow. Raises
-    ``Conflict`` if the event is refused in this phase."""
+    """Return the cell of the transition table for the job's phase and ``event``: the phase and desired state that follow. Nothing
+    is written. Raises ``Conflict`` if the event is refused in this phase."""
     step = next_step(job.phase, event, job.desired)
     if step.phase is None:
         text = _DETAILS[step.code].format(phase=job.phase.value, event=event.value)
@@ -73,13 +73,14 @@ def apply(
     data: dict[str, Any] | None = None,
     values: dict[str, Any] | None = None,
 ) -> Job:
-    """Apply ``event`` to the job and return the job: write its phase, desired state and ``values`` (other columns) in one guarded
-    UPDATE, and add an event row with ``data``. The row is locked until the transaction ends.
+    """Apply ``event`` to the job and return the job. Its phase, desired state and ``values`` (other columns) are written in one
+    guarded UPDATE, ``version`` grows by one, and an event row with ``data`` is added. The row is locked until the transaction
+    ends.
 
     ``cause`` is the cause that a stop will have; None: that of a request through the API. ``reason`` and ``message`` replace the
-    job's (None clears them), except for ``CHECKPOINT``. Raises ``NotFound``; ``Conflict`` if the table refuses, if
-    ``expected_attempt`` is not the job's attempt (code ``stale-attempt``), or if another transaction changed the job in between
-    (code ``changed-meanwhile``).
+    job's (None clears them), except for ``CHECKPOINT``. Raises ``NotFound``. Raises ``Conflict`` if the table refuses the event,
+    if ``expected_attempt`` is not the job's attempt (code ``stale-attempt``), or if another transaction changed the job in
+    between (code ``changed-meanwhile``).
     """
     job = lock_job(session, job_id)
     before = job.phase
@@ -119,7 +120,7 @@ def transition_values(
 
 def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None, now: datetime) -> dict[str, Any]:
     """Return the columns that change when the job moves to ``phase`` by ``step``, a cell of the transition table: desired state,
-    times of pause and end, and budgets if they are reset."""
+    times of pause and end, and the counters of the budgets if the cell resets them."""
     out: dict[str, Any] = {"phase": phase, "updated_at": now}
     if step.desired is not None and step.desired is not job.desired:
         out["desired"] = step.desired
@@ -151,7 +152,7 @@ def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None, now: da
 
 
 def _is_paused_phase(phase: JobPhase) -> bool:
-    """True for phases in which the job is not meant to run: suspended or ended. That time does not count as lost."""
+    """True for phases in which the job is not meant to run: suspended or ended. Time in these phases does not count as lost."""
     return phase.terminal or phase is JobPhase.SUSPENDED
 
 
@@ -164,7 +165,7 @@ def add_event(
     attempt: int | None = None,
     data: dict[str, Any] | None = None,
 ) -> None:
-    """Add an entry to the job's history, in this transaction. The caller has locked the job's row. ``attempt``: the attempt that
-    it concerns; None: none."""
+    """Add an entry to the job's history, in this transaction. The caller has locked the job's row. ``type_``: the event's type;
+    ``attempt``: the attempt that the event is about, None for none."""
     row = models.Event(job_id=job_id, at=now_in(session), type=type_, attempt=attempt, message=message, data=data or {})
     session.add(row)

@@ -10,8 +10,8 @@ from ratchet_contract.errors import Refused
 
 
 class ConcurrencyLimit:
-    """A limit on concurrent operations. ``number``: how many may run at the same time; ``activity``: what the service is doing
-    while all slots are taken, for the error message. Thread-safe."""
+    """A limit on concurrent operations. ``number``: how many may run at the same time. ``activity``: what the service is doing
+    while all slots are taken, such as "making other exports", for the error message. Thread-safe."""
 
     def __init__(self, number: int, activity: str) -> None:
         self._slots = threading.BoundedSemaphore(number)
@@ -19,7 +19,8 @@ class ConcurrencyLimit:
 
     @contextmanager
     def acquire(self) -> Iterator[None]:
-        """Hold one slot during the block. Raises ``Refused`` (``busy``) if none is free: waiting would hold a thread, too."""
+        """Hold one slot during the block. Does not wait: raises ``Refused`` (``busy``) if no slot is free, since waiting would
+        hold a thread."""
         if not self._slots.acquire(blocking=False):
             raise Refused(f"the service is {self._activity}: try again in a moment", code="busy")
         try:

@@ -36,10 +36,10 @@ MAX_NAMES: Final = 200_000
 
 @contextmanager
 def as_owner(path: Path) -> Iterator[None]:
-    """During the block, make this thread's file accesses as the owner of the job whose directory ``path`` is, or is in. Nothing
-    changes if the service is not root or the directory is root's. The block must not contain a ``yield``; a thread that is
-    started within it keeps these rights. Raises ``PermissionError`` if the kernel does not change the user, ``RuntimeError`` in
-    an event loop, whose other tasks would get the rights."""
+    """During the block, make this thread's file accesses as the owner of a job's directory. ``path``: the job's directory, or a
+    path in it. Nothing changes if the service is not root, if the directory is root's, or if ``path`` is in no job's directory.
+    The block must not contain a ``yield``; a thread that is started within it keeps these rights. Raises ``PermissionError`` if
+    the kernel does not change the user, and ``RuntimeError`` in an event loop, whose other tasks would get the rights."""
     owner = owner_of(path) if os.geteuid() == 0 else None
     if owner is None or owner[0] == 0:
         yield
@@ -50,7 +50,7 @@ def as_owner(path: Path) -> Iterator[None]:
 
 @contextmanager
 def as_user(user: User | None) -> Iterator[None]:
-    """Like ``as_owner``, as ``user``; None: nothing changes."""
+    """As ``as_owner``, with the rights of ``user``; None: nothing changes."""
     if user is None:
         yield
         return
@@ -60,8 +60,8 @@ def as_user(user: User | None) -> Iterator[None]:
 
 @contextmanager
 def as_service() -> Iterator[None]:
-    """During the block, make file accesses with the service's own rights again: within ``as_owner``, or in a thread that was
-    started there and inherited its rights."""
+    """During the block, make file accesses with the service's own rights again. For use within ``as_owner``, and in a thread that
+    was started there and inherited its rights."""
     if os.geteuid() != 0:
         yield
         return
@@ -110,7 +110,7 @@ def _current_fs_user() -> tuple[int, int]:
 
 
 def raise_if_impersonating() -> None:
-    """Raise ``RuntimeError`` if this thread's file accesses are made as another user than the service's."""
+    """Raise ``RuntimeError`` if this thread makes its file accesses as another user than the service's (within ``as_owner``)."""
     if os.geteuid() == 0 and (uid := _current_fs_user()[0]) != 0:
         raise RuntimeError(
             f"this thread opens files as user {uid}: run the service's own operations outside ``as_owner``"
@@ -118,17 +118,16 @@ def raise_if_impersonating() -> None:
 
 
 def is_foreign(path: Path) -> bool:
-    """True if the files of the job whose directory ``path`` is, or is in, belong to another user than the service's. That user
-    decides which of them the service can open, and may have removed all access: this must not keep the attempt from being
-    ended."""
+    """True if a job's files belong to another user than the service's. ``path``: the job's directory, or a path in it. That user
+    may have removed the service's access to them; the caller must be able to end the attempt all the same."""
     owner = owner_of(path)
     return owner is not None and owner[0] != os.geteuid()
 
 
 def owner_of(path: Path) -> tuple[int, int] | None:
-    """Return user and group that own the directory of the job whose directory ``path`` is, or is in. None if ``path`` is not in a
-    job's directory, if that does not exist, or if the run directory was never prepared for another user
-    (``run_as.prepare_run_directory``), who could not even reach it."""
+    """Return user id and group id of the owner of a job's directory. ``path``: the job's directory, or a path in it. None if
+    ``path`` is not in a job's directory, if that directory does not exist, or if the run directory was never prepared for another
+    user (``run_as.prepare_run_directory``)."""
     for folder in (path, *path.parents):
         if is_job_id(folder.name):
             if not HomePaths(folder.parent.parent).run_as_file.exists():
@@ -142,9 +141,9 @@ def owner_of(path: Path) -> tuple[int, int] | None:
 
 
 def open_read(path: Path) -> BinaryIO:
-    """Open a file of a job for reading, with its owner's rights. Raises ``OSError``; ``PermissionError`` for anything but a
-    regular file, since reading it might never begin (a FIFO) or never end (``/dev/zero``), and for a link if the job's code has a
-    user of its own: a link through ``/proc/self`` leads to files that the service itself has open."""
+    """Open a job's file for reading, with the rights of the job's owner. Raises ``OSError``. Raises ``PermissionError`` for
+    anything but a regular file: reading a FIFO might never begin, reading ``/dev/zero`` never end. It is also raised for a link
+    if the job's code has a user of its own: a link through ``/proc/self`` leads to files that the service itself has open."""
     link = os.O_NOFOLLOW if is_foreign(path) else 0
     try:
         with as_owner(path):
@@ -189,8 +188,8 @@ def _libc() -> ctypes.CDLL:
 
 def give_to_user(root: Path, uid: int, gid: int) -> None:
     """Create the job's directory ``root`` for this user. If it exists and belongs to another user, hand it over with everything
-    in it that belongs to that user. Raises ``OSError``, also for a file of any third user, to which user code may have made a
-    link."""
+    in it; if it belongs to this user already, do nothing more. Raises ``OSError``, also if a file in it belongs to a third user:
+    user code may have made a link to that file."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     former = root.lstat().st_uid
     if former == uid:

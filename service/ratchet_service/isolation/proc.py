@@ -18,8 +18,8 @@ _PF_KTHREAD: Final = 0x00200000  # include/linux/sched.h
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """True if the process with this pid exists, has this start time and is not a zombie. Its start time tells it from a later
-    process with the same pid."""
+    """True if the process with this pid exists, started at ``started`` (clock ticks since boot, as in /proc) and is not a zombie.
+    The start time distinguishes it from a later process with the same pid."""
     return start_time(pid) == started
 
 
@@ -43,8 +43,8 @@ def pids_with_variable(name: str, value: str) -> list[int]:
 
 
 def processes_with_variable(name: str) -> list[tuple[int, str]]:
-    """Return (pid, value) of each live process, other than this one, that was started with the variable ``name`` in its
-    environment."""
+    """Return (pid, value) for each live process, other than this one, that was started with the variable ``name`` in its
+    environment. Processes whose environment this process may not read are not found."""
     needle = f"\0{name}=".encode()
     out = []
     for entry in Path("/proc").iterdir():
@@ -96,13 +96,13 @@ def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
 
 
 def kill_all(find_pids: Callable[[], list[int]]) -> list[int]:
-    """Send SIGKILL to the processes that ``find_pids`` finds, and to those that they start meanwhile. Return the pids of all
-    processes found; it does not wait for their end.
+    """Send SIGKILL to the processes that ``find_pids`` finds, and to those that they start meanwhile. Return the sorted pids of
+    all processes found, empty if there are none; does not wait for their end.
 
     A process that forks faster than processes are listed could escape every list, above all where the parent ends and the child
-    continues. So the processes that the second and later passes find are first stopped, with their whole process group, which the
-    kernel does in one step: a stopped process forks no more, and still counts towards its user's limit. Once a pass finds no
-    other process, or after ``_FREEZE_SECONDS``, they are killed.
+    continues. So processes that the second and later passes find are first stopped, with their whole process group, which the
+    kernel does in one step. A stopped process forks no more, and still counts towards its user's limit. Once a pass finds no
+    other process, or after ``_FREEZE_SECONDS``, the stopped ones are killed.
     """
     found = find_pids()
     for pid in found:
@@ -123,8 +123,8 @@ def kill_all(find_pids: Callable[[], list[int]]) -> list[int]:
 
 
 def _stop_group(pid: int) -> None:
-    """Send SIGSTOP to the process and its process group. If the process is in this process's own session, only the process itself
-    is stopped, since the groups of that session belong to no attempt."""
+    """Send SIGSTOP to the process and its whole process group. If the process is in this process's own session, only the process
+    itself is stopped: the groups of that session belong to no attempt."""
     with suppress(ProcessLookupError):
         if os.getsid(pid) == os.getsid(0):
             os.kill(pid, signal.SIGSTOP)

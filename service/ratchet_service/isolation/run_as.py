@@ -48,9 +48,9 @@ sys.stdin.read()
 
 
 def parse_user(text: str | None) -> User | None:
-    """Return the user that ``USER[:GROUP]`` names, each by name or number. None if ``text`` is None, or if it names the service's
-    own user and group. Raises ``StartError`` if the user or group does not exist or is root's, or if the service is not root and
-    so cannot start processes as that user."""
+    """Return the user that ``USER[:GROUP]`` names, each by name or number. None if ``text`` is None, or if it names the user and
+    group that the service runs as. Raises ``StartError`` if the user or group does not exist or is root's, and if the service is
+    not root and so cannot start processes as that user."""
     if text is None:
         return None
     user, _, group = text.partition(":")
@@ -104,8 +104,8 @@ def _is_number(text: str) -> bool:
 
 def restrict_process() -> None:
     """Set this process's umask so that no other user can read the files that it creates, and drop its supplementary groups: with
-    them it could read what only root may, while it accesses files as another user (``file_access``). Called from a program's
-    entry point only, since it changes the whole process."""
+    them, file accesses as another user (``file_access``) could read what only root may. It changes the whole process, so only a
+    program's entry point calls it."""
     os.umask(_UMASK)
     os.setgroups([])
 
@@ -118,10 +118,10 @@ def _is_process_restricted() -> bool:
 
 
 def prepare_run_directory(paths: HomePaths, user: User | None, database: Path | None) -> None:
-    """Prepare the run directory before anything is started, so that ``user`` can reach the jobs' directories and no other file,
-    and can run the agent. Changes modes of files, and records the user in a file. ``user`` None: only the record is emptied.
-    ``database``: the database's file, if it is one. Raises ``StartError``, also if this process has supplementary groups or an
-    open umask: the process itself is not changed here."""
+    """Prepare the run directory so that ``user`` can reach the jobs' directories and no other file, check that ``user`` can run
+    the agent, and record ``user`` in a file. Changes modes of files. Called before anything is started. ``user`` None: only an
+    existing record is emptied. ``database``: the database's file, None if it is not a file. Raises ``StartError``, also if this
+    process has supplementary groups or an open umask: the process itself is not changed here."""
     if user is None:
         if paths.run_as_file.exists():  # directories of jobs still belong to the previous user
             paths.run_as_file.write_text("", encoding="utf-8")
@@ -139,8 +139,8 @@ def prepare_run_directory(paths: HomePaths, user: User | None, database: Path | 
 
 
 def recorded_user(paths: HomePaths) -> str | None:
-    """Return the user that jobs run as, as text, as recorded by the service that last started in this run directory. None: users'
-    code runs as the service."""
+    """Return the user that jobs run as, as text, as the service that last started in this run directory recorded it. None: users'
+    code runs as the service's own user, or the record cannot be read."""
     try:
         name, uid, gid = paths.run_as_file.read_text(encoding="utf-8").split()
     except (OSError, ValueError):
@@ -171,8 +171,8 @@ def _restrict_permissions(paths: HomePaths, database: Path | None) -> None:
 
 
 def first_closed_directory(user: User, path: Path) -> Path | None:
-    """Return the first directory on the way to ``path``, following all links, whose mode does not let ``user`` pass; None: there
-    is none."""
+    """Return the first directory on the way to ``path`` whose mode does not let ``user`` pass; links on the way are followed.
+    None if there is none."""
     ways, seen = [path], set[Path]()
     while ways:
         way = ways.pop(0)
@@ -194,9 +194,9 @@ def first_closed_directory(user: User, path: Path) -> Path | None:
 
 
 def _check_user(paths: HomePaths, user: User) -> None:
-    """Start a process as the user to check that the user can run the agent and reach the jobs, that the kernel counts the user's
-    processes, and that they can be seen in /proc, by which an attempt is proved dead. Raises ``StartError``. The user's limits do
-    not apply: an earlier job that has used them up must not keep the service from starting."""
+    """Start a process as the user, and raise ``StartError`` if one of three checks fails: the user can run the agent and reach
+    the jobs; the kernel counts the user's processes; its processes can be seen in /proc, by which an attempt is proved dead. The
+    user's limits do not apply to this process: an earlier job that has used them up must not keep the service from starting."""
     with (
         Sandbox(user).command(
             [sys.executable, "-P", "-c", _CHECK_SCRIPT, str(paths.jobs)], minimal_environ(os.environ)
@@ -261,8 +261,8 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def parse_limits(text: str) -> Limits:
-    """Parse the value of ``--run-as-limits``; limits that it does not name are None. Raises ``ValueError`` with a message for
-    users."""
+    """Return the limits in the value of ``--run-as-limits``; limits that it does not name are None. Raises ``ValueError`` with a
+    message for users."""
     limits = Limits()
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition("=")
@@ -280,8 +280,8 @@ def parse_limits(text: str) -> Limits:
 
 
 def with_defaults(limits: Limits, user: User | None) -> Limits:
-    """Return ``limits``; if there is a user and ``processes`` is None, with half of what the machine allows. Raises
-    ``StartError`` if limits are specified and jobs have no user of their own, and for limits above the service's own."""
+    """Return ``limits``. If there is a user and ``limits.processes`` is None, it is set to half of what the machine allows, at
+    least 16. Raises ``StartError`` for limits without a user, and for limits above the service's own."""
     if user is None:
         if limits != Limits():
             raise StartError(
@@ -299,9 +299,9 @@ def with_defaults(limits: Limits, user: User | None) -> Limits:
 
 
 def max_processes(cgroup: Path = _CGROUP, cgroups: Path = _CGROUPS) -> int:
-    """Return the most processes that this process and all others may have together: the smallest of the kernel's limits, those of
-    this process's control group and the groups above it, and its own RLIMIT_NPROC. Raises ``StartError`` if none of these is
-    known."""
+    """Return the most processes that all processes here may come to together. It is the smallest of the kernel's limits, the
+    limits of this process's control group and the groups above it, and its own RLIMIT_NPROC. Raises ``StartError`` if none of
+    these is known."""
     found = list(_machine_limits())
     found += _cgroup_limits(cgroup, cgroups)
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -334,7 +334,7 @@ def _cgroup_limits(cgroup: Path, cgroups: Path) -> Iterator[int]:
 
 
 def _parse_size(text: str) -> int | None:
-    """Return the size in bytes, such as of ``100Gi``; None: it is not a size."""
+    """Return the size in bytes that ``text``, such as ``100Gi``, stands for; None if it is not a size."""
     try:
         return size_in_bytes(_SIZE.validate_python(text))
     except ValidationError:

@@ -49,10 +49,10 @@ class User:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of processes; None: the limit is inherited from the service. Of each process: ``memory`` in bytes (RLIMIT_DATA),
-    ``open_files``, ``cpu`` in seconds of processor time, ``core`` (of a core dump) and ``file_size`` (of each file that it
-    writes, RLIMIT_FSIZE) in bytes. Of its user: ``processes``, including threads (RLIMIT_NPROC). They are hard limits, never
-    above the service's own."""
+    """Limits of processes; None: the limit is inherited from the service. They are hard limits, never above the service's own.
+    For each process: ``memory`` in bytes (RLIMIT_DATA), ``open_files``, ``cpu`` in seconds of processor time, ``core`` (size of a
+    core dump) and ``file_size`` (of each file that it writes) in bytes. For all processes of its user together: ``processes``,
+    including threads (RLIMIT_NPROC)."""
 
     memory: int | None = None
     open_files: int | None = None
@@ -72,9 +72,9 @@ NO_LIMITS: Final = Limits()
 
 
 def probe_limits(spec: JobSpec | None, seconds: float) -> Limits:
-    """Return the limits of a probe (a short process that runs ``spec``'s code or interpreter) that takes at most ``seconds``.
-    Memory and open files are limited as in the spec, or, if it has no such limit or ``spec`` is None, to more than any probe
-    needs. Processor time is limited to about ``seconds``, and no core is dumped."""
+    """Return the limits of a probe: a short process that runs the code or interpreter of ``spec`` and takes at most ``seconds``.
+    Memory and open files are limited as in the spec. Without such a limit there, or if ``spec`` is None, the limit is more than
+    any probe needs. Processor time is limited to about ``seconds``, and no core is dumped."""
     share = None if spec is None else spec.memory_per_rank
     files = None if spec is None else spec.resources.open_files
     return Limits(share or _DEFAULT_MEMORY_BYTES, files or _DEFAULT_OPEN_FILES, int(seconds) + 1, core=0)
@@ -100,11 +100,12 @@ class Sandbox:
     def command(
         self, argv: Sequence[str], environ: Mapping[str, str], limits: Limits | None = None, cwd: str | None = None
     ) -> Iterator[Command]:
-        """Yield the command by which ``argv`` is started in this sandbox; it must be started within the block. ``environ``: its
-        environment; ``limits``: its own limits, which cannot exceed ``max_limits``. If the sandbox has no user and ``limits`` is
-        None, the command is ``argv`` itself; ``cwd`` and ``max_limits`` then have no effect. The process keeps its pid and its
-        descriptors, and, without ``cwd``, its directory. From its start it can be found by its marker variables
-        (``RATCHET_ATTEMPT_DIR``, ``RATCHET_ASKED``). Raises ``OSError`` for a program that not even the service can run."""
+        """Yield the command that starts ``argv`` in this sandbox; the caller starts it within the block. ``environ``: the
+        environment of ``argv``; ``limits``: its own limits, which cannot exceed ``max_limits``; ``cwd``: its directory, None for
+        that of its parent. If the sandbox has no user and ``limits`` is None, the command is ``argv`` itself, and ``cwd`` and
+        ``max_limits`` have no effect. The process keeps its pid and its descriptors. From its start it can be found by its marker
+        variables (``RATCHET_ATTEMPT_DIR``, ``RATCHET_ASKED``). Raises ``OSError`` for a program that not even the service can
+        run."""
         within = (limits or NO_LIMITS).min_with(self.max_limits)
         if self.user is None and limits is None:
             yield Command(list(argv), dict(environ))
@@ -131,8 +132,8 @@ class Sandbox:
             yield Command([sys.executable, "-I", "-S", _PROGRAM, str(fd), *argv], env, (fd,))
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return ``environ`` with HOME, USER and LOGNAME of the sandbox's user, and without variables of the service user's
-        session. Without a user, return a copy."""
+        """Return ``environ`` with HOME, USER and LOGNAME of the sandbox's user, and without the variables that belong to the
+        login session of the service's user. If the sandbox has no user, return an unchanged copy."""
         if self.user is None:
             return dict(environ)
         kept = {key: value for key, value in environ.items() if not key.startswith(_SESSION_PREFIXES)}

@@ -1,8 +1,8 @@
 """Queries a process of the job's interpreter within a time limit. No process is left behind, even if either side is killed.
 
-The process receives the pid of the querying process and ends with it. Everything that it starts is killed once it has answered:
-its process group, and processes that left the group but still have the marker variable. Question and answer are files without a
-name, so a service that is killed leaves none.
+The process receives the pid of the service's process, and ends when that process ends. Everything that it starts is killed once
+it has answered: its process group, and processes that left the group but still have the marker variable. Question and answer are
+files without a name, so a service that is killed leaves none.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ def query_process(
 ) -> dict[str, Any]:
     """Start ``command``, return its answer to ``question``, and kill everything that it has started. Blocks until then. The
     process reads the question as JSON from standard input, with the added keys ``asker`` (the pid of this process) and ``answer``
-    (a descriptor to write the answer's JSON to). It runs as ``sandbox`` specifies, within ``limits``.
+    (a descriptor to which it writes the answer as JSON). It runs as ``sandbox`` specifies, within ``limits``, in ``cwd`` and with
+    the environment ``env``.
 
-    ``start_timeout_seconds``: the time limit until the first byte of the answer, if it differs from ``timeout_seconds``; the
-    process writes a blank to start the time of ``timeout_seconds``. ``is_abandoned`` is called about every 10 ms; if it returns
-    True, the query ends. Raises ``TimeoutError``, ``Abandoned``, ``OSError`` if the process cannot be started, ``ValueError`` if
-    it ends without a valid answer.
+    ``timeout_seconds``: the time limit from the start, or, with ``start_timeout_seconds``, from the first byte of the answer. The
+    process may write a blank as that byte. ``start_timeout_seconds``: the time limit from the start to that byte.
+    ``is_abandoned`` is called about every 10 ms; if it returns True, the query ends. ``stderr``: a file for the process's error
+    output, None to discard it. Raises ``TimeoutError``, ``Abandoned``, ``OSError`` if the process cannot be started,
+    ``ValueError`` if it ends without a valid answer.
     """
     marker = uuid.uuid4().hex
     with (
@@ -90,8 +92,8 @@ def query_process(
 
 
 def last_line(stderr: IO[bytes]) -> str:
-    """Return the last line in the file ``stderr`` of a process; empty if there is none. Only the last ``_MAX_LINE_BYTES`` bytes
-    are read."""
+    """Return the last line of the file ``stderr``, which has the error output of a process; empty if it has none. Only the last
+    ``_MAX_LINE_BYTES`` bytes are read."""
     stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _MAX_LINE_BYTES))
     return (stderr.read(_MAX_LINE_BYTES).decode(errors="replace").strip().splitlines() or [""])[-1]
 
@@ -118,9 +120,9 @@ def _wait(
 
 
 def _kill_all(child: subprocess.Popen[bytes], marker: str) -> None:
-    """Kill the process and everything that it has started: its group first (the leader is not reaped yet, so its pid is still the
-    group's), then processes that have left the group, until none is found. Processes that multiply faster than they can be
-    killed, or hang in the kernel, are logged and left after ``_KILL_SECONDS``."""
+    """Kill the process and everything that it has started, and reap it. Its process group is killed first; the leader is not
+    reaped yet, so its pid is still the group's. Then processes that have left the group are killed, until none is found. After
+    ``_KILL_SECONDS``, processes that multiply faster than they can be killed, or hang in the kernel, are logged and left."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     end = time.monotonic() + _KILL_SECONDS

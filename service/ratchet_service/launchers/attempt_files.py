@@ -1,9 +1,9 @@
-"""The files of an attempt, as every launcher uses them: ``launch.json`` is written, the files of the agents are read.
+"""The files of an attempt, as every launcher uses them: it writes ``launch.json``, and reads the files that the agents write.
 
 The agents' files are read with size limits: the user that an attempt runs as may write anything there, of any size.
 
 A ``result.json`` that is larger than a real one can be is not parsed. It counts as an end of unknown cause, which the attempt's
-message explains. A text in it that is longer than a person would read is cut, and a note at its end says so.
+message explains. In other results, each text of more than ``MOST_TEXT`` characters is cut, and a note at the text's end says so.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def read_bounded(path: Path) -> bytes | None:
 
 
 def read_result(path: Path, job_id: str, attempt: int, node: int) -> AttemptResult | None:
-    """Return the result of a node's agent; None if it has written none for this attempt, or if the file is not an agent's. For a
-    file that is too large, or of another protocol that cannot be read, return a result of unknown cause. Long texts are cut."""
+    """Return the result that a node's agent has written. None if the file does not exist or cannot be read, or if it is not a
+    result of this job, attempt and node. For a file that is too large, or that another protocol version wrote and this one cannot
+    read, return a result of unknown cause. Long texts are cut."""
     try:
         data = read_bounded(path)
     except OSError:
@@ -62,8 +63,8 @@ def read_result(path: Path, job_id: str, attempt: int, node: int) -> AttemptResu
 
 
 def _parse_other_protocol_result(data: bytes, path: Path, job_id: str, attempt: int, node: int) -> AttemptResult | None:
-    """Return what can be read of a result that an agent with another protocol version has written; if its ranks or fields cannot
-    be read, a result of unknown cause. None: ``data`` is not a result of another protocol for this node."""
+    """Return the common fields of a result that an agent with another protocol version has written. If its ranks or fields cannot
+    be read, return a result of unknown cause. None: ``data`` is not a result of another protocol for this node."""
     try:
         data_fields = json.loads(data)
         protocol = data_fields["protocol"]
@@ -112,7 +113,7 @@ def _oversized_result(path: Path, job_id: str, attempt: int, node: int) -> Attem
 
 
 def _unknown_result(text: str, job_id: str, attempt: int, node: int) -> AttemptResult:
-    """Return a result of unknown cause with the message ``text``, which ended now."""
+    """Return a result of unknown cause with the message ``text``, without ranks; it starts and ends at the current time."""
     now = datetime.now(UTC).isoformat()
     return AttemptResult(
         job_id=job_id, attempt=attempt, node=node, cause=Cause.UNKNOWN, message=text, last_step=0, started_at=now, ended_at=now,
@@ -133,9 +134,9 @@ def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
 
 def fence(paths: AttemptPaths) -> None:
     """Create the marker file that keeps agents of the attempt from starting, even if another process submits the attempt later.
-    Agents that have started already keep running: the caller finds and ends them after this call. Raises ``OSError``, except
-    where users' code has its own user and has made it impossible to create the file: no agent can start from such a directory,
-    and running agents must still be ended."""
+    Agents that have started already keep running: the caller finds and ends them after this call. Raises ``OSError`` if the file
+    cannot be created. Exception: if the directory belongs to the user that users' code runs as, who may have made it impossible,
+    the failure is ignored. No agent can start from such a directory, and running agents must still be ended."""
     with as_owner(paths.root):
         try:
             _fence(paths)
@@ -157,8 +158,9 @@ def _fence(paths: AttemptPaths) -> None:
 def node_states(
     ref: AttemptRef, *, gone: Callable[[int], bool] = lambda _node: False, notes: Mapping[int, str] | None = None
 ) -> tuple[NodeState, ...]:
-    """Return the state of each node, in node order, from its agent's files. ``gone(node)``: True if an agent that has started is
-    known not to run any more. ``notes``: node -> message of the engine, for some nodes."""
+    """Return the state of each node, in node order, from its agent's files. ``gone(node)``: returns True if the node's agent,
+    which has started, is known not to run any more; it is called only for such nodes. ``notes``: node -> message of the engine,
+    for some nodes."""
     return tuple(_node_state(ref, i, gone, (notes or {}).get(i)) for i in range(ref.nodes))
 
 
@@ -173,8 +175,8 @@ def _node_state(ref: AttemptRef, node: int, gone: Callable[[int], bool], note: s
 
 
 def agent_logs(ref: AttemptRef, limit: int) -> str:
-    """Return the ends of the agents' logs, at most ``limit`` characters altogether, each headed by its node if there are several;
-    empty if they have printed nothing."""
+    """Return the ends of the agents' logs as one text of at most ``limit`` characters. With several nodes, each node's part
+    begins with its number. Empty if no agent has printed anything."""
     parts = []
     for node in range(ref.nodes):
         text = tail(ref.paths.node(node).agent_log, limit // ref.nodes)
@@ -184,7 +186,8 @@ def agent_logs(ref: AttemptRef, limit: int) -> str:
 
 
 def tail(path: Path, limit: int) -> str:
-    """Return the last ``limit`` characters of a text file, without white space at both ends; empty if it cannot be read."""
+    """Return the last ``limit`` characters of a text file, stripped of white space at both ends. Empty if the file cannot be
+    read."""
     try:
         with open_read(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * limit))
@@ -204,9 +207,9 @@ def read_message(path: Path, model: type[M]) -> M | None:
 
 
 def lock_is_held(path: Path) -> bool:
-    """True if a live process of this machine holds the lock. The kernel releases the lock when the last process that has it open
-    ends. False if the file does not exist, or cannot be opened because it belongs to another user, whose processes are found by
-    their environment instead. Other errors raise ``OSError``."""
+    """True if a live process of this machine holds the lock on the file. The kernel releases the lock when the last process that
+    has it open ends. False if the file does not exist. Also False if another user owns the file and it cannot be opened: that
+    user's processes can be found by their environment instead. Other errors raise ``OSError``."""
     try:
         with as_owner(path):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

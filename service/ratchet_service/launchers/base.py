@@ -34,7 +34,8 @@ class LaunchError(RatchetError):
 
 
 class EngineUnreachable(RatchetError):
-    """The engine does not answer now. The state of its attempts is unknown, and nothing is concluded from that."""
+    """The engine does not answer now. The state of its attempts is unknown; the caller must conclude nothing and try again
+    later."""
 
     code = "engine-unreachable"
 
@@ -58,8 +59,8 @@ def attempt_name(job_id: str, attempt: int) -> str:
 
 @dataclass(frozen=True)
 class AttemptRef:
-    """An attempt's identity (job id and number), its files and its number of nodes. Every call to a launcher names the attempt by
-    it."""
+    """The identity of an attempt (job id and number), with its files and its number of nodes. Every call to a launcher names the
+    attempt by this object."""
 
     job_id: str
     attempt: int
@@ -98,15 +99,15 @@ class LaunchPlan:
 
 
 def longest_stop(spec: JobSpec) -> float:
-    """Return the most seconds that a stop takes, until the end of an agent that has to kill its ranks: ``policy.stop_grace`` and
-    the time that ending takes."""
+    """Return the most seconds that a stop can take, from the request to the end of an agent that has to kill its ranks: the
+    spec's ``policy.stop_grace`` and a fixed time for ending."""
     return spec.policy.stop_grace + _STOP_ROOM
 
 
 def stop_seconds(launch: LaunchFile) -> float:
     """Return the seconds that an engine must give an agent between the request to end and the kill. They are computed from the
-    longest of the job's last measured saves, and are at most ``longest_stop``; if no save was measured yet, they are
-    ``longest_stop``."""
+    longest of the job's last measured saves. They are at most ``longest_stop``, which is also the result if no save was measured
+    yet."""
     most = longest_stop(launch.spec)
     if not launch.save_seconds:
         return most
@@ -140,9 +141,9 @@ class EngineEnd:
 class AttemptState:
     """The current state of an attempt.
 
-    ``alive``: a part of it may be running, or may still start. ``nodes``: the state of each node, in node order. ``waiting``: why
-    it waits in the engine's queue, None if it does not; the launch deadline does not run meanwhile. ``ends``: terminations that
-    the engine reports, in the order in which they happened.
+    ``alive``: some process of the attempt may be running, or may still start. ``nodes``: the state of each node, in node order.
+    ``waiting``: why the attempt waits in the engine's queue, None if it does not; while it waits, the launch deadline does not
+    run. ``ends``: terminations that the engine reports, in the order in which they happened.
     """
 
     alive: bool
@@ -204,8 +205,9 @@ class Launcher(Protocol):
         ...
 
     def kill(self, ref: AttemptRef) -> Sequence[str]:
-        """Kill everything of the attempt that may be alive, and return names of what was found, for display. Empty: nothing was
-        found, so the attempt is proved dead, or can never start any more. The caller repeats the call until then."""
+        """Kill everything of the attempt that may be alive, and return names of what was found, for display; does not wait for
+        its end. The caller repeats the call until the result is empty. Empty: nothing was found, so the attempt is proved dead,
+        or can never start any more."""
         ...
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
@@ -214,7 +216,7 @@ class Launcher(Protocol):
         ...
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> Sequence[str]:
-        """End everything that the engine runs under this service's name and that belongs to no active attempt. First the engine's
-        names are listed; then ``known`` is called with them and returns those of attempts that have not ended. Return the names
-        that were ended."""
+        """End everything that the engine runs under this service's name and that belongs to no active attempt, and return the
+        names of the attempts that were ended. First the engine's attempts are listed. Then ``known`` is called with their names;
+        it returns those that have not ended."""
         ...

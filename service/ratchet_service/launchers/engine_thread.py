@@ -1,8 +1,9 @@
 """A launcher whose engine is called on a separate thread: an engine that hangs delays its own jobs, and no others.
 
 Calls run one at a time, in the order in which they were made. The caller waits only briefly (``WAIT_SECONDS``), in which a
-healthy engine answers. A later answer is kept for a repeated call. Until then ``EngineBusy`` is raised, and after a while
-``EngineUnreachable``: nothing is concluded meanwhile. Answers to calls made before an action (submit, stop, kill) are discarded.
+healthy engine answers. A later answer is kept for a repeated call. Until that answer is there, calls raise ``EngineBusy``, and
+after ``UNREACHABLE_AFTER_SECONDS`` ``EngineUnreachable``; the caller concludes nothing meanwhile. Answers to calls made before an
+action (submit, stop, kill) are discarded.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ Key = tuple[str, str]
 
 @dataclass(eq=False)
 class _Call:
-    """One call on the engine. ``must_run``: the call is made even if its caller does not repeat it; ``keep_seconds``: how long
-    its late answer is kept for the caller; ``reuse_until``: time until which the answer is reused after its first use; None: it
-    was not used yet."""
+    """One call on the engine. ``must_run``: the call is made even if the caller does not repeat it. ``keep_seconds``: how long a
+    late answer is kept for the caller. ``reuse_until``: monotonic time until which the answer is reused after its first use;
+    None: it was not used yet."""
 
     key: Key
     run: Callable[[], Any]
@@ -73,15 +74,15 @@ class _Call:
     reuse_until: float | None = None
 
     def is_stale(self, now: float) -> bool:
-        """True if the call is answered and its answer may not be used any more."""
+        """True if the call is answered and the answer is too old to be used."""
         return self.answer.done() and now > (
             self.done_at + self.keep_seconds if self.reuse_until is None else self.reuse_until
         )
 
 
 class CallQueue:
-    """Calls on one engine, made one at a time by a thread of its own, which the first call starts. ``name``: the launcher's name,
-    for messages. Thread-safe."""
+    """Calls on one engine. A thread makes them one at a time; the first call starts it. ``name``: the launcher's name, for
+    messages. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -102,11 +103,14 @@ class CallQueue:
         keep_seconds: float | None = None,
         is_final: Callable[[T], bool] = lambda _: False,
     ) -> T:
-        """Run ``run`` on the engine's thread, and return or raise what it does. If a call with the same key is queued, running,
-        or answered and not stale, its answer is used instead. Blocks for at most ``WAIT_SECONDS``; raises ``EngineBusy``, or
-        after ``UNREACHABLE_AFTER_SECONDS`` ``EngineUnreachable``, if there is no answer yet: a repeated call then gets it.
+        """Run ``run`` on the engine's thread, and return its result or raise its error. If a call with the same key is queued,
+        running, or answered and not stale, that call's answer is used, and ``run`` is not run. Blocks for at most
+        ``WAIT_SECONDS``. Without an answer by then, raises ``EngineBusy``, or ``EngineUnreachable`` once the call is older than
+        ``UNREACHABLE_AFTER_SECONDS``. The caller repeats the call to get the late answer.
+
         ``must_run``: the call is made even if it is not repeated. ``keep_seconds``: how long a late answer is kept, in place of
-        ``KEEP_ANSWER_SECONDS``. ``is_final``: returns True for an answer that can be reused for longer."""
+        ``KEEP_ANSWER_SECONDS``. ``is_final``: returns True for an answer that stays valid, and is therefore reused for longer.
+        """
         now = time.monotonic()
         with self._changed:
             call = self._calls.get(key)
@@ -130,7 +134,7 @@ class CallQueue:
         return answer
 
     def close(self) -> None:
-        """Start no further calls, and wait at most 5 s for the one that is running."""
+        """Start no further calls, queued ones included, and wait at most 5 s for the one that is running."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -159,13 +163,14 @@ class CallQueue:
         return call
 
     def _wait_seconds(self, now: float) -> float:
-        """Return how many seconds from ``now`` a caller may wait for its answer. Its limit, which is shorter while the engine is
-        slow, runs from the start of the call that is running; if none is running, from ``now``."""
+        """Return how many seconds from ``now`` a caller may wait for its answer. The limit is shorter for a while after a slow
+        call. It runs from the start of the call that is running, or from ``now`` if none is running."""
         since = now if self._busy_since is None else self._busy_since
         return max(0.0, since + (SLOW_WAIT_SECONDS if now < self._slow_until else WAIT_SECONDS) - now)
 
     def _raise_unanswered(self, seconds: float) -> None:
-        """Raise the error for a call that has had no answer for ``seconds``."""
+        """Raise the error for a call that has had no answer for ``seconds``: ``EngineBusy``, or ``EngineUnreachable`` from
+        ``UNREACHABLE_AFTER_SECONDS`` on."""
         if seconds < UNREACHABLE_AFTER_SECONDS:
             raise EngineBusy(f"the launcher {self._name} has not responded yet")
         raise EngineUnreachable(f"the launcher {self._name} has not answered within {UNREACHABLE_AFTER_SECONDS:g} s")
@@ -200,15 +205,16 @@ class CallQueue:
                     call.answer.set_exception(error)
 
     def _abandon(self, call: _Call) -> None:
-        """Drop a call that nobody has repeated; its answer is ``EngineBusy``."""
+        """Drop a queued call that its caller has not repeated for ``ABANDON_AFTER_SECONDS``; its answer is ``EngineBusy``."""
         if self._calls.get(call.key) is call:
             del self._calls[call.key]
         call.answer.set_exception(EngineBusy(f"the launcher {self._name} was not called: the deadline had passed"))
 
 
 class ThreadedLauncher:
-    """A launcher that makes the calls of ``launcher`` on its engine through a ``CallQueue``. ``plan`` and ``check``, which do not
-    call the engine, run in the caller's thread."""
+    """A launcher that makes the calls of ``launcher`` on its engine through a ``CallQueue``. Such a call may raise ``EngineBusy``
+    or ``EngineUnreachable`` although it will still run. ``plan`` and ``check``, which do not call the engine, run in the caller's
+    thread."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -242,12 +248,13 @@ class ThreadedLauncher:
         return self._call_queue.call(("poll", ref.name), partial(self._launcher.poll, ref))
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Request the agents to end. The job's history records the stop as done, so the call is made however late, even if the
-        caller does not repeat it."""
+        """As ``Launcher.stop``, on the engine's thread. Once requested, the call is made however late, even if the caller does
+        not repeat it: the job's history already records the stop."""
         self._call_queue.call(("stop", ref.name), partial(self._launcher.stop, ref, grace), must_run=True)
 
     def kill(self, ref: AttemptRef) -> Sequence[str]:
-        """As ``Launcher.kill``. An empty result, the proof of death, is reused for longer than other answers."""
+        """As ``Launcher.kill``, on the engine's thread. An empty result, the proof of death, is reused for longer than other
+        answers."""
         return self._call_queue.call(
             ("kill", ref.name), partial(self._launcher.kill, ref), is_final=lambda left: not left
         )
@@ -258,5 +265,5 @@ class ThreadedLauncher:
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> Sequence[str]:
         """As ``Launcher.sweep``, on the engine's thread, where ``known`` is called, too. Raises ``EngineBusy`` or
-        ``EngineUnreachable`` if the sweep has not finished yet: a call after its end returns the names that it ended."""
+        ``EngineUnreachable`` if the sweep has not finished yet: a later call then returns the names that this sweep ended."""
         return self._call_queue.call(("sweep", ""), partial(self._launcher.sweep, known), keep_seconds=math.inf)

@@ -14,8 +14,9 @@ from ratchet_service.launchers.base import LaunchError, LaunchPlan
 
 
 def rank_commands(launch: LaunchFile, agent: str) -> tuple[dict[str, Any], ...]:
-    """Return the commands that the agents will run for their ranks, with environment and directory, in rank order over all nodes;
-    secrets are masked. ``agent``: the agents' interpreter, which runs the ranks, too, if the spec names none."""
+    """Return the commands that the agents will run for their ranks, for display: in rank order over all nodes, each with
+    environment and directory, and with secrets masked. ``agent``: the agents' interpreter, which also runs the ranks if the spec
+    names none."""
     python = agent if launch.spec.python is None else launch.resolved.python
     world = launch.spec.world
     return tuple(
@@ -42,7 +43,8 @@ def _rank_command(launch: LaunchFile, local_rank: int, python: str) -> dict[str,
 
 
 def secret_sources(spec: JobSpec) -> dict[str, str]:
-    """Return secret's name -> name of the variable, for the secrets that are read from the service's environment."""
+    """Return secret's name -> name of the environment variable, for those secrets of the spec that are read from the service's
+    environment."""
     return {name: secret.from_env for name, secret in spec.secrets.items() if secret.from_env is not None}
 
 
@@ -68,5 +70,5 @@ def secret_values(environ: Mapping[str, str], sources: Mapping[str, str]) -> dic
 
 def agent_environment(environ: Mapping[str, str], plan: LaunchPlan) -> dict[str, str]:
     """Return the environment of an agent: ``environ``, the service's environment, without Ratchet's own variables and database
-    credentials, plus the plan's secrets and variables. Raises ``LaunchError`` as ``secret_values`` does."""
+    credentials, with the plan's secrets and variables added. Raises ``LaunchError`` as ``secret_values`` does."""
     return inherited_environ(environ) | secret_values(environ, plan.secrets) | plan.env

@@ -47,8 +47,8 @@ class Launchers(Mapping[str, Launcher]):
 
 def load(home: HomePaths, file: Path | None, sandbox: Sandbox = NO_SANDBOX) -> Launchers:
     """Return the launchers that the launchers file ``file`` names; None: only ``local``. ``sandbox``: how the local launcher
-    starts agents. Launchers of engines other than this machine are wrapped in ``ThreadedLauncher``. Raises ``ValueError``, with a
-    message for users, if the file or a launcher's settings are invalid."""
+    starts agents. A launcher without slots, whose engine is not this machine, is wrapped in ``ThreadedLauncher``. Raises
+    ``ValueError``, with a message for users, if the file or a launcher's settings are invalid."""
     settings: Mapping[str, Mapping[str, Any]] = {"local": {}} if file is None else _read(file)
     made = {kind: _make(kind, home, given, sandbox) for kind, given in settings.items()}
     return Launchers(

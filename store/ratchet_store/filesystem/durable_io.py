@@ -61,8 +61,8 @@ def atomic_write(path: Path) -> Iterator[int]:
 
 
 def write_error(path: Path, error: OSError, needed_bytes: int | None = None) -> CheckpointError:
-    """Return the error to raise for a failed save (``checkpoint-not-written``): what failed, and what the user can do.
-    ``needed_bytes``: the file's size, for the message."""
+    """Return the ``CheckpointError`` (``checkpoint-not-written``) for the caller to raise after a failed save; it says what
+    failed and what the user can do. ``needed_bytes``: the file's size, for the message; None: unknown."""
     advice = {
         errno.ENOSPC: "the disk is full: free space, lower checkpoint.keep_last, or move the run directory",
         errno.EDQUOT: "the disk quota is used up: free space, lower checkpoint.keep_last, or raise the quota",
@@ -81,9 +81,9 @@ def write_error(path: Path, error: OSError, needed_bytes: int | None = None) -> 
 
 
 def _space_text(path: Path, error: OSError, needed_bytes: int | None) -> str:
-    """Return a text in parentheses with the free space on the disk and the space that the file needs; an empty text if lack of
-    space is not the error. If a quota is used up, the text has only the needed space: not every file system reports as free
-    space what the quota leaves."""
+    """Return a text in parentheses with the free space on the disk and the space that the file needs; empty if ``error`` is not
+    about lack of space. If a quota is used up, the text has only the needed space, since the disk's free space is not the
+    quota's."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     notes = [f"{needed_bytes / 2**20:.1f} MiB needed for this file alone"] if needed_bytes is not None else []
@@ -95,8 +95,8 @@ def _space_text(path: Path, error: OSError, needed_bytes: int | None) -> str:
 
 
 def read_error(path: Path, error: OSError) -> CheckpointError:
-    """Return the error to raise for a failed read: ``checkpoint-damaged`` if there is no regular file at ``path``, otherwise
-    ``checkpoint-unreadable``, which proves nothing about the checkpoint."""
+    """Return the ``CheckpointError`` for the caller to raise after a failed read. Its code is ``checkpoint-damaged`` if there
+    is no regular file at ``path``, otherwise ``checkpoint-unreadable``, which proves nothing about the checkpoint."""
     if error.errno in _MISSING_ERRNOS:
         return CheckpointError(f"{path} is missing or not a plain file", code=DAMAGED)
     return CheckpointError(
@@ -107,7 +107,8 @@ def read_error(path: Path, error: OSError) -> CheckpointError:
 
 
 def fsync_dir(path: Path) -> None:
-    """Make the names in the directory ``path`` durable. Raises ``OSError``."""
+    """Make the names in the directory ``path`` durable: files created, renamed or removed in it stay so after a loss of power.
+    The files' bytes are not synced. Raises ``OSError``."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -225,8 +226,9 @@ def open_regular(path: Path) -> int:
 
 def remove_tree(folder: Path) -> None:
     """Delete a directory with its content, whatever modes its directories have and however deeply they are nested: user code
-    may have created more levels than a path can name. Links are not followed. A missing directory, and what another process
-    removes meanwhile, is no error. Raises ``OSError``, also if another process moves one of the directories meanwhile."""
+    may have created more levels than a path can name. Links are not followed. A missing directory is no error, nor is a file
+    that another process removes meanwhile. Raises ``OSError``, also if another process moves one of the directories
+    meanwhile."""
     try:
         folder.chmod(0o700)
         here = os.open(folder, _DIRECTORY_FLAGS)

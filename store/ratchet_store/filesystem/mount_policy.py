@@ -52,9 +52,9 @@ class Unfit(Exception):
 
 
 def probe(directory: Path) -> None:
-    """Try in ``directory`` the calls that a save, a resume and a quarantine make; all files of the trial are removed. Returns
-    if they work. Raises ``Unfit`` if the file system does not do one of them as required, and ``OSError`` if the trial failed
-    for other reasons (no space, no permission, input/output error)."""
+    """Try in ``directory`` the calls that a save, a resume and a quarantine make, and return None if they work. All files of
+    the trial are removed, and abandoned ones of earlier trials. Raises ``Unfit`` if the file system does not do one of the
+    calls as required, and ``OSError`` if the trial failed for other reasons (no space, no permission, input/output error)."""
     _remove_stale(directory)
     scratch = directory / f"{_PREFIX}{secrets.token_hex(8)}"
     scratch.mkdir()
@@ -67,7 +67,8 @@ def probe(directory: Path) -> None:
 
 
 def _check_exclusive_create(scratch: Path) -> None:
-    """Check that a name that exists is not created again, with ``O_EXCL`` or ``mkdir``. Raises ``Unfit``."""
+    """Check that creating a name that exists already fails, both with ``O_EXCL`` and with ``mkdir``. Raises ``Unfit`` if it
+    does not."""
     path, flags = scratch / "once", os.O_WRONLY | os.O_CREAT | os.O_EXCL
     os.close(os.open(path, flags, 0o644))
     _check_refused("O_EXCL created a file that already existed", lambda: os.close(os.open(path, flags, 0o644)))
@@ -75,8 +76,8 @@ def _check_exclusive_create(scratch: Path) -> None:
 
 
 def _check_file_rename(scratch: Path) -> None:
-    """Check that a file that is written, synced and renamed is whole under its new name and gone under the old one; once onto
-    no file, once onto an existing one. Raises ``Unfit``."""
+    """Check that a file that is written, synced and renamed is whole under its new name and gone under the old one. It is tried
+    without and with an existing file of the new name. Raises ``Unfit``."""
     path = scratch / "file"
     for content in (b"first", b"second, and longer"):
         with _supported("write, fsync and rename of a file"), atomic_write(path) as fd:
@@ -194,8 +195,9 @@ class Mount:
 
     @property
     def kind(self) -> str:
-        """The type without ``fuse.``, and one name for each family of types: ``nfs`` for ``nfs4``, ``cifs`` for ``smb3``. For the
-        bare type ``fuse`` it is the source, if that is the name of a refused file system (``mountpoint-s3``)."""
+        """The type as this module uses it: without ``fuse.``, and with one name for each family (``nfs`` for ``nfs4``, ``cifs``
+        for ``smb3``). For the bare type ``fuse`` it is the source, if that is the name of a refused file system
+        (``mountpoint-s3``)."""
         name = self.type.removeprefix("fuse.")
         if name == "fuse" and self.source in _REFUSED:
             return self.source
@@ -220,12 +222,12 @@ class Verdict:
 
 
 def check_directory(directory: Path, *, known: bool = True) -> Verdict:
-    """Decide whether checkpoints can be trusted to ``directory``, which must exist: by its mount (``classify``) and, unless that
-    is refused, by a trial in the directory (``probe``). ``known``: whether the trial is also made on the file systems that this
-    module knows; False: only on others.
+    """Return the verdict on whether checkpoints can be trusted to ``directory``, which must exist. The verdict is by its mount
+    (``classify``) and, unless that is refused, by a trial in the directory (``probe``).
 
-    A refusal is returned. Raises ``OSError`` if the trial is not possible: a full disk, a missing permission or a read-only
-    mount proves nothing about the kind of file system.
+    ``known`` False: no trial is made on a type of file system that this module knows. A refusal is returned, not raised. Raises
+    ``OSError`` if the trial is not possible: a full disk, a missing permission or a read-only mount proves nothing about the
+    kind of file system.
     """
     mount = mount_of(directory)
     verdict = classify(directory, mount)

@@ -20,7 +20,8 @@ def punch_hole(path: Path, begin: int, end: int) -> int:
     """Free the disk space of the whole granules (``GRANULE`` bytes) within the bytes ``begin <= i < end``; they read as zeros
     from then on. A process that has the file open may continue to write elsewhere in it.
 
-    Returns the bytes of disk space that were freed. Raises ``OSError``; ``EOPNOTSUPP`` where the file system cannot do it.
+    Returns the number of bytes of disk space that were freed, 0 if no whole granule lies within. Raises ``OSError``, with
+    ``EOPNOTSUPP`` where the file system cannot do it.
     """
     first, last = -(-begin // GRANULE) * GRANULE, end // GRANULE * GRANULE
     if last <= first:
@@ -57,9 +58,8 @@ def unsupported_reason(directory: Path) -> str | None:
 
 
 def data_after(fd: int, offset: int) -> int | None:
-    """Return the offset where data begins, at or after ``offset``; None if there are no data from there to the end of the file,
-    also if a hole is there: appended data may not be visible yet. Without support for holes, all of the file is data. Moves the
-    descriptor's position."""
+    """Return the offset, at or after ``offset``, where data begins; None if only a hole or nothing follows up to the end of the
+    file. Without support for holes, the whole file is data. Moves the descriptor's position."""
     try:
         return os.lseek(fd, offset, os.SEEK_DATA)
     except OSError as error:
@@ -71,8 +71,8 @@ def data_after(fd: int, offset: int) -> int | None:
 
 
 def hole_after(fd: int, offset: int) -> int:
-    """Return the offset where the next hole begins after ``offset``, which must lie in data; without a hole, the file's size.
-    Moves the descriptor's position."""
+    """Return the offset where the next hole after ``offset`` begins; without a hole, the file's size. ``offset`` must lie in
+    data. Moves the descriptor's position."""
     try:
         return os.lseek(fd, offset, os.SEEK_HOLE)
     except OSError as error:

@@ -82,9 +82,9 @@ class ManifestWriter:
 
 
 def mark_finished(directory: Path) -> None:
-    """Create the marker file ``FINISHED``: the committed checkpoint in ``directory`` is its job's last. Its manifest is not
-    changed, since digests refer to it; ``read_manifest`` reads the marker file. Raises ``CheckpointError``
-    (``checkpoint-not-written``)."""
+    """Create the marker file ``FINISHED`` durably, which says that the committed checkpoint in ``directory`` is its job's last.
+    The manifest is not changed, since digests refer to it; ``read_manifest`` looks for the marker file. Calling it again is no
+    error. Raises ``CheckpointError`` (``checkpoint-not-written``)."""
     path = directory / FINISHED_NAME
     try:
         path.touch()
@@ -94,10 +94,13 @@ def mark_finished(directory: Path) -> None:
 
 
 def mark_changed(directory: Path, description: str) -> bool:
-    """Create the marker file ``CHANGED`` in ``directory``: after the checkpoint there was committed, state changed that it should
-    contain, so a resume from it is not exact. ``description``: a sentence that names that state, the file's content. Returns
-    True. Returns False, and changes nothing, if the marker file exists already, for example made by another rank. Raises
-    ``CheckpointError`` (``checkpoint-not-written``)."""
+    """Create the marker file ``CHANGED`` in ``directory`` durably and return True. Returns False, and changes nothing, if the
+    file exists already, for example made by another rank.
+
+    The marker says that state which the checkpoint should contain changed after the checkpoint was committed, so that a resume
+    from it is not exact. ``description``: a sentence that names that state; it becomes the file's content. Raises
+    ``CheckpointError`` (``checkpoint-not-written``).
+    """
     path = directory / CHANGED_NAME
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -117,8 +120,8 @@ def mark_changed(directory: Path, description: str) -> bool:
 
 
 def read_changed_marker(directory: Path) -> str | None:
-    """Return the sentence that ``mark_changed`` wrote for the checkpoint (up to ``MAX_MARKER_BYTES``); None if there is no marker
-    file. If a crash left the marker file empty, a general sentence is returned. Raises ``CheckpointError``
+    """Return the sentence that ``mark_changed`` wrote for the checkpoint, up to ``MAX_MARKER_BYTES``; None if there is no
+    marker file. For an empty marker file, which a crash may leave, a general sentence is returned. Raises ``CheckpointError``
     (``checkpoint-unreadable``, or ``checkpoint-damaged`` if the marker is no regular file)."""
     path = directory / CHANGED_NAME
     try:
@@ -168,8 +171,9 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Check that every rank file exists with its size. The bytes are not read; ``verify_files`` does that. Raises
-    ``CheckpointError``: ``checkpoint-damaged`` or ``checkpoint-unreadable``."""
+    """Check that every rank file of the manifest exists with its size. The bytes are not read; ``verify_files`` does that.
+    Raises ``CheckpointError``: ``checkpoint-damaged`` for a missing file or another size, ``checkpoint-unreadable`` if the
+    system refuses."""
     for entry in manifest.files:
         path = f"{directory}/{entry.name}"
         try:

@@ -24,9 +24,12 @@ _DIGEST: Final = re.compile("[0-9a-f]{32}")
 
 
 def check_structure(manifest: Manifest) -> None:
-    """Check a manifest's lists: every rank has its one file with a digest per block, every piece is inside its file, pieces do
-    not overlap, every tensor is stored exactly once, and private ones whole in their rank's file. No file is read. Raises
-    ``CheckpointError`` (``checkpoint-damaged``)."""
+    """Check that a manifest's lists are consistent. No file is read. Raises ``CheckpointError`` (``checkpoint-damaged``) if
+    they are not.
+
+    Every rank must have one file, with a digest per block. Every piece of a tensor must be inside its file, and pieces must not
+    overlap. Every tensor must be stored exactly once, a private one whole in its rank's file.
+    """
     StructureCheck().check(manifest)
 
 

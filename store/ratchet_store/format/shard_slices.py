@@ -16,12 +16,13 @@ class Slice(NamedTuple):
 
 
 def plan_slices(sizes: Sequence[tuple[str, int, int]], world_size: int) -> list[list[Slice]]:
-    """Cut tensors ``(name, numel, itemsize in bytes)`` into one list of slices per rank, the part that this rank writes.
+    """Return, for each rank, the list of the slices that it writes. ``sizes``: name, number of elements and bytes per element
+    of each tensor.
 
-    The tensors are concatenated in the given order and the whole is cut at ``total bytes * r / world_size``, rounded down to
-    an element: every element belongs to exactly one rank, ranks differ by less than two elements in size, and a tensor is cut
-    at most ``world_size - 1`` times. A pure function of its arguments, so ranks that hold the same tensors need not
-    communicate. Raises ``ValueError`` for sizes below zero (itemsize: below one), names that occur twice, or no ranks.
+    The tensors are concatenated in the given order and the whole is cut at ``total bytes * r / world_size``, rounded down to an
+    element: every element belongs to exactly one rank, ranks differ by less than two elements in size, and a tensor is cut at
+    most ``world_size - 1`` times. A pure function of its arguments, so ranks that hold the same tensors need not communicate.
+    Raises ``ValueError`` for sizes below zero (itemsize: below one), names that occur twice, or no ranks.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")

@@ -85,15 +85,16 @@ class ObjectStore:
     method raises ``CheckpointError`` with the codes that the module lists."""
 
     def __init__(self, raw: Any, url: str, *, digests: bool = True) -> None:
-        """``raw``: a store object of obstore; ``url``: its name in messages; ``digests``: whether the store keeps attributes
-        of objects."""
+        """``raw``: a store object of obstore; ``url``: its name in messages; ``digests`` True: the store keeps attributes of
+        objects, so digests are stored with them."""
         self._raw = raw
         self.url = url.rstrip("/")
         self._digests = digests
 
     def put(self, name: str, chunks: Iterable[bytes | memoryview], size: int, digest: str) -> None:
-        """Create or replace one object made of ``chunks``, completely or not at all, with ``digest`` as an attribute if the
-        store keeps attributes. ``size``: bytes of all chunks. Errors of the iterable are raised."""
+        """Create or replace one object made of ``chunks``, completely or not at all. ``digest`` is stored with it as an
+        attribute, if the store keeps attributes. ``size``: bytes of all chunks. An error that the iterable raises ends the
+        upload and is raised."""
         import obstore
 
         attributes = {_DIGEST_ATTRIBUTE: digest} if self._digests else None
@@ -108,9 +109,11 @@ class ObjectStore:
                 )  # fmt: skip
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Create an object and return True. Returns False if an object of that name exists already, which is not changed. Of
-        several writers exactly one gets True; but a writer whose response was lost may get False for its own object, so
-        compare the content."""
+        """Create an object and return True. Returns False if an object of that name exists already, which is not changed.
+
+        Of several writers exactly one gets True. But a writer whose response was lost may get False for the object that it has
+        created itself, so the caller must compare the content.
+        """
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -203,7 +206,7 @@ def open_store(
     uri: str, subprefix: str = "", patience: Patience = Patience(), environ: Mapping[str, str] | None = None
 ) -> ObjectStore:
     """Return the store of a ``checkpoint.uri``, or of the prefix ``subprefix`` below it. No request is sent yet. ``environ``:
-    variables to use instead of the process's for HTTP and checksum options.
+    the variables that decide about plain HTTP and checksums; None: the process's. Credentials are always the process's.
 
     Raises ``CheckpointError``: ``checkpoint-no-client``, or ``checkpoint-remote-denied`` if settings are missing. Raises
     ``ValueError`` for a URI that no spec may have.

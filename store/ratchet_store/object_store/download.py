@@ -43,8 +43,8 @@ _REQUEST_BYTES: Final = 8 << 20  # bytes of one request, at least a block
 
 
 class FetchResult(NamedTuple):
-    """``fetched``: manifest of the checkpoint that was fetched, and ``uri``: where it came from; both None if the store has
-    nothing newer. ``notes``: sentences on damaged checkpoints that were skipped."""
+    """Result of ``fetch_newest``. ``fetched``: manifest of the checkpoint that was fetched, and ``uri``: where it came from;
+    both None if the store has nothing newer. ``notes``: sentences on damaged checkpoints that were skipped."""
 
     fetched: Manifest | None
     uri: str | None
@@ -64,11 +64,10 @@ class Progress:
 
 
 def newest_local(checkpoints: Path, lineage: Sequence[Segment], progress: Progress | None = None) -> Id | None:
-    """Return step and attempt of the newest checkpoint of the lineage on this disk whose every byte is right; None if there is
-    none. Missing and damaged ones are skipped, not moved.
+    """Return step and attempt of the newest checkpoint of the lineage on this disk whose every byte is verified; None if there
+    is none. Missing and damaged ones are skipped, not moved. ``progress`` counts the bytes that are read.
 
-    Raises ``CheckpointError`` for one that cannot be judged (unreadable, another format version): the code that starts from it
-    reports that in full. ``progress`` counts the bytes that are read here, too, as a sign of life.
+    Raises ``CheckpointError`` for a checkpoint that cannot be judged (unreadable, another format version).
     """
     progress = progress or Progress()
     for step, attempt, directory in checkpoint_dirs(checkpoints):
@@ -92,8 +91,9 @@ def fetch_newest(
     local: Id | None,
     progress: Progress | None = None,
 ) -> FetchResult:
-    """Fetch the newest checkpoint of the lineage in the store that is newer than ``local`` (None: any). One with wrong bytes
-    is quarantined in the store, and the next older one is tried. ``fetched`` is None if there is none.
+    """Fetch the newest checkpoint of the lineage in the store that is newer than ``local`` (None: any), and return the result.
+    Its ``fetched`` is None if there is no such checkpoint. One with wrong bytes is quarantined in the store, and the next older
+    one is tried.
 
     Raises ``CheckpointError``, such as ``checkpoint-remote``, ``checkpoint-remote-denied`` or ``checkpoint-not-written``.
     """
@@ -126,8 +126,9 @@ def fetch(
     markers: Sequence[str] | dict[str, int] | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Fetch the checkpoint named ``folder`` into the directory ``checkpoints``, verified and durable; returns its manifest. A
-    directory of its name here that is no intact copy is moved to ``quarantine`` if it has a manifest, and deleted if not.
+    """Fetch the checkpoint named ``folder`` into the directory ``checkpoints``, verified and durable; returns its manifest. If
+    ``checkpoints`` has a directory of that name that is no intact copy, it is moved to ``quarantine`` if it has a manifest, and
+    deleted if not.
 
     ``markers``: names of the checkpoint's objects in the store, by which its marker files are restored; None: they are listed.
     Raises ``CheckpointError``: ``checkpoint-missing`` (not there, or deleted meanwhile), ``checkpoint-damaged``,
@@ -162,8 +163,8 @@ def fetch(
 
 
 def _is_present(target: Path, manifest: Manifest) -> bool:
-    """True if ``target`` is an intact copy of the checkpoint already: another process has fetched it meanwhile. Every byte is
-    read."""
+    """True if ``target`` is an intact copy of the checkpoint already, because another process has fetched it meanwhile. Reads
+    every byte of ``target``."""
     try:
         there = read_manifest(target)
         verify_files(target, there)
@@ -250,8 +251,8 @@ class _Download:
         raise CheckpointError(f"{self._objects.url}/{self._folder}/{part.entry.name}: {fault}", code=DAMAGED)
 
     def _try_part(self, part: _Part) -> str:
-        """Fetch the blocks of a part, verify them and write them to the file. Returns what is wrong with the bytes, or an
-        empty text. Raises ``CheckpointError`` if the store fails, and ``OSError``."""
+        """Fetch the blocks of a part once, verify them and write them to the file. Returns a text on what is wrong with the
+        bytes, empty if nothing is. Raises ``CheckpointError`` if the store fails, and ``OSError``."""
         block, digests = part.entry.block_size, part.entry.blocks
         name, path = f"{self._folder}/{part.entry.name}", self._directory / part.entry.name
         begin, end = part.first * block, min(part.last * block, part.entry.size)
@@ -288,7 +289,7 @@ def _hash(
     """Hash data received for offset ``position`` of the file, and compare the digest at each block's end. ``hasher``: state of
     the block that contains ``position``; ``block``: bytes per block; ``size``: bytes of the file.
 
-    Returns what is wrong, or an empty text, and the hasher for the data that follows.
+    Returns a text on the first block that is wrong (empty: none is), and the hasher to use for the data that follows.
     """
     done = 0
     while done < len(data):

@@ -21,9 +21,9 @@ _STALE_SECONDS: Final = 7 * 86400.0
 
 @contextmanager
 def open_download_directory(checkpoints: Path, folder: str) -> Iterator[Path]:
-    """Context manager: yield a new, locked directory in ``checkpoints`` for the files of the checkpoint ``folder``. The caller
-    calls ``remove_lock`` and renames it; if it still has its old name at the end, it is deleted with its content. Also deletes
-    the remains of interrupted fetches. Raises ``OSError``."""
+    """Context manager: yield a new, locked directory in ``checkpoints`` for the files of the checkpoint ``folder``. When the
+    files are complete, the caller calls ``remove_lock`` and renames the directory. If it still has its first name at the end of
+    the block, it is deleted with its content. Also deletes the remains of interrupted fetches. Raises ``OSError``."""
     _sweep(checkpoints)
     place = checkpoints / f"{_PREFIX}{folder}.{os.getpid()}.{time.monotonic_ns()}"
     place.mkdir()
@@ -47,8 +47,8 @@ def remove_lock(directory: Path) -> None:
 
 
 def _sweep(checkpoints: Path) -> None:
-    """Delete download directories whose process is dead, and those older than ``_STALE_SECONDS``: each may be as large as a
-    checkpoint. Errors are ignored."""
+    """Delete download directories that are older than ``_LOCK_GRACE_SECONDS`` and whose process is dead, and all older than
+    ``_STALE_SECONDS``: each may be as large as a checkpoint. Errors are ignored."""
     for left in checkpoints.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # gone meanwhile, or another user's
             age = time.time() - left.stat().st_mtime

@@ -47,8 +47,8 @@ class RemoteCheckpoints:
         self.job_id = job_id
 
     def list_checkpoints(self) -> dict[Id, dict[str, int]]:
-        """Return the objects of everything that is named like a checkpoint, complete or not: sizes by object name, by
-        checkpoint, newest step and attempt first."""
+        """Return every checkpoint in the store, complete or not, newest step and attempt first. The value has the sizes of its
+        objects in bytes, by object name. An object counts if its directory is named like a checkpoint."""
         found: dict[Id, dict[str, int]] = {}
         for path, size in self.objects.list().items():
             folder, _, name = path.partition("/")
@@ -82,8 +82,8 @@ class RemoteCheckpoints:
         return manifest
 
     def commit(self, folder: str, raw: bytes, digest: str) -> None:
-        """Put the manifest ``raw``, the last step of an upload. The same manifest (by ``digest``) in the store is no error.
-        Raises ``checkpoint-exists`` if there is another one, which is not replaced."""
+        """Put the manifest ``raw`` into the store, the last step of an upload. If the store has the same manifest already (by
+        ``digest``), nothing is changed. Raises ``checkpoint-exists`` if it has another one, which is not replaced."""
         if self.objects.put_if_absent(f"{folder}/{MANIFEST_NAME}", raw):
             return
         there = self.manifest(folder)
@@ -104,8 +104,9 @@ class RemoteCheckpoints:
         self.objects.delete(f"{folder}/{name}" for name in names if name != MANIFEST_NAME)
 
     def quarantine(self, folder: str) -> None:
-        """Set aside a damaged checkpoint: its manifest is renamed to ``QUARANTINED_MANIFEST``, so that it no longer counts.
-        Its data stay for inspection. A missing manifest is no error."""
+        """Set aside a damaged checkpoint in the store: its manifest is copied to ``QUARANTINED_MANIFEST`` and deleted, so that
+        the checkpoint no longer counts. Its data stay for inspection. If the manifest is missing or too large, the copy is
+        empty."""
         try:
             raw = self.raw_manifest(folder)
         except CheckpointError as error:

@@ -61,8 +61,8 @@ class Failed(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Result of one call of ``Mirror.step``. ``removed``: checkpoints whose copies were deleted; ``idle``: there was nothing
-    to do."""
+    """Result of one call of ``Mirror.step``. ``uploaded``: the checkpoint whose copy is complete now; ``failed``: one that
+    cannot be copied; ``removed``: checkpoints whose copies were deleted; ``idle``: True if there was nothing to do."""
 
     uploaded: Uploaded | None = None
     failed: Failed | None = None
@@ -91,14 +91,15 @@ class Mirror:
         self._record = Record(checkpoints / RECORD_NAME, remote.objects.url)
 
     def pending(self) -> list[str]:
-        """Return the names of committed checkpoints that are not known to have a complete copy yet, newest first; those that
-        have failed are among them."""
+        """Return the names of committed checkpoints on this disk that are not known to have a complete copy yet, newest first.
+        Those whose copy has failed are among them."""
         return [checkpoint_dir_name(*one) for one in self._committed() if one not in self._uploaded]
 
     def step(self, check_interrupted: Callable[[], None] = lambda: None) -> Step:
-        """Copy the newest checkpoint that has no complete copy. If there is none, update the marker files in the store and
-        delete the copies of checkpoints that retention has deleted here. Blocks until that is done.
+        """Copy one checkpoint: the newest that has no complete copy and has not failed. If there is none, update the marker
+        files in the store and delete the copies of checkpoints that retention has deleted here. Blocks until that is done.
 
+        A call may also only discard what is known of the store, so that the next call lists the store again.
         ``check_interrupted`` is called repeatedly; an exception from it ends the call. Raises ``CheckpointError``:
         ``checkpoint-remote``, ``checkpoint-remote-denied``, and errors of this disk.
         """
@@ -123,8 +124,8 @@ class Mirror:
         return Step(removed=removed, idle=not (marked or removed))
 
     def _committed(self) -> dict[Id, Path]:
-        """Return the directories of the checkpoints that may be copied, newest first: committed here, and of the lineage or
-        this attempt."""
+        """Return the directories of the checkpoints that may be copied, newest first. They have a manifest on this disk, and
+        are of this attempt or of the lineage."""
         return {
             (step, attempt): directory
             for step, attempt, directory in checkpoint_dirs(self._checkpoints)
@@ -136,8 +137,11 @@ class Mirror:
         return checkpoint[1] == self._attempt or lineage_contains(self._lineage, *checkpoint)
 
     def _list_remote(self) -> dict[Id, dict[str, int]]:
-        """Return the sizes of the objects in the store, by checkpoint and name. The store is listed once and the result kept.
-        With the listing, incomplete copies are deleted whose checkpoint is of an earlier attempt and not on this disk."""
+        """Return the sizes of the objects in the store, by checkpoint and name. The store is listed once, and the result is
+        kept.
+
+        When it is listed, incomplete copies are deleted if their checkpoint is of an earlier attempt and not on this disk.
+        """
         if self._remote_files is None:
             there = self._remote.list_checkpoints()
             local = {(step, attempt) for step, attempt, _ in checkpoint_dirs(self._checkpoints)}
@@ -151,8 +155,9 @@ class Mirror:
     # --- upload ---
 
     def _upload(self, checkpoint: Id, directory: Path, check_interrupted: Callable[[], None]) -> Step:
-        """Copy one checkpoint. Returns an empty result if retention deleted it meanwhile, and ``failed`` for an error of the
-        checkpoint itself. Raises ``CheckpointError`` for an error of the store."""
+        """Copy one checkpoint and return the result. It is empty if retention deleted the checkpoint meanwhile, and has
+        ``failed`` for an error of the checkpoint itself, which is not tried again. Raises ``CheckpointError`` for an error of
+        the store."""
         begin, folder = time.monotonic(), directory.name
         try:
             raw = read_bytes(directory / MANIFEST_NAME, MAX_MANIFEST_BYTES)
@@ -174,9 +179,9 @@ class Mirror:
     def _upload_files(
         self, checkpoint: Id, directory: Path, manifest: Manifest, raw: bytes, check_interrupted: Callable[[], None]
     ) -> int:
-        """Send a checkpoint's files, its marker files and last its manifest ``raw``. Returns the bytes sent: 0 if the copy is
-        complete already. Objects that have the right size and digest are not sent again, unless the copy is quarantined. Raises
-        ``CheckpointError``."""
+        """Send a checkpoint's files, its marker files and last its manifest ``raw``. Returns the number of bytes sent, 0 if the
+        copy is complete already. Objects that have the right size and digest are not sent again, unless the copy is
+        quarantined. Raises ``CheckpointError``."""
         objects, folder = self._remote.objects, directory.name
         names = self._list_remote().setdefault(checkpoint, {})
         nbytes = 0
@@ -204,15 +209,15 @@ class Mirror:
         return nbytes + len(raw)
 
     def _remove_incomplete(self, checkpoint: Id) -> None:
-        """Delete the objects of a copy without a manifest, because the checkpoint is gone here and nothing will complete the
-        copy."""
+        """Delete the objects of a copy that has no manifest. Called when the checkpoint is gone on this disk, so that nothing
+        will complete the copy."""
         names = self._list_remote().pop(checkpoint, {})
         if names and MANIFEST_NAME not in names:
             self._remote.remove(checkpoint_dir_name(*checkpoint), list(names))
 
     def _sync_markers(self, checkpoint: Id, directory: Path) -> bool:
-        """Create or delete the marker files ``_MARKERS`` in the store so that they are as here; they may change after the
-        commit. Returns True if anything changed."""
+        """Create or delete the marker files ``_MARKERS`` of a checkpoint in the store, so that the same exist as on this disk.
+        Returns True if anything was changed."""
         names, changed = self._list_remote().setdefault(checkpoint, {}), False
         for mark in _MARKERS:
             here = (directory / mark).exists()
@@ -233,9 +238,11 @@ class Mirror:
     # --- remove ---
 
     def _remove_deleted(self) -> list[Id]:
-        """Delete the copies of checkpoints that retention has deleted here, except pinned ones and the newest complete copy of
-        this attempt and its lineage. Returns the checkpoints whose copies were deleted. Raises ``CheckpointError`` if the first
-        deletion fails; after a later failure it returns what was deleted so far."""
+        """Delete the copies of checkpoints that retention has deleted here. Pinned ones are not deleted, nor is the newest
+        complete copy of this attempt and its lineage. Returns the checkpoints whose copies were deleted.
+
+        Raises ``CheckpointError`` if the first deletion fails. After a later failure it returns what was deleted so far.
+        """
         gone = [one for one in self._record.ids() if self._is_deleted(one)]
         if not gone:
             return []
@@ -267,8 +274,8 @@ class Mirror:
         return removed
 
     def _is_deleted(self, checkpoint: Id) -> bool:
-        """True if retention has deleted the checkpoint here: its directory is gone, and it is not in quarantine. A directory
-        that lacks only its manifest may be restored, and does not count as deleted."""
+        """True if retention has deleted the checkpoint on this disk: its directory is gone, and it is not in quarantine. False
+        for a directory that lacks only its manifest, which may be restored."""
         folder = checkpoint_dir_name(*checkpoint)
         return not os.path.lexists(self._checkpoints / folder) and not any(self._quarantine.glob(f"{folder}*"))
 
@@ -279,8 +286,8 @@ def _marker_content(directory: Path, marker: str) -> bytes:
 
 
 def _is_orphan(names: dict[str, int]) -> bool:
-    """True if the objects ``names`` (with their sizes) are the remains of a copy: data without a manifest, or a manifest
-    without all of its rank files. A quarantined checkpoint is no remains."""
+    """True if the objects ``names`` (with their sizes) are the remains of an interrupted copy or deletion: data without a
+    manifest, or a manifest without all of its rank files. False for a quarantined checkpoint."""
     if QUARANTINED_MANIFEST in names:
         return False
     files = [match for name in names if (match := _RANK_FILE.fullmatch(name)) is not None]

@@ -17,8 +17,9 @@ Id = tuple[int, int]
 
 
 class Record:
-    """The record of which checkpoints were copied to the store ``url``, kept in the file ``path``. It is empty if that file
-    cannot be read or is about another URL; then nothing is deleted in the store. A failed write raises ``CheckpointError``."""
+    """The record of which checkpoints were copied to the store ``url``, kept in the file ``path``. It starts empty if that file
+    cannot be read or is about another URL; then nothing is deleted in the store. A method that cannot write the file raises
+    ``CheckpointError``."""
 
     def __init__(self, path: Path, url: str) -> None:
         self._path, self._url = path, url
@@ -35,8 +36,8 @@ class Record:
         return sorted(one for one in map(parse_checkpoint_dir_name, self._rows) if one is not None)
 
     def is_pinned(self, checkpoint: Id) -> bool:
-        """True if the checkpoint was pinned when it was last recorded, or if that is unknown. Raises ``KeyError`` if it is not
-        recorded."""
+        """True if the checkpoint was pinned when it was last recorded. True also if the record does not say. Raises
+        ``KeyError`` if the checkpoint is not recorded."""
         return bool(self._rows[checkpoint_dir_name(*checkpoint)].get("pinned", True))
 
     def add(self, folder: str, digest: str, *, pinned: bool) -> None:

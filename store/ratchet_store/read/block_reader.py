@@ -135,8 +135,9 @@ class _Reading:
         self._caller_thread, self._lock, self._unreported = threading.get_ident(), threading.Lock(), 0
 
     def make_reader(self, is_cancelled: IsCancelled) -> Callable[[int], Block | None]:
-        """Return a function for one thread: it reads the block of a number, and returns it if it is damaged; None if it is
-        intact or the caller has been interrupted."""
+        """Return a function for one thread, with a scratch buffer of its own. The function reads the block of the number that
+        it gets and returns the block if it is damaged. It returns None if the block is intact or ``is_cancelled`` returns
+        True."""
         scratch = memoryview(bytearray(min(CHUNK, self._file.size)))
         return lambda number: self._read(number, scratch, is_cancelled)
 
@@ -217,8 +218,8 @@ def _fill(fd: int, offset: int, end: int, parts: list[memoryview]) -> None:
 
 
 def _advise(fd: int, file: FileEntry, blocks: Sequence[int]) -> None:
-    """Tell the system that the file is read from front to back, so that it may read far ahead; only if all blocks are to be
-    read. Errors are ignored."""
+    """If all blocks of the file are to be read, tell the system that it is read from front to back, so that it may read far
+    ahead. Errors are ignored."""
     if len(blocks) == len(file.blocks) and hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)

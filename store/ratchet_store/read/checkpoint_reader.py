@@ -64,14 +64,13 @@ def load(
     progress: Progress | None = None,
     threads: int = 1,
 ) -> Loaded:
-    """Read the pieces for which ``is_selected`` is True, and the JSON states of ``ranks``; everything that is read is
-    verified.
+    """Read the pieces for which ``is_selected`` is True, and the JSON states of ``ranks``; everything that is read is verified.
 
-    Of each file that contains any of these, the header's block and the blocks with selected bytes are read; of the files of
-    ``complete_ranks`` all blocks. Each block is read once. ``get_buffer(entry)`` returns the target of a selected piece: a
-    writable contiguous memoryview of exactly ``entry.nbytes`` bytes (elements ``entry.start`` and following), which may be
-    live memory, or None for a new bytearray, returned in ``Loaded.pieces``. A digest is known only at the block's end: when
-    this function raises, the targets are partly overwritten and must not be used.
+    Of each file that contains any of these, the blocks with the header and with selected bytes are read; of the files of
+    ``complete_ranks`` all blocks. Each block is read once. ``get_buffer(entry)`` returns the memory for a selected piece: a
+    writable contiguous memoryview of exactly ``entry.nbytes`` bytes (elements ``entry.start`` and following), which may be live
+    memory. If it returns None, the piece is read into a new bytearray, returned in ``Loaded.pieces``. A digest is known only at
+    a block's end: when this function raises, the targets are partly overwritten and must not be used.
 
     Files are read in the order of ranks, beginning with the lowest of ``complete_ranks``: ranks that read concurrently then do
     not wait for the same bytes. Up to ``threads`` threads, the caller's included, read blocks of a file concurrently; the
@@ -135,9 +134,9 @@ def verify_files(
 
 
 def verify(directory: Path) -> VerifyOutcome:
-    """Check the manifest and every byte of every rank file of one checkpoint, without a service. Damage is returned. What does
-    not prove damage (not committed, another format version, unreadable) is raised as ``CheckpointError``.
-    ``ratchet_store.verify`` lists all damaged blocks."""
+    """Check the manifest and every byte of every rank file of one checkpoint, without a service. The outcome says whether they
+    are intact, and what is damaged first. Raises ``CheckpointError`` for what does not prove damage: not committed, another
+    format version, unreadable. ``ratchet_store.verify`` lists all damaged blocks."""
     try:
         return VerifyOutcome(True, None, verify_files(directory, read_manifest(directory)))
     except CheckpointError as error:

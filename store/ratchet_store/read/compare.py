@@ -93,9 +93,11 @@ class ComponentSummary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result for two checkpoints. ``identical``: every tensor is equal bit for bit, and so is every rank's state except
-    the excluded places. ``tensors``: equal ones too; ``states``: differences only, at most 100 per rank. ``unsaved``: state
-    that training had changed and that either checkpoint could not save, as paths of a resume report; it is not compared."""
+    """The result for two checkpoints. ``identical``: every tensor is equal bit for bit, and so is every rank's state except the
+    excluded places. ``tensors``: one entry per name, equal ones too; ``states``: differences only, at most 100 per rank.
+    ``components``: a summary per component. ``digest_a`` and ``digest_b``: a digest over all tensors of the first and of the
+    second checkpoint. ``unsaved``: state that training had changed and that either checkpoint could not save, as paths of a
+    resume report; it is not compared."""
 
     identical: bool
     tensors: list[TensorComparison]
@@ -166,8 +168,8 @@ def component_of(name: str) -> str:
 def _compare_names(
     readers: tuple[CheckpointReader, CheckpointReader], names: list[str]
 ) -> tuple[list[TensorComparison], int]:
-    """Compare the tensors ``names``, which are read in batches. Returns a result per name, and the bytes of these tensors in the
-    first checkpoint."""
+    """Compare the tensors ``names``, which are read in batches. Returns a result per name, and the number of bytes of these
+    tensors in the first checkpoint."""
     found, nbytes = [], 0
     for batch in _batches(readers[0].manifest, names):
         sides = []
@@ -288,9 +290,9 @@ def _digest(parts: list[tuple[str, str | None]]) -> str:
 def _compare_states(
     readers: tuple[CheckpointReader, CheckpointReader], exclude: Collection[str]
 ) -> tuple[list[StateDifference], set[str]]:
-    """Compare the ranks' JSON states. Returns the differences, and the paths that either side could not save. A rank that only
-    one checkpoint has differs as a whole. Only one rank's two states are held in memory at a time. Raises ``CheckpointError``
-    for a state that is nested too deep to compare."""
+    """Compare the ranks' JSON states. Returns the differences, and the paths of state that either checkpoint could not save. A
+    rank that only one checkpoint has differs as a whole. Only one rank's two states are held in memory at a time. Raises
+    ``CheckpointError`` for a state that is nested too deep to compare."""
     found: list[StateDifference] = []
     unsaved = set[str]()
     for rank in range(max(reader.manifest.world_size for reader in readers)):
@@ -308,8 +310,9 @@ def _compare_states(
 def _walk(
     a: JsonValue, b: JsonValue, pointer: str, rank: int, exclude: Collection[str], out: list[StateDifference]
 ) -> None:
-    """Append the differences between two JSON values, at ``pointer`` and below, to ``out``. It skips pointers that match a
-    pattern of ``exclude``, and stops when ``out`` has ``_MAX_STATE_DIFFERENCES``. A value may be ``_MISSING``."""
+    """Append the differences between the JSON values ``a`` and ``b``, which are at ``pointer`` in their states, to ``out``.
+    Pointers that match a pattern of ``exclude`` are skipped, with everything below. Nothing is appended once ``out`` has
+    ``_MAX_STATE_DIFFERENCES`` entries. A value may be ``_MISSING``."""
     if len(out) >= _MAX_STATE_DIFFERENCES or any(fnmatchcase(pointer, pattern) for pattern in exclude):
         return
     if type(a) is dict and type(b) is dict:
@@ -331,8 +334,8 @@ def _format_value(value: JsonValue, pointer: str) -> str:
 
 
 def _untagged_path(root: JsonValue, pointer: str) -> tuple[str, ...]:
-    """Return ``("scheduler", "last_epoch")`` for ``/scheduler/dict/2/1``: the keys along a JSON pointer into ``root``, without
-    the tags that the JSON form of Python values has."""
+    """Return the keys along the JSON pointer ``pointer`` into ``root``, without the tags that the JSON form of Python values
+    adds: ``("scheduler", "last_epoch")`` for ``/scheduler/dict/2/1``."""
     out: list[str] = []
     node, tokens = root, [token.replace("~1", "/").replace("~0", "~") for token in pointer.split("/")[1:]]
     while tokens:

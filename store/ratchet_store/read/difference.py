@@ -68,8 +68,8 @@ class Difference:
 
 
 def differences(comparison: Comparison) -> list[Difference]:
-    """Return every difference of the comparison. Components that can cause differences in others come first, as in ``_ORDER``;
-    then by rank and name."""
+    """Return every difference of the comparison, tensors and states. They are sorted by component, in the order of ``_ORDER``,
+    so that causes come before consequences; then by rank and name."""
     out = [_tensor_difference(tensor) for tensor in comparison.different] + [
         _state_difference(state) for state in comparison.states
     ]
@@ -88,8 +88,9 @@ def advice(found: Sequence[Difference], unsaved: Sequence[str]) -> str | None:
 
 
 def _order_index(one: Difference) -> int:
-    """Return the index in ``_ORDER`` by which a difference is sorted. ``param_groups`` of an optimizer count as ``scheduler``,
-    gradients in ``modules`` as ``gradients``, and a component that is not listed as ``user``."""
+    """Return the index in ``_ORDER`` by which a difference is sorted: that of its component, with three exceptions.
+    ``param_groups`` of an optimizer count as ``scheduler``, gradients in ``modules`` as ``gradients``, and an unknown component
+    as ``user``."""
     component = one.component
     if component.startswith("optimizer") and "param_groups" in one.place:  # learning rates are set by a scheduler
         return _ORDER.index("scheduler")

@@ -38,17 +38,18 @@ def find_base(
     root: Base | None = None,
     check: Callable[[Path, Manifest], object] = verify_files,
 ) -> tuple[Manifest | None, list[Quarantine]]:
-    """Return the newest intact checkpoint of the lineage, and the damaged ones that were moved away. None: there is none, so
-    the attempt starts from scratch (or from the fork's source).
+    """Return the manifest of the newest intact checkpoint of the lineage, and the damaged checkpoints that were moved away.
+    None: there is no intact one, so the attempt starts from scratch (or from the fork's source).
 
-    ``checkpoints``: the job's checkpoint directory. Damaged checkpoints newer than the result are moved to ``quarantine``;
-    with ``quarantine`` None the first one's error is raised instead. Directories without a manifest or outside the lineage are
+    ``checkpoints``: the job's checkpoint directory. Damaged checkpoints newer than the result are moved to ``quarantine``; with
+    ``quarantine`` None the first one's error is raised instead. Directories without a manifest or outside the lineage are
     skipped. ``check`` verifies a checkpoint; the default reads every byte. A caller that reads and verifies the checkpoint
     afterwards passes ``check_files``, which checks only the sizes; if that caller then finds damage, it calls
-    ``move_to_quarantine`` and this function again. ``root`` is what the oldest segment started from (``Base()`` for scratch, or a
-    fork's base); None: any parent of an earlier step is accepted there. Raises ``CheckpointError`` where an older checkpoint must
-    not silently replace the newest: another format version (``checkpoint-format``), files that the system cannot read or a
-    quarantine that fails (``checkpoint-unreadable``).
+    ``move_to_quarantine`` and this function again. ``root`` is what the oldest segment started from (``Base()`` for scratch, or
+    a fork's base); None: any parent of an earlier step is accepted there.
+
+    Raises ``CheckpointError`` where an older checkpoint must not silently replace the newest: another format version
+    (``checkpoint-format``), files that the system cannot read or a quarantine that fails (``checkpoint-unreadable``).
     """
     moved: list[Quarantine] = []
     for step, attempt, directory in checkpoint_dirs(checkpoints):
@@ -79,12 +80,12 @@ def find_adoptable(
     expected_job_id: str | None = None,
     root: Base | None = None,
 ) -> list[Manifest]:
-    """Return the manifests of checkpoints in the lineage that are not among ``known`` ``(step, attempt)``, oldest first: the
-    report of their commit to the service was lost. Every byte of them is verified, and their names are synced, since the process
-    that committed one may have died before it synced the name.
+    """Return the manifests of intact checkpoints in the lineage that are not among ``known`` ``(step, attempt)``, oldest first.
+    The service does not know them because the report of their commit was lost.
 
-    Damaged ones are skipped; ``find_base`` handles them. ``root``: as in ``find_base``. Raises ``CheckpointError`` for another
-    format version or files that cannot be read.
+    Every byte of them is verified. Their names are synced, since the process that committed one may have died before it synced
+    the name. Damaged ones are skipped; ``find_base`` handles them. ``root``: as in ``find_base``. Raises ``CheckpointError``
+    for another format version or files that cannot be read.
     """
     found: list[Manifest] = []
     for step, attempt, directory in checkpoint_dirs(checkpoints):
@@ -125,9 +126,9 @@ def _read_valid_manifest(
 
 
 def _check_parent(directory: Path, manifest: Manifest, lineage: Sequence[Segment], root: Base | None) -> None:
-    """Check that the manifest's parent is an earlier checkpoint of the same attempt, or what its segment of the lineage
-    started from, and that the parent has the recorded digest if it is in the lineage and still exists. Raises
-    ``CheckpointError`` (``checkpoint-damaged``) if not. ``root``: as in ``find_base``."""
+    """Check the parent that the manifest records. It must be an earlier checkpoint of the same attempt, or the checkpoint that
+    the manifest's segment of the lineage started from. If the parent is in the lineage and still exists, it must have the
+    recorded digest. Raises ``CheckpointError`` (``checkpoint-damaged``) if not. ``root``: as in ``find_base``."""
     parent = manifest.parent
     segment = next(s for s in lineage if s.contains(manifest.step, manifest.attempt))
     oldest = segment.after_step == min(s.after_step for s in lineage)
@@ -150,8 +151,9 @@ def _check_parent(directory: Path, manifest: Manifest, lineage: Sequence[Segment
 
 
 def _check_parent_digest(directory: Path, sibling: Path, parent: Base) -> None:
-    """Check that the parent's directory ``sibling``, if a manifest can be read there, has the digest that the checkpoint
-    recorded; retention may have deleted it. Raises ``CheckpointError``."""
+    """Check that the parent's directory ``sibling`` has the digest that the checkpoint in ``directory`` recorded for its
+    parent. Nothing is checked if no valid manifest can be read there: retention may have deleted it. Raises ``CheckpointError``
+    (``checkpoint-damaged``)."""
     try:
         there = read_manifest(sibling)
     except CheckpointError:

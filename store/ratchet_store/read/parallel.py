@@ -16,12 +16,12 @@ IsCancelled = Callable[[], bool]
 
 def parallel_map(items: Sequence[T], make_worker: Callable[[IsCancelled], Work[T, R]], threads: int) -> list[R]:
     """Return the results of all items, in their order. Up to ``threads`` threads, the caller's included, take the items in
-    order; each calls ``make_worker`` once and applies the returned function to its items. If the system grants fewer threads,
+    order. Each calls ``make_worker`` once and applies the returned function to its items. If the system grants fewer threads,
     these process all items.
 
-    The outcome is the same as with one thread: the error of the first item that has one is raised. All items before that one are
-    done, and none is begun after an error. The call blocks until none of its threads is at work any more, also when it raises or
-    is interrupted.
+    The outcome is the same as with one thread: the error of the first item that has one is raised. All items before that one
+    are done, and none is begun after an error. The call blocks until none of its threads is at work any more, also when it
+    raises or is interrupted.
     """
     count = min(threads, len(items))
     if count <= 1:
@@ -108,7 +108,7 @@ class _Shared(Generic[T, R]):
             return self._next - 1
 
     def close(self) -> None:
-        """Refuse helpers that start later, and block until no helper is at work any more."""
+        """Make helpers that start from now on do nothing, and block until no helper is at work any more."""
         with self._changed:
             self._closed = True
             while (

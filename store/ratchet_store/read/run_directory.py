@@ -39,9 +39,9 @@ _MAX_BYTES: Final = 16 << 20
 
 
 class RunDirectory:
-    """The directory of a run without a service, read only. ``is_allowed``: returns whether the file of a descriptor may be
-    read. It is called for each file that is opened here, but not for the manifests that ``newest_manifest`` reads. If it returns
-    False, the read raises ``PermissionError``."""
+    """The directory of a run without a service, read only. ``is_allowed(fd)`` returns True if the open file may be read;
+    otherwise the read raises ``PermissionError``. It is called for each file that is opened here, but not for the manifests
+    that ``newest_manifest`` reads."""
 
     def __init__(self, paths: JobPaths, is_allowed: Callable[[int], bool] = lambda fd: True) -> None:
         self._paths, self._is_allowed = paths, is_allowed
@@ -59,7 +59,8 @@ class RunDirectory:
         return None
 
     def attempt_numbers(self) -> Iterator[int]:
-        """Yield the attempt numbers of all starts of the script, in no order; none if nothing was started."""
+        """Yield the attempt numbers of all starts of the script that have a directory, in no order. Yields nothing if there was
+        none."""
         folder = self._paths.root / "attempts"
         if folder.is_dir():
             yield from (int(path.name) for path in folder.iterdir() if path.name.isascii() and path.name.isdigit())
@@ -113,8 +114,11 @@ class RunDirectory:
 
     def copy_checkpoint(self, manifest: Manifest, target: JobPaths) -> None:
         """Copy the checkpoint of ``manifest`` into the directory of the job ``target``, durably, and verify every byte of the
-        copy. Also copies the step counters and the rings of step fingerprints of the attempt that wrote it and of the newest
-        ``RING_ATTEMPTS`` attempts since: by them the job's attempts check that steps done again are the same (replay proof).
+        copy. The marker files ``FINISHED`` and ``CHANGED`` are copied, a pin is not.
+
+        Also copies step counters and rings of step fingerprints: those of the attempt that wrote the checkpoint and of the
+        newest ``RING_ATTEMPTS`` attempts since. With these the job's attempts check that steps done again are the same (replay
+        proof).
 
         Raises ``CheckpointError`` for a damaged checkpoint, and ``OSError``, also if a file exists in the target already.
         """

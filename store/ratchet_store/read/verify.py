@@ -73,8 +73,9 @@ class Finding:
 
 
 def check(directory: Path, progress: ProgressCallback | None = None) -> Finding:
-    """Read and verify every byte of one checkpoint. Damage and read errors are in the returned finding, not raised. A file
-    that cannot be read ends the check: later files are not read."""
+    """Read and verify every byte of one checkpoint, and return the finding. Damage and read errors are in the finding, not
+    raised. A file that cannot be read ends the check: later files are not read. ``progress`` is called with the bytes done and
+    the total."""
     path = str(directory)
     try:
         manifest = read_manifest(directory)
@@ -171,7 +172,8 @@ class _ProgressReporter:
 
 
 def _check_committed(directory: Path, progress: ProgressCallback | None) -> Finding:
-    """Check one entry of a directory of checkpoints, as ``check`` does; without a manifest it is ``uncommitted``."""
+    """Check one entry of a directory of checkpoints, as ``check`` does. Without a manifest the finding is ``uncommitted``, and
+    nothing is read."""
     if not os.path.lexists(directory / MANIFEST_NAME):
         return Finding(
             str(directory), "uncommitted", error=f"it has no {MANIFEST_NAME} and does not count as a checkpoint"

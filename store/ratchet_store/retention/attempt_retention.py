@@ -38,8 +38,8 @@ _MAX_OTHER_NAMES: Final = 10
 
 
 class Retained(NamedTuple):
-    """Result of ``Keeper.on_committed``. ``deleted``: checkpoints that were deleted; ``notes``: type and text of messages for
-    the user, each text returned once per ``Keeper``."""
+    """Result of ``Keeper.on_committed``. ``deleted``: checkpoints (step and attempt) that were deleted; ``notes``: type and
+    text of messages for the user. A ``Keeper`` returns each text only once."""
 
     deleted: list[Id]
     notes: list[tuple[str, str]]
@@ -67,8 +67,8 @@ class _Own:
         return os.path.lexists(f"{self.directory}/{name}")
 
     def is_complete(self) -> bool:
-        """True if its rank files still exist with their sizes and the manifest file is still the same one. The bytes are not
-        read."""
+        """True if the rank files still exist with their recorded sizes and the manifest file is still the same one. The bytes
+        are not read. False also on file system errors."""
         try:
             return _identity(f"{self.directory}/{MANIFEST_NAME}") == self.manifest and all(
                 os.lstat(path).st_size == size for path, size in self.files
@@ -82,8 +82,8 @@ class Keeper:
     which does no I/O, by any thread.
 
     ``checkpoints``: the job's checkpoint directory. ``protected``: checkpoints that are never deleted, whatever the rules say.
-    The best are chosen among the attempt's own checkpoints, so an attempt may keep ``keep_best.count`` more than the rules of
-    the whole job, which the service applies when the attempt has ended.
+    The best checkpoints are chosen among the attempt's own, so the job may have up to ``keep_best.count`` more than its rules
+    allow. The service applies the rules of the whole job when the attempt has ended.
     """
 
     def __init__(self, checkpoints: Path, spec: CheckpointSpec, attempt: int, protected: Collection[Id] = ()) -> None:
@@ -102,8 +102,9 @@ class Keeper:
         self._values.put(step, values)
 
     def on_committed(self, manifest: Manifest) -> Retained:
-        """Delete the attempt's checkpoints that no rule keeps any more, oldest first; not the pinned and the protected ones,
-        and not the newest that the service has verified. Called when the checkpoint of ``manifest`` has been committed durably.
+        """Delete the attempt's checkpoints that no rule keeps any more, oldest first. Pinned and protected ones are not
+        deleted, nor is the newest one that the service has verified. Called after the checkpoint of ``manifest`` has been
+        committed durably.
 
         Deletes nothing if the attempt has been declared over (fenced), or a later attempt has a checkpoint directory, committed
         or not: the caller is then a zombie, and might delete the checkpoint that the later attempt started from. A checkpoint
@@ -141,9 +142,9 @@ class Keeper:
         return there
 
     def _drop_missing(self, present: Collection[str]) -> None:
-        """Forget the attempt's checkpoints that are not among the names ``present`` (quarantined, deleted by hand). Of the newest
-        ``_RECHECKED_COUNT``, also forget those that are no longer whole. Forgotten ones count neither as kept nor as surplus.
-        Nothing is deleted."""
+        """Forget the attempt's checkpoints whose directory is not among the names ``present`` (quarantined, or deleted by
+        hand). Of the newest ``_RECHECKED_COUNT`` also forget those that are no longer complete. A forgotten checkpoint counts
+        neither as kept nor as surplus. Nothing is deleted."""
         for step in [step for step, own in self._own_checkpoints.items() if own.directory.name not in present]:
             del self._own_checkpoints[step]
         for step in sorted(self._own_checkpoints, reverse=True)[:_RECHECKED_COUNT]:
@@ -151,8 +152,12 @@ class Keeper:
                 del self._own_checkpoints[step]
 
     def _surplus(self, values: Mapping[int, float]) -> list[int]:
-        """Return the steps to delete, newest first. ``values``: the metric by step. Pins are looked up from the newest checkpoint
-        on, until ``keep_last`` unpinned ones are found; ``_delete`` checks the pins of the older ones."""
+        """Return the steps to delete, newest first. ``values``: the metric by step. Also forgets checkpoints that
+        ``keep_every`` keeps permanently.
+
+        Pins are looked up from the newest checkpoint on, until ``keep_last`` unpinned ones are found; ``_delete`` checks the
+        pins of the older ones.
+        """
         steps = sorted(self._own_checkpoints, reverse=True)
         pinned: set[Id] = set()
         free = 0
@@ -187,9 +192,9 @@ class Keeper:
                 del self._own_checkpoints[one[0]]
 
     def _delete(self, steps: list[int], values: Mapping[int, float]) -> Retained:
-        """Delete the checkpoints of ``steps``, from the end of the list. A pinned one is skipped without a note; an error becomes
-        a note, and the others are deleted. ``values``: the metric by step. If a checkpoint was deleted under ``keep_best`` while
-        none has a value, another note says so."""
+        """Delete the checkpoints of ``steps``, which are newest first, beginning with the oldest. A pinned one is skipped
+        without a note. An error becomes a note, and the next checkpoint is deleted. ``values``: the metric by step. If a
+        checkpoint was deleted under ``keep_best`` while no step has a value, a further note says why."""
         deleted: list[Id] = []
         notes: list[tuple[str, str]] = []
         for step in reversed(steps):
@@ -235,8 +240,8 @@ class _Values:
                 self._other_names |= dict.fromkeys(list(values)[:_MAX_OTHER_NAMES])
 
     def at_steps(self, steps: Collection[int], newest: int) -> dict[int, float]:
-        """Return the known values at ``steps``, the steps that have a checkpoint. ``newest``: the step committed last. Values of
-        other steps up to ``newest`` are forgotten, since no checkpoint of those steps can follow."""
+        """Return the known values at ``steps``, the steps that have a checkpoint. ``newest``: the step of the newest commit.
+        Values of other steps up to ``newest`` are forgotten: no checkpoint of those steps can follow."""
         with self._lock:
             known = {**self._saved, **self._pending}
             self._saved = {step: known[step] for step in steps if step in known}

@@ -26,11 +26,12 @@ from ratchet_store.retention.rules import Id
 
 
 def complete_checkpoints(checkpoints: Path, lineage: Sequence[Segment]) -> dict[Id, bool]:
-    """Return the checkpoints of the ``lineage`` that look whole, newest first; the value is True if the checkpoint is pinned
-    (has the marker file ``PINNED``). "Looks whole": its manifest is valid and its rank files have their sizes.
+    """Return the checkpoints of the ``lineage`` that look complete, newest first; the value is True if the checkpoint is pinned
+    (has the marker file ``PINNED``). A checkpoint looks complete if its manifest is valid and its rank files have their sizes;
+    the bytes are not read.
 
-    The service applies the retention rules to these when no attempt is alive. A live attempt deletes its own, by a ``Keeper``.
-    What does not look whole is neither kept nor deleted by a rule: ``find_base`` handles it.
+    The service applies the retention rules to the result when no attempt is alive; a live attempt deletes its own checkpoints
+    by a ``Keeper``. No rule keeps or deletes the others: ``find_base`` handles them.
     """
     found = [
         (s, e, d) for s, e, d in checkpoint_dirs(checkpoints) if lineage_contains(lineage, s, e) and _looks_complete(d)
@@ -39,9 +40,9 @@ def complete_checkpoints(checkpoints: Path, lineage: Sequence[Segment]) -> dict[
 
 
 def delete_unless_pinned(directory: Path) -> bool:
-    """Delete one checkpoint and return True. Returns False if its directory has the marker file ``PINNED``, or gets it while the
-    manifest is being removed: the manifest is then restored, and nothing is lost. A missing checkpoint counts as deleted. Raises
-    as ``delete`` does."""
+    """Delete one checkpoint and return True, also if it is missing. Returns False if its directory has the marker file
+    ``PINNED``, or gets it while the manifest is being removed; the manifest is then restored, and nothing is lost. Raises
+    ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses."""
     if _is_pinned(directory):
         return False
     try:
@@ -68,8 +69,8 @@ def delete(directory: Path) -> None:
 
 
 def _uncommit(directory: Path) -> bool:
-    """Rename the manifest to ``DELETED_MANIFEST_NAME``, durably, so that the checkpoint no longer counts. Returns False if the
-    manifest was gone already; some of the files may be gone, too. Raises ``OSError``."""
+    """Rename the manifest to ``DELETED_MANIFEST_NAME``, durably, so that the checkpoint no longer counts, and return True.
+    Returns False if there was no manifest; other files of the checkpoint may then be missing, too. Raises ``OSError``."""
     try:
         (directory / MANIFEST_NAME).rename(directory / DELETED_MANIFEST_NAME)
     except FileNotFoundError:
@@ -89,11 +90,15 @@ def _restore_manifest(directory: Path) -> None:
 
 
 def sweep(checkpoints: Path, *, dead_attempts: Collection[int]) -> list[str]:
-    """Remove checkpoints whose deletion was interrupted. Of ``dead_attempts`` (attempts that are proved dead) also remove
-    directories without a manifest, and ``.tmp`` files in the others. Returns the removed paths, relative to ``checkpoints``.
+    """Remove checkpoints whose deletion was interrupted: those whose manifest has the name ``DELETED_MANIFEST_NAME``. Returns
+    the removed paths, relative to ``checkpoints``.
 
-    Such a checkpoint that is pinned and still has all of its files is not removed: its manifest is restored. Raises as
-    ``delete`` does; an ``OSError`` in removing a ``.tmp`` file or restoring a manifest is raised as it is.
+    ``dead_attempts``: attempts that are proved dead. Of these it also removes directories without a manifest, and ``.tmp``
+    files in directories with one.
+
+    A checkpoint whose deletion was interrupted is not removed if it is pinned and still has all of its files: its manifest is
+    restored. Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses a deletion. An ``OSError`` in
+    removing a ``.tmp`` file or restoring a manifest is raised as it is.
     """
     removed: list[str] = []
     for _, attempt, directory in checkpoint_dirs(checkpoints):
@@ -162,11 +167,11 @@ def _looks_complete(directory: Path) -> bool:
 
 
 def _remove_checkpoint(directory: Path) -> None:
-    """Remove a directory and its content without following links. What another process removes meanwhile is no error; nor is a
-    path that is missing or no directory.
+    """Remove a directory and its content without following links. A path that is missing or no directory is no error, nor is a
+    file that another process removes meanwhile.
 
     Of the files, the removed manifest (``DELETED_MANIFEST_NAME``) is deleted last: by it ``sweep`` knows that the rest may be
-    removed. Nothing is synced: what comes back after a power loss is not committed. Raises ``OSError``.
+    removed. Nothing is synced: files that come back after a power loss belong to no committed checkpoint. Raises ``OSError``.
     """
     try:
         if not stat.S_ISDIR(os.lstat(directory).st_mode):

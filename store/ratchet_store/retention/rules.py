@@ -29,8 +29,8 @@ MIN_KEEP: Final = 2
 
 @dataclass(frozen=True)
 class Rules:
-    """``checkpoint.keep_last``, ``keep_every`` and ``keep_best`` of one job's spec: which checkpoints are kept. The module
-    describes each rule."""
+    """The retention rules of one job's spec: ``checkpoint.keep_last``, ``keep_every`` and ``keep_best`` decide which
+    checkpoints are kept. The module describes each rule."""
 
     keep_last: int
     keep_every: int | None = None
@@ -47,11 +47,14 @@ class Rules:
         pinned: Collection[Id] = (),
         first: Collection[Id] = (),
     ) -> list[Id]:
-        """Return the checkpoints that no rule keeps, in the order of ``checkpoints``, which is newest first. Nothing is deleted.
+        """Return the checkpoints that no rule keeps, in the order of ``checkpoints``, which is newest first. Nothing is
+        deleted.
 
         ``values``: the metric's value by checkpoint, where it is known. ``pinned``: checkpoints that are kept and not counted
-        among the newest ``keep_last``. ``first``: checkpoints that were saved before any scheduled one; they count neither among
-        the newest nor among the best, and are returned once two unpinned others exist."""
+        among the newest ``keep_last``. ``first``: checkpoints that were saved before any scheduled one; they count neither
+        among the newest nor among the best. They are returned once two unpinned others exist, unless they are pinned or
+        permanent.
+        """
         free = [one for one in checkpoints if one not in pinned and one not in first]
         best = self.best_of([one for one in checkpoints if one not in first], values)
         gone = {*free[max(self.keep_last, MIN_KEEP) :], *(first if len(free) >= MIN_KEEP else ())}

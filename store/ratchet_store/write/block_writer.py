@@ -29,7 +29,7 @@ MIN_WRITE_BYTES: Final = 2 << 20
 """Minimum bytes of a write past the page cache. A disk that accepts them quickly gets twice as many next: after each write the
 thread needs the GIL again, for which training waits. The progress of a slow disk is visible only when a write ends, so it gets no
 more than it accepts in about ``_TARGET_WRITE_SECONDS``, and a disk that has become slow gets less with every write."""
-_MAX_WRITE_FACTOR: Final = 4  # times REQUEST: more is hardly faster
+_MAX_WRITE_FACTOR: Final = 4  # times MIN_WRITE_BYTES: more is hardly faster
 _TARGET_WRITE_SECONDS: Final = 0.05  # seconds, including the thread's wait for the GIL
 _WRITEBACK: Final = 8 << 20  # bytes after which writeback is started: write + fsync then take about half the time
 _O_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
@@ -61,8 +61,8 @@ class Blockwise:
         self._direct = self._aligned_bytes > 0 and _set_direct_io(fd, enabled=True)
 
     def work(self) -> None:
-        """Write blocks until all have been begun; other threads may still be writing theirs when this returns. Raises nothing:
-        an error ends the writing, and ``finish`` raises it."""
+        """Take blocks of the file and write them until none is left to begin. Other threads may still be writing theirs when
+        this returns. Raises nothing: an error ends the writing in all threads, and ``finish`` raises it."""
         while (number := self._take_block()) is not None:
             digest, failed = "", None
             try:
@@ -168,8 +168,8 @@ class Blockwise:
 
 
 def _set_direct_io(fd: int, *, enabled: bool) -> bool:
-    """Switch writing past the page cache on or off for a descriptor. Returns True if it is on now; where the system cannot do
-    it, False, which is no error."""
+    """Switch writing past the page cache on or off for a descriptor. Returns True if it is on afterwards. Returns False if it
+    is off, also where the system does not support it, which is no error."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     with suppress(OSError):
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if enabled else flags & ~_O_DIRECT)

@@ -114,8 +114,8 @@ class RankWriter:
         return Written(file, tensors, listing, digests)
 
     def help(self) -> None:
-        """Write blocks of the file that another thread is writing with ``write``, until all blocks have been begun. Returns at
-        once if no file is being written."""
+        """Help another thread that is inside ``write``: write blocks of its file until all blocks have been begun. Returns at
+        once if no file is being written. Raises nothing; ``write`` raises the errors."""
         with self._lock:
             found = self._active_writer
         if found is not None:
@@ -157,8 +157,9 @@ class _Layout:
         self._entries: tuple[int, tuple[TensorEntry, ...], str] | None = None
 
     def entries(self, data_start: int) -> tuple[tuple[TensorEntry, ...], str]:
-        """Return the manifest's entries of the pieces and the JSON text of these, in file order. ``data_start``: offset of the
-        first piece in the file, the header's size; it seldom changes, and the last result is kept."""
+        """Return the manifest's entries of the pieces, in file order, and the JSON text of these entries. ``data_start``:
+        offset of the first piece in the file, which is the header's size. The last result is kept and returned again for the
+        same ``data_start``."""
         if self._entries is None or self._entries[0] != data_start:
             made = tuple(
                 TensorEntry(
@@ -216,7 +217,8 @@ def _bytes(data: BytesLike) -> memoryview:
 
 
 def _raise_if_committed(directory: Path) -> None:
-    """Raise ``CheckpointError`` (``checkpoint-exists``) if the directory has a manifest, or one that is being deleted."""
+    """Raise ``CheckpointError`` (``checkpoint-exists``) if the directory has a committed manifest, or one that is being
+    deleted."""
     for name in (MANIFEST_NAME, DELETED_MANIFEST_NAME):
         if (directory / name).exists():
             raise CheckpointError(

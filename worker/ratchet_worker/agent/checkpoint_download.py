@@ -4,10 +4,10 @@ started.
 The local directory is checked first, with every byte verified, then the object store:
 
 - If the store has a newer checkpoint of the lineage, it is fetched, and the directory is its cache from then on.
-- If the store is unreachable, the attempt starts from the local checkpoint only if that is as new as the one that the service has
-  recorded, and from scratch only if the service has recorded none. Otherwise it waits until ``policy.startup_deadline`` has
-  passed without a byte, and then ends with a checkpoint-error, which policy may retry. A job never starts from scratch because a
-  network was down.
+- If the store is unreachable, the attempt starts from the local checkpoint if that is as new as the one that the service has
+  recorded. If the service has recorded none, the attempt starts without the store, too. Otherwise it waits until
+  ``policy.startup_deadline`` has passed without a byte. It then ends with a checkpoint-error, which policy may retry. A job never
+  starts from scratch because a network was down.
 """
 
 from __future__ import annotations
@@ -37,16 +37,19 @@ _UNREACHABLE_CODES: Final = frozenset({REMOTE, DENIED, NO_CLIENT})
 
 
 class WaitFor(Protocol):
-    """The signature of ``Supervisor.wait_for``: polls ``done`` until it returns a value that is not None, and returns it, or None
-    at ``deadline`` (monotonic seconds). Raises ``NotStarted`` if the attempt is over meanwhile."""
+    """The signature of ``Supervisor.wait_for``: polls ``done`` until it returns a value that is not None, and returns that value.
+    Returns None at ``deadline`` (monotonic seconds). Raises ``NotStarted`` if the attempt is over meanwhile."""
 
     def __call__(self, done: Callable[[], T | None], deadline: float) -> T | None: ...
 
 
 def download_checkpoint(launch: LaunchFile, paths: AttemptPaths, wait_for: WaitFor, messages: AgentMessages) -> None:
     """Fetch the newest checkpoint from the object store if it is newer than the newest local one, and report and record what was
-    found. Blocks; does nothing if no attempt has trained yet. Raises ``NotStarted``: with cause checkpoint-error by the rule in
-    this module's docstring, or from ``wait_for``."""
+    found. Blocks; does nothing if no attempt has trained yet.
+
+    Raises ``NotStarted`` if the attempt is over meanwhile. Raises it with cause checkpoint-error if a download fails, or if the
+    store stays unreachable and the local checkpoint is older than the one that the service has recorded.
+    """
     if not launch.lineage:
         return  # no attempt has begun to train: there is no checkpoint to fetch
     work = _Work(launch)
@@ -128,8 +131,8 @@ class _Work(threading.Thread):
         return True
 
     def _can_start_from_local(self, local: tuple[int, int] | None) -> bool:
-        """True if the attempt may start without the unreachable store: ``local`` is as new as the checkpoint that the service has
-        recorded, or the service has recorded none. Adds a note if so."""
+        """True if the attempt may start without the unreachable store. This is so if the service has recorded no checkpoint, or
+        ``local`` is as new as the recorded one. Adds a note if so."""
         recorded = self._launch.recorded
         if recorded is not None and (local is None or local < (recorded.step, recorded.attempt or 0)):
             return False

@@ -1,8 +1,8 @@
 """Uploads committed checkpoints to the object store, in a thread of node 0's agent that nothing waits for while ranks train.
 
 Failures are reported and retried at growing intervals, without effect on training. After the ranks' end one more round follows,
-within the time that the caller allows; checkpoints still missing then are reported by name, and the next attempt's agent uploads
-them.
+within the time that the caller allows. Checkpoints that are still missing then are reported by name; the next attempt's agent
+uploads them.
 """
 
 from __future__ import annotations
@@ -180,14 +180,14 @@ class Uploader:
             self._messages.report_deleted(number, attempt)
 
     def _repeat_reports(self, now: float) -> None:
-        """Report each upload a second time once ``_REPEAT_SECONDS`` have passed since its first report, which may have come
-        before rank 0's report of the commit. ``now``: monotonic seconds; with infinity, all repetitions are due."""
+        """Report each upload a second time, ``_REPEAT_SECONDS`` after its first report: the first may have come before rank 0's
+        report of the commit. ``now``: monotonic seconds; with infinity, all repetitions are due."""
         while self._pending_repeats and self._pending_repeats[0][0] <= now:
             self._messages.report_uploaded(self._pending_repeats.pop(0)[1])
 
     def _report_failure(self, error: Exception) -> None:
-        """Count a failure of a whole round. It is reported if its code differs from that of the last report, or after ten
-        minutes."""
+        """Count a failure of a whole round. Report it if its code differs from that of the last reported failure, or if that
+        report is more than ten minutes old."""
         text = error.detail if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         code = getattr(error, "code", type(error).__name__)
         self._failures += 1
@@ -203,8 +203,7 @@ class Uploader:
 
 def exit_process(code: int) -> NoReturn:
     """End the process with ``code``, without waiting for a thread that hangs in a request. If an upload or download thread still
-    exists, the process ends at once (``os._exit``): an orderly shutdown would unwind the thread through code that cannot be
-    unwound."""
+    exists, the process ends at once (``os._exit``), since an orderly shutdown would fail to unwind that thread."""
     if any(thread.name in (_NAME, "fetch") for thread in threading.enumerate()):
         with suppress(OSError, ValueError):
             sys.stderr.flush()

@@ -44,8 +44,8 @@ class DesiredState:
             self._signal = self._signal or cause
 
     def merged(self) -> Control:
-        """The desired state for the ranks: the service's if it requests a stop, else a preemption with the signal's cause if
-        there was a signal, else RUN; each with the highest ``checkpoint_request`` so far."""
+        """Return the desired state for the ranks. It is the service's if the service requests a stop. Otherwise it is a
+        preemption with the signal's cause if there was a signal, else RUN. Each has the highest ``checkpoint_request`` so far."""
         with self._lock:
             local = Control(desired=Desired.PREEMPT, cause=self._signal) if self._signal else Control()
             if _STRENGTH[self._service_control.desired] >= _STRENGTH[local.desired]:

@@ -135,9 +135,9 @@ class _Forked:
 
 
 def _server_plan(plans: Sequence[RankPlan], plans_fd: int, report_fd: int) -> RankPlan:
-    """The plan of the fork server: the first rank's plan, but with only the variables that have the same value for all ranks, and
-    with every rank's descriptors. The shared variables include those that are read when a library is loaded (OMP_NUM_THREADS) or
-    the interpreter starts (PYTHONHASHSEED)."""
+    """Return the plan of the fork server. It is the first rank's plan, but with every rank's descriptors, and with only those
+    variables that have the same value for all ranks. The shared variables include those that are read when a library is loaded
+    (OMP_NUM_THREADS) or the interpreter starts (PYTHONHASHSEED)."""
     first = plans[0]
     shared = {k: v for k, v in first.env.items() if all(plan.env.get(k) == v for plan in plans)}
     env = shared | {names.FORK_PLANS_FD: str(plans_fd), names.FORK_REPORT_FD: str(report_fd)}

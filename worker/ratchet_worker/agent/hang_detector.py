@@ -48,9 +48,11 @@ class Learner:
         self._visits[rank, stage] = self._visits.get((rank, stage), 0) + 1
 
     def record_progress(self, rank: int, stage: Stage, silence: float, now: float) -> None:
-        """Record that ``rank`` makes progress after ``silence`` seconds in ``stage``. A silence beyond the deadline is not
-        learned from: such a rank was left running only because ranks that it may have waited for made progress, so its silence
-        is no measure for hangs."""
+        """Record that ``rank`` makes progress after ``silence`` seconds in ``stage``.
+
+        A silence beyond the deadline is not learned from. Such a rank was left running only because ranks that it may have waited
+        for made progress, so its silence is no measure for hangs.
+        """
         first = stage is not Stage.TRAINING and self._visits.get((rank, stage), 0) < 2
         usual = silence <= self.deadline(stage)
         if self._trained_since is not None:
@@ -62,8 +64,8 @@ class Learner:
         self._longest_silences[stage] = max(self._longest_silences[stage], silence)
 
     def deadline(self, stage: Stage) -> float:
-        """The longest time, in seconds, that a rank may be silent in ``stage``: the learned one if learning is allowed and enough
-        was observed, else ``deadlines.step``, the limit with which the attempt begins."""
+        """The longest time, in seconds, that a rank may be silent in ``stage``. It is the learned time if learning is allowed and
+        enough was observed. Otherwise it is ``deadlines.step``, the limit with which the attempt begins."""
         ceiling, settled = self.deadlines.step, self._trained >= SETTLED_SECONDS
         seen = max(self._silence_counts[stage].values(), default=0) if stage in self._silence_counts else 0
         if not self.deadlines.learns or not settled or seen < MIN_OBSERVATIONS:
@@ -96,8 +98,8 @@ _PAUSE_SECONDS: Final = 5.0  # seconds; a longer pause between two polls means t
 
 class Stuck(NamedTuple):
     """Ranks that make no progress while the others wait for them, the longest silent one first, and a message. ``halted``: a
-    signal has stopped them, so they are the ranks that all others wait for, on any node. ``since``: when the first of them last
-    made progress (monotonic seconds)."""
+    signal has stopped them, so they are the ranks that all others wait for, on any node. ``since``: when the longest silent one
+    last made progress (monotonic seconds)."""
 
     ranks: tuple[int, ...]
     message: str
@@ -120,8 +122,8 @@ class Watch:
     ) -> None:
         """``readers``: the function that reads the counter of each rank of this node (None: no counter yet). ``hint``: appended
         to the message about a start-up that takes too long. ``other_readers``: the same functions for ranks of other nodes, as
-        far as their counters are visible from here. Progress there excuses silent ranks of this node, which may wait for those
-        ranks, and counts in ``has_progressed_since``; ranks of other nodes are never reported as stuck."""
+        far as their counters are visible from here. Progress there excuses silent ranks of this node, since these may wait for
+        ranks of other nodes. It also counts in ``has_progressed_since``. Ranks of other nodes are never reported as stuck."""
         self._other_readers = dict(other_readers or {})
         self._other_readings: dict[int, tuple[Reading, float]] = {}  # last reading, and time of the last progress
         self._others_polled_at = now
@@ -171,7 +173,8 @@ class Watch:
 
     def _record_progress(self, rank: int, reading: Reading, now: float) -> None:
         """Record a new ``reading`` of ``rank``'s counter. Once start-up is over, let the learner learn from the silence before
-        this progress, unless ``rank`` had waited for a rank behind it."""
+        this progress, unless ``rank`` had waited for a rank behind it. If a script without a Session makes one only now, start-up
+        begins again."""
         before = self._readings[rank]
         if before.stage is Stage.UNMANAGED and reading.stage is not Stage.UNMANAGED:
             self.ready, self._started_at = False, now  # the script makes a Session after all: its start-up begins now
@@ -184,10 +187,13 @@ class Watch:
         self._progress_at[rank] = now
 
     def _excuse(self, places: list[tuple[int, int]], moved: Mapping[int, Reading], now: float) -> None:
-        """Restart the deadline of each silent rank that may wait for a rank that makes progress and was not ahead of it, such as
-        rank 0 when it evaluates alone or writes a manifest. ``places``: the positions, before this progress, of the ranks of all
-        nodes that make progress; ``moved``: the new readings, by rank, of those on this node. If such a rank was behind the
-        silent one, the silent one is recorded as waiting: its silence is no measure of its own pace."""
+        """Restart the deadline of each silent rank that may wait for another rank: for one that makes progress and was not ahead
+        of it. An example is rank 0 while it evaluates alone or writes a manifest.
+
+        ``places``: the positions, before this progress, of the ranks of all nodes that make progress. ``moved``: the new
+        readings, by rank, of those on this node. If such a rank was behind the silent one, the silent one is recorded as waiting:
+        its silence is no measure of its own pace.
+        """
         if not places:
             return
         least = min(places)
@@ -198,9 +204,9 @@ class Watch:
                     self._waited_ranks.add(rank)
 
     def _poll_others(self, now: float) -> list[tuple[int, int]]:
-        """Return the former positions of other nodes' ranks that have made progress since the last poll. Reads their counters
-        only while a rank of this node makes no progress, and less often the more ranks there are, since the disk may be shared by
-        many machines."""
+        """Return the former positions of other nodes' ranks that have made progress since the last poll. Their counters are read
+        only while a rank of this node makes no progress. They are read less often the more ranks there are, since many machines
+        may share the disk."""
         still = now - min(self._progress_at.values(), default=now)
         if still < min(_SILENCE_SECONDS, self._learner.deadlines.step / 2) or now - self._others_polled_at < max(
             1.0, len(self._other_readers) / _POLLS_PER_SECOND
@@ -220,8 +226,8 @@ class Watch:
         return self._readings[rank].finished
 
     def has_progressed_since(self, when: float) -> bool:
-        """True if a rank of this node, or one of another node as far as it was polled, has made progress since ``when``. A rank
-        whose script has no Session is assumed to have made progress."""
+        """True if a rank of this node has made progress since ``when``, or a polled rank of another node has. A rank whose script
+        has no Session is assumed to have made progress."""
         here = any(moved > when or self._is_unmanaged(rank) for rank, moved in self._progress_at.items())
         return here or any(moved > when for _, moved in self._other_readings.values())
 
@@ -230,8 +236,9 @@ class Watch:
         return self._readings[rank].stage is Stage.UNMANAGED
 
     def find_stuck(self, live: Iterable[int], is_halted: Callable[[int], bool], now: float) -> Stuck | None:
-        """Return the ranks of ``live`` that have missed the deadline and that the others wait for; None if no rank has missed it.
-        ``is_halted(rank)`` is True if a signal has halted the rank's process; if there are halted ranks, these are returned."""
+        """Return the stuck ranks: of the ranks in ``live`` that have missed their deadline, those furthest behind, for which the
+        others wait. If ``is_halted(rank)`` is True for ranks in ``live`` (a signal has halted their processes), return these
+        instead. None if no rank has missed its deadline."""
         live = sorted(rank for rank in live if not self._is_unmanaged(rank))
         if not self.ready:
             late = [r for r in live if not _is_ready(self._readings[r])]
@@ -261,8 +268,8 @@ class Watch:
         ]
 
     def _position(self, rank: int) -> tuple[int, int]:
-        """The number of the last step that ``rank`` has started, and that of the last one that it has finished, for comparison
-        with other ranks; 0 for none in this attempt."""
+        """Return the numbers of the last step that ``rank`` has started and of the last one that it has finished, by which ranks
+        are compared. 0 for none in this attempt."""
         return self._readings[rank].started, self._readings[rank].finished
 
     def _furthest_behind(self, late: list[int]) -> tuple[int, ...]:

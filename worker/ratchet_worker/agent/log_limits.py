@@ -1,8 +1,9 @@
 """Maintenance of the ranks' logs by the agent: it bounds their size and keeps an index of times.
 
 Ranks write to their log files directly, so that nothing in between can block a rank. A log that takes more disk space than
-``LaunchFile.log_bytes`` loses its middle: a hole is punched, so sizes and offsets stay valid, and with them line ids, followers'
-positions and the ranks' descriptors. The first MiB stays, since it shows how the job was configured, and so does the end.
+``LaunchFile.log_bytes`` loses its middle: the agent punches a hole. Sizes and offsets stay valid, and with them line ids,
+followers' positions and the ranks' descriptors. The first MiB stays, since it shows how the job was configured, and so does the
+end.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class LogKeeper:
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
 
     def spools(self) -> dict[int, Path]:
-        """The spool of this node's own messages, under the rank number that stands for the node, for the report sender."""
+        """Return the spool of this node's own messages, for the report sender. The key is the rank number that stands for the
+        node."""
         return {node_rank(self._node): self._spool_path}
 
     def start(self) -> None:
@@ -91,8 +93,9 @@ class LogKeeper:
                 self._report_once("log-not-kept", f"the size of {log.path} cannot be limited: {error.strerror}")
 
     def _record(self, log: _Log, size: int, at: float, last: bool) -> None:
-        """Append the log's ``size`` and the time ``at`` to its index, if the log has grown since the last record: by enough
-        bytes, or after enough time, or ``last``. A record that was written only in part is removed; the next call tries again."""
+        """Append the log's ``size`` and the time ``at`` to its index. Do so only if the log has grown since the last record, and
+        only by enough bytes, after enough time, or if ``last``. A record that was written only in part is removed; the next call
+        tries again."""
         if size <= log.recorded_size:
             return
         if size - log.recorded_size < SPACING_BYTES and at - log.recorded_at < SPACING_SECONDS and not last:

@@ -107,9 +107,11 @@ def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timi
 
 
 def _starter(launch: LaunchFile) -> Starter:
-    """Return the starter for this launch: one that forks the ranks, or one that starts an interpreter for each. Ranks are not
-    forked if they use CUDA, since a process that has touched CUDA cannot be forked, and if there is only one, since no other rank
-    would share its imports."""
+    """Return the starter for this launch: one that forks the ranks, or one that starts an interpreter for each.
+
+    Ranks that use CUDA are not forked, since a process that has touched CUDA cannot be forked. A single rank is not forked, since
+    no other rank would share its imports.
+    """
     if launch.resolved.device == "cuda" or len(launch.ranks) == 1:
         return ProcessStarter()
     # Deterministic algorithms make torch import its compiler, which takes a second. Without them, user code runs before that
@@ -215,16 +217,17 @@ class _Attempt:
             spool.close()
 
     def _join_rendezvous(self) -> Rendezvous:
-        """Return the rendezvous of this node: on one node at once, on several after all nodes have met. Raises like
-        ``NodeRendezvous.join``."""
+        """Return the rendezvous of this node: on one node at once, on several after all nodes have met. Raises ``NotStarted`` if
+        the attempt is over, the nodes do not meet in time or node 0 cannot be reached; ``UserError`` if the spec's interface
+        cannot be used."""
         if self._rendezvous is None:
             return single_node(self._launch.world_size)
         told = os.environ.get(names.NODE_ADDRESS)
         return self._rendezvous.join(told, self._wait_until, self._report_sender.start)
 
     def _wait_until(self, done: Callable[[], T | None]) -> T | None:
-        """Poll ``done`` until it returns a value that is not None, and return it; None once the time for the start has passed.
-        Raises ``NotStarted`` if the attempt is over."""
+        """Poll ``done`` until it returns a value that is not None, and return that value. Return None once the time for the start
+        has passed. Raises ``NotStarted`` if the attempt is over."""
         return self._supervisor.wait_for(done, self._deadline)
 
     def _clean_up(self) -> None:

@@ -28,8 +28,8 @@ class ObjectStoreSync:
             self._uploader = Uploader(launch, self._messages)
 
     def spools(self) -> dict[int, Path]:
-        """The spool of the agent's own messages, under the rank number that stands for the agent, for the report sender; empty if
-        there is nothing to sync."""
+        """Return the spool of the agent's own messages, for the report sender. The key is the rank number that stands for the
+        agent. Empty if there is nothing to sync."""
         return {} if self._messages is None else {AGENT_RANK: self._paths.agent_spool}
 
     def fetch(self, report_sender: ReportSender, wait_for: checkpoint_download.WaitFor) -> float:

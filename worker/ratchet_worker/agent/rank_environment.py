@@ -30,8 +30,8 @@ def plan_ranks(
     """Return one plan per rank of this node, in order; only rank 0 gets the rendezvous socket. ``inherited``: the agent's
     environment; ``code_digest``: the digest of code that lies on the nodes, None for other code.
 
-    If the spec names no interpreter, the ranks run the agent's, which has the service's current version: the interpreter that was
-    resolved at submission may have another version by now, or be gone.
+    If the spec names no interpreter, the ranks run the agent's interpreter, whose Ratchet has the service's current version. The
+    interpreter that was resolved at submission may have another version by now, or be gone.
 
     Raises ``UserError`` if a secret's variable is not set.
     """
@@ -54,8 +54,9 @@ def plan_ranks(
 
 def _common_environment(launch: LaunchFile, inherited: Mapping[str, str], interface: str) -> dict[str, str]:
     """The variables that all ranks share. Later ones win: inherited (without reserved ones), defaults, the spec's variables,
-    secrets, the spec's NCCL settings (backend nccl only), and last the GPUs. Defaults set by ``setdefault`` give way to earlier
-    values. ``interface``: the network interface for traffic between ranks. Raises ``UserError`` like ``_secrets``."""
+    secrets, the spec's NCCL settings (backend nccl only), and last the GPUs. Defaults set by ``setdefault`` give way to
+    earlier values. ``interface``: the network interface for traffic between ranks. Raises ``UserError`` if a secret's value is
+    missing."""
     spec = launch.spec
     env = {k: v for k, v in inherited.items() if not k.startswith(names.RESERVED_PREFIXES)}
     env["PYTHONUNBUFFERED"] = "1"
@@ -98,8 +99,8 @@ def _choose_interface(env: dict[str, str], world: WorldSpec, interface: str) -> 
 
 def _secrets(launch: LaunchFile, inherited: Mapping[str, str]) -> dict[str, str]:
     """The values of the spec's secrets by name, from the agent's environment. Launchers pass a value under the secret's own name,
-    which is therefore tried first: the variable named like its source may hold another secret by now, or belong to the node.
-    Raises ``UserError`` if a value is missing."""
+    so this variable is tried first. The variable named like the secret's source may hold another secret by now, or belong to the
+    node. Raises ``UserError`` if a value is missing."""
     values = {}
     for name, secret in launch.spec.secrets.items():
         value = inherited.get(name, inherited.get(secret.from_env or name))

@@ -1,7 +1,6 @@
-"""Rendezvous of the agents of several nodes before any rank is started. Each agent reports its address to the service, which
-replies when all nodes are present and where node 0 listens. The service may be unreachable for a while; late nodes are waited for
-until the deadline.
-"""
+"""Rendezvous of the agents of several nodes before any rank is started. Each agent reports its address to the service. The
+service replies which nodes are present and, once all are, where node 0 listens. The service may be unreachable for a while; late
+nodes are waited for until the deadline."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ _CONNECT_SECONDS: Final = 1.0
 
 
 class WaitUntil(Protocol):
-    """Polls ``done`` until it returns a value that is not None, and returns it; returns None if the time for a start has passed.
-    Raises ``NotStarted`` if the attempt is over."""
+    """Polls ``done`` until it returns a value that is not None, and returns that value. Returns None if the time for a start has
+    passed. Raises ``NotStarted`` if the attempt is over."""
 
     def __call__(self, done: Callable[[], T | None]) -> T | None: ...
 
@@ -69,9 +68,9 @@ class NodeRendezvous:
         """Wait until all nodes are present and node 0 can be reached, and return the rendezvous; node 0 opens the store's socket.
         ``launcher_address``: this node's address, if its launcher knows it; ``start_reports`` starts the reports to the service.
 
-        Raises ``NotStarted`` if the attempt is over or, with cause launcher-error, if this node's address or the service is not
-        found, a node does not arrive in time, or node 0 cannot be reached. Raises ``UserError`` if the spec's interface does not
-        exist or has no address.
+        Raises ``NotStarted`` if the attempt is over. Raises it with cause launcher-error if this node's address or the service is
+        not found, a node does not arrive in time, or node 0 cannot be reached. Raises ``UserError`` if the spec's interface does
+        not exist or has no address.
         """
         place = self._find_address(launcher_address, wait_until)
         listener = (

@@ -185,10 +185,13 @@ class ReportSender:
         return 0.0 if moved and more else self._period
 
     def _can_skip_report(self, status: Status, batches: Sequence[RankBatch], more: bool) -> bool:
-        """True if this period's report is skipped; counts the period. While ranks train, reports with figures alone (metrics,
-        progress, hook summaries) are sent in every second period at most, and less often if responses are slow or request it
-        (``periods_to_wait``), so that a service can manage more jobs. A stop request still reaches the ranks within a second, or
-        ten seconds with a service that manages hundreds of jobs."""
+        """True if this period's report is skipped; counts the period.
+
+        Only reports that have nothing but figures (metrics, progress, hook summaries) are skipped, and only while ranks train.
+        They are sent in every second period at most, and less often if responses are slow or request it (``periods_to_wait``), so
+        that a service can manage more jobs. A stop request still reaches the ranks within a second, or within ten seconds if the
+        service manages hundreds of jobs.
+        """
         busy = (
             self._deadline is not None
             or self._failures
@@ -246,9 +249,12 @@ class ReportSender:
 
 
 def periods_to_wait(response_seconds: float, period: float, stop_grace: float, requested_seconds: float = 0.0) -> int:
-    """Return the number of periods (``period`` seconds each), at least one, that a report waits after a response if it has
-    figures alone (metrics, progress, hook summaries). The response took ``response_seconds`` seconds and requested a wait of
-    ``requested_seconds`` seconds; ``stop_grace`` (seconds) bounds the wait."""
+    """Return the number of periods (``period`` seconds each), at least one, that a report with figures alone (metrics, progress,
+    hook summaries) waits after a response.
+
+    ``response_seconds``: how long the response took. ``requested_seconds``: the wait that the response requested. ``stop_grace``
+    (seconds) bounds the wait.
+    """
     slow = min(_MAX_SLOW_PERIODS, int(_RESPONSE_TIME_FACTOR * response_seconds / period))
     most = int(max_control_delay(stop_grace) / period)
     return max(1, min(most, max(slow, int(requested_seconds / period))))

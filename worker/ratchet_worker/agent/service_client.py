@@ -31,8 +31,8 @@ LONGEST_WAIT: Final = 60.0
 
 
 class Unreachable(Exception):
-    """Raised if there is no usable response now. The caller may retry later, and not before ``retry_after_seconds`` seconds if
-    the service has requested that (429, 503)."""
+    """Raised if there is no usable response now. The caller may retry later. If the service has requested a wait (429, 503), the
+    caller must not retry before ``retry_after_seconds`` seconds."""
 
     retry_after_seconds: float = 0.0
 
@@ -200,8 +200,10 @@ class ServiceLink:
 
     def _record_denial(self, what: str) -> None:
         """Record that the service does not know the job or its token; raise ``Fenced`` after repeated denials (``_DENIALS``).
-        A denial counts only if it comes from the service that this run directory names (``_is_own_service``): while that service
-        is down, another one may have taken its port."""
+
+        A denial counts only if it comes from the service of this run directory (``_is_own_service``). While that service is down,
+        another one may have taken its port.
+        """
         now = time.monotonic()
         self._denied_at = [*self._denied_at, now] if self._is_own_service() else []
         if len(self._denied_at) >= _DENIALS and now - self._denied_at[0] >= _DENIAL_TIME:
@@ -209,7 +211,8 @@ class ServiceLink:
 
     def _is_own_service(self) -> bool:
         """True if the responding service is, as far as can be seen, the one that ``service.json`` or the launch file names. False
-        if that service ran on this machine and its process has ended. Raises ``Unreachable`` like ``_service``."""
+        if that service ran on this machine and its process has ended. Raises ``Unreachable`` if ``service.json`` is needed and
+        cannot be read."""
         if self._launch.service_url is not None:
             return True
         service = self._service()
@@ -242,9 +245,9 @@ def parse_seconds(header: str | None) -> float:
 
 
 def tls_context(launch: LaunchFile) -> ssl.SSLContext:
-    """A TLS context with the certificate authorities of the service: those in the file next to ``service.json`` if it is readable
-    here, else those of the launch file, else the system's. The certificate and its host name are always checked. Raises
-    ``Unreachable``."""
+    """Return a TLS context with the certificate authorities of the service. They come from the file next to ``service.json`` if
+    it is readable here, else from the launch file, else from the system. The certificate and its host name are always checked.
+    Raises ``Unreachable`` if the authorities cannot be read."""
     file = HomePaths(Path(launch.service_file).parent).service_authorities
     try:
         authorities = file.read_text(encoding="ascii")

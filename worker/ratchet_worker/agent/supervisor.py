@@ -101,8 +101,8 @@ class Supervisor:
         return Status(AttemptPhase.STOPPING if stopping else running, self.last_step)
 
     def on_control(self, control: Control) -> None:
-        """Receive the desired state, and the end of another node if there is one, from a response of the service; wake the main
-        thread. Only the first end of another node counts."""
+        """Receive a response of the service, and wake the main thread. The response has the desired state and, if another node
+        has ended, that end; only the first end of another node counts."""
         self._peer_cause = self._peer_cause or control.peer_cause
         self._peer_end = self._peer_end or control.peer_end
         self._desired.update_from_service(control.model_copy(update={"peer_end": None, "peer_cause": None}))
@@ -135,8 +135,8 @@ class Supervisor:
 
     @property
     def evidence(self) -> Evidence:
-        """What ``conclude`` needs besides the ranks' ends: what the agent has observed and done so far, with the fencing reason
-        and the last control state that was written for the ranks."""
+        """Return what ``conclude`` needs besides the ranks' ends: what the agent has observed and done so far, the reason for
+        fencing, and the last desired state that was written for the ranks."""
         return replace(self._evidence, fenced=self._fenced, stop=self._published)
 
     def install_signal_handlers(self) -> None:
@@ -150,7 +150,7 @@ class Supervisor:
 
     def raise_if_over(self) -> None:
         """Raise ``NotStarted`` if the attempt is over before any rank was started: a stop was requested, the attempt is fenced,
-        or another node has failed. Also writes the desired state for the ranks, like ``_publish``."""
+        or another node has failed. Also writes the desired state to the control file of this node's ranks if it has changed."""
         self._publish()
         wish = self._published
         if self._fenced is not None:
@@ -163,7 +163,7 @@ class Supervisor:
 
     def wait_for(self, done: Callable[[], T | None], deadline: float) -> T | None:
         """Poll ``done`` and return its first value that is not None, or None at ``deadline`` (monotonic seconds). Blocks. For use
-        before ranks are started; raises ``NotStarted`` like ``raise_if_over``."""
+        before ranks are started; raises ``NotStarted`` if the attempt is over (see ``raise_if_over``)."""
         while (value := done()) is None and time.monotonic() < deadline:
             self._wait(self._timing.tick)
             self.raise_if_over()
@@ -196,7 +196,7 @@ class Supervisor:
         return [rank.end(self._watch.last_step(number)) for number, rank in sorted(self._ranks.items())]
 
     def _step(self) -> None:
-        """Make one pass of the main loop: record deaths, read the counters, write the desired state, and kill the ranks if the
+        """Make one pass of the main loop: record deaths, read the counters and write the desired state. Kill the ranks if the
         attempt is fenced, a rank or another node has failed, ranks hang, or a requested stop is overdue."""
         self._collect()
         if self._fenced is not None:
@@ -242,7 +242,7 @@ class Supervisor:
                 self._failed_since, self._failure = time.monotonic(), f"rank {number} ended with {code}"
 
     def _wait_and_collect(self, seconds: float) -> None:
-        """Wait like ``_wait``, then record the ranks that have died."""
+        """Wait until a rank dies, the main thread is woken, or ``seconds`` pass; then record the ranks that have died."""
         self._wait(seconds)
         self._collect()
 
@@ -303,8 +303,8 @@ class Supervisor:
         return True
 
     def _inject_fault(self) -> None:
-        """Kill this agent, and with it its ranks, by SIGKILL after the step that a trial's fault plan names, once the named rank
-        has started the next step. Does nothing without such a plan."""
+        """Carry out a trial's fault plan: kill this agent by SIGKILL, and with it its ranks. This happens after the step that the
+        plan names, once the named rank has started the next step. Does nothing without such a plan."""
         if self._fault is None:
             return
         reading = CounterReader(self._paths.counter(self._fault.rank)).read()
@@ -329,8 +329,8 @@ class Supervisor:
         self._kill_live("no agreed stop")
 
     def _write_stacks(self, why: str) -> str:
-        """Have each live rank write the stacks of its threads to its log, record it as killed by the agent, and return text about
-        the stacks for a message. Halted ranks write last, after the others were killed."""
+        """Have each live rank write the stacks of its threads to its log, and record it as killed by the agent. Return text about
+        the stacks, for a message. Halted ranks write last, after the others were killed."""
         live = [rank for rank in self._ranks.values() if rank.live]
         told = write_stacks(live, why, self._timing.stacks, lambda ranks: self._abort_and_kill(ranks, why))
         return f"; the stacks of all threads are in the ranks' logs ({self._logs_command}){told}"

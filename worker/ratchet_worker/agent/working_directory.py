@@ -2,7 +2,7 @@
 
 Files that a script writes relative to its current directory, such as its own checkpoints, exist for the next attempt. The code
 itself is imported from the snapshot, which is read-only. ``work.json``, next to the directory, records what was copied, file by
-file: if the job continues with other code, the files that were not changed since are replaced.
+file. If the job continues with other code, the files that have not been changed since are replaced.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ class CopiedCode:
 
 def prepare(code: Path | None, work: Path, digest: str | None = None) -> list[str]:
     """Create ``work`` as a copy of ``code`` (None: an empty directory), or update it if it exists. Returns the paths of files
-    that an update left as they are, because they differ from what was copied. Raises ``OSError``.
+    that differ in the new code but that an update left as they are, because the job has changed them, too. Empty for a new
+    copy. Raises ``OSError``.
 
-    The copy is made under another name in the same directory, synced and renamed, so a copy that a crash interrupted is never
-    used; the next call removes it. Only one process at a time does this on each disk: node 0's agent, before the others continue,
-    each under its attempt's lock. ``digest``: the digest of ``code``; an existing copy is updated if it was made of code with
-    another digest (None: it is not updated). A file that was left as it is, and is gone by the next call, is copied then.
+    The copy is made under another name in the same directory, synced and renamed. So a copy that a crash interrupted is never
+    used; the next call removes it. Only one process at a time does this on each disk: first node 0's agent, then the others, each
+    under its attempt's lock. ``digest``: the digest of ``code``; an existing copy is updated if it was made of code with another
+    digest (None: it is not updated). A file that was left as it is, and is gone by the next call, is copied then.
     """
     if work.is_dir():
         return [] if code is None else _update(code, work, digest)
@@ -92,9 +93,14 @@ def _remove_leftovers(work: Path) -> None:
 
 
 def _update(code: Path, work: Path, digest: str | None) -> list[str]:
-    """Update ``work`` to ``code`` and return the paths left as they are; empty if the code has not changed. Files of the old code
-    that the new code lacks are deleted, unless the job has changed them. An update after an interrupted one, even with other
-    code, gives the same result: the forms that may be copied are recorded first, those that were copied last."""
+    """Update ``work`` to ``code``. Files of the old code that the new code lacks are deleted, unless the job has changed them.
+    Return the paths of files that differ in the new code but that the job has changed, too: these are left as they are. The
+    result is empty if the code has not changed or ``digest`` is None. With unchanged code, the only files copied are those that
+    were left before and are gone now.
+
+    An update after an interrupted one, even with other code, gives the same result: the forms that may be copied are recorded
+    first, those that were copied last.
+    """
     copied = _read_record(work)
     same = copied.digest == digest
     if digest is None or (same and all(_form_in(work, path) is not None for path in copied.left)):
@@ -159,8 +165,8 @@ def _form(path: Path) -> str:
 
 
 def _form_in(work: Path, path: str) -> str | None:
-    """The form of ``path`` (relative) in the working directory, where user code may have put anything; None if it does not exist,
-    ``other`` if it is unreadable or lies below a link."""
+    """The form of ``path`` (relative) in the working directory. None if it does not exist; ``other`` if it is unreadable or lies
+    below a link, since user code may have put anything there."""
     place = work / path
     folders = list(place.parents)[: path.count("/")]
     if any(folder.is_symlink() or (folder.exists() and not folder.is_dir()) for folder in folders):

@@ -22,9 +22,9 @@ class Content:
     """What one rank saves. ``layout`` (the hook's bucket layout), ``hook`` and ``replicas`` are the same on all ranks.
 
     ``parts``: number of parts in which the shared tensors are compared; 0: there are none. ``summary``: the hook's, without the
-    norm of the residuals: ``norm_of`` computes that from the copies of the hook's tensors, since training should not wait for a
-    pass over them. ``start``: the model before its first step. ``environment``: this rank's facts, and the provenance that rank
-    0 writes into the manifest.
+    norm of the residuals. ``norm_of`` computes that norm from the copies of the hook's tensors, since training should not wait
+    for a pass over them. ``start``: the model before its first step. ``environment``: this rank's facts, and the provenance that
+    rank 0 writes into the manifest.
     """
 
     snapshot: Snapshot
@@ -56,8 +56,9 @@ class Contents:
     ) -> Content:
         """Return the content after ``step``; its tensors are live.
 
-        A collective the first time, and raises, like ``JobState.capture``. ``environment``: this rank's facts; ``provenance``:
-        further entries for the manifest, which are not compared.
+        The first call is a collective, which all ranks must make. ``environment``: this rank's facts; ``provenance``: further
+        entries for the manifest, which are not compared. Raises ``UserError`` for state that cannot be stored, and if a parameter
+        was added, removed, replaced or unfrozen after the model was wrapped.
         """
         _, hook = self._state.require_wrapped()
         layout = hook.layout()

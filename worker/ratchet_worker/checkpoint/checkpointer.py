@@ -3,7 +3,7 @@ yet is about to change.
 
 Every rank writes its file in a separate thread, rank 0's thread commits the manifest; no collective takes part (``saver_thread``,
 ``manifest_commit``). A rank that dies or hangs while a checkpoint is made fails only this checkpoint. The failure is reported and
-training continues; the third failure in a row ends the attempt, after the same step on all ranks, since a job that cannot save
+training continues. The third failure in a row ends the attempt, after the same step on all ranks, since a job that cannot save
 will lose its work.
 """
 
@@ -110,8 +110,8 @@ class Checkpointer:
 
         ``capture_step_tensors``: returns the parameters and the optimizers' tensors, and roughly the number of bytes that a rank
         saves besides them. ``make_content``: captures the whole state; called only if a save is due. Returns before the new save
-        has ended (see ``begin_save``), but may wait for the previous one. Raises ``UserError`` for a hook's state that cannot be
-        stored and for ranks that are not at the same step, ``CheckpointError`` if a save is stuck.
+        has ended (see ``begin_save``), but may wait for the previous one. Raises ``UserError`` for state that cannot be stored
+        and for ranks that are not at the same step, ``CheckpointError`` if a save is stuck.
         """
         self._process_result()
         if self._schedule is not None:
@@ -129,11 +129,11 @@ class Checkpointer:
         self._first = False
 
     def wait_until_copied(self, until: Until, *, ends_audit: bool = True) -> None:
-        """Wait until the save in progress, if any, has copied the tensors of this kind. Called immediately before they change,
-        possibly from a thread of a backward pass.
+        """Wait until the save in progress, if any, has copied the tensors of the kind ``until``. The caller is about to change
+        them; it may be a thread of a backward pass.
 
-        For ``Until.STEP`` it also ends the audit, which checks that nothing else changes the parameters before
-        ``optimizer.step()``. ``ends_audit`` False: the coming change will be undone, so the audit continues after it.
+        ``Until.STEP`` also ends the audit: the check that only ``optimizer.step()`` changes the parameters. With ``ends_audit``
+        False the audit goes on, since the caller will undo its change.
         """
         save = self._save
         if save is not None:
@@ -155,7 +155,7 @@ class Checkpointer:
 
         Waits until the state is copied, unless it may be copied concurrently with the next step (``checkpoint.staging``, once the
         audit of ``wait_until_copied`` is done). No effect after too many failures. Raises ``CheckpointError`` if the previous
-        save is stuck, ``UserError`` for a hook's state that cannot be stored.
+        save is stuck, ``UserError`` for state that cannot be stored.
         """
         self.drain()
         if self._given_up_at:  # the same on all ranks: the stop that follows from it is being agreed on
@@ -177,8 +177,8 @@ class Checkpointer:
 
         ``finished``: the job has ended at this step; the save is then attempted up to three times. ``remaining_seconds``: seconds
         until the processes are killed; for a stop, a save that is expected to take longer is not begun. Raises
-        ``CheckpointError`` after the third failure in a row, ``UserError`` for a hook's state that cannot be stored, and if the
-        ranks differ in ``step`` or ``finished``.
+        ``CheckpointError`` after the third failure in a row or if a save is stuck. Raises ``UserError`` for state that cannot be
+        stored, and if the ranks differ in ``step`` or ``finished``.
         """
         self._counter.enter_stage(Stage.CHECKPOINTING)
         self.drain()
@@ -199,16 +199,20 @@ class Checkpointer:
         return Outcome(self._failure)
 
     def drain(self) -> int:
-        """Wait for the save in progress to end. Return the number of failed saves in a row up to it; 0 if no save was in
-        progress. Raises ``CheckpointError`` if the save is stuck, and what ``_process_result`` raises."""
+        """Wait for the save in progress to end. Return the number of failed saves in a row up to it; 0 if it has succeeded or no
+        save was in progress.
+
+        Raises ``CheckpointError`` if the save is stuck. Raises ``UserError`` if the ranks have saved different steps, or only
+        some of them have ended the job. An error of the saving thread that left no verdict is raised unchanged.
+        """
         if self._save is None:
             return 0
         self._wait_for(self._save)
         return self._process_result()
 
     def wait_for_retention(self) -> None:
-        """At the end of an attempt, wait until older checkpoints are deleted and their deletion is reported, for at most ten
-        seconds: the service deletes the rest."""
+        """Wait, at the end of an attempt, until older checkpoints are deleted and their deletion is reported. Wait for at most
+        ten seconds; the service deletes the rest."""
         end = time.monotonic() + _RETENTION_TIMEOUT
         while (
             self._retention_done is not None and not self._retention_done.wait(_TICK_SECONDS) and time.monotonic() < end
@@ -229,10 +233,10 @@ class Checkpointer:
 
     @property
     def metric_step(self) -> int | None:
-        """The step whose checkpoint the metrics logged now belong to: that of the save in progress; without one, that of
+        """The step of the checkpoint to which metrics logged now belong. It is that of the save in progress, else that of
         ``last``.
 
-        None if that is the save before the first scheduled one, which no metric keeps.
+        None if that is the save before the first scheduled one, since no metric keeps that checkpoint.
         """
         step = self.last.step if self._save is None else self._save.order.step
         return None if step == self._early_step else step
@@ -367,8 +371,9 @@ class Checkpointer:
         return failures
 
     def _prepare(self, step_tensors: Snapshot, private: int) -> None:
-        """After the attempt's first step: have the saving thread allocate memory for the copies, and begin the audit if saves may
-        be overlapped. ``private``: bytes that this rank saves besides ``step_tensors``."""
+        """After the attempt's first step: have the saving thread allocate memory for the copies. If saves may be overlapped, also
+        begin the audit: the check that only ``optimizer.step()`` changes the parameters. ``private``: bytes that this rank saves
+        besides ``step_tensors``."""
         slices = self._cuts.plan(step_tensors.sizes(), self._world_size)[self._rank]
         sources = self._lister.list_sources(step_tensors, slices)
         if self._save is None:
@@ -380,8 +385,8 @@ class Checkpointer:
             self._audit = Audit([*parameters.values(), *(s for s in sources.entries if s.name not in parameters)])
 
     def _end_audit(self, audit: Audit) -> None:
-        """End the audit. If a tensor has changed between two steps, report it: this rank's state is then copied before each step
-        begins."""
+        """End the audit; later saves may be copied concurrently with steps. But if a tensor has changed between two steps, report
+        that, and copy this rank's state before each step begins from now on."""
         self._audit, self._audit_done = None, True
         name = audit.first_changed()
         if name is not None:

@@ -1,7 +1,8 @@
 """The buffer that copies are made in, kept from save to save.
 
-Its pages are allocated before the first save if there is time: fresh pages cost more than twice the copy, and far more in a
-virtual machine whose host must find the memory first (401 MB took 1.3 s then, and 0.06 s once the host had it).
+Its pages are allocated before the first save if there is time. To allocate fresh pages takes more than twice the time of the
+copy, and far more in a virtual machine whose host must find the memory first: 401 MB took 1.3 s there, and 0.06 s once the host
+had the memory.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _pages(nbytes: int) -> torch.Tensor:
     """Return ``nbytes`` of memory in whole pages, large ones if the system has them: a disk writes them in fewer pieces, and a
     copy has fewer TLB misses.
 
-    Processes that this one forks (data loading workers) do not get them: shared pages would be copied, one by one, as soon as
+    Processes that this one forks (data loading workers) do not inherit the pages. Shared pages would be copied, one by one, when
     the next save is copied into the buffer. Raises ``OSError``.
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -11,7 +11,7 @@ BYTES_PER_TURN: Final = 4 << 20
 
 
 class Move(NamedTuple):
-    """One copy: bytes ``begin <= i < end`` of the source with this number."""
+    """One copy: bytes ``begin <= i < end`` of the source with the number ``number``."""
 
     number: int
     begin: int

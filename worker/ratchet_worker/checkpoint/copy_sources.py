@@ -69,8 +69,8 @@ class Listed(Sequence[Source]):
 
 
 class Sources(NamedTuple):
-    """The sources of one save. ``layout_key``: if two lists have the same object here, their names, ranges and kinds are the
-    same, and the tensors have the same shapes, dtypes and order in memory. None: not known."""
+    """The sources of one save. ``layout_key``: to compare by identity. Two ``Sources`` with the same object have the same
+    names, ranges and kinds, and tensors of the same shapes, dtypes and order in memory. None: not known."""
 
     entries: Sequence[Source]
     layout_key: object = None

@@ -5,8 +5,8 @@ next backward pass calls the hook, parameters and the optimizer's tensors until 
 forward pass changes, and all small tensors are copied at the boundary.
 
 A tensor that changes earlier fails its save, not the training: torch counts in-place changes, and a resized storage usually has
-another address (``live_memory``). Not detected are a storage that was freed and allocated again at the same address, until code
-fills it, and changes through ``tensor.data``, which has its own counter (see ``copy_sources.Audit``).
+another address (``live_memory``). A storage that was freed and allocated again at the same address is not detected until code
+fills it. Changes through ``tensor.data``, which has its own counter, are not detected (see ``copy_sources.Audit``).
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def size_of(sources: Sources) -> int:
 class _Layout:
     """The places of the copies in the buffer. They follow from the names, ranges, shapes and dtypes of the sources.
 
-    A source of fewer than ``small`` bytes is copied at the boundary, whatever its kind. Attributes are by number of the source,
-    except ``pieces``, which are in file order, and ``moves`` and ``numbers_by_until``, which are by kind. The constructor raises
-    ``StateError`` for a dtype that cannot be stored.
+    A source of fewer than ``small`` bytes is copied at the boundary, whatever its kind. ``places`` and ``row_major`` have one
+    entry per source, in the order of the sources. ``pieces`` is in file order. ``moves`` and ``numbers_by_until`` are by kind
+    (``Until``). The constructor raises ``StateError`` for a dtype that cannot be stored.
     """
 
     def __init__(self, sources: Sequence[Source], small: int) -> None:
@@ -219,7 +219,8 @@ class Staged:
         self.wait(Until.BOUNDARY)
 
     def copy(self, until: Until, *, exclusive: bool = False, is_waiting: bool = False) -> None:
-        """Copy every source of this kind that no other thread has taken. Sets ``error`` if one changed before it was copied.
+        """Copy every source of the kind ``until`` that no other thread has taken. Sets ``error`` if one changed before it was
+        copied.
 
         ``exclusive``: other threads leave the rest to this one. ``is_waiting``: the caller is the loop's thread, which runs no
         user code meanwhile.
@@ -243,9 +244,10 @@ class Staged:
             raise
 
     def _copy_if_awaited(self, move: Move, until: Until) -> bool:
-        """Make one copy directly if the loop's thread waits for this kind. Return True if it waits; otherwise nothing was copied.
+        """Make one copy directly if the loop's thread waits for the kind ``until``. Return True if it waits; otherwise nothing
+        was copied.
 
-        That thread cannot leave ``wait`` before the copy is made, even if a signal handler raises there.
+        The loop's thread cannot leave ``wait`` before the copy is made, even if a signal handler raises there.
         """
         with self._direct_copy_lock:
             waited = until in self._awaited
@@ -286,8 +288,8 @@ class Staged:
             self.error = self.error or changed_error(self._sources[number].name)
 
     def require_intact(self, until: Until) -> None:
-        """Raises ``StateError`` if a tensor of this kind has changed since the boundary, or any tensor before it was copied. Call
-        it before the loop may change tensors of this kind."""
+        """Raises ``StateError`` if a tensor of the kind ``until`` has changed since the boundary, or if any tensor had changed
+        before it was copied. Call it before the loop may change tensors of this kind."""
         for number in self._layout.numbers_by_until[until]:
             self._check(number)
         if self.error is not None:
@@ -323,10 +325,10 @@ class Staged:
             copied.set()
 
     def wait(self, until: Until) -> None:
-        """Wait until tensors of this kind are copied, so that they may change. On CUDA the host waits only until the copies are
-        queued, and the current stream waits for the copies.
+        """Wait until tensors of the kind ``until`` are copied, so that they may change.
 
-        On the CPU, the calling thread takes part in the copying.
+        On the CPU, the calling thread takes part in the copying. On CUDA, the host waits only until the copies are queued, and
+        the current stream waits for the copies.
         """
         copied = self._copied[until]
         if not copied.is_set():
@@ -354,7 +356,7 @@ class Staged:
 
     @property
     def layout_key(self) -> object:
-        """While this is the same object, the copies have the same places."""
+        """Return an object to compare by identity: while it is the same, the copies have the same places."""
         return self._layout
 
     def ranges(self, prefix: str, slices: Iterable[Slice]) -> list[Range]:
@@ -369,8 +371,8 @@ class Staged:
         return ranges
 
     def tensors(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Return the copies of sources whose names begin with ``prefix``, by the rest of the name: flat views of the buffer, in
-        their dtypes."""
+        """Return the copies of sources whose names begin with ``prefix``, by the rest of the name. They are flat views of the
+        buffer, in the tensors' dtypes."""
         return {name: place.view_in(self._buffer).view(-1) for name, place in self._layout.with_prefix(prefix).items()}
 
     def _elements_to_copy(self, number: int) -> torch.Tensor:

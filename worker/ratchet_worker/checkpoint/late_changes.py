@@ -24,8 +24,8 @@ from ratchet_worker.state.snapshot import Snapshot, digest
 
 
 class LateChanges:
-    """Detects what changes on one rank after ``checkpoint()``. Create it when ``checkpoint()`` has saved ``step``: the state at
-    that moment is what later ones are compared with."""
+    """Detects what changes on one rank after ``checkpoint()``. Create it when ``checkpoint()`` has saved ``step``: later states
+    are compared with the state at that moment."""
 
     def __init__(self, state: JobState, device: torch.device, step: int) -> None:
         self.step = step
@@ -46,8 +46,8 @@ class LateChanges:
 
     @contextmanager
     def ignoring_evaluation(self) -> Iterator[None]:
-        """Do not count changes of parameters and buffers that an evaluation in this block makes: it restores them bit for bit,
-        which torch counts as changes."""
+        """In this block, do not count changes of parameters and buffers. The block runs an evaluation, which restores them bit
+        for bit at its end; torch counts that as a change. Changes made before the block still count."""
         before = self._model_marks()
         try:
             yield
@@ -109,8 +109,8 @@ def _marks(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _mark(tensor: torch.Tensor) -> Any:
-    """Return the form of a tensor and a digest of its elements, or, if it is large or not on the CPU, torch's count of
-    changes."""
+    """Return shape and dtype of a tensor with a digest of its elements. If it is large or not on the CPU: with torch's count of
+    in-place changes in place of the digest."""
     form = tensor.shape, tensor.dtype
     if tensor.is_cpu and tensor.nbytes <= SMALL:
         return *form, digest([tensor])

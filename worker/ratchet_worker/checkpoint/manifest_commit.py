@@ -125,7 +125,8 @@ class Committer:
         return {"error": None, "base": manifest.base.model_dump()}
 
     def finish(self) -> None:
-        """Mark the newest checkpoint of this attempt, on disk, as the job's last: a resume from it has nothing left to do.
+        """Mark the newest checkpoint of this attempt, on disk, as the job's last, and report it: a resume from it has nothing
+        left to do.
 
         No effect if the attempt has committed none, or it is marked already. Raises ``CheckpointError``.
         """
@@ -246,8 +247,8 @@ class _Listings:
 
 
 def write_progress(directory: Path) -> tuple[int, int]:
-    """Return two numbers by which the progress of a save is seen: sizes plus allocated bytes of the files in ``directory``, and
-    their pages that are not on the disk yet.
+    """Return two numbers that show the progress of a save: sizes plus allocated bytes of the files in ``directory``, and the
+    number of their pages that are not on the disk yet.
 
     While a save progresses, the first number grows (also if a block is written before an existing one, so that no size changes)
     or the second shrinks. Both are 0 if the directory cannot be read.

@@ -81,8 +81,8 @@ machine whose processors are all busy they might never finish."""
 
 
 class _Looked(NamedTuple):
-    """What a rank has found out about a save: ``digests``, by part, of the parts that other ranks write, and the hook's
-    ``summary``."""
+    """What a rank has found out about a save. ``digests``: by part number, the digests of the parts that other ranks write.
+    ``summary``: the hook's."""
 
     digests: dict[int, list[str]]
     summary: HookSummary
@@ -200,8 +200,8 @@ class RankPart:
         return _Looked(digests, self._summary(content, staged))
 
     def _compare(self, save: Save, content: Content) -> dict[int, list[str]]:
-        """Return digests, by part, of the parts that other ranks write, from the live tensors while these stay unchanged. Stops
-        early if the loop waits, unless the save is ``thorough``. Empty if nothing is shared."""
+        """Return digests, by part, of the parts that other ranks write, from the live tensors while these stay unchanged. If
+        the loop waits, it stops after a minimum of parts, unless the save is ``thorough``. Empty if nothing is shared."""
         if not content.parts:
             return {}
         sizes = content.snapshot.sizes()

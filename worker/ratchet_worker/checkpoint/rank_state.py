@@ -74,7 +74,7 @@ class JobState:
 
     def __init__(self, rank: int, device: torch.device, *, code: Path | None = None, strict: bool = False) -> None:
         """``code``: the directory of the job's own modules. ``strict``: a save raises ``UserError`` for state that cannot be
-        stored; without it, the state is left out and the report of a resume names it."""
+        stored. If not ``strict``, the save leaves that state out, and the report of a resume names it."""
         self.rank, self._device, self._strict = rank, device, strict
         self.ddp: ManagedDDP | None = None
         self.hook: ManagedHook | None = None
@@ -131,7 +131,7 @@ class JobState:
 
     def check_parameters_covered(self) -> None:
         """Raises ``UserError`` if a registered optimizer has a parameter that is neither in the model nor in the state of a
-        registered object: it would not be saved."""
+        registered object: it would not be saved. Calls every registered ``state_dict()``."""
         names, held = (
             self._parameter_names(),
             {p for item in self.stateful.values() for p in tensor_addresses(item.state_dict())},
@@ -151,8 +151,10 @@ class JobState:
         """Return this rank's current state as views of live tensors, not copies. ``Snapshot.until`` says how long each of them
         stays unchanged.
 
-        The first call is a collective, which all ranks must make (the hook may let DDP rebuild its buckets). Raises
-        ``UserError`` as ``check_parameters_unchanged`` does, and for state that cannot be stored.
+        The first call is a collective, which all ranks must make (the hook may let DDP rebuild its buckets). From the beginning
+        of an evaluation until the next step, the state of registered objects other than optimizers and data is the copy that
+        ``on_evaluation_begin`` has made. Raises ``UserError`` for state that cannot be stored, and if a parameter was added,
+        removed, replaced or unfrozen after the model was wrapped.
         """
         ddp, hook = self.require_wrapped()
         hook_tensors, hook_data = hook.capture(copy=False)  # first, since no rank may fail before this collective
@@ -187,7 +189,8 @@ class JobState:
         return out
 
     def on_evaluation_begin(self) -> None:
-        """Copy, between two steps, the state that an evaluation changes (a metric's sums, a module's own generator).
+        """Copy, between two steps, the state that an evaluation may change (a metric's sums, a module's own generator): that of
+        registered objects other than optimizers and data, and the state outside of ``state_dict``.
 
         Saves until ``on_step_begin`` contain this copy, not the later state, since a resume from such a save runs the evaluation
         again. No effect if a copy exists already.
@@ -226,7 +229,7 @@ class JobState:
 
     def note_built(self, *, undo: bool) -> None:
         """Note the registered objects as the script has built them; see ``HiddenState.note_built``. Call it before hooks of the
-        script run, which is before ``begin``, and again for objects that are registered later, and for other data."""
+        script run, which is before ``begin``. Call it again when further objects are registered or the data are replaced."""
         self.hidden.note_built(self._roots(), undo=undo)
 
     def _roots(self) -> Roots:
@@ -284,7 +287,7 @@ class JobState:
         return out
 
     def step_tensors_and_size(self) -> tuple[Snapshot, int]:
-        """Return ``capture_step_tensors()``, and an estimate of the bytes that this rank saves besides: buffers, and the hook's
+        """Return ``capture_step_tensors()``, and an estimate of the bytes of this rank's other state: buffers, and the hook's
         residuals."""
         ddp, hook = self.require_wrapped()
         parameters = sum(p.nbytes for p in ddp.module.parameters() if p.requires_grad)
@@ -306,8 +309,8 @@ class JobState:
     # --- restore -------------------------------------------------------------------------------------------------------
 
     def restore(self, saved: Snapshot, transfer: StateTransfer) -> list[ComponentReport]:
-        """Restore the state ``saved`` by the same rank of a group of the same size, bit for bit except for what ``transfer``
-        changes.
+        """Restore ``saved``, the state that the same rank of a group of the same size has saved, bit for bit except for what
+        ``transfer`` changes.
 
         Return the reports on the restored components, exact ones included, and on what is missing. Raises ``UserError`` if an
         object does not accept its state.
@@ -341,11 +344,11 @@ class JobState:
     def _restore_common(
         self, saved: Snapshot, status: ComponentStatus, reason: str | None, transfer: StateTransfer
     ) -> list[ComponentReport]:
-        """Restore model, buffers, optimizers, other registered objects and state outside of ``state_dict``; return their
-        reports.
+        """Restore model, buffers, optimizers, other registered objects and state outside of ``state_dict``; return their reports.
 
-        ``status``, ``reason``: what the reports say about state that is private to a rank. Reports on other state say exact, or
-        averaged.
+        ``status``, ``reason``: those of the reports on state that each rank has for itself (buffers, other registered objects,
+        state outside of ``state_dict``). Reports on the model and the optimizers say ``exact``. If several replicas became one,
+        ``transfer`` has another status and reason for some components.
         """
         ddp = self.require_wrapped()[0]
         module = ddp.module
@@ -371,8 +374,9 @@ class JobState:
         return reports + self._report_unsaved(saved) + self._report_absent(saved)
 
     def _restore_hidden(self, saved: Snapshot) -> list[ComponentReport]:
-        """Restore the state outside of ``state_dict``; return a report of it, or none if the checkpoint stores no such change.
-        The report is ``not-exact`` if an object could not be put into the saved state."""
+        """Restore the state outside of ``state_dict``, and return a list with a report of it. The report is ``not-exact`` if an
+        object could not be put into the saved state. The list is empty if the checkpoint stores no such state and nothing else is
+        to be reported."""
         if _HIDDEN not in saved.state:
             return []
         tensors, data = saved.encoded(_HIDDEN)
@@ -438,8 +442,9 @@ class JobState:
     def _restore_data(
         self, load: Callable[[TrainData], None], generators: dict[str, Any] | None = None
     ) -> ComponentReport:
-        """Restore the position in the data by ``load``, and the data's own ``generators``, if given; return the report. It is
-        ``not-exact`` if the data cannot report an exact position, or a generator was not restored."""
+        """Restore the position in the data by ``load``, and the data's own ``generators``, if given; return the report. Data that
+        have a method ``reach`` then move to that position. The report is ``not-exact`` if the data cannot report an exact
+        position, or a generator was not restored."""
         assert self.data is not None
         data: TrainData = self.data
         lost: list[str] = []
@@ -475,9 +480,9 @@ class JobState:
     def _load_component(self, component: str, load: Callable[[], Any]) -> ComponentReport:
         """Run ``load``, and return a report of status ``exact`` for ``component``.
 
-        Raises ``UserError`` if ``load`` raises ``StateError`` or an error that user code raises for a state that does not fit:
-        the object does not accept the recorded state, and another attempt would fail, too. An error of the device, and any other
-        error, is raised unchanged.
+        Raises ``UserError`` if the object does not accept the recorded state, since another attempt would fail, too. This is so
+        if ``load`` raises ``StateError`` or a usual error of user code (``ValueError``, ``KeyError``, ``RuntimeError`` ...). An
+        error of the device, and any other error, is raised unchanged.
         """
         try:
             load()
@@ -581,7 +586,7 @@ def _without_functions(state: Any) -> Any:
 
 
 def _with_functions(state: Any, live: Any) -> Any:
-    """Return ``state`` with the functions that ``live`` has as values of the dicts at the same places. Inverse of
+    """Return ``state``, with the functions that ``live`` has as values of its dicts put into the same places. Inverse of
     ``_without_functions``."""
     if type(state) is type(live) is list and len(state) == len(live):
         return [_with_functions(*pair) for pair in zip(state, live, strict=True)]

@@ -1,4 +1,4 @@
-"""One save on one rank, shared by the loop, which hands it over and may have to wait for it, and the saving thread."""
+"""One save on one rank. The loop and the saving thread share it: the loop hands it over, and may have to wait for it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Save:
         return seconds if since is None else seconds + time.perf_counter() - since
 
     def wait_until_copied(self, until: Until) -> float:
-        """Wait until tensors of this kind are copied and no thread reads them; return the seconds. Called before they change.
+        """Wait until tensors of the kind ``until`` are copied and no thread reads them; return the seconds that this took. Called
+        before they change.
 
         A kind that changes later includes the earlier one: ``Until.STEP`` also waits for ``Until.BACKWARD``. On CUDA the host
         waits until the copies are queued, and the current stream until they are made. Returns 0.0 at once if the save has ended
@@ -91,11 +92,11 @@ class Save:
         return seconds
 
     def _check(self, until: Until) -> None:
-        """Check, once per kind, that tensors of this kind have not changed since the boundary. An error is kept for
+        """Check, once per kind, that tensors of the kind ``until`` have not changed since the boundary. An error is kept for
         ``require_intact``. Call it before they may change.
 
-        Each tensor is also checked as soon as it is copied; but a storage that was freed and allocated again at the same address
-        has other elements before user code fills it, and torch counts that change only after the copy.
+        Each tensor is also checked as soon as it is copied. That check misses a storage that was freed and allocated again at the
+        same address: torch counts the change only when user code fills the storage, which may be after the copy.
         """
         with self._check_lock:
             if until in self._checked or until is Until.BOUNDARY or self.staged is None or self.content is None:

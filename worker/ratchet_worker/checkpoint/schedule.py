@@ -1,11 +1,11 @@
 """When to save: by steps, by time, or as often as a share of the training time allows. Rank 0 decides for all ranks.
 
-A rank cannot know the others' clocks, so each time something is due, rank 0 names the next step at which something may be due: by
-time, that is a step before the time is up, at which it checks again. If only ``every_steps`` is set, what is due follows from the
-step alone.
+A rank cannot know the others' clocks. So each time something is due, rank 0 names the next step at which something may be due.
+For a schedule by time, that is a step before the time is up, at which rank 0 checks again. If only ``every_steps`` is set, what
+is due follows from the step alone.
 
-``Schedule`` is rank 0's. ``Due`` gives what is due at a step boundary, the same on all ranks: from the step alone, or as rank 0's
-schedule decides and broadcasts.
+``Schedule`` exists on rank 0 only. ``Due`` says on every rank what is due at a step boundary, the same on all: it follows from
+the step alone, or rank 0's schedule decides and broadcasts it.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Schedule:
         return spec.every_seconds is not None and self._remaining_seconds() < self._step_seconds() / 2
 
     def next_early_check(self, step: int, seconds: float) -> int:
-        """Return the step at which to check again whether the save before the first scheduled one is due; ``step`` itself if it
-        is due now. ``seconds``: its expected duration."""
+        """Return the step at which to check again whether the early save (the one before the first scheduled save) is due. Return
+        ``step`` itself if it is due now. ``seconds``: its expected duration."""
         left = _EARLY_SAVE_FACTOR * seconds - self._trained_seconds
         if isinstance(self._spec.first, int) or seconds < _QUICK_SAVE_SECONDS or left < self._step_seconds() / 2:
             return step
@@ -262,8 +262,9 @@ class Due:
         drain: Callable[[], object],
         expected_seconds: Callable[[], float | None],
     ) -> dict[str, Any]:
-        """Return rank 0's decision at ``step``, as JSON: the reason to save or None (``save``), and the next steps at which a
-        scheduled save (``due``) or one before the first scheduled one (``early``) may be due, None for never."""
+        """Return rank 0's decision at ``step``, as JSON. ``save``: the reason to save; None: do not save. ``due``: the next step
+        at which a scheduled save may be due. ``early``: the next step at which a save before the first scheduled one may be due.
+        None for either: never."""
         due, early, reason = schedule.is_due(step), self._early, None
         if due:
             early = math.inf
@@ -311,7 +312,7 @@ class Due:
             self._reporter.note("checkpoint-waited", text, step=step, seconds=seconds)
 
     def _report_skipped(self, step: int) -> None:
-        """Report the number of due saves that were skipped since the last report, if any, as a note."""
+        """If due saves were skipped since the last report, report their number as a note."""
         if self._skipped:
             left = pluralize(self._skipped, "due checkpoint")
             text = f"{left} before step {step} skipped: the previous one was still being written"

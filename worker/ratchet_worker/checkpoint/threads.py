@@ -86,8 +86,8 @@ _POLL_SECONDS: Final = 0.5
 class Latch:
     """A flag that is set once and stays set, for which threads can wait, like ``threading.Event`` without ``clear``.
 
-    ``Event`` has a condition implemented in Python: a thread that is interrupted there may hold the condition's lock for ever,
-    and the next thread that sets or waits for the event is stuck. Here only the flag counts; the lock only wakes waiting
+    ``Event`` has a condition implemented in Python. A thread that is interrupted there may hold the condition's lock for ever;
+    the next thread that sets or waits for the event is then stuck. Here only the flag counts; the lock only wakes waiting
     threads.
     """
 

@@ -22,8 +22,8 @@ from ratchet_worker.coordination.store_exchange import poll_until_present
 
 @dataclass(frozen=True)
 class Identity:
-    """The place of this process in its group, and the address of the rendezvous store. ``store_fd``: the listening socket that
-    the agent of rank 0 has bound; None on other ranks."""
+    """The place of this process in its group, and the address of the rendezvous store. ``store_fd``: the descriptor of the
+    listening socket that the agent of rank 0 has bound; None on other ranks."""
 
     rank: int
     local_rank: int
@@ -79,8 +79,8 @@ def select_device(launch: LaunchFile, identity: Identity) -> torch.device:
 
 
 def connect(identity: Identity, timeout: float) -> Clients:
-    """Connect to the rendezvous store, and on rank 0 first serve it on the socket that the agent has bound. ``timeout``: seconds
-    that each operation of a client may take. Blocks until the server is reached."""
+    """Connect to the rendezvous store and return the clients; rank 0 first serves the store on the socket that the agent has
+    bound. ``timeout``: seconds that each operation of a client may take. Blocks until the server is reached."""
     limit = timedelta(seconds=timeout)
     server = None
     if identity.rank == 0:

@@ -71,9 +71,9 @@ class Reporter:
         self._send(m.Resumed(rank=self._rank, at=now(), report=report))
 
     def metrics_due(self, step: int, total_steps: int | None) -> bool:
-        """True if the metrics of ``step`` are due: every step of a job of up to about a thousand steps, every n-th of a longer
-        one, so that there are about a thousand points, and every tenth if ``total_steps`` is None. The first and the last step
-        are always due."""
+        """True if the metrics of ``step`` are due. In a job of up to about a thousand steps, every step is due. In a longer one,
+        every n-th is, so that there are about a thousand points. If ``total_steps`` is None, every tenth is. The first and the
+        last step are always due."""
         every = 10 if total_steps is None else max(1, total_steps // _POINTS)
         return step % every == 0 or step == total_steps or step == 1
 
@@ -105,8 +105,8 @@ class Reporter:
         )
 
     def hook_due(self) -> bool:
-        """True if a summary is due: every second, or less often so that making one (from this call to ``report_hook``) takes at
-        most ``_HOOK_SHARE`` of the time."""
+        """True if a summary is due. That is so every second, or less often if making a summary is slow: the time from this call
+        to ``report_hook`` is to be at most the share ``_HOOK_SHARE``. Also begins to measure that time."""
         instant = time.monotonic()
         due = instant - self._hook_at >= self._hook_pause
         if due:

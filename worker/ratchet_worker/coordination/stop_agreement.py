@@ -2,7 +2,7 @@
 
 A side thread receives requests (``control.json``, signals) and opens a round in the rendezvous store. In a round, the side thread
 of every rank publishes the position that the rank has last started. It does so under the lock that the start of each unit of work
-takes, and from then on the rank starts no new unit. The target is the largest published position. Every rank runs up to it, and
+takes; from then on the rank starts no new unit. The target is the largest published position. Every rank runs up to it, and
 there all act together: checkpoint and stop, or checkpoint and continue. No rank can be beyond the target, and the agreement needs
 no collective, so it is exact even under hooks that let ranks drift apart.
 
@@ -84,7 +84,7 @@ class Agreement:
     thread.
 
     ``listen(seconds)`` waits up to that long for a request and returns all ``StopRequests`` so far; the side thread calls it.
-    ``on_idle`` is called, from the side thread, with a decision that is made before any unit was started, so that a long
+    ``on_idle`` is called, from the side thread, with a decision that is made before any rank has started a unit. So a long
     start-up, or a script without a Session, can be left at once. A save requested then has nothing to save and needs no
     ``resolve``.
     """
@@ -141,7 +141,8 @@ class Agreement:
     # --- main thread ---------------------------------------------------------------------------------------------------
 
     def begin(self, unit: int) -> Decision | None:
-        """Start ``unit`` and return None, unless there is a decision with an earlier target: then return it and start nothing.
+        """Record that this rank starts the unit at the position ``unit``, and return None. If a decision has an earlier target,
+        return that decision instead; the caller must then not start the unit.
 
         Waits while a round is open whose target is not known yet. Raises the error that ended the side thread, if any.
         """
@@ -174,9 +175,11 @@ class Agreement:
             self._condition.notify_all()
 
     def is_stopped_early(self, seconds: float) -> bool:
-        """True if a stop was decided before any unit was started on this rank. If a round is open here, it waits up to
-        ``seconds`` for its decision. That is enough: another rank acts on a decision (leaves, for example) only after this rank
-        has published in that round."""
+        """True if a stop was decided before any unit was started on this rank.
+
+        If a round is open here, it waits up to ``seconds`` for the round's decision. It need not look for further rounds: another
+        rank acts on a decision (leaves, for example) only after this rank has published in that round.
+        """
         with self._condition:
             if self._position != NOT_STARTED:
                 return False
@@ -232,7 +235,8 @@ class Agreement:
 
     def _run_round(self) -> None:
         """Open or join the current round: let this rank start no new unit, publish its position and requests, wait for those of
-        all ranks, and set the target. A round before the first unit that decides no stop ends at once."""
+        all ranks, and set the target. Before the first unit of any rank, a round that decides no stop ends at once, and
+        ``on_idle`` is called with the decision of either kind."""
         self._store.set(self._key("open"), "1")
         with self._condition:
             at = self._limit = self._position

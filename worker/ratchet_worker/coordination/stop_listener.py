@@ -135,7 +135,7 @@ class Listener:
 
     def _reset_in_child(self) -> None:
         """In a forked process, restore the default handlers of SIGTERM and SIGINT, except where the script has replaced the
-        installed ones, and then the signal mask, so that signals end the process as they would without Ratchet."""
+        installed ones. Then restore the signal mask. Signals thus end the process as they would without Ratchet."""
         if self._installed:
             signal.set_wakeup_fd(-1)
         for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):

@@ -1,6 +1,6 @@
 """Small messages between ranks over the rendezvous store, so that a save or an evaluation needs no collective.
 
-A collective waits for a rank that may never arrive; here every wait has a deadline, does not count as progress, and can be
+A collective waits for a rank that may never arrive. Here every wait has a deadline, does not count as progress, and can be
 abandoned. Each ``Exchange`` belongs to one thread: a waiting ``TCPStore`` client blocks every other caller of that client.
 """
 
@@ -84,14 +84,16 @@ class Exchange:
         self._store.set(self._key(name, self.rank), f"{_dump(value)}\n{attachment}" if attachment else _dump(value))
 
     def post_locally(self, name: str, value: Any, attachment: str = "") -> None:
-        """Like ``post``, for a value that only this rank collects: keep the value in this process, unsent, until ``delete``."""
+        """Keep this rank's value, with an attachment, in this process until ``delete``, instead of publishing it. For a value
+        that only this rank collects."""
         self.block_if_aborting()
         self._local_values[name] = value, attachment.encode()
 
     def collect(
         self, name: str, *, should_abandon: Callable[[], bool] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Wait for every rank's posted value; return the values in rank order. Raises like ``gather``."""
+        """Wait for every rank's posted value; return the values in rank order. ``timeout``: seconds, None for the Exchange's own.
+        Raises ``PeerTimeout`` (naming the missing ranks), or ``Abandoned`` once ``should_abandon`` returns True."""
         return [
             value for value, _ in self.collect_with_attachments(name, should_abandon=should_abandon, timeout=timeout)
         ]
@@ -106,10 +108,14 @@ class Exchange:
         pause: float = _LONGEST_PAUSE,
         is_recurring: bool = False,
     ) -> list[tuple[Any, bytes]]:
-        """Like ``collect``, but return each value with its attachment as bytes, empty if there is none. ``progress``: each change
-        of its value restarts the timeout. ``pause``: the longest pause between two polls, in seconds. ``is_recurring``: the wait
-        is about as long as the previous one, so the first pause is half of that, at most ``_LONGEST_PAUSE``. A value from
-        ``post_locally`` is returned as the same object."""
+        """Wait for every rank's posted value; return each value with its attachment as bytes (empty if there is none), in rank
+        order.
+
+        ``progress``: each change of its value restarts the timeout. ``pause``: the longest pause between two polls, in seconds.
+        ``is_recurring``: the wait is about as long as the previous one, so the first pause is half of that, at most
+        ``_LONGEST_PAUSE``. A value from ``post_locally`` is returned as the same object. Raises ``PeerTimeout``, or ``Abandoned``
+        once ``should_abandon`` returns True.
+        """
         keys = self._posted_keys(name)
         found: list[tuple[Any, bytes]] = []
         if keys:
@@ -129,9 +135,10 @@ class Exchange:
         progress: Callable[[], object] | None = None,
         is_recurring: bool = False,
     ) -> Any:
-        """Return rank 0's ``value`` on every rank; the other ranks' argument is ignored. Rank 0 does not wait; the others wait
-        for it and raise ``PeerTimeout``. ``progress``: each change of its value restarts the timeout. ``is_recurring``: the wait
-        is about as long as the previous one, so the first pause between two polls is longer."""
+        """Return rank 0's ``value`` on every rank; the other ranks' argument is ignored. Rank 0 does not wait. The others wait
+        for the value, and raise ``PeerTimeout`` if it does not come in time. ``progress``: each change of its value restarts
+        the timeout. ``is_recurring``: the wait is about as long as the previous one, so the first pause between two polls is
+        longer."""
         key = self._key(name, 0)
         if self.rank == 0:
             self.block_if_aborting()
@@ -150,7 +157,8 @@ class Exchange:
         self._local_values.pop(name, None)
 
     def delete_broadcast(self, name: str) -> None:
-        """Remove the key of a broadcast value, under the same condition as ``delete``."""
+        """Remove a broadcast value from the store. Call it only when every rank is known to have read it, that is, has posted
+        something since."""
         if self.world_size > 1:
             self._store.delete_key(self._key(name, 0))
 
@@ -173,8 +181,9 @@ class Exchange:
         pause: float = _LONGEST_PAUSE,
         recurs: tuple[str, float] | None = None,
     ) -> None:
-        """Wait until all ``keys`` are in the store. ``recurs``: the kind of a recurring wait, and the share of the last such wait
-        that the first pause between two polls takes; None for another wait. Raises ``PeerTimeout`` or ``Abandoned``."""
+        """Wait until all ``keys`` are in the store. ``recurs``: for a recurring wait, its kind and a share: the first pause
+        between two polls takes this share of the last wait of the kind. None for any other wait. Raises ``PeerTimeout`` or
+        ``Abandoned``."""
         kind, share = recurs or ("", 0.0)
         first = min(max(_FIRST_PAUSE, share * self._last_wait_seconds.get(kind, 0.0)), _LONGEST_PAUSE)
         limit = self._timeout if timeout is None else timeout

@@ -41,8 +41,8 @@ def seed_process(seed: int, epoch: int, index: int) -> None:
 
 @contextmanager
 def preserving_process_generators() -> Iterator[None]:
-    """Run the block, then restore the process-wide CPU generators of Python, NumPy and torch to their states from before it, also
-    after an exception."""
+    """Context manager: at the end of the block, also after an exception, set the process-wide CPU generators of Python, NumPy
+    and torch to their states from before it."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -54,15 +54,17 @@ def preserving_process_generators() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SampleLoader(Dataset[Any]):
-    """A map-style data set indexed by (epoch, index), so that the key has everything that a worker needs to know. Loading a
-    sample seeds the process-wide generators for it and leaves them seeded."""
+    """A map-style data set that is indexed by (epoch, index), so that the key tells a worker everything it needs. Loading a
+    sample seeds the process-wide generators for that sample and leaves them seeded. ``augment`` None: samples are not
+    augmented."""
 
     dataset: Any
     augment: Augment | None
     seed: int
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
-        """Seed the process-wide generators for the sample of the key (epoch, index), load it, and return it augmented."""
+        """Load the sample of ``key``, which is (epoch, index), and return it, augmented if ``augment`` is set. The process-wide
+        generators are seeded for the sample first."""
         epoch, index = key
         seed_process(self.seed, epoch, index)
         sample = self.dataset[index]
@@ -74,7 +76,7 @@ class SampleLoader(Dataset[Any]):
         return len(self.dataset)
 
     def batch(self, keys: Sequence[tuple[int, int]], collate: Callable[[list[Any]], Any]) -> Any:
-        """Load the samples of ``keys``, each (epoch, index), in this process and return them collated to one batch. The process's
-        generators are afterwards as they were before."""
+        """Load the samples of ``keys``, each (epoch, index), in this process and return them collated to one batch. Afterwards
+        the process-wide generators have the states from before the call."""
         with preserving_process_generators():
             return collate([self[key] for key in keys])

@@ -20,9 +20,10 @@ _MAX_PENDING: Final = 64  # batches on an accelerator that are hashed together
 
 
 class BatchDigest:
-    """A digest (XXH3-128) of ``batch`` as it is now, over at most about 64 KiB of its tensors, arrays, numbers and strings; later
-    in-place changes have no effect. Large tensors are sampled on an even grid of elements. Tensors on an accelerator are copied
-    there now, without waiting for the copy, and hashed when ``hex`` is called."""
+    """A digest (XXH3-128) of ``batch`` as it is now, over at most about 64 KiB of its tensors, arrays, numbers and strings.
+    Later in-place changes have no effect. Large tensors are sampled on an even grid of elements; of more than 4096 values the
+    rest is left out. Tensors on an accelerator are copied there now, without waiting for the copy, and hashed when ``hex`` is
+    called."""
 
     def __init__(self, batch: Any) -> None:
         leaves = list(islice(_leaves(batch, 0), _LEAVES))
@@ -43,8 +44,8 @@ class BatchDigest:
 
 
 class BatchChain:
-    """A digest (XXH3-128) over the digests of several batches in order: each value hashes the value before it and the next
-    digest."""
+    """One digest (XXH3-128) over the digests of several batches in order: each value hashes the value before it and the digest
+    of the next batch."""
 
     def __init__(self) -> None:
         self._value = ""
@@ -84,7 +85,8 @@ def _leaves(item: Any, depth: int) -> Iterator[Any]:
 
 
 def _children(item: Any) -> Iterator[Any]:
-    """Yield the items of a container, or the attribute values of another object. Items of sets are yielded as sorted texts."""
+    """Yield the items of a container, or the attribute values of another object. A mapping yields the ``repr`` of each key
+    before its value; a set yields the ``repr`` of its items, sorted."""
     if isinstance(item, Mapping):
         for key, value in item.items():
             yield from (repr(key), value)
@@ -115,8 +117,8 @@ def _tensors(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def _part(leaf: Any, share: int) -> bytes | torch.Tensor:
-    """Return at most about ``share`` bytes of ``leaf``, with the shape and the type of the whole; a tensor copy on its device if
-    the leaf is on an accelerator."""
+    """Return a sample of about ``share`` bytes of ``leaf`` at most. For a leaf on the CPU these are bytes, with its type and
+    shape (for bytes: its length). For one on an accelerator it is a tensor, copied there."""
     if isinstance(leaf, bytes):
         return leaf[: share // 2] + leaf[-(share // 2) :] + b"%d" % len(leaf)
     grid = tuple(_grid(tuple(leaf.shape), leaf.itemsize, share))

@@ -27,11 +27,11 @@ _PLAIN: Final = (str, bytes, int, float, complex, type, ModuleType, torch.Tensor
 
 
 class OwnGenerators:
-    """Finds and saves the generators that the objects ``roots`` hold, by the attribute path at which each is found first, like
-    ``dataset.rng``. ``roots``: objects by the first part of the path.
+    """Finds and saves the generators that the objects ``roots`` hold. A generator is identified by the attribute path at which
+    it is found first, such as ``dataset.rng``. ``roots``: objects by the first part of the path.
 
-    The search covers attributes, bound methods, ``partial``, closures, and containers of up to 100 items. Process-wide generators
-    belong to the rank and are excluded.
+    The search covers attributes, bound methods, ``partial``, closures, and containers of up to 100 items. Process-wide
+    generators belong to the rank and are excluded.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
@@ -43,9 +43,12 @@ class OwnGenerators:
         return {path: item for path, item in reachable(self.roots) if is_generator(item)}
 
     def begin(self, *, is_repeat: bool) -> None:
-        """Begin an epoch of a stream that a resume reads again from the epoch's beginning: until ``end``, ``states`` returns the
-        states of this moment. ``is_repeat``: the epoch has begun before; its states of that time are restored if they are known,
-        and else those of now are recorded."""
+        """Begin an epoch of a stream that a resume reads again from the epoch's beginning. Until ``end``, ``states`` returns
+        the generators' states of the epoch's beginning.
+
+        ``is_repeat`` False: these are the current states. ``is_repeat`` True: the epoch has begun before, and the generators
+        are set to the states of that time; if those are not known, the current ones are recorded.
+        """
         if is_repeat and self._epoch_start_states is not None:
             self._restore(self._epoch_start_states)
         else:
@@ -57,7 +60,8 @@ class OwnGenerators:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Run the block, then restore these generators to their states from before it, also after an exception."""
+        """Context manager: at the end of the block, also after an exception, set these generators to their states from before
+        it."""
         states = self._current_states()
         try:
             yield
@@ -65,12 +69,13 @@ class OwnGenerators:
             self._restore(states)
 
     def states(self) -> dict[str, Any]:
-        """Return the states by path, current or from ``begin``, in a form that ``ratchet_hooks.state.encode`` accepts."""
+        """Return the generators' states by path, in a form that ``ratchet_hooks.state.encode`` accepts. They are the current
+        ones, or between ``begin`` and ``end`` those of the epoch's beginning."""
         return self._current_states() if self._epoch_start_states is None else self._epoch_start_states
 
     def load(self, states: Mapping[str, Any]) -> list[str]:
-        """Restore ``states``, and end an epoch begun; return sentences about generators that only ``states`` or only the objects
-        have. Raises what a generator raises for the state of another kind."""
+        """Set the generators to ``states``, by path, and end an epoch that was begun. Returns sentences about generators that
+        only ``states`` or only the objects have. Raises what a generator raises for the state of another kind of generator."""
         found = self._restore(states)
         self.end()
         told = [
@@ -90,16 +95,16 @@ class OwnGenerators:
         return found
 
     def _current_states(self) -> dict[str, Any]:
-        """The generators' states of this moment, by path."""
+        """Return the generators' current states, by path."""
         return {path: GeneratorState(item).state_dict() for path, item in self.find().items()}
 
 
 class StreamGenerators(OwnGenerators):
     """Generators of a ``TrainStream``, which reads batches again to reach its position. ``marks``: points (generator states) by
-    name, saved with the states, that the stream restores while it reads.
+    name, saved with the states; the stream restores them while it reads.
 
-    ``restores_itself``: the stream has ``load_state_dict`` and may create its generators again there; so ``load`` only keeps the
-    states, and ``after_move`` restores them.
+    ``restores_itself`` True: the stream has ``load_state_dict``, which may create its generators again. So ``load`` only keeps
+    the states, and ``after_move`` sets the generators to them.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, restores_itself: bool) -> None:
@@ -109,14 +114,14 @@ class StreamGenerators(OwnGenerators):
         self._pending_states: Mapping[str, Any] | None = None
 
     def states(self) -> dict[str, Any]:
-        """Return the states by path like ``OwnGenerators.states``, with the points of ``marks``; between ``before_move`` or
-        ``load`` and ``after_move``, the states to be restored."""
+        """Return the states by path as ``OwnGenerators.states`` does, and the points of ``marks`` under a key of their own.
+        Between ``before_move`` or ``load`` and ``after_move`` the states are those that ``after_move`` will restore."""
         own = dict(super().states() if self._pending_states is None else self._pending_states)
         return {**own, _MARKS: {name: mark.state() for name, mark in self.marks.items()}} if self.marks else own
 
     def load(self, states: Mapping[str, Any]) -> list[str]:
-        """Load ``states`` and the points of ``marks``. For a stream that restores itself, the generators are not changed before
-        ``after_move``, and the result is empty; for another stream, as ``OwnGenerators.load`` does."""
+        """Load ``states`` and the points of ``marks``. If the stream restores itself, the generators do not change before
+        ``after_move``, and the result is empty. Otherwise it does and returns what ``OwnGenerators.load`` does."""
         self.marks = {name: Point.from_state(mark) for name, mark in states.get(_MARKS, {}).items()}
         own = {path: state for path, state in states.items() if path != _MARKS}
         if not self._restores_itself:
@@ -136,8 +141,8 @@ class StreamGenerators(OwnGenerators):
             self._pending_states = super().states()
 
     def after_move(self) -> list[str]:
-        """Restore the states kept by ``load`` or ``before_move``, once the stream has reached its position; return a sentence for
-        each generator that is missing now."""
+        """Set the generators to the states kept by ``load`` or ``before_move``. Call it once the stream has reached its
+        position. Returns a sentence for each generator that does not exist any more."""
         states, self._pending_states = self._pending_states, None
         if states is None:
             return []
@@ -145,15 +150,15 @@ class StreamGenerators(OwnGenerators):
 
 
 def for_data(data: Any) -> OwnGenerators:
-    """Return ``data.own_generators``; for a ``TrainData`` without it, whose ``state_dict`` is its whole state, an object without
-    generators."""
+    """Return ``data.own_generators``, the generators inside training data. For data without that attribute return an object
+    without generators: their ``state_dict`` is then their whole state."""
     found = getattr(data, "own_generators", None)
     return found if isinstance(found, OwnGenerators) else OwnGenerators({})
 
 
 def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield (path, object) for everything reachable from ``roots``, breadth first, each object once, at most ``_MAX_OBJECTS``.
-    Plain values, arrays, tensors, modules, types and the Session are left out."""
+    Plain values, arrays, tensors, modules, types, process-wide generators and the Session are left out."""
     # Holds the objects, so that no id() is reused meanwhile.
     seen: dict[int, Any] = {id(item): item for item in process_generators()}
     waiting = deque(roots.items())

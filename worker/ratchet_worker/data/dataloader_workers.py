@@ -49,10 +49,10 @@ def init_worker(parent: int, worker_id: int) -> None:
 
 @contextmanager
 def starting_workers(workers: list[BaseProcess]) -> Iterator[None]:
-    """Add the worker processes started inside this block to ``workers``, and register them to be killed at exit. Signals in
-    ``IGNORED_SIGNALS`` are blocked in the block. Raises ``UserError`` off the main thread.
+    """Context manager: add the worker processes started inside the block to ``workers``, and register them to be killed at
+    exit. Signals in ``IGNORED_SIGNALS`` are blocked in the block. Raises ``UserError`` in another thread than the main one.
 
-    A signal that arrives meanwhile is not lost: another thread receives it, or this one when the block ends.
+    A signal that arrives in the block is not lost: another thread receives it, or this one when the block ends.
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError(
@@ -71,8 +71,8 @@ def starting_workers(workers: list[BaseProcess]) -> Iterator[None]:
 
 
 def kill_workers(workers: list[BaseProcess], owner: int) -> None:
-    """Kill ``workers``, wait for their death, and empty the list: they hold nothing that is worth waiting for. Does nothing in
-    processes other than ``owner`` (a process id)."""
+    """Kill ``workers``, wait for their death, and empty the list. Their unfinished batches are lost. Does nothing in processes
+    other than ``owner`` (a process id)."""
     if os.getpid() != owner:
         return
     with _ignoring_child_deaths():
@@ -84,14 +84,14 @@ def kill_workers(workers: list[BaseProcess], owner: int) -> None:
 
 
 def _kill_at_exit(started: list[weakref.ref[BaseProcess]]) -> None:
-    """Kill those of the ``started`` workers that still exist."""
+    """Kill the ``started`` workers that still exist. Called when this process exits."""
     kill_workers([worker for ref in started if (worker := ref()) is not None], os.getpid())
 
 
 @contextmanager
 def _ignoring_child_deaths() -> Iterator[None]:
-    """Disable torch's SIGCHLD handler in the block: it would raise in the main thread when a worker is killed, and in the block
-    workers are killed on purpose. Does nothing in another thread than the main one."""
+    """Context manager: disable torch's SIGCHLD handler in the block, which kills workers on purpose: the handler would raise in
+    the main thread. No effect in another thread than the main one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -19,7 +19,8 @@ def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def dataset_digest(dataset: Any) -> str | None:
-    """Return ``dataset.digest()`` as text (it must change whenever any sample does), or None if there is no such method.
+    """Return ``dataset.digest()`` as text, or None if there is no such method. The user's method must return another value
+    whenever any sample changes.
 
     No digest is guessed: one over, say, the length alone would not show that files have changed.
     """

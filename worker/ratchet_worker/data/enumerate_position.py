@@ -47,8 +47,8 @@ def enumerate_readers(iterator: Iterator[Any]) -> list[enumerate[Any]]:
 
 
 def find_restarted(iterator: Iterator[Any], frame: FrameType | None) -> str | None:
-    """Return a sentence about what does not continue after a resume within an epoch, in the loop that reads ``iterator`` (in
-    ``frame``, or through generators that run there); None if everything does.
+    """Return a sentence about code that does not continue after a resume within an epoch; None if everything does. Examined are
+    the loop in ``frame`` that reads ``iterator``, and the generators and Python iterators between the two.
 
     An ``enumerate`` around a generator, such as a progress bar's, cannot be advanced: the generator is already running. One
     around ``map`` would call the map's function.
@@ -70,7 +70,8 @@ def find_restarted(iterator: Iterator[Any], frame: FrameType | None) -> str | No
 
 
 def _iterators_reading(iterator: Any) -> list[Any]:
-    """Return Python's built-in iterators that read ``iterator``. ``zip`` and ``map`` hold theirs in a tuple."""
+    """Return Python's built-in iterators that read ``iterator`` directly. ``zip`` and ``map`` hold the iterators that they read
+    in a tuple."""
     kinds = (enumerate, *_PASSING, *_KEEPING)
     found = gc.get_referrers(iterator)
     tuples = [one for one in found if type(one) is tuple]
@@ -89,7 +90,7 @@ def _running_generators(frame: FrameType | None) -> list[Any]:
 
 
 def advance(reader: enumerate[Any], count: int) -> None:
-    """Take ``count`` items from ``reader``, so that its number rises by ``count``. Meanwhile the iterator that ``reader`` reads
-    must return placeholders at once."""
+    """Take ``count`` items from ``reader``, so that its number increases by ``count``. Until this returns, the iterator that
+    ``reader`` reads must return placeholders at once."""
     for _ in repeat(None, count):
         next(reader)

@@ -45,8 +45,8 @@ class Point:
         return Point(python, process["numpy"], process["torch"], process["cuda"], state["own"])
 
     def restore(self, own: Mapping[str, Generator]) -> None:
-        """Set the process-wide generators to this point, and those of ``own``: the generators that the stream holds now, by path.
-        Generators known to one side only stay unchanged."""
+        """Set the process-wide generators to this point, and also those in ``own``, the generators that the stream holds now,
+        by path. A generator that only ``own`` or only this point has is not changed."""
         random.setstate(self.python)
         np.random.set_state(self.legacy)
         torch.set_rng_state(self.cpu)
@@ -57,8 +57,8 @@ class Point:
 
 
 def current_point(own: Mapping[str, Generator]) -> Point:
-    """Return the generators' states of this moment, with those of the generators in ``own``. Takes about 100 microseconds, most
-    of them numpy's."""
+    """Return the current states of the process-wide generators and of the generators in ``own``, by path. Takes about 100
+    microseconds, most of them for numpy's."""
     return Point(
         random.getstate(),
         np.random.get_state(legacy=False),
@@ -69,8 +69,8 @@ def current_point(own: Mapping[str, Generator]) -> Point:
 
 
 def branch(epoch: int) -> Point:
-    """Return the point that the process-wide generators have after seeding them from their current states and ``epoch``. The
-    generators themselves stay as they are."""
+    """Return the point that the process-wide generators would have after seeding them from their current states and ``epoch``.
+    The generators themselves are not changed."""
     tensors, facts = encode(current_point({}).state()["process"], root="generators")
     seeds = (digest(tensors.values()), repr(facts), epoch)
     with preserved():
@@ -84,7 +84,7 @@ def branch(epoch: int) -> Point:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Run the block, then restore the process-wide generators, including those of the rank's accelerator."""
+    """Context manager: restore the process-wide generators, including the rank's CUDA generator, at the end of the block."""
     point = current_point({})
     try:
         yield

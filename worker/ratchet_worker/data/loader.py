@@ -27,8 +27,8 @@ Key = tuple[int, int]
 
 
 class _Cursor:
-    """One rank's epoch and its position in it, in samples of all ranks. Iterating yields the keys (epoch, index) of each batch
-    from there to the end of the epoch, and does not move the position; ``len`` is the number of these batches."""
+    """One rank's position: an epoch, and in it a number of samples of all ranks. Iterating yields the keys (epoch, index) of
+    each batch from there to the end of the epoch, and does not move the position. ``len`` is the number of these batches."""
 
     def __init__(self, rule: BatchRule, seed: int, shuffle: bool) -> None:
         self.rule, self.seed, self.shuffle = rule, seed, shuffle
@@ -42,7 +42,7 @@ class _Cursor:
             self.epoch, self.position = epoch + 1, 0
 
     def advance(self) -> None:
-        """Move the position behind one batch, which was yielded."""
+        """Move the position past one batch of all ranks. Called for each batch, just before it is yielded."""
         self.move_to(self.epoch, self.position + self.rule.global_batch)
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ class TrainLoader:
 
     @property
     def position(self) -> int:
-        """Samples of this epoch's global order that all ranks together have consumed."""
+        """Number of samples of this epoch's global order that all ranks together have consumed."""
         return self._cursor.position
 
     @property
@@ -140,7 +140,7 @@ class TrainLoader:
         return self._cursor.rule.batches_per_epoch
 
     def __len__(self) -> int:
-        """``steps_per_epoch``."""
+        """Return ``steps_per_epoch``."""
         return self.steps_per_epoch
 
     def data_digest(self) -> str | None:
@@ -153,8 +153,9 @@ class TrainLoader:
         return self._batches(self._run)
 
     def _batches(self, run: int) -> Iterator[Any]:
-        """Yield the batches from the position on, and move the position before each one is yielded. Ends early once ``run`` is
-        not the current run: a later ``iter()``, ``load_state_dict()`` or ``close()`` has ended this iterator."""
+        """Yield the batches from the position on, and move the position before each one is yielded. ``run``: the number of this
+        iterator. It ends early once a later ``iter()``, ``load_state_dict()`` or ``close()`` has increased the current
+        number."""
         if run != self._run:
             return
         for batch in self._fetch():
@@ -200,7 +201,8 @@ class TrainLoader:
         self._loader = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON. It is that after the last batch yielded; prefetched batches do not count as consumed."""
+        """Return the position as JSON, with what identifies the order. The position is that after the last batch yielded;
+        prefetched batches do not count as consumed."""
         rule = self._cursor.rule
         return {
             "kind": "map",
@@ -216,8 +218,8 @@ class TrainLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the sample recorded in ``state``. The batch size may differ; another order or world size raises
-        ``ValueError``."""
+        """Continue at the sample recorded in ``state``, and end the current iterator. The batch size may differ. Raises
+        ``ValueError`` for another order, data set length or number of ranks."""
         recorded = state.get("world_size")
         if recorded != self._cursor.rule.world_size:
             raise ValueError(
@@ -227,9 +229,9 @@ class TrainLoader:
         self._load(state)
 
     def load_resized(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continue, with another number of ranks, at the next sample of the global order that was not used. ``states``: the old
-        ranks' states in rank order. Raises ``ValueError`` if they do not belong to the same step, or if the order is another
-        one."""
+        """Continue at the next sample of the global order that was not used, after the number of ranks has changed. ``states``:
+        the old ranks' states, in rank order. Raises ``ValueError`` if they do not belong to the same step, or if the order is
+        another one."""
         if not states:
             raise ValueError("there is no recorded data position to continue from")
         if any(other != states[0] for other in states):
@@ -237,8 +239,8 @@ class TrainLoader:
         self._load(states[0])
 
     def _load(self, state: dict[str, Any]) -> None:
-        """Move to the position in ``state`` and end the current iterator. Raises ``ValueError`` if the order is another one or
-        the position is invalid."""
+        """Move to the position in ``state`` and end the current iterator. Raises ``ValueError``, and changes nothing, if the
+        order is another one or the position is invalid."""
         mine = self.state_dict()
         for key in ("kind", "order_version", "seed", "shuffle", "length"):
             if state.get(key) != mine[key]:

@@ -7,8 +7,8 @@ from typing import Any
 
 
 class LoaderPosition:
-    """The position of ``loader`` (base class). ``numbering_problem``: a sentence if the loop's own batch numbers are wrong after
-    a resume, else None."""
+    """Base class of ``SamplerPosition`` and ``StreamPosition``: this rank's position in the training's ``loader``.
+    ``numbering_problem``: a sentence if the loop's own batch numbers are wrong after a resume, else None."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -25,7 +25,8 @@ class LoaderPosition:
             return None
 
     def _compare_length(self, state: Mapping[str, Any]) -> None:
-        """Record a sentence if the recorded length of an epoch differs from the loader's, for ``inexact_reason``."""
+        """Compare the length of an epoch recorded in ``state`` with the loader's. If they differ, a sentence about it is kept
+        for ``inexact_reason``; nothing is raised."""
         before, now = state.get("length"), self.steps_per_epoch
         differs = before is not None and now is not None and before != now
         self._other_length = (

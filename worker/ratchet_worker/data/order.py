@@ -97,8 +97,8 @@ class BatchRule:
         return max(0, self.length - position) // self.global_batch
 
     def start(self, position: int) -> int:
-        """Return the index in the order at which this rank's part of the global batch at ``position`` begins. ``position`` counts
-        samples of all ranks."""
+        """Return where this rank's part of the global batch at ``position`` begins, as an index into the epoch's order.
+        ``position``: the number of samples that all ranks have consumed in the epoch."""
         return position + self.rank * self.per_rank
 
 

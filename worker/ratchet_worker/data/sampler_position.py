@@ -34,21 +34,23 @@ Attributes = list[dict[str, Any]]
 
 
 def is_supported(loader: DataLoader[Any]) -> bool:
-    """True if ``loader`` is a DataLoader whose batches follow from its sampler's indices alone, so that ``SamplerPosition`` can
-    restore it."""
+    """True if ``SamplerPosition`` can restore ``loader``: its batches follow from its sampler's indices alone. False for a
+    loader that is no plain DataLoader (its own ``__iter__``, or a ``state_dict``), for an ``IterableDataset``, and for a loader
+    without batches (``batch_size=None``) that has workers."""
     plain = type(loader).__iter__ is DataLoader.__iter__ and not hasattr(loader, "state_dict")
     alone = loader.batch_sampler is None and loader.num_workers > 0
     return plain and not isinstance(loader.dataset, torch.utils.data.IterableDataset) and not alone
 
 
 class SamplerPosition(LoaderPosition):
-    """This rank's batches of ``loader``; implements ``TrainData``. ``position``: batches of the epoch that were handed out.
+    """This rank's batches of ``loader``; implements ``TrainData``. ``position``: number of batches of the epoch that were
+    handed out.
 
-    ``begin`` an epoch; while it ``has_more`` batches, ``take`` one; ``end`` the epoch, or ``begin`` another. After
-    ``load_state_dict`` and ``own_generators.load``, ``reach`` moves to the recorded position; generators are then as before.
+    Use: ``begin`` an epoch; while ``has_more`` is True, ``take`` a batch; then ``end`` the epoch, or ``begin`` another. After
+    ``load_state_dict`` and ``own_generators.load``, ``reach`` moves to the recorded position without changing the generators.
 
-    ``ahead``: ``has_more`` loads the next batch, not only its indices. A resume loads that batch again, with the generators in
-    the states from which it was loaded.
+    ``ahead`` True: ``has_more`` loads the next batch, not only its indices. A resume loads that batch again, with the
+    generators in the states from which it was loaded.
     """
 
     def __init__(self, loader: DataLoader[Any], *, ahead: bool = False) -> None:
@@ -95,7 +97,8 @@ class SamplerPosition(LoaderPosition):
         self.end()
 
     def begin(self, epoch: int) -> None:
-        """Begin a pass over the loader, which counts as epoch number ``epoch``; a pass that has not ended is abandoned."""
+        """Begin a pass over the loader, which counts as epoch number ``epoch``. A pass that has not ended is abandoned. Records
+        the states from which a resume repeats the epoch's order."""
         if self.position:
             self.end()
         alive = self._plain_loader is not None and self.loader.persistent_workers
@@ -109,7 +112,8 @@ class SamplerPosition(LoaderPosition):
         self._discard_ahead()
 
     def has_more(self) -> bool:
-        """True if the epoch has another batch. Reads indices from the sampler; loads a batch only with ``ahead``."""
+        """True if the epoch has another batch. Reads that batch's indices from the sampler, if they have not been read; loads
+        the batch only with ``ahead``."""
         if not self._loads_ahead:
             return self._indices.pulled > self.position or self._indices.pull()
         if not self._ahead:
@@ -117,8 +121,8 @@ class SamplerPosition(LoaderPosition):
         return bool(self._ahead)
 
     def _load_ahead(self) -> None:
-        """Load the next batch ahead, if there is one. After a resume the batch is loaded from the generators' recorded states,
-        and the generators are then restored."""
+        """Load the next batch ahead, if there is one. After a resume, a batch that had been loaded ahead is loaded again from
+        the generators' states of that time, and the generators are put back afterwards."""
         if self._reload_ahead and self._before is not None:
             self._own = self.own_generators.find()
             with generator_positions.preserved(), self.own_generators.preserved():
@@ -133,8 +137,8 @@ class SamplerPosition(LoaderPosition):
         self._reload_ahead = False
 
     def _discard_ahead(self) -> None:
-        """Discard the batch that was loaded ahead, or is to be loaded again after a resume, and the generators' states from
-        before it was loaded."""
+        """Forget the batch that was loaded ahead, or that a resume was to load again, and the generators' states recorded for
+        it."""
         self._ahead.clear()
         self._before, self._reload_ahead = None, False
 
@@ -193,9 +197,9 @@ class SamplerPosition(LoaderPosition):
     # --- a resume ------------------------------------------------------------------------------------------------------
 
     def reach(self) -> None:
-        """Move to the recorded position, within the epoch too. Does nothing without a recorded position. If the sampler yields
-        other indices than before, ``inexact_reason`` gives the reason. Raises ``ValueError`` if the sampler ends before the
-        position."""
+        """Move to the recorded position, which may be within an epoch. Does nothing if none was loaded. Generators are not
+        changed, and no used batch is loaded. If the sampler yields other indices than before, ``inexact_reason`` says so.
+        Raises ``ValueError`` if the sampler ends before the position."""
         recorded, self._recorded = self._recorded, None
         if recorded is None:
             return
@@ -211,15 +215,17 @@ class SamplerPosition(LoaderPosition):
             self._difference = self.numbering_problem
 
     def _start_workers(self) -> None:
-        """Start the workers, without giving them indices, for persistent workers that were running when the epoch began."""
+        """Start the workers without giving them indices. Called for persistent workers that were running when the epoch
+        began."""
         self._indices.closed = True
         for _ in self._iterate():
             raise AssertionError
         self._indices.closed = False
 
     def _reach_within_epoch(self, recorded: dict[str, Any]) -> None:
-        """Restore the states from the beginning of the epoch, skip the used indices, and compare them by digest. Loads no used
-        batch."""
+        """Restore the states from the beginning of the epoch, and read the used indices from the sampler again without loading
+        their batches. If their digest is not the recorded one, ``inexact_reason`` says so from then on. ``recorded``: the
+        loaded state."""
         self._start = {
             "point": generator_positions.Point.from_state(recorded["point"]),
             "samplers": recorded["samplers"],
@@ -247,7 +253,8 @@ class SamplerPosition(LoaderPosition):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the batches taken in it, and the states that determine the order of the epoch."""
+        """Return the epoch, the number of batches taken in it, and the states that determine the order of the epoch. Between
+        ``load_state_dict`` and ``reach`` return the loaded state."""
         if self._recorded is not None:
             return dict(self._recorded)
         state: dict[str, Any] = {"kind": self._kind, "epoch": self.epoch, "position": self.position}
@@ -270,8 +277,8 @@ class SamplerPosition(LoaderPosition):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a recorded position, which ``reach`` moves to. Raises ``ValueError`` for another kind of state and for another
-        number of workers."""
+        """Load a recorded position; the caller then calls ``reach`` to move to it. Raises ``ValueError`` for another kind of
+        state and for another number of workers."""
         if state.get("kind") != self._kind:
             raise ValueError(f"the data position was recorded for {state.get('kind')!r}, this is {self._kind!r}")
         if self._workers is not None or state["workers"] is not None:
@@ -284,8 +291,8 @@ class SamplerPosition(LoaderPosition):
         self._compare_length(state)
 
     def restart_epoch(self, state: dict[str, Any]) -> bool:
-        """Move to the beginning of the epoch of ``state``, for another number of ranks. Returns True if batches of that epoch had
-        been taken."""
+        """Move to the beginning of the epoch recorded in ``state``. Called in place of ``load_state_dict`` when the number of
+        ranks has changed. Returns True if batches of that epoch had been taken, which are then taken again."""
         self.epoch, self.position = state["epoch"], 0
         self._discard_ahead()
         return bool(state.get("position"))
@@ -313,7 +320,8 @@ class _Indices:
         self._digests = deque[str]()  # chained digests after each of the last batches of indices
 
     def __iter__(self) -> Iterator[Any]:
-        """Start the sampler again, and return an iterator over the batches of its indices."""
+        """Start the sampler from its beginning, and return an iterator over the batches of its indices; empty while ``closed``
+        is True."""
         if self.closed:
             return iter(())
         self._source = iter(self.sampler)
@@ -321,7 +329,8 @@ class _Indices:
         return self._iterate()
 
     def pull(self) -> bool:
-        """Read one more batch of indices from the sampler, and keep it for the DataLoader. False if the sampler has ended."""
+        """Read one more batch of indices from the sampler, and keep it for the DataLoader. Returns False if the sampler has
+        ended."""
         for indices in self._source:
             self.pulled += 1
             self._digests.append(_chain_digest(self._digests[-1], indices))
@@ -341,7 +350,7 @@ class _Indices:
             self.skip -= 1
 
     def digest_until(self, position: int) -> str:
-        """Return the digest of the first ``position`` batches of indices, and discard the digests of fewer batches."""
+        """Return the digest of the first ``position`` batches of indices. The digests of fewer batches are discarded."""
         while len(self._digests) > self.pulled - position + 1:
             self._digests.popleft()
         return self._digests[0]
@@ -361,7 +370,8 @@ class _Indices:
 
 
 def _chain_digest(before: str, indices: Any) -> str:
-    """The digest of the indices after those with the digest ``before``."""
+    """Return the digest of several batches of indices: of those before, whose digest is ``before``, and of ``indices``, the
+    next batch."""
     plain = type(indices) is list and all(type(index) is int for index in indices)
     text = repr(indices) if plain else BatchDigest(indices).hex()
     return xxhash.xxh3_128_hexdigest((before + text).encode())
@@ -380,7 +390,7 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
 
 
 def _attributes(loader: DataLoader[Any]) -> Attributes:
-    """The plain attributes (numbers, strings, bools, None) of each sampler of the loader."""
+    """Return the plain attributes (numbers, strings, booleans, None) of each sampler of the loader, outer samplers first."""
     return [{name: value for name, value in vars(one).items() if type(value) in _PLAIN} for one in _samplers(loader)]
 
 

@@ -16,8 +16,8 @@ from ratchet_worker.data.streams import TrainStream
 
 class StreamPosition(LoaderPosition):
     """The position of ``loader``; implements ``TrainData`` and has the methods of ``SamplerPosition``. A ``loader`` with
-    ``state_dict`` and ``load_state_dict`` is restored by these methods. Any other is restored by skipping the used batches, which
-    is exact if these are the same again."""
+    ``state_dict`` and ``load_state_dict`` is restored by these methods. Any other is restored by reading the used batches
+    again, which is exact if they are the same again."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -31,12 +31,12 @@ class StreamPosition(LoaderPosition):
 
     @property
     def epoch(self) -> int:
-        """The number of completed epochs."""
+        """The number of completed epochs, which is the number of the current epoch, from 0."""
         return self.stream.epoch
 
     @property
     def position(self) -> int:
-        """Batches of the epoch that were handed out."""
+        """Number of batches of the epoch that were handed out. A batch that was read ahead does not count."""
         return self.stream.position - len(self._ahead)
 
     @property
@@ -49,7 +49,7 @@ class StreamPosition(LoaderPosition):
         )
 
     def data_digest(self) -> str | None:
-        """The digest that identifies the stream's data, None without one."""
+        """Return the digest that identifies the stream's data; None without one."""
         return self.stream.data_digest()
 
     def __iter__(self) -> Iterator[Any]:
@@ -67,17 +67,19 @@ class StreamPosition(LoaderPosition):
         self._source = iter(self.stream)
 
     def has_more(self) -> bool:
-        """True if the epoch has another batch. Reads that batch ahead, unless it is read already."""
+        """True if the epoch has another batch; that batch is read ahead, unless it has been read already. If there is none, the
+        epoch has ended: ``epoch`` is one higher, and ``position`` is 0."""
         if not self._ahead:
             self._ahead = list(islice(self._source, 1))
         return bool(self._ahead)
 
     def take(self) -> Any:
-        """Return the next batch; call ``has_more`` first."""
+        """Return the batch that ``has_more`` has read ahead, and count it as handed out. Call ``has_more`` before each call."""
         return self._ahead.pop()
 
     def end(self) -> None:
-        """End the pass: the position is then the beginning of the next epoch."""
+        """End the pass, even if batches are left: the position is then the beginning of the next epoch. Do not call it after
+        ``has_more`` has returned False, since the epoch has then ended already and the next one would be skipped."""
         self._ahead = []
         if self.stream.position:
             self.stream.end_epoch()
@@ -85,8 +87,8 @@ class StreamPosition(LoaderPosition):
             self.stream.epoch += 1
 
     def reach(self) -> None:
-        """Move to the recorded position, after ``load_state_dict`` and ``own_generators.load``; reads batches again. Raises as
-        ``TrainStream.reach`` does."""
+        """Move to the recorded position, after ``load_state_dict`` and ``own_generators.load``. Batches are read again for
+        that. Does nothing if none was loaded. Raises ``ValueError`` if the stream ends before the position."""
         self.stream.reach()
         if not self.stream.position:
             return
@@ -101,8 +103,8 @@ class StreamPosition(LoaderPosition):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: that of the stream, which counts the batch read ahead as taken, whether there is such a batch
-        (``ahead``), ``numbering_problem`` (``numbers``) and ``length``."""
+        """Return the stream's state with three more entries. ``ahead``: True if a batch was read ahead, which the stream's
+        state counts as taken; ``numbers``: ``numbering_problem``; ``length``: batches of an epoch, or None."""
         ahead = bool(self._ahead) or self._ahead_recorded
         return {
             **self.stream.state_dict(),
@@ -112,7 +114,8 @@ class StreamPosition(LoaderPosition):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a recorded position, which ``reach`` moves to. Raises ``ValueError`` for another kind of state."""
+        """Load a recorded position; the caller then calls ``reach`` to move to it. Raises ``ValueError`` for another kind of
+        state."""
         if "ahead" not in state:
             raise ValueError(
                 f"the data position was recorded for {state.get('kind')!r}, this is a loader that is read ahead"
@@ -124,7 +127,7 @@ class StreamPosition(LoaderPosition):
         self.numbering_problem, self._resumed_within_epoch = state["numbers"], False
 
     def restart_epoch(self, state: dict[str, Any]) -> bool:
-        """Move to the beginning of the epoch of ``state``, for another number of ranks. Returns True if batches of that epoch had
-        been taken."""
+        """Move to the beginning of the epoch recorded in ``state``. Called in place of ``load_state_dict`` when the number of
+        ranks has changed. Returns True if batches of that epoch had been taken, which are then taken again."""
         self.stream.epoch = state["epoch"]
         return bool(state.get("taken"))

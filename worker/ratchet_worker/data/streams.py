@@ -91,12 +91,13 @@ class TrainStream:
 
     @property
     def resume_mode(self) -> str:
-        """How a resume restores the stream: ``state``, ``skip`` (read again) or ``anew`` (start over)."""
+        """How a resume restores the stream. ``state``: by its ``load_state_dict``; ``skip``: by reading the used batches again;
+        ``anew``: not at all, the stream starts over."""
         return self._resume_mode
 
     @property
     def position(self) -> int:
-        """Batches of this epoch that were handed out."""
+        """Number of batches of this epoch that were handed out."""
         return self._taken
 
     @property
@@ -126,10 +127,12 @@ class TrainStream:
         return self._batches(self._run)
 
     def _batches(self, run: int) -> Iterator[Any]:
-        """Yield the batches from the position to the end of the epoch, and count each as taken before it is yielded; if none is
-        left there and ``endless`` is True, yield those of the next epoch. ``run``: the number of this iterator, which ends early
-        once ``iter()`` or ``load_state_dict()`` has raised the current number. Raises ``ValueError`` if the recorded position
-        cannot be reached exactly."""
+        """Yield the batches from the position to the end of the epoch, and count each as taken before it is yielded. If none is
+        left there and ``endless`` is True, yield those of the next epoch.
+
+        ``run``: the number of this iterator. It ends early once ``iter()`` or ``load_state_dict()`` has increased the current
+        number. Raises ``ValueError`` if the recorded position cannot be reached exactly.
+        """
         if run != self._run:
             return
         began_at = self._taken
@@ -164,8 +167,8 @@ class TrainStream:
         self.own_generators.end()
 
     def _from_position(self) -> Iterator[Any]:
-        """Return an iterator over the stream from the current position, which is reached first if it is not yet. Raises
-        ``ValueError`` if the batches read again differ."""
+        """Return an iterator over the stream from the current position. If the stream is not there yet, it is moved there
+        first. Raises ``ValueError`` if the batches read again are not those that were used."""
         if self._taken and self._source is None:
             self._restored = True  # begun in the middle of an epoch: continue from the current position
         if self._restored:
@@ -210,8 +213,8 @@ class TrainStream:
             training.restore({})
 
     def _record_points(self) -> None:
-        """Before a batch of a stream that has ``state_dict``, record the generators' states, and from the second batch on the
-        stream's state. Does nothing for other streams."""
+        """Record, before a batch is read, the generators' states, and from the second batch on the stream's state. Does nothing
+        for a stream without ``state_dict``."""
         if self._resume_mode != "state":
             return
         point = generator_positions.current_point(self._own)
@@ -234,7 +237,8 @@ class TrainStream:
         return self.own_generators.find() if self._resume_mode == "state" else {}
 
     def _check_moved(self) -> None:
-        """For a stream that has ``state_dict``: raise ``TypeError`` if its state is the same before and after the first batch."""
+        """Raise ``TypeError`` if the state of a stream with ``state_dict`` is the same before and after the first batch. Does
+        nothing for other streams."""
         if self._resume_mode == "state" and _is_same(self._stream_state(), self._earlier[0].stream, self._state_name()):
             raise TypeError(
                 f"{type(self.stream).__name__}.state_dict() is the same before and after a batch: advance the position "
@@ -244,9 +248,9 @@ class TrainStream:
     # --- a resume ------------------------------------------------------------------------------------------------------
 
     def reach(self) -> None:
-        """Move the stream to the recorded position, after ``load_state_dict`` and ``own_generators.load``; reads batches again.
-        If they differ from those handed out, ``exact`` is False. Does nothing without a recorded position. Raises ``ValueError``
-        if the stream ends before the position."""
+        """Move the stream to the recorded position, after ``load_state_dict`` and ``own_generators.load``. Batches are read
+        again for that. If they differ from those handed out, ``exact`` is False and nothing is raised. Does nothing if no
+        position was loaded. Raises ``ValueError`` if the stream ends before the position."""
         if not self._restored:
             return
         self._restored, self._difference = False, None
@@ -304,8 +308,9 @@ class TrainStream:
         return source
 
     def _replay_start(self) -> _Earlier:
-        """Return the point from which a resume reads again: the newest one at least two batches back if there is one, so that
-        random numbers that the stream draws when it starts there affect another batch than the compared one."""
+        """Return the point from which a resume reads batches again: the newest recorded one that is at least two batches back,
+        or else the oldest. Random numbers that the stream draws when it starts there then do not affect the batch that is
+        compared. Without a recorded point it is the position itself, or for a repeatable stream the beginning of the epoch."""
         fitting = [e for e in self._earlier if e.taken <= max(self._taken - 2, 0)]
         if fitting or self._earlier:
             return fitting[-1] if fitting else self._earlier[0]
@@ -323,7 +328,7 @@ class TrainStream:
             set_epoch(self.epoch)
 
     def _epoch_holders(self) -> list[tuple[str, Any]]:
-        """Return, with their paths, the samplers and data sets inside the stream that have ``set_epoch`` and ``epoch``."""
+        """Return the samplers and data sets inside the stream that have ``set_epoch`` and ``epoch``, as (path, object)."""
         found = list(reachable({"stream": self.stream}))[1:]
         return [
             (path, item)
@@ -370,16 +375,20 @@ class TrainStream:
     # --- state ---------------------------------------------------------------------------------------------------------
 
     def _state_name(self) -> str:
-        """The name of the stream's ``state_dict`` for messages."""
+        """Return the name of the stream's ``state_dict`` for messages."""
         return f"{type(self.stream).__name__}.state_dict()"
 
     def _stream_state(self) -> Any:
-        """A copy by value of the stream's own state: the stream may return a dict that it keeps changing."""
+        """Return a copy by value of the stream's own state. The stream may return a dict that it keeps changing."""
         return _copy_value(self.stream.state_dict())  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the batches taken in it, and the stream's own state, if it has one, now and at an earlier point.
-        Raises ``TypeError`` if that state cannot be stored."""
+        """Return the position: the epoch, the number of batches taken in it, and the digest of used batches. For a stream with
+        ``state_dict`` also its own state, now and at an earlier point. Only epoch and number for a stream that starts over.
+
+        Also records points in ``own_generators.marks``, so the caller saves ``own_generators.states()`` after this call. Raises
+        ``TypeError`` if the stream's state cannot be stored.
+        """
         state: dict[str, Any] = {"kind": "stream", "way": self._resume_mode, "epoch": self.epoch, "taken": self._taken}
         if self._resume_mode == "anew":
             return state
@@ -398,7 +407,8 @@ class TrainStream:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a recorded position, which ``reach`` moves to as exactly as the stream allows. Raises ``ValueError`` for another
+        """Load a recorded position and end the current iterator. The stream itself is moved by ``reach``, or by the next
+        ``iter()``. A stream that starts over keeps the epoch and begins at its first batch. Raises ``ValueError`` for another
         kind of state."""
         if state.get("kind") != "stream" or state.get("way") != self._resume_mode:
             raise ValueError(
@@ -434,8 +444,8 @@ def _copy_value(value: Any) -> Any:
 
 
 def _is_same(a: Any, b: Any, where: str) -> bool:
-    """True if two states are equal. Raises ``TypeError`` for a state that cannot be stored; ``where`` is its name in the
-    error."""
+    """True if two states are equal; tensors are compared by value, so a NaN differs from a NaN. Raises ``TypeError`` for a
+    state that cannot be stored; ``where``: its name in the error."""
     try:
         (left, one), (right, other) = encode(a, root=where), encode(b, root=where)
     except HookStateError as error:

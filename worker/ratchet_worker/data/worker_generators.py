@@ -24,8 +24,8 @@ Packed = dict[str, Any]
 
 
 class WorkerGenerators:
-    """Generator states of the workers of ``loader``. ``states``: one per worker; None means that the worker begins as a
-    DataLoader starts it."""
+    """Generator states of the workers of ``loader``. ``states``: one entry per worker; None: the worker begins with the
+    generators that a DataLoader gives it."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.states: list[Packed | None] = [None] * loader.num_workers
@@ -38,16 +38,17 @@ class WorkerGenerators:
         return _Collate(self._loader.collate_fn)
 
     def make_worker_init(self, parent: int) -> Callable[[int], None]:
-        """Return a ``worker_init_fn`` for the DataLoader that wraps its own one and sets the worker's generators to ``states``.
-        ``parent``: the rank's process id. The states are those at the time when workers are started."""
+        """Return a ``worker_init_fn`` for the DataLoader. It calls the DataLoader's own one and sets the worker's generators to
+        its entry in ``states``, as that is when the worker starts. ``parent``: the rank's process id."""
         return partial(_init_worker, parent, self._loader.worker_init_fn, self._loader.collate_fn, self.states)
 
     def reset(self) -> None:
-        """Discard the states: the next workers begin as a DataLoader starts them."""
+        """Forget all states: workers that start later begin with the generators that a DataLoader gives them."""
         self.states[:] = [None] * len(self.states)
 
     def unpack(self, delivered: Any) -> Any:
-        """Return the batch in a result of ``collate``, and store the worker's state."""
+        """Return the batch in ``delivered``, a result of ``collate``, and store the worker's generator states that came with
+        it."""
         batch, worker, state = delivered
         if state is not None:
             self.states[worker] = state
@@ -61,8 +62,8 @@ class WorkerGenerators:
 
 
 class _Collate:
-    """Collates in a worker and adds the worker's generator states. A batch without samples loads nothing; it only makes the next
-    batch the next worker's."""
+    """Collates in a worker, and adds the worker's number and generator states. An empty list of samples gives None as the batch
+    and loads nothing: such a batch only makes the following one the next worker's."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -88,8 +89,8 @@ class _Collate:
 def _init_worker(
     parent: int, own: Callable[[int], None] | None, collate: Any, states: list[Packed | None], worker: int
 ) -> None:
-    """Initialise a worker, in its process: the signals, the DataLoader's own ``worker_init_fn`` (``own``), and the generators'
-    states, if there are any for this worker."""
+    """Initialise a worker, in its process: set up its signals, call the DataLoader's own ``worker_init_fn`` (``own``), and set
+    the worker's generators to its entry in ``states``, unless that is None. ``parent``: the rank's process id."""
     dataloader_workers.init_worker(parent, worker)
     if own is not None:
         own(worker)
@@ -102,7 +103,7 @@ def _init_worker(
 
 
 def _find_own_generators(dataset: Any, collate: Any) -> dict[str, Any]:
-    """The generators that a worker's data set and ``collate_fn`` hold, by path."""
+    """Return the generators that a worker's data set and ``collate_fn`` hold, by path."""
     return OwnGenerators({"dataset": dataset, "collate_fn": collate}).find()
 
 

@@ -70,7 +70,8 @@ def findings_with_torch(torch: Any) -> tuple[list[str], list[Finding]]:
 
 
 def _no_cuda_build(rows: list[Gpu] | None) -> list[Finding]:
-    """The finding for a torch without CUDA: fine without a GPU, else a warning. ``rows``: the GPUs, None if not known."""
+    """Return the finding for a torch without CUDA: fine if there is no GPU or that is not known, else a warning. ``rows``: the
+    GPUs; None: not known."""
     if not rows:
         return [ok("cuda", "none", detail="no GPU here: jobs run on the CPU, over gloo")]
     return [
@@ -84,7 +85,8 @@ def _no_cuda_build(rows: list[Gpu] | None) -> list[Finding]:
 
 
 def _unusable(rows: list[Gpu] | None, why: str) -> Finding:
-    """The finding if torch can use no GPU because of ``why``: fine if ``nvidia-smi`` shows none, else failed."""
+    """Return the finding for the case that torch can use no GPU, for the reason ``why``. It is fine if ``nvidia-smi`` shows no
+    GPU, else failed."""
     if not rows:
         return ok("cuda", "none", detail=f"{why}: jobs run on the CPU, over gloo")
     return failed("cuda", "not usable", detail=f"{pluralize(len(rows), 'GPU')}, but {why}", cure=_NEWER_DRIVER)

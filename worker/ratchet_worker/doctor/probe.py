@@ -138,8 +138,9 @@ def _backends(torch: Any, cuda: bool) -> Finding:
 
 
 def _determinism(cuda: bool) -> Finding:
-    """The finding on determinism: a warning if there are GPUs (``cuda``) and the user's ``CUBLAS_WORKSPACE_CONFIG`` has a value
-    under which cuBLAS is not deterministic; else what Ratchet sets in every rank (``ratchet_worker.host.determinism``)."""
+    """Return the finding on determinism. It is a warning if there are GPUs (``cuda``) and the user's ``CUBLAS_WORKSPACE_CONFIG``
+    has a value under which cuBLAS is not deterministic. Otherwise it says what Ratchet sets in every rank
+    (``ratchet_worker.host.determinism``)."""
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     if cuda and workspace not in (None, ":4096:8", ":16:8"):
         return warning(

@@ -104,8 +104,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Prepare the model as Accelerate does, but in the job's DDP. With ``evaluation_mode``, and for a model that is prepared
-        already, without DDP."""
+        """Prepare the model as Accelerate does, but wrap it in the job's DDP. With ``evaluation_mode``, and for a model that is
+        prepared already, no DDP is used."""
         if evaluation_mode or getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepare_model(self, model, self.session.prepare, device_placement)
@@ -126,8 +126,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prepare the DataLoader as Accelerate does. The first one is the training's: it is returned as a ``TrainingLoader``,
-        whose batches are the job's steps."""
+        """Prepare the DataLoader as Accelerate does. The first one that is prepared is the training's: it is returned as a
+        ``TrainingLoader``, whose batches are the job's steps. Later ones, and one that is prepared already, are returned as
+        Accelerate returns them."""
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if prepared is data_loader or self._loop.loader is not None:
             return prepared
@@ -164,8 +165,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Skip batches as Accelerate does. Raises ``UserError`` for the training's DataLoader, which a resumed job continues by
-        itself."""
+        """Skip batches as Accelerate does. Raises ``UserError`` for the training's DataLoader, unless ``num_batches`` is 0: a
+        resumed job continues within its epoch by itself."""
         if isinstance(dataloader, TrainingLoader) and num_batches:
             raise UserError(
                 "skip_first_batches of the training's DataLoader: a resumed job continues within its epoch by itself; drop it, "
@@ -196,8 +197,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Save as Accelerate does. A step that is redone after a kill writes into its existing numbered directory again, where
-        Accelerate would raise an error."""
+        """Save as Accelerate does. With automatic names, a step that is redone after a kill writes into its existing numbered
+        directory again, where Accelerate would raise an error."""
         project = self.project_configuration
         if project.automatic_checkpoint_naming and self.session._runtime.launch.attempt > 1:
             folder = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
@@ -213,8 +214,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Before the first step of a job, load the state to begin with, as Accelerate does. A resumed job has its own state: it
-        loads nothing from ``input_dir``, and reports this. Raises ``UserError`` after the first step."""
+        """Before the first step of a new job, load the state to begin with, as Accelerate does. A resumed job continues from its
+        own checkpoint: nothing is loaded from ``input_dir``. Either is reported as an event. Raises ``UserError`` after the first
+        step."""
         runtime = self.session._runtime
         if runtime.restored:
             raise UserError("call load_state before the first step: a job continues from its own checkpoints by itself")
@@ -228,8 +230,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def rank_session(make: Callable[[], Session] = Session) -> Session:
-    """Return ``make()``. If Accelerate has started a process group already, the group is closed first and replaced by the
-    Session's."""
+    """Return the Session that ``make()`` makes. If Accelerate has started a process group already, that group is closed first,
+    and the Session starts its own."""
     try:
         return make()
     except UserError as error:
@@ -274,7 +276,8 @@ def check_same_ranks(session: Session, accelerator: Any) -> None:
 
 class TrainingLoader(DataLoaderShard):  # type: ignore[misc]
     """The training's DataLoader as Accelerate prepared it, with an iteration that marks the job's steps. ``iteration``:
-    Accelerate's counter of passes that were not left early. Raises ``UserError`` for a loader that one rank reads for all."""
+    Accelerate's counter of passes that were not left early. Raises ``UserError`` for a loader that one rank reads for all, and
+    for one that gives ranks different numbers of batches."""
 
     def __init__(self, loop: EpochLoop, prepared: Any) -> None:
         if type(prepared) is not DataLoaderShard:
@@ -311,23 +314,25 @@ class _Pass(Pass):
 
     @override
     def transform(self, batch: Any, more: Callable[[], bool]) -> Any:
-        """Return ``batch`` on the loader's device; ``more`` loads the next batch first."""
+        """Return ``batch`` on the loader's device. Before that, ``more`` loads the next batch; it returns False if there is
+        none."""
         return data_loader_shard.deliver_batch(self._loader, batch, more)
 
     @override
     def on_end(self) -> None:
-        """Count the pass and end it, when it was not left early."""
+        """Count the pass and end it. Called only for a pass that was not left early."""
         self._loader.iteration += 1
         self._loader.end()
 
     @override
     def plain_iterator(self) -> Iterator[Any]:
-        """The loader's own iterator, for a pass that is not training."""
+        """Return the loader's own iterator, for a pass that is not training."""
         return DataLoaderShard.__iter__(self._loader)  # type: ignore[no-any-return]
 
 
 class _Counts:
-    """An Accelerator's counters, and flags that its last batch has set, as an object with state that the Session saves."""
+    """The counters of an Accelerator, and the flags that its last batch has set, as an object with state that the Session
+    saves."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

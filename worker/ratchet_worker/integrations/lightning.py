@@ -120,8 +120,8 @@ _CONNECTOR: Final = (
 
 class SessionStrategy(DDPStrategy):
     """Lightning's strategy that trains with DDP within a ``Session``: the Trainer's optimizer steps are the job's steps, saved
-    and restored with the Trainer's own state. One per run. ``session``: a Session that the script has made, with arguments; None:
-    the strategy makes one."""
+    and restored with the Trainer's own state. Use one object per run. ``session``: a Session that the script has made, with
+    arguments; None: the strategy makes one when the Trainer sets up."""
 
     def __init__(self, session: Session | None = None) -> None:
         started = names.RANK in os.environ
@@ -142,7 +142,7 @@ class SessionStrategy(DDPStrategy):
     @override
     def set_world_ranks(self) -> None:
         """Set the ranks of the Trainer to those of the job. Raises ``UserError`` if the Trainer requests another number of ranks
-        than there is."""
+        than have been started. One CPU device on one node, as ``devices="auto"`` gives, stands for all started ranks."""
         assert self.parallel_devices is not None
         there, here = (int(os.environ.get(name, 1)) for name in (names.WORLD_SIZE, names.LOCAL_WORLD_SIZE))
         if names.RANK not in os.environ:
@@ -183,8 +183,9 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """Make the Session if the script has made none, which starts the process group, and rewind the files once. Raises
-        ``UserError`` if the Trainer and the Session use different types of devices."""
+        """Make the Session, which starts the process group, unless the script has made it. Rewind Lightning's checkpoint and log
+        files at the first call (``_rewind_files``). Raises ``UserError`` if the Trainer and the Session use different types of
+        devices."""
         if self._session is None:
             self._session = Session()
         device = self._session.device
@@ -209,9 +210,9 @@ class SessionStrategy(DDPStrategy):
                 connector.log_metrics = partial(self._log, connector.log_metrics)
 
     def _rewind_files(self, trainer: Any) -> None:
-        """Rewind checkpoint and log files to the step that this attempt begins with, before the first callback or logger writes
-        one, which may be in a validation before ``fit``. In a resumed attempt the loggers are muted until everything is restored:
-        values before that point have been logged. A collective."""
+        """Rewind checkpoint and log files to the step that this attempt begins with. It is called before the first callback or
+        logger writes a file, which may be in a validation before ``fit``. In a resumed attempt the loggers are muted until
+        everything is restored, since values before that point have been logged. Every rank must call it."""
         runtime, versions = self._runtime, list[Any]()
         if self.is_global_zero:
             journal = JobPaths(Path(runtime.launch.job_root)).framework_files
@@ -228,7 +229,8 @@ class SessionStrategy(DDPStrategy):
             mute(trainer.loggers)
 
     def _recorded_state(self) -> dict[str, Any]:
-        """The Trainer's state in the checkpoint that this attempt starts from; empty without a checkpoint."""
+        """Return the Trainer's state in the checkpoint that this attempt starts from. Empty without a checkpoint, or if the
+        checkpoint has no such state."""
         if self._runtime.chosen.manifest is None:
             return {}
         held = self._runtime.chosen.loaded[-1]
@@ -282,13 +284,13 @@ class SessionStrategy(DDPStrategy):
         self._restore_if_done()
 
     def _note_built(self) -> None:
-        """Record the current content of what the script has built, as the content from which changes count. Called before hooks
-        that depend on the epoch, since each attempt may begin with another epoch."""
+        """Record the current content of the objects that the script has built; changes are later determined against it. Called
+        before hooks that depend on the epoch, since each attempt may begin with another epoch."""
         self._runtime.state.note_built(undo=self.session.resumed and not self._runtime.restored)
 
     def _try_out(self, find: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Call ``find`` of a finder, which trains and undoes it, with ``is_trying_out`` set. Does nothing in a resumed attempt:
-        what the finder found in an earlier attempt is in the restored state."""
+        """Call ``find`` of a finder callback, which trains some steps and undoes them, with ``is_trying_out`` set. Does nothing
+        in a resumed attempt: the value that the finder found in an earlier attempt is in the restored state."""
         if self.session.resumed and not self._runtime.restored:
             return
         self.is_trying_out = True
@@ -298,8 +300,8 @@ class SessionStrategy(DDPStrategy):
             self.is_trying_out = False
 
     def _total(self) -> int | None:
-        """The number of steps of the whole job, if the Trainer's limits determine it; else None, as for a module with manual
-        optimization, which steps at any batch."""
+        """Return the number of steps of the whole job, if the Trainer's limits determine it. None if they do not, and for a
+        module with manual optimization, which may step at any batch."""
         trainer = self._trainer()
         if not trainer.lightning_module.automatic_optimization or self._batches is None:
             return None
@@ -313,7 +315,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the training's loader as ``Batches``, registered as the job's data, and any other loader as it is."""
+        """Return the training's loader as ``Batches``, which are registered as the job's data. If the Trainer loads its training
+        data again, the new ``Batches`` replace the old ones. Any other loader is returned as it is."""
         trainer = self._trainer()
         if trainer.state.fn != TrainerFn.FITTING or trainer.state.stage != RunningStage.TRAINING:
             return dataloader
@@ -350,7 +353,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Begin the training as Lightning does, and reinstall the SIGTERM handler that Lightning has replaced."""
+        """Begin the training as Lightning does, and reinstall the SIGTERM handler that Lightning has replaced. Lightning's
+        handler would end this rank alone."""
         super().on_train_start()
         if self.is_trying_out:
             return
@@ -362,17 +366,18 @@ class SessionStrategy(DDPStrategy):
 
     @property
     def is_fresh(self) -> bool:
-        """See ``lightning_data.Trainer``: this attempt starts without a checkpoint and has not begun."""
+        """True if this attempt starts without a checkpoint and has not begun to train; False while a finder does trial steps."""
         return not (self._runtime.restored or self.session.resumed or self.is_trying_out)
 
     @property
     def has_begun(self) -> bool:
-        """See ``lightning_data.Trainer``: the state is restored, so training has begun."""
+        """True if the state is restored, so training has begun; False while a finder does trial steps."""
         return self._runtime.restored and not self.is_trying_out
 
     def restore(self) -> None:
-        """Restore the state before the first batch, when everything exists; does nothing later. Raises ``UserError`` for several
-        training loaders, for a ``training_step`` that takes an iterator, and for state that cannot be stored."""
+        """Restore the state before the first batch, when all objects exist. Does nothing if it is restored already. Raises
+        ``UserError`` for several training loaders, for a ``training_step`` that takes an iterator, and for state that cannot be
+        stored."""
         if self._runtime.restored:
             return
         trainer = self._trainer()
@@ -391,8 +396,8 @@ class SessionStrategy(DDPStrategy):
         self._batches.set_epoch(self._batches.data.epoch)
 
     def next_step(self) -> None:
-        """End the step that is done and begin the next one; does nothing if the Trainer's ``global_step`` has not changed since
-        the last step began. Called when the Trainer requests a batch. Raises ``Stopped``."""
+        """End the open step and begin the next one. Does nothing, except count progress, if the Trainer's ``global_step`` has not
+        changed since the last step began. Called when the Trainer requests a batch. Raises ``Stopped``."""
         trainer = self._trainer()
         self._runtime.counter.tick()
         if self._global_step == trainer.global_step:
@@ -406,7 +411,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Validate a batch as Lightning does, and count progress, so that a long validation does not look like a hang."""
+        """Validate a batch as Lightning does, and count progress, so that a long validation does not look like a hang. In
+        training, also record the evaluation for a trial run (``ratchet prove``)."""
         self._runtime.counter.tick()  # a long validation is no hang
         if self._runtime.restored and not self._runtime.finished:
             self._runtime.trial.record_evaluation(self._runtime.step, self._runtime.checkpointer.drain)
@@ -435,7 +441,8 @@ class SessionStrategy(DDPStrategy):
                 self._files.record_end()
 
     def _log(self, log: Callable[..., None], metrics: dict[str, Any], step: int | None = None) -> None:
-        """Log ``metrics`` by the Trainer's ``log``, and as the job's metrics, even if the Trainer has no logger."""
+        """Pass ``metrics`` to ``log``, the Trainer's own function, and log them as the job's metrics, even if the Trainer has no
+        logger."""
         log(metrics, step)
         if metrics and not self.is_trying_out:
             _log_in_training(self.session, metrics)
@@ -443,7 +450,8 @@ class SessionStrategy(DDPStrategy):
     # --- files ---------------------------------------------------------------------------------------------------------
 
     def _finalize_files(self) -> None:
-        """Make removals of files final up to the step of the last committed checkpoint."""
+        """Make removals of Lightning's files final up to the step of the last committed checkpoint of the job: until then they
+        are only hidden."""
         step = self._runtime.checkpointer.last.step
         if self._files is not None and step != self._committed_step:
             self._files.finalize(step)
@@ -451,29 +459,31 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint file of Lightning, after it was recorded for ``rewind``."""
+        """Write a checkpoint file of Lightning. The file is recorded first, so that a later attempt can rewind it."""
         if self._files is not None and not self.is_trying_out:
             self._files.record_write(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Hide a checkpoint file of Lightning until a checkpoint of the job includes this step; remove it at once where files are
-        not tracked."""
+        """Hide a checkpoint file of Lightning; it is deleted once a committed checkpoint of the job includes this step. Where
+        files are not tracked (on other ranks, after the end, in trial steps, outside local file systems) it is deleted at
+        once."""
         hides = self._files is not None and not self.is_trying_out and not self._runtime.finished
         if not hides or self._files is None or not self._files.hide(filepath):
             super().remove_checkpoint(filepath)
 
     def _link(self, link: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
-        """Create a link to a checkpoint file of Lightning, after it was recorded for ``rewind``."""
+        """Create a link to a checkpoint file of Lightning. The link is recorded first, so that a later attempt can rewind it."""
         if self._files is not None:
             self._files.record_write(linkpath)
         link(trainer, filepath, linkpath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint as Lightning does, outside ``fit``. In ``fit`` raise ``UserError`` for ``ckpt_path``: the job resumes
-        from its own checkpoints. A request that ``OnExceptionCheckpoint`` causes gives an empty checkpoint."""
+        """Load a checkpoint as Lightning does, outside ``fit`` and in trial steps. In ``fit``, raise ``UserError`` for
+        ``ckpt_path``: the job resumes from its own checkpoints. With the callback ``OnExceptionCheckpoint``, for which the
+        Trainer itself requests a checkpoint, return an empty one in ``fit``."""
         trainer = self._trainer()
         if self.is_trying_out or trainer.state.fn != TrainerFn.FITTING:
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -550,8 +560,8 @@ class _Progress:
     # --- the way in ----------------------------------------------------------------------------------------------------
 
     def begin_recorded_epoch(self, state: dict[str, Any]) -> None:
-        """Set the Trainer's counters from the recorded ``state``, so that it begins the recorded epoch as it did then, without
-        the sanity check of the validation."""
+        """Set the Trainer's counters from ``state``, which the checkpoint recorded, so that the Trainer begins that epoch again,
+        without the sanity check of the validation."""
         state, loop = self._localize_paths(state), self._trainer.fit_loop
         _load_loop(loop, state["fit_loop"])
         for tracker in (loop.epoch_progress.total, loop.epoch_progress.current):
@@ -677,7 +687,7 @@ class _Progress:
                 callback.n_averaged.fill_(callback._init_n_averaged)
 
     def _checkpoint(self) -> dict[str, Any]:
-        """A checkpoint as Lightning makes it, before the hooks change it."""
+        """Return a checkpoint as Lightning makes it, before the hooks change it."""
         trainer = self._trainer
         module = trainer.lightning_module
         return {
@@ -693,18 +703,19 @@ class _Progress:
         }
 
     def _results(self) -> list[Any]:
-        """The collections of logged values: those of the training and of the validation."""
+        """Return the two collections of logged values: that of the training and that of the validation."""
         loop = self._trainer.fit_loop.epoch_loop
         return [loop._results, loop.val_loop._results]
 
     def _epoch_facts(self) -> dict[str, int]:
-        """The numbers that must not change at a resume: the batches of an epoch."""
+        """Return the numbers that must not change at a resume: the batches of an epoch on this rank."""
         data: Any = self._session._runtime.state.data
         return {"batches_per_epoch": int(data.steps_per_epoch)}
 
 
 def _load_loop(loop: _Loop, state: dict[str, Any]) -> None:
-    """Load the counters of a loop and of the loops inside it, without the Trainer acting as if it resumed."""
+    """Load the counters of a loop and of the loops inside it. The loops' flag that they restart is cleared, so that the Trainer
+    does not act as if it resumed."""
     loop.load_state_dict(state)
     loops = [loop]
     for one in loops:

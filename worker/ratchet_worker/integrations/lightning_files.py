@@ -1,8 +1,9 @@
 """Rewind files that Lightning's callbacks and loggers write in training to the step that an attempt begins with.
 
-Steps lost in a kill are redone, and write their checkpoint files again: under the same names, which depend on the files that
-exist. So files that lost steps wrote are moved aside before the training begins, and files that they removed are put back. Both
-is possible because a file that a callback removes is only hidden until a checkpoint of the job includes that step.
+Steps that were lost in a kill are redone, and write their checkpoint files again. The files' names depend on the files that
+exist. So before the training begins, files that lost steps wrote are moved aside, and files that lost steps removed are put back.
+For that, each written file is recorded with its step, and a file that a callback removes is only hidden until a checkpoint of the
+job includes that step.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _WORKDIR_PLACEHOLDER: Final = "{workdir}"
 
 
 class CheckpointFiles:
-    """Tracks the checkpoint files of callbacks, on the rank that writes them. ``journal``: a file in the job's directory, with a
-    line per checkpoint file that names the step which wrote or removed it; ``step``: returns the open step. Files outside local
-    file systems are not tracked."""
+    """Tracks the checkpoint files that Lightning's callbacks write; used only on the rank that writes them. ``journal``: a file
+    in the job's directory; each line names a checkpoint file and the step that wrote or removed it. ``step``: returns the open
+    step. Files outside local file systems are not tracked."""
 
     def __init__(self, journal: Path, step: Callable[[], int]) -> None:
         self._journal, self._step = journal, step
@@ -37,10 +38,10 @@ class CheckpointFiles:
         self._versions: list[Any] | None = None
 
     def rewind(self, base: int) -> None:
-        """Restore the files as they were after step ``base``: put back those that later steps removed, and move those that later
-        steps wrote aside, where they are kept until these steps are redone. Files that steps up to ``base`` had hidden are
-        deleted. Exception: after a training that had ended and whose checkpoints were deleted to begin another one, files are
-        left alone."""
+        """Restore the checkpoint files as they were after step ``base``. Files that later steps removed are put back. Files that
+        later steps wrote are moved aside, and kept until these steps are redone. Files that steps up to ``base`` had hidden are
+        deleted. Exception: if ``base`` is 0 and an earlier training had ended, its checkpoints were deleted to begin another
+        training; files are then left alone."""
         entries = self._read()
         if not base and any(entry["kind"] == ENDED for entry in entries):
             entries = []
@@ -67,8 +68,8 @@ class CheckpointFiles:
             write_atomic(self._journal, "".join(map(_line, self._entries)).encode(), durable=True)
 
     def versions(self, found: list[Any]) -> list[Any]:
-        """Return the versions in the loggers' directory names: those that the job's first attempt used. In that attempt itself
-        these are ``found``, which is then recorded."""
+        """Return the versions in the loggers' directory names, as the job's first attempt used them. In the first attempt, record
+        and return ``found``. Call it after ``rewind``, which reads the record."""
         if self._versions is None:
             self._versions = found
             self._add({"kind": LOGS, "step": 0, "path": "", "versions": found})
@@ -91,7 +92,8 @@ class CheckpointFiles:
         return True
 
     def finalize(self, step: int) -> None:
-        """Delete the files hidden or moved aside up to ``step``, since a checkpoint of that step exists."""
+        """Delete the files that steps up to ``step`` have hidden or that were moved aside for them. Called once a checkpoint of
+        the job at ``step`` exists."""
         done = [entry for entry in self._entries if entry["kind"] in (REMOVED, LOST) and entry["step"] <= step]
         for entry in done:
             _delete(_aside_path(entry))
@@ -168,8 +170,8 @@ def _replace_strings(value: Any, replace: Callable[[str], str]) -> Any:
 
 
 def open_versions(loggers: Iterable[Logger]) -> list[Any]:
-    """Return, for each logger, the version that it would put into its directory's name; None if the script sets one, or it has
-    none."""
+    """Return, for each logger, the version that the logger will put into its directory's name. None for a logger whose version
+    the script sets, and for one without versions."""
     return [logger.version if vars(logger).get("_version", _UNKNOWN) is None else None for logger in loggers]
 
 
@@ -211,16 +213,16 @@ def _rows(logger: Logger) -> int:
 
 
 def rewind_csv(loggers: Iterable[Logger], rows: list[int]) -> None:
-    """Truncate each logger's CSV file to its number in ``rows`` (0: leave it): Lightning would begin a new file, and redone steps
-    write their rows again."""
+    """Cut each logger's CSV file after its number of rows in ``rows``, without the header; a file with number 0 is left alone.
+    Without this, Lightning would begin an empty file. Redone steps then write their rows again."""
     for logger, number in zip(loggers, rows, strict=False):
         if isinstance(logger, CSVLogger) and number:
             _rewind_csv(logger, number)
 
 
 def _rewind_csv(logger: CSVLogger, rows: int) -> None:
-    """Let the logger begin its file, and put the first ``rows`` rows of the earlier file into it. The earlier file is kept under
-    another name meanwhile, so that a kill in between loses nothing."""
+    """Let the logger begin its file, and put the first ``rows`` rows of the earlier file into it. Meanwhile the earlier file is
+    kept under another name, so that a kill in between loses no rows; the next call then continues from it."""
     file = Path(logger.log_dir, "metrics.csv")
     before = file.with_name(
         ".metrics.csv.before"

@@ -48,8 +48,8 @@ _CALLBACK_STATE: Final[dict[type, tuple[str, ...]]] = {
 
 
 def metric_states(module: nn.Module) -> State:
-    """Return the state of every torchmetrics metric in ``module``, by path. A metric's ``state_dict`` would have only what is
-    persistent."""
+    """Return the state of every torchmetrics metric in ``module``, by the metric's path. Unlike a metric's ``state_dict``, it
+    also has the values that are not persistent."""
     return {path: _metric(m) for path, m in module.named_modules() if isinstance(m, Metric)}
 
 
@@ -194,8 +194,9 @@ def _set(item: Any, name: str, value: Any) -> None:
 
 
 def _own_names(callback: Callback) -> list[str]:
-    """The names of a callback's attributes to save: those that Lightning's classes do not mention, so that the user's code has
-    added them, metrics, and state that Lightning's own ``state_dict`` leaves out (``_CALLBACK_STATE``)."""
+    """Return the names of a callback's attributes to save. These are its metrics, the attributes that no code of Lightning's
+    classes mentions (so the user's code has added them), and state that Lightning's own ``state_dict`` leaves out
+    (``_CALLBACK_STATE``)."""
     theirs = [kind for kind in type(callback).__mro__ if kind.__module__.startswith("lightning.")]
     known = {name for kind in theirs for function in vars(kind).values() for name in _names_in(function)}
     forgotten = [name for kind in theirs for name in _CALLBACK_STATE.get(kind, ())]
@@ -204,7 +205,8 @@ def _own_names(callback: Callback) -> list[str]:
 
 
 def _names_in(function: Any) -> tuple[str, ...]:
-    """The names that the code of a function, property or method uses."""
+    """Return the names of attributes and globals that the code of a function, property or method uses; empty for anything
+    else."""
     function = getattr(function, "fget", None) or getattr(function, "__func__", function)
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -228,7 +230,7 @@ def _encode_copy(value: Any) -> tuple[Tensors, Any]:
 
 
 def _is_same(before: tuple[Tensors, Any] | None, value: Any) -> bool:
-    """True if ``value`` has the encoded content ``before``; False for None."""
+    """True if ``value`` has the encoded content ``before``, bit for bit. False if ``before`` is None."""
     if before is None:
         return False
     tensors, data = encode(value, root="")
@@ -285,7 +287,8 @@ class Additions:
 
     @classmethod
     def apply(cls, checkpoint: State, found: State) -> State:
-        """Make the changes ``found`` in ``checkpoint`` and return it, as the hooks left it, for ``on_load_checkpoint``."""
+        """Make the changes ``found``, which ``changes`` returned, in ``checkpoint``, and return it. It is then as the hooks
+        ``on_save_checkpoint`` left it, for ``on_load_checkpoint``."""
         weights, before = dict(checkpoint["state_dict"]), dict(checkpoint)
         for key, (changed, gone) in found["parts"].items():
             checkpoint[key].update(changed)

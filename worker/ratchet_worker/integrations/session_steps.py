@@ -23,9 +23,9 @@ def check_same_epochs(
     now: Mapping[str, int],
     data: str = "data of a fixed global batch: session.register(data=TrainLoader(..., batch_is='global'))",
 ) -> None:
-    """Raise ``ValueError`` if a number in ``now``, such as the steps of an epoch, differs from the ``recorded`` one. The package
-    counts in epochs, and what it does at an epoch's end would happen at another step or not at all. ``data``: data that keep the
-    number, for the message."""
+    """Raise ``ValueError`` if a number in ``now``, such as the steps of an epoch, differs from the ``recorded`` one: the package
+    counts in epochs, so what it does at an epoch's end would happen at another step or not at all. ``data``: what keeps the
+    number unchanged on another number of ranks, for the message."""
     for name, value in now.items():
         if recorded[name] != value:
             raise ValueError(
@@ -35,7 +35,7 @@ def check_same_epochs(
 
 class Steps:
     """The steps of ``session``, for a package that has its own loop. ``package``: its name for messages. ``undo_package_changes``
-    is called before the first step and undoes what the package itself changed since ``restore``."""
+    is called once, before the first step. It undoes what the package itself changed since ``restore``."""
 
     def __init__(self, session: Session, package: str, undo_package_changes: Callable[[], None]) -> None:
         self._session, self._package, self._undo_package_changes = session, package, undo_package_changes
@@ -43,8 +43,8 @@ class Steps:
         self._generators: dict[str, Any] | None = None
 
     def restore(self, total: int | None) -> None:
-        """Restore the state, after everything is registered. ``total``: number of steps of the whole job, None if the package
-        cannot determine it. Raises like ``Session.restore``."""
+        """Restore the state. Call it once, after everything is registered. ``total``: number of steps of the whole job; None if
+        the package cannot determine it. Raises as ``Session.restore`` does."""
         self._session.restore(total)
         if self._session._runtime.done:
             self._session._runtime.mark_nothing_left()
@@ -52,8 +52,9 @@ class Steps:
             self._generators = rng.capture(self._session.device)
 
     def next_step(self) -> None:
-        """End the open step, if there is one, and begin another. Before the first step of a resumed attempt, the generators are
-        restored once more. Raises ``Stopped``, and ``UserError`` after the last step."""
+        """End the open step, if there is one, and begin another. Before the first step of a resumed attempt, the random
+        generators are restored once more, since the package may have drawn from them. Raises ``Stopped``, and ``UserError`` after
+        the last step."""
         if self._steps is None:
             self._steps = self._session.steps(self._session._runtime.total)
             self._undo_package_changes()

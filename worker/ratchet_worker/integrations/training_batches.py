@@ -40,8 +40,9 @@ class TrainingBatches:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches from the position to the end of the epoch; at position 0, first begin a pass. Nothing is drawn before
-        the first batch is requested. The position moves to the next epoch before the last batch is yielded."""
+        """Yield the batches from the job's position to the end of the epoch. At position 0, an epoch's pass is begun first.
+        Nothing is drawn before the first batch is requested. Before the last batch is yielded, the position moves to the next
+        epoch."""
         position = self.position
         if self._ahead:
             data_loader_shard.begin_pass(self._loader, is_resumed=position.position > 0)

@@ -90,7 +90,7 @@ class Trainer(transformers.Trainer):
 
     @property
     def session(self) -> Session:
-        """The rank's Session, during ``train()`` and after it; not available before."""
+        """The rank's Session. Available from ``train()`` on; earlier access fails with ``AssertionError``."""
         assert self._session is not None
         return self._session
 
@@ -107,9 +107,9 @@ class Trainer(transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as the original does, once per job. A job resumes from its own checkpoints: ``resume_from_checkpoint`` is not
-        read, which is reported. Raises ``UserError`` for arguments that cannot be honoured and at a second call, and
-        ``Stopped``."""
+        """Train as the original does, once per job. The job resumes from its own checkpoints: ``resume_from_checkpoint`` is not
+        read, which is reported. Raises ``UserError`` for arguments that no resume could honour and at a second call, and
+        ``Stopped`` if the ranks have agreed to stop."""
         if trial is not None:
             raise UserError(f"trial: {SEARCH}")
         directory = Path(str(self.args.output_dir), f"_{RUN_DIRECTORY}")  # push_to_hub skips names that begin with "_"
@@ -129,8 +129,9 @@ class Trainer(transformers.Trainer):
             return super().train(None, None, ignore_keys_for_eval)
 
     def _check_start(self, checkpoint: str | bool | None) -> None:
-        """Raise ``UserError`` if this job begins without a checkpoint of its own and has not written ``checkpoint``; else report
-        that ``checkpoint`` is not read. True stands for the newest checkpoint in ``output_dir``; does nothing without one."""
+        """Raise ``UserError`` if this attempt resumes from no checkpoint, and ``checkpoint`` was not written by this job.
+        Otherwise report that ``checkpoint`` is not read. ``checkpoint``: a directory; True: the newest checkpoint in
+        ``output_dir``. If there is none, nothing is done."""
         if checkpoint is True:
             output = Path(str(self.args.output_dir))
             checkpoint = get_last_checkpoint(str(output)) if output.is_dir() else None  # type: ignore[no-untyped-call]
@@ -158,8 +159,8 @@ class Trainer(transformers.Trainer):
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """Return the epoch to begin with, and 0 as the number of steps to skip in it: ``_run_epoch`` handles the rest of that
-        epoch."""
+        """Return two numbers: the epoch to begin with, and 0 as the number of steps to skip in it. ``_run_epoch`` shortens a
+        resumed epoch instead."""
         super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
         self._progress.steps_per_epoch = num_update_steps_per_epoch
         # The Trainer sets these, to the same values, after the restore; but the state is read before that.
@@ -199,8 +200,9 @@ class Trainer(transformers.Trainer):
 
     @override
     def _run_epoch(self, **given: Any) -> None:  # type: ignore[override]
-        """Train an epoch, or the rest of it. The data are already at their position, so the original's loop gets fewer steps
-        instead of a skip. Does nothing if the job is done. Raises ``UserError`` if a callback ends an epoch early."""
+        """Train an epoch, or the rest of a resumed one. The data are already at their position, so the original's loop gets fewer
+        steps to do and skips nothing. If the job is done, only request the training's end. Raises ``UserError`` if a callback
+        ends an epoch early."""
         if self._runtime.done or self._progress.ended:
             self.control.should_training_stop = True
             return
@@ -218,8 +220,8 @@ class Trainer(transformers.Trainer):
 
     @override
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """End the previous step, begin a new one, and return its batches. Raises ``Stopped``, and ``UserError`` if the data end
-        before their epoch."""
+        """End the previous step, begin a new one, and return its batches. The Trainer calls it once per optimizer step. Raises
+        ``Stopped``, and ``UserError`` if the data end before their epoch does."""
         self._steps.next_step()
         self._runtime.trial.count_batches(num_batches)
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -263,7 +265,8 @@ class RatchetJob(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"job_id": self._trainer._runtime.launch.job_id}}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Correct the Trainer's fraction of the epoch, which it has counted from where this attempt began the epoch."""
+        """Correct ``state.epoch``, the Trainer's fractional epoch. In a resumed epoch the Trainer has computed it as if the epoch
+        had begun with this attempt."""
         progress = self._trainer._progress
         epoch, batches = progress.epoch
         done = (state.global_step - epoch * progress.steps_per_epoch) * args.gradient_accumulation_steps
@@ -272,8 +275,8 @@ class RatchetJob(TrainerCallback, ExportableState):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Log the numbers in ``logs`` as the job's metrics, while training. Values of a step that was logged before the resume
-        are left out."""
+        """Log the numbers in ``logs`` as the job's metrics, while the Trainer trains. Values that are logged between a resume and
+        the next step are left out, since they belong to a step that was logged before; at the start of a fork they are logged."""
         trainer = self._trainer
         if trainer._session is None or not (trainer.is_in_train and trainer._runtime.restored):
             return
@@ -294,7 +297,7 @@ class RatchetJob(TrainerCallback, ExportableState):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count progress in an evaluation, and record it for a trial."""
+        """Count progress in an evaluation, and record the evaluation for a trial run (``ratchet prove``)."""
         if self._trainer._session is None:
             return
         runtime = self._trainer._runtime
@@ -316,8 +319,8 @@ class _Progress:
 
     @property
     def is_before_first_step(self) -> bool:
-        """True while no step has begun since a checkpoint was restored: what runs then is ``eval_on_start``. False without a
-        checkpoint."""
+        """True from the restore of a checkpoint until the first step begins; an evaluation by ``eval_on_start`` runs then. False
+        without a checkpoint."""
         return self._loaded is not None
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The fork server: a process that imports what ranks need, forks each rank (twice, so that the agent adopts it), and exits.
 
-A rank inherits only the imports: its session, log, variables and descriptors are those of its plan, no thread and no descriptor
-of the server is left, and stop signals stay blocked until the rank handles them. Stop signals that the server receives meanwhile
+A rank inherits only the imports. Its session, log, variables and descriptors are those of its plan; no thread and no descriptor
+of the server is left. Stop signals stay blocked until the rank handles them. Stop signals that the server receives meanwhile
 are forwarded to the ranks.
 """
 

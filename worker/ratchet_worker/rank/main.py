@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Run this rank to its end. Return the process's exit code if all ranks end together, if the rank refuses to begin, or if no
-    agent has started it.
+    """Run this rank to its end. Return the process's exit code in three cases: all ranks end together, the rank refuses to begin,
+    or no agent has started it.
 
     After a failure of this rank alone, the result is written and the process exits at once, so this does not return.
     """

@@ -255,9 +255,9 @@ class RankProcess:
         """Finish the run after the script's end, even if the script has not left its Session's block. If another thread runs the
         steps, wait for that thread first.
 
-        Without a step of a Session, wait for the other ranks' scripts to end, since rank 0 serves the store that they may still
-        need; a stop ends the wait. Raises the kept error of another thread, if there was no such step and the rank is not
-        unmanaged.
+        If the script did no step of a Session, wait for the other ranks' scripts to end, since rank 0 serves the store that they
+        may still need. A stop ends the wait. If the rank is not unmanaged and the error of another thread was kept, raise that
+        error instead.
         """
         while self._may_train():
             time.sleep(0.02)
@@ -311,9 +311,9 @@ class RankProcess:
     def _wait_for_early_stop(self) -> None:
         """Let a stop that was decided before any step take precedence over an error or a normal end.
 
-        An error may be caused by a rank that has left for a stop which this rank's side thread does not know yet; then that stop
-        is this rank's end, too. Returns if there is no such stop, or if it was passed to the script's handler. Otherwise it does
-        not return: the side thread ends the process.
+        An error may be caused by a rank that has left because of a stop. This rank's side thread may not know that stop yet; the
+        stop is then this rank's end, too. Returns if there is no such stop, or if it was passed to the script's handler.
+        Otherwise it does not return: the side thread ends the process.
         """
         if self._agreement is not None and self._agreement.is_stopped_early(_EARLY_STOP_SECONDS):
             while self._unmanaged.passed_stop is None:
@@ -371,8 +371,8 @@ class RankProcess:
         """Leave after the end of a script whose own handler has received a stop; return the exit code. ``cause``: the cause of
         that stop. ``error``: what ended the script, or None.
 
-        The stop is the cause of the end, whatever ended the script: an exception may come from a collective with a rank that has
-        left already.
+        The stop counts as the cause of the end, whatever ended the script. An exception, for example, may come from a collective
+        with a rank that has left already.
         """
         message = "the script received SIGTERM and ended by itself"
         if error is not None and not isinstance(error, SystemExit):

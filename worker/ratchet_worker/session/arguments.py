@@ -1,6 +1,5 @@
-"""The arguments of ``Session()``, named after keys of the spec. They are the whole spec of a run without a service. In a job the
-job's spec counts, and arguments that differ from it are reported.
-"""
+"""The arguments of ``Session()``, named after keys of the spec. Without a service they make the whole spec of the run. In a job,
+the job's spec takes precedence, and arguments that differ from it are reported."""
 
 from __future__ import annotations
 
@@ -21,17 +20,18 @@ _POLICY: Final = "on_hook_mismatch"
 @dataclass(frozen=True)
 class SessionArguments:
     """The arguments that a script passed to ``Session()``. ``directory``: where a run without a service saves. ``specified``: the
-    other arguments that the script passed, by the spec's keys; those left out are absent. ``on_hook_mismatch`` is a key of
-    ``policy``. ``yields_to_script``: an integration package passed them, in place of a script that has made no Session."""
+    other arguments that the script passed, by the spec's keys; arguments that were left out are absent. The key
+    ``on_hook_mismatch`` in it stands for ``policy.on_hook_mismatch`` of the spec. ``yields_to_script``: an integration package
+    passed these arguments; those of a Session that the script has made take precedence over them."""
 
     directory: Path = Path(RUN_DIRECTORY)
     specified: dict[str, Any] = field(default_factory=dict)
     yields_to_script: bool = False
 
     def spec(self, data: Mapping[str, Any]) -> JobSpec:
-        """Return the spec made of ``data`` (the content of a spec) with the script's arguments in place of its values; of a
-        mapping (``checkpoint``) only the keys that the script passed are replaced. Raises ``UserError`` if the result is not a
-        valid spec."""
+        """Return the spec made of ``data`` (the content of a spec) with the script's arguments in place of its values. In a
+        mapping, such as ``checkpoint``, only the keys that the script passed are replaced; ``hook`` is replaced as a whole.
+        Raises ``UserError`` if the result is not a valid spec."""
         out = {**data}
         for key, value in self.specified.items():
             if key == _POLICY:
@@ -46,8 +46,9 @@ class SessionArguments:
             raise UserError(f"the arguments of Session(): {error.detail}", code="session-arguments") from None
 
     def differences(self, spec: JobSpec) -> list[str]:
-        """Return a text for each key whose values in the script and in the job's ``spec`` differ, with both values. Arguments
-        that the script did not pass never differ. Raises ``UserError``."""
+        """Return one text for each value that differs between the script's arguments and the job's ``spec``, with its path in the
+        spec and both values; empty if none differs. Arguments that the script did not pass never differ. Raises ``UserError`` if
+        the arguments do not make a valid spec."""
         if not self.specified:
             return []
         jobs = spec.model_dump(mode="json")

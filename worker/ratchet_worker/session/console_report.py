@@ -19,9 +19,9 @@ from ratchet_worker.training.replay_proof import INEXACT, describe_inexact
 
 
 class ConsoleReport(Spool):
-    """A rank's spool that also prints the messages for the user on stderr. ``displayed_path``: the run's directory as the user
-    wrote it. ``all_ranks_proved``: called once this rank has compared all redone steps and found no difference; it returns True
-    on the last rank that calls it, which prints the line."""
+    """A rank's spool that also prints the messages meant for the user on stderr. ``displayed_path``: the run's directory as the
+    user wrote it. ``all_ranks_proved`` is called once, when this rank has compared all its redone steps and found no difference.
+    It returns True on the last rank that calls it, and that rank prints the line "proved"."""
 
     def __init__(self, path: Path, displayed_path: str, all_ranks_proved: Callable[[], bool]) -> None:
         super().__init__(path)
@@ -36,7 +36,8 @@ class ConsoleReport(Spool):
             print_line(line)
 
     def close(self) -> None:
-        """Close the spool. If only some of the redone steps were compared, rank 0 first prints how many and why."""
+        """Close the spool. If only some of the redone steps were compared, and all of these are the same, rank 0 first prints
+        their number and why the others were not compared."""
         found, self._last_redone = self._last_redone, None
         if (
             found is not None
@@ -50,7 +51,7 @@ class ConsoleReport(Spool):
         super().close()
 
     def _lines(self, message: m.RankMessage) -> list[str]:
-        """The lines to print for a message; empty for those that only a service shows."""
+        """Return the lines to print for a message; empty for a message that only a service shows."""
         match message:
             case m.Resumed():
                 return self._resumed_lines(message)
@@ -69,7 +70,8 @@ class ConsoleReport(Spool):
         return []
 
     def _resumed_lines(self, message: m.Resumed) -> list[str]:
-        """The lines for the start of a run: where it begins or resumes, and whether the resume is exact."""
+        """Return the lines for the start of a run: where it begins or resumes, whether the resume is exact, and the report's
+        notes."""
         report = message.report
         if report.verdict == "fresh":
             return [f"begins at step 0: there is no checkpoint in {self._displayed_path}"]
@@ -84,8 +86,9 @@ class ConsoleReport(Spool):
         return [head, *(f"note: {note}" for note in notes)]
 
     def _compared_lines(self, message: m.RedoneSteps) -> list[str]:
-        """The line, at most one, on the comparison of redone steps: the first difference, why nothing is compared (rank 0 only),
-        or that all are the same (the last rank only). Each is printed once."""
+        """Return the line on the comparison of redone steps, or an empty list. The line reports the first difference, why nothing
+        will be compared (rank 0 only), or that all redone steps are the same (the last rank only). Each of these is returned
+        once."""
         before, self._last_redone = self._last_redone, message
         if message.first_difference is not None:
             told = before is not None and before.first_difference is not None
@@ -101,7 +104,8 @@ class ConsoleReport(Spool):
 
 
 def print_line(text: str) -> None:
-    """Print one line for the user, above the progress bars that tqdm draws."""
+    """Print one line, with the prefix ``ratchet:``, for the user on stderr, above progress bars of tqdm. Errors of a closed
+    terminal are ignored."""
     tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     with suppress(OSError, ValueError):  # the terminal may be gone
         if isinstance(tqdm, type) and hasattr(tqdm, "write"):  # a script may have put something else there
@@ -112,12 +116,12 @@ def print_line(text: str) -> None:
 
 
 def display_path(directory: Path) -> str:
-    """``directory`` as a user writes it: ``./ratchet-checkpoints``."""
+    """Return ``directory`` as a user writes it: a relative path with ``./`` before it (``./ratchet-checkpoints``)."""
     return _relative(directory) if not directory.is_absolute() else str(directory)
 
 
 def _relative(path: Path) -> str:
-    """``path`` as text, with ``./`` before a relative path that does not begin with ``..``."""
+    """Return ``path`` as text, with ``./`` before a relative path that does not begin with ``..``."""
     return str(path) if path.is_absolute() or path.parts[:1] == ("..",) else f"./{path}"
 
 

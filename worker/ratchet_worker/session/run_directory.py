@@ -35,9 +35,10 @@ from ratchet_worker.ipc.atomic_files import write_atomic
 
 
 class StandaloneDirectory:
-    """The directory of a run without a service, created if it is missing and locked by this process until ``close`` or the end of
-    the process. Raises ``UserError`` if another process holds the lock (``directory-in-use``) or the directory does not belong to
-    a run (``directory-of-others``), and ``OSError``."""
+    """The directory of a run without a service, created if it is missing. It is locked by this process until ``close`` or the end
+    of the process; a process that is forked from this one does not hold the lock. Creating the object raises ``UserError`` if
+    another process holds the lock (``directory-in-use``) or the directory does not belong to a run (``directory-of-others``), and
+    ``OSError``."""
 
     def __init__(self, root: Path) -> None:
         self.paths = JobPaths(root)
@@ -65,9 +66,9 @@ class StandaloneDirectory:
             self._lock = None
 
     def begin_attempt(self, facts: Mapping[str, Any]) -> LaunchFile:
-        """Create the next attempt, write its ``launch.json`` and return the content. ``facts``: the fields of the launch file
-        that do not follow from the directory. Raises ``UserError`` if the directory has checkpoints but not the attempts that
-        wrote them."""
+        """Create the next attempt: write its ``launch.json`` and return the content. Its number is one more than the highest
+        attempt number in the directory. ``facts``: the fields of the launch file that do not follow from the directory. Raises
+        ``UserError`` (``directory-of-others``) if the directory has checkpoints but no record of the attempts that wrote them."""
         attempts = [e for _, e, at in checkpoint_dirs(self.paths.checkpoints) if (at / MANIFEST_NAME).exists()]
         attempt = max([*self._run.attempt_numbers(), *attempts], default=0) + 1
         segments = lineage(self._run.bases())
@@ -92,8 +93,9 @@ class StandaloneDirectory:
         return launch
 
     def _read_or_create_id(self) -> str:
-        """The run's id; an empty directory gets a new one, which is written durably. Raises ``UserError`` if the directory has
-        checkpoints or attempts but no id."""
+        """Return the run's id. A directory without checkpoints and attempts gets a new id, which is written durably. Raises
+        ``UserError`` (``directory-of-others``) if the directory has checkpoints or attempts but no id, or if its id file has
+        none."""
         if found := self._run.id():
             return found
         theirs = [path for path in (self.paths.checkpoints, self.paths.root / "attempts") if path.exists()]
@@ -108,9 +110,10 @@ class StandaloneDirectory:
         return made
 
     def delete_surplus(self, spec: CheckpointSpec) -> list[str]:
-        """Delete the checkpoints that the spec does not keep, and the unfinished ones of earlier starts. Call it before a start
-        trains and after its last save; in between, a start deletes only what it wrote itself. Returns a sentence for each
-        checkpoint that could not be deleted."""
+        """Delete the checkpoints that the spec does not keep, except pinned ones, and unfinished checkpoints of earlier starts.
+        The caller calls it before a start trains and after its last save; in between, a start deletes only what it wrote itself.
+        Return one sentence for each checkpoint that could not be deleted. If the directory cannot be read, return one sentence,
+        and delete no complete checkpoint."""
         notes, bases = [], self._run.bases()
         try:
             sweep(self.paths.checkpoints, dead_attempts=[*self._run.attempt_numbers()])
@@ -128,9 +131,10 @@ class StandaloneDirectory:
         return notes
 
     def _metric_values(self, best: BestSpec, found: Collection[Id], bases: Mapping[int, Base]) -> dict[Id, float]:
-        """The value of the metric ``best`` for each checkpoint of ``found`` that has one: the last value that rank 0 logged at
-        exactly the checkpoint's step, in the attempt that wrote it or in one that started from it (the newest that has one).
-        ``bases``: by attempt, the checkpoint that it started from."""
+        """Return (step, attempt) -> value of the metric ``best``, for those checkpoints of ``found`` that have a value: the last
+        value that rank 0 logged at exactly the checkpoint's step. It must be logged by the attempt that wrote the checkpoint, or
+        by an attempt that started from the checkpoint; of several such attempts the newest counts. ``bases``: attempt -> the
+        checkpoint that it started from."""
         values: dict[Id, float] = {}
         for attempt, base in sorted(bases.items()):
             for step, logged in self._logged_metrics(attempt):
@@ -140,7 +144,8 @@ class StandaloneDirectory:
         return values
 
     def _logged_metrics(self, attempt: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield step and metrics of each log message that rank 0 wrote in ``attempt``; nothing if its spool does not exist."""
+        """Yield (step, metrics by name) for each metrics message that rank 0 wrote in ``attempt``; nothing if the attempt has no
+        spool. An incomplete last line is skipped."""
         spool = self.paths.attempt(attempt).spool(0)
         if not spool.exists():
             return

@@ -2,8 +2,8 @@
 Session stay as they are; the Session seeds the others, as a job's rank is seeded. So a script's own seeds count wherever it sets
 them, as in a job.
 
-A generator counts as seeded by the script: torch's if its seed is not the process's initial one, numpy's if it was given a seed,
-that of ``random`` if more was drawn from it than packages draw while they are imported.
+Torch's generator counts as seeded by the script if its seed is not the process's initial one. Numpy's counts if it was given a
+seed. That of ``random`` counts if more was drawn from it than packages draw while they are imported.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _RANDOM: Final = _OwnRandom()
 
 
 class ScriptSeeds:
-    """Seeds, for each Session, the generators that the script has not seeded itself. There is one object per process, which may
-    make several Sessions, one after the other. ``drawn``: names of generators from which the script drew before the first Session
-    without having seeded them."""
+    """Seeds, for each Session, the generators that the script has not seeded itself. There is one object per process, since a
+    process may make several Sessions, one after the other. ``drawn``: names of generators from which the script drew before the
+    first Session without having seeded them."""
 
     def __init__(self) -> None:
         self.drawn: list[str] = []
@@ -51,8 +51,9 @@ class ScriptSeeds:
         self._first = True
 
     def seed_others(self, seed: int, rank: int) -> list[str]:
-        """Seed the generators of torch, numpy and ``random`` that the script has not seeded, as for ``rank`` of a job with
-        ``seed``. Returns the names of those that the script has seeded, which are not changed."""
+        """Seed those generators of torch, numpy and ``random`` that the script has not seeded, as in rank ``rank`` of a job with
+        ``seed``. Return the names of the generators that the script has seeded; these are not changed. The first call also sets
+        ``drawn``."""
         seeds, script = Seeds.for_rank(seed, rank), list[str]()
         first, self._first = self._first, False
         if torch.initial_seed() not in self._torch:

@@ -101,8 +101,9 @@ class Session:
     Without a service (``python``, ``torchrun``, a debugger, a notebook, a test) the Session is a run of its own, one per
     directory. Leaving the block ends the run in this process; the next Session is another start.
 
-    Raises ``UserError`` where the script has already started a process group; without a service also where ``directory`` is in
-    use or holds something else, and in a thread other than the main one.
+    Raises ``UserError`` where the script has already started a process group. Without a service it is also raised where
+    ``directory`` is in use or holds something else, in a thread other than the main one, and while a Session with other arguments
+    is open.
     """
 
     # Set by the rank's process before the script starts, as a class attribute since threads inherit no context. Its first call is
@@ -121,9 +122,9 @@ class Session:
         on_hook_mismatch: str | None = None,
     ) -> None:
         """The arguments are for a run without a service, which saves to ``directory`` and resumes from there. In a job the job's
-        spec takes precedence, and an event reports arguments that differ from it. They are keys of the spec with its defaults:
-        ``hook``, ``seed`` and ``determinism``, the mappings ``checkpoint`` and ``ddp``, and ``on_hook_mismatch`` of ``policy``.
-        ``seed`` seeds the generators that the script has not seeded itself, as in a job, and the order of the data
+        spec takes precedence, and an event reports arguments that differ from it. The others are keys of the spec, with the
+        spec's defaults: ``hook``, ``seed`` and ``determinism``, the mappings ``checkpoint`` and ``ddp``, and ``on_hook_mismatch``
+        of ``policy``. ``seed`` seeds the generators that the script has not seeded itself, as in a job, and the order of the data
         (``session.seed``)."""
         given = {"hook": hook, "seed": seed, "checkpoint": checkpoint, "ddp": ddp, "determinism": determinism}
         given["on_hook_mismatch"] = on_hook_mismatch
@@ -134,8 +135,8 @@ class Session:
 
     @classmethod
     def _for_package(cls, directory: Path, ddp: dict[str, Any]) -> Session:
-        """Return the Session of an integration package: a new one if the script has made none, else the script's, whose arguments
-        take precedence. ``ddp``: DDP settings of the package, empty for none."""
+        """Return a Session for an integration package: the script's if the script has made one, whose arguments then take
+        precedence, else a new one. ``ddp``: DDP settings of the package, empty for none."""
         if cls._opener is None:
             cls._opener = Standalone().open
         session = cls.__new__(cls)
@@ -148,8 +149,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the block: without an exception, mark the job as done; without a service, also end the run in this process. The
-        exception is not suppressed."""
+        """End the block. Without an exception, the job is marked as done (``finish``). Without a service, the run in this process
+        also ends. The exception is not suppressed."""
         try:
             if kind is None:
                 self.finish()
@@ -162,16 +163,16 @@ class Session:
 
     @property
     def _epoch_loop(self) -> EpochLoop:
-        """The loop behind ``prepare`` and ``epochs``, made at the first use and shared by all Sessions of the run."""
+        """The loop that ``prepare`` and ``epochs`` use, created at the first use and shared by all Sessions of the run."""
         loop = self._runtime.epoch_loop
         if not isinstance(loop, EpochLoop):
             loop = self._runtime.epoch_loop = EpochLoop(self._runtime)
         return loop
 
     def finish(self) -> None:
-        """Mark the job as done, after the same step on every rank, and save the final checkpoint. Leaving the block without an
-        exception does it too. Does nothing if the state was never restored. In a thread other than the one that does the steps it
-        waits for the last of ``total`` steps, and raises ``RuntimeError`` if that thread ends earlier."""
+        """Mark the job as done and save the final checkpoint. Every rank calls it after the same step; leaving the block without
+        an exception does it, too. Does nothing if the state was never restored. In a thread other than the one that does the
+        steps it blocks until the last of ``total`` steps is done, and raises ``RuntimeError`` if that thread ends earlier."""
         if self._runtime.restored:
             self._runtime.finish()
 
@@ -210,7 +211,8 @@ class Session:
 
     @property
     def resumed(self) -> bool:
-        """True if this attempt continues from a checkpoint."""
+        """True if this attempt continues from a checkpoint: one of this job or, at the start of a fork, one of the job that was
+        forked."""
         return self._runtime.chosen.manifest is not None
 
     @property
@@ -222,16 +224,17 @@ class Session:
     # --- before the first step -----------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any) -> Any:
-        """Prepare the ``objects`` of an ordinary training loop, in any number and order. Returns a list of the objects to use
-        in their place, in the same order, or the object alone if there is only one.
+        """Prepare the ``objects`` of an ordinary training loop, in any number and order. Returns a list of the objects to use in
+        their place, in the same order, or the object alone if there is only one.
 
-        The model becomes ``wrap(model)``. Registered and returned as they are: optimizers, schedulers, a scaler, modules without
-        trainable parameters (moved to this rank's device) and other objects with ``state_dict``; also dicts, lists,
-        ``SimpleNamespace`` and objects of your own, of which the items and attributes are restored. The training's DataLoader
-        becomes a loader whose batches are the steps of ``epochs``. It has the DataLoader's ``len`` and attributes, and one of its
-        own, ``start``: the number of the first batch of this epoch's pass, 0 except after a resume within the epoch.
+        The model becomes ``wrap(model)``. These are registered and returned as they are: optimizers, schedulers, a scaler,
+        modules without trainable parameters (moved to this rank's device) and other objects with ``state_dict``. So are dicts,
+        lists, ``SimpleNamespace`` and objects of your own, of which the items and attributes are restored. The training's
+        DataLoader becomes a loader whose batches are the steps of ``epochs``. It has the DataLoader's ``len`` and attributes, and
+        one of its own, ``start``: the number of the first batch of this epoch's pass, 0 except after a resume within the epoch.
 
-        Raises ``UserError`` after the first step, and for a second model or loader."""
+        Raises ``UserError`` after the first step, and for a second model or loader.
+        """
         found = self._epoch_loop.prepare(objects)
         return found[0] if len(found) == 1 else found
 
@@ -249,11 +252,12 @@ class Session:
         return self._runtime.wrap(module)
 
     def register(self, **objects: Any) -> None:
-        """Register ``objects`` by name, so that checkpoints contain their state: objects with ``state_dict`` and
-        ``load_state_dict``, a ``torch.Generator``, or a dict, a list, a ``SimpleNamespace`` or an object of your own, whose items
-        and attributes are saved and restored. The names ``optimizer``, ``scheduler`` and ``scaler`` are meant for objects of that
-        kind; ``data`` is for a ``TrainLoader``, a ``TrainStream``, or an object that implements ``TrainData``; other names are
-        free. Raises ``UserError`` after the first step, for a name that is registered already, and for objects without state."""
+        """Register ``objects`` by name, so that checkpoints contain their state. An object may have ``state_dict`` and
+        ``load_state_dict``, or be a ``torch.Generator``. Of a dict, a list, a ``SimpleNamespace`` or an object of your own, the
+        items and attributes are saved and restored. The names ``optimizer``, ``scheduler`` and ``scaler`` are meant for objects
+        of that kind; ``data`` is for a ``TrainLoader``, a ``TrainStream``, or an object that implements ``TrainData``; other
+        names are free. Raises ``UserError`` after the first step, for a name that is registered already, and for objects without
+        state."""
         if self._runtime.restored:
             raise UserError("call register before the first step: the state has already been restored")
         for name, item in objects.items():
@@ -290,10 +294,11 @@ class Session:
     # --- the loop ------------------------------------------------------------------------------------------------------
 
     def steps(self, total: int | None = None) -> Iterator[int]:
-        """Yield the numbers of the steps to do, from the restored one to ``total`` - 1 (None: until the script breaks). A step
-        ends when the next one is requested: it is then counted, and saved or stopped at if due. Raises ``Stopped``, which ends
-        the script, if the ranks agreed to stop, and ``UserError`` for a ``total`` below 1 and for a second loop after the last
-        step."""
+        """Yield the numbers of the steps to do, from the restored one to ``total`` - 1 (None: until the script breaks). The first
+        call restores the state, if ``restore`` was not called. A step ends when the next one is requested: it is then counted, a
+        due checkpoint is saved, and the loop stops if the ranks have agreed to stop. Raises ``Stopped``, a ``SystemExit`` that
+        ends the script, for such a stop; ``UserError`` for a ``total`` below 1 and for a second loop after the last step; and the
+        errors of ``restore``."""
         runtime = self._runtime
         if total is not None and total < 1:
             raise UserError(f"total must be at least 1, not {total}")
@@ -324,7 +329,8 @@ class Session:
 
     def checkpoint(self) -> bool:
         """Save now, unless this step is saved already; every rank calls it after the same step, after ``zero_grad``. In the body
-        of the loop it ends the step. Returns False if the save failed, which is reported."""
+        of the loop it ends the step. Return True if the step is saved; False if the save failed, which is also reported. Raises
+        ``CheckpointError`` at the third failed save in a row."""
         self._epoch_loop.on_checkpoint()
         return self._runtime.checkpoint()
 
@@ -372,5 +378,5 @@ class Session:
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
         """Log metrics of the current step: ``values`` are numbers or tensors of one element, by name (1 to 200 characters). Only
-        rank 0's are kept."""
+        rank 0's values are kept; on other ranks the call does nothing. Raises ``UserError`` for another name or value."""
         self._runtime.log(values)

@@ -1,10 +1,10 @@
 """A Session without a service: under plain ``python``, ``torchrun``, a debugger or pytest, at a prompt, in a notebook.
 
-The script's own process does what agent and service do for a rank: it makes a launch file of the Session's arguments and the
-content of the directory (``run_directory``), the ranks meet over torchrun's store or one of their own, and it prints what a
-service would show. The runtime, with everything that it saves and proves, is the same.
+The script's own process does what agent and service do for a rank. Rank 0 makes a launch file of the Session's arguments and the
+content of the directory (``run_directory``). The ranks meet over torchrun's store or one that rank 0 serves. Each rank prints
+what a service would show. The runtime, with everything that it saves and proves, is the same as in a job.
 
-The process belongs to the script, to pytest or to a notebook: a run restores the signal handlers when it is over, and ends the
+The process belongs to the script, to pytest or to a notebook. So a run restores the signal handlers when it is over, and ends the
 process only for a stop that the script itself cannot act on (``owns_process``).
 """
 
@@ -66,8 +66,9 @@ _EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 @dataclass(frozen=True)
 class Place:
-    """This process's place among its ranks. ``has_agent_store``: torchrun's agent serves the ranks' store. ``script``: the main
-    file; None at a prompt, in a notebook, and where an installed program (pytest) runs the script's code."""
+    """The place of this process in its group of ranks. ``nodes``: number of nodes; ``node``: index of this process's node.
+    ``has_agent_store``: torchrun's agent serves the ranks' store. ``script``: the main file; None at a prompt, in a notebook, and
+    where an installed program (pytest) runs the script's code."""
 
     identity: Identity
     nodes: int
@@ -114,7 +115,7 @@ class Place:
 
 class Standalone:
     """The runs of this process without a service, one after the other. A run ends when its Session's block is left, or with the
-    process."""
+    process. There is one object per process."""
 
     def __init__(self) -> None:
         self._run: _Run | None = None
@@ -127,9 +128,9 @@ class Standalone:
         atexit.register(self._at_exit)
 
     def open(self, arguments: SessionArguments) -> Runtime:
-        """Return the runtime of the current run, or of a new run if there is none, it is over, or an error has ended it at a
-        prompt. A new run must be opened on every rank, on the main thread. Raises ``UserError`` and ``CheckpointError``;
-        ``UserError`` also if a run with other arguments is still open."""
+        """Return the runtime of the current run. A new run is begun if there is no run, if the last one is over, or if an error
+        has ended it at a prompt. A new run must be begun by every rank, on the main thread. Raises ``UserError`` and
+        ``CheckpointError``; ``UserError`` also if a run with other arguments is still open."""
         run = self._run
         failed = run is not None and not arguments.yields_to_script and run.has_failed_at_prompt
         if run is not None and run.runtime is not None and not run.is_over and not failed:
@@ -163,13 +164,14 @@ class Standalone:
 
 
 def _last_cell_error() -> BaseException | None:
-    """The last error that ended a cell at a prompt or in a notebook; None if there is none. Some users delete it, to free the
-    memory that its frames hold."""
+    """Return the last error that ended a cell at a prompt or in a notebook. None if there is none, or if the user has deleted it,
+    to free the memory that its frames hold."""
     return getattr(sys, "last_value", None)
 
 
 class _Run:
-    """One rank's part in one start of a run without a service. ``runtime`` is None until ``open`` has succeeded."""
+    """One rank's part in one start of a run without a service. ``runtime``: the rank's runtime; None until ``open`` has
+    succeeded."""
 
     def __init__(self, place: Place, clients: Clients, arguments: SessionArguments, seeds: ScriptSeeds) -> None:
         self._place, self._clients, self._arguments, self._seeds = place, clients, arguments, seeds
@@ -197,13 +199,14 @@ class _Run:
 
     @property
     def has_failed_at_prompt(self) -> bool:
-        """True if an error has ended a cell since training began. A Session that is made in a later cell is then another
-        start."""
+        """True if an error has ended a cell since this run was created, and the run has begun to train. A Session that is made in
+        a later cell is then another start. Always False if the process runs a script."""
         begun, error = self.runtime is not None and self.runtime.restored, _last_cell_error()
         return begun and not self._place.owns_process and error is not None and id(error) != self._error_before
 
     def open(self) -> Runtime:
-        """Start the run and return its runtime; a collective. If it fails, the run is ended on this rank and the error raised."""
+        """Start the run and return its runtime; every rank must call it. If it fails, the run is ended on this rank, and the
+        error is raised."""
         try:
             return self._open()
         except BaseException as error:
@@ -260,9 +263,9 @@ class _Run:
             )
 
     def _launch(self, exchange: Exchange) -> LaunchFile:
-        """Have rank 0 create the attempt, and return its launch file on all ranks. Raises ``UserError`` and ``CheckpointError``.
-        An error of rank 0 is raised on all ranks, on the others as ``UserError``; an error of another rank, such as other
-        arguments than rank 0's, only there."""
+        """Have rank 0 create the attempt, and return its launch file on every rank. Raises ``UserError`` and ``CheckpointError``.
+        An error of rank 0 is raised on all ranks; on the others it is a ``UserError`` with rank 0's text. An error of another
+        rank is raised only there; one such error is that its arguments differ from rank 0's."""
         told: dict[str, Any] = {}
         spec = error = None
         try:
@@ -285,7 +288,8 @@ class _Run:
         return launch
 
     def _begin(self, spec: JobSpec) -> dict[str, Any]:
-        """Lock the directory and create the attempt, on rank 0; return the message for the other ranks. Raises ``UserError``."""
+        """Lock the directory and create the attempt; called on rank 0 only. Return the message for the other ranks, which has the
+        launch file. Raises ``UserError``, also for a directory that cannot be written."""
         place = self._place
         directory = self._arguments.directory.absolute()
         facts = {
@@ -308,8 +312,9 @@ class _Run:
         return {"launch": launch.model_dump(mode="json")}
 
     def _spec(self) -> JobSpec:
-        """The spec made of the script's arguments and the defaults. Raises ``UserError`` for invalid arguments, for arguments
-        that a run without a service cannot have, for too few GPUs, and for ``determinism: strict`` without ``PYTHONHASHSEED``."""
+        """Return the spec made of the script's arguments and the defaults. Raises ``UserError`` for invalid arguments, for
+        ``checkpoint.uri``, which a run without a service cannot have, for fewer GPUs than ranks, and for ``determinism: strict``
+        without ``PYTHONHASHSEED``."""
         place = self._place
         script = ["session.py"] if place.script is None else [place.script.name, *sys.argv[1:]]
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -337,9 +342,9 @@ class _Run:
     # --- stops ---------------------------------------------------------------------------------------------------------
 
     def _listen(self, seconds: float) -> StopRequests:
-        """Wait at most ``seconds`` and return the stop and checkpoint requests received so far by signals. After a second
-        interrupt the process ends at once; at a prompt or under a program, the interrupt is passed on to Python instead. Called
-        on the side thread."""
+        """Wait at most ``seconds``, and return the stop and checkpoint requests received so far by signals. A first interrupt
+        (Ctrl-C) is a stop request. A second one ends the process at once, with exit code 130; at a prompt or under a program
+        (pytest) interrupts are then passed on to Python instead. Called on the side thread."""
         before = self._listener.interrupt_count
         cause, requests = self._listener.wait(seconds)
         if before == 0 < self._listener.interrupt_count and self._place.identity.rank == 0:
@@ -352,8 +357,9 @@ class _Run:
         return StopRequests(cause, requests)
 
     def _on_early_decision(self, decision: Decision) -> None:
-        """Act on a stop before the first step: write the result and end the process. At a prompt or under a program, an interrupt
-        is passed on to Python instead. Called on the side thread; the main thread may be anywhere."""
+        """Act on the ranks' decision to stop before the first step: write the result and end the process with the exit code of a
+        preemption. At a prompt or under a program, an interrupt is passed on to Python instead. Called on the side thread; the
+        main thread may be anywhere."""
         if decision.stop is None:
             return
         text = f"stopped before the first step ({decision.stop})"
@@ -365,14 +371,15 @@ class _Run:
         exit_process(EXIT_PREEMPTED)
 
     def _all_ranks_proved(self) -> bool:
-        """Count this rank as one that has compared all its redone steps; True on the last rank."""
+        """Count this rank as one that has compared all its redone steps. Return True if all ranks are counted now."""
         return self._clients.main.add("proved", 1) == self._place.identity.world_size
 
     # --- ends ----------------------------------------------------------------------------------------------------------
 
     def on_exit(self, error: BaseException | None) -> None:
-        """Act on the end of the Session's block, which ``error`` ended (None: no error). After a finished run the process group
-        is kept, for the script's further use; otherwise the run ends on this rank."""
+        """Act on the end of the Session's block. ``error``: the exception that ended it, None for none. After a finished run the
+        result is written and the process group is kept, for the script's further use; otherwise the whole run ends on this rank
+        (``end``)."""
         if error is None and self.runtime is not None and self.runtime.finished:
             self._close(Cause.COMPLETED, None)
         else:
@@ -380,10 +387,13 @@ class _Run:
 
     def end(self, error: BaseException | None, *, wait_for_ranks: bool = True) -> None:
         """End the run on this rank, in whatever state it is: write the result, release signal handlers and directory, stop the
-        side thread, and leave the process group. Safe to call repeatedly.
+        side thread, and leave the process group. Safe to call repeatedly. ``error``: what ended the run, None for none. After an
+        error in a group of several ranks the process group is left open: the other ranks may wait in a collective, which ends
+        with this process.
 
-        ``wait_for_ranks``: wait for the other ranks before the group is closed. Pass False after an error that followed the
-        training: the error ends this process, and other ranks may never reach their end, so torchrun must see it to end them.
+        ``wait_for_ranks``: after a stop or completion, wait for the other ranks before the group is closed. Pass False if an
+        error has followed the training: other ranks may then never reach their end, and this process must end so that torchrun
+        ends them.
         """
         if self._ended:
             return
@@ -415,12 +425,13 @@ class _Run:
             exit_process(EXIT_PREEMPTED)
 
     def _stop_or_error(self, error: BaseException | None) -> BaseException | None:
-        """``error``, or the stop that has ended the steps if ``error`` is None; None without either."""
+        """Return ``error``. If it is None, return the stop that has ended the steps; None without either."""
         return error or (None if self.runtime is None else self.runtime.stopped)
 
     def _outcome(self, error: BaseException | None) -> tuple[Cause, str | None]:
-        """The cause and message for the result: completed if all steps are done and nothing was raised, else those of the stop or
-        of ``error``. Without either, the cause is an exception, and the message says that the Session's block was not left."""
+        """Return cause and message for the result. The cause is ``completed`` if all steps are done and nothing was raised, else
+        that of the stop or of ``error``. If steps are left and nothing was raised, the cause is ``exception``, and the message
+        says that the Session's block was not left."""
         runtime, error = self.runtime, self._stop_or_error(error)
         if runtime is not None and runtime.restored and (runtime.finished or runtime.done) and error is None:
             return Cause.COMPLETED, None
@@ -431,9 +442,9 @@ class _Run:
         return Cause.EXCEPTION, "the process continued without ending the run: its Session's block was not left"
 
     def _close(self, cause: Cause, message: str | None) -> None:
-        """Write the result, restore the signal handlers, delete surplus checkpoints (after a stop or completion) and release the
-        directory. Does nothing the second time. After another end than completion, rank 0 prints where the next start
-        continues."""
+        """Write the result, restore the signal handlers (on the main thread only), delete surplus checkpoints (after a stop or
+        completion) and release the directory. If the run trained and did not complete, rank 0 prints where the next start
+        continues. Does nothing at a second call."""
         if self._closed:
             return
         self._closed = True
@@ -504,7 +515,7 @@ class _Run:
 
 
 class _Stores:
-    """The ranks' rendezvous store, for all runs of the process: torchrun's if its agent serves one, else one that rank 0
+    """The store over which the ranks meet, for all runs of the process: torchrun's if its agent serves one, else one that rank 0
     serves."""
 
     def __init__(self, place: Place) -> None:
@@ -552,7 +563,7 @@ def _check_run_possible() -> None:
 
 
 def _main_file() -> Path | None:
-    """The main file of the process as an absolute path; None if there is none (a prompt) or it belongs to an installed
+    """Return the absolute path of the process's main file. None if there is none (at a prompt), or if it belongs to an installed
     program."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if file is None or not (path := Path(file).absolute()).is_file():  # "<stdin>"
@@ -562,8 +573,8 @@ def _main_file() -> Path | None:
 
 
 def _resolve(spec: JobSpec, place: Place) -> Resolved:
-    """What a service resolves at submission: device, backend, threads per rank, interpreter and the digest of the imported
-    code."""
+    """Return the values that a service resolves at submission: device, backend, threads per rank, interpreter and the digest of
+    the imported code."""
     device = spec.world.device
     backend = spec.ddp.backend
     threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -578,8 +589,8 @@ def _resolve(spec: JobSpec, place: Place) -> Resolved:
 
 
 def _caveats(launch: LaunchFile, place: Place, drawn: list[str]) -> list[str]:
-    """One note, in a list, that names what the verdict on a resume does not cover. ``drawn``: the unseeded generators that were
-    used."""
+    """Return a list with one note, which names what the verdict on a resume does not cover. ``drawn``: names of the generators
+    from which the script drew without having seeded them."""
     unseen = "code that was not imported yet when Session() was called" + " and the main file" * (place.script is None)
     out = [unseen if launch.resolved.code_digest is not None else "the code, which has no file"]
     if os.environ.get("PYTHONHASHSEED", "random") == "random":

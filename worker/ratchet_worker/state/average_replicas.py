@@ -25,8 +25,8 @@ class Mean:
     """The mean of several replicas. ``tensors`` and ``state``: the averaged components, as in a snapshot's ``private`` and
     ``state``.
 
-    ``differing_names``: tensors that differed between ranks. ``from_rank_0``: what differed and has no mean, so that rank 0's is
-    used: names of components whose JSON differed, and of integer and boolean tensors.
+    ``differing_names``: tensors that differed between ranks. ``from_rank_0``: names of what differed and has no mean, so that
+    rank 0's is used: components whose JSON differed, and integer and boolean tensors.
     """
 
     tensors: Tensors
@@ -75,8 +75,9 @@ def follows_model(mean: Mean, module: nn.Module) -> bool:
     """True if everything that differed in one registered object's state has the form of the model's tensors, as a moving average
     of them has. Its mean then fits the mean of the models.
 
-    ``mean``: of that object's state alone. Accepted are tensors with the name of a parameter or buffer, possibly after a prefix,
-    and its shape, and lists with the shapes of all parameters, in their order.
+    ``mean``: of that object's state alone. A tensor is accepted if it has the name of a parameter or buffer, possibly after a
+    prefix, and its shape. A list is accepted if it has the shapes of all parameters, in their order. False if something that
+    differed has no mean.
     """
     if mean.from_rank_0:
         return False

@@ -23,11 +23,11 @@ _OPEN: Final = (list, dict, tuple)
 class Same:
     """Remembers which objects are in a sequence. ``matches`` is True while a sequence has the same objects in the same order.
 
-    Constants, modules and parameters are referenced, so they stay in memory. All others are referenced weakly, so that a tensor
-    that a training replaces in every step does not stay in memory until the next save. (``torch.utils.swap_tensors`` refuses
-    tensors with weak references, so parameters and other subclasses of tensors are referenced.) Of lists, dictionaries and
-    tuples, which may hold tensors, only the ``id`` is compared, unless a tuple is constant. A caller must check their contents
-    separately: they change without becoming another object.
+    Constants, modules and parameters are referenced, so they stay in memory. All others are referenced weakly. So a tensor that
+    training replaces in every step does not stay in memory until the next save. (``torch.utils.swap_tensors`` refuses tensors
+    with weak references, so parameters and other subclasses of tensors are referenced.) Lists, dictionaries and tuples that are
+    not constant may hold tensors, so only their ``id`` is compared. A caller must check their contents separately: they change
+    without becoming another object.
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
@@ -60,7 +60,7 @@ def is_constant(value: object) -> bool:
 
 
 class Contents:
-    """Remembers the keys and values of dictionaries, by identity and order, as ``Same`` does for a sequence."""
+    """Remembers the keys and values of dictionaries, by identity and order. References to them are kept as in ``Same``."""
 
     def __init__(self, dictionaries: Iterable[Mapping[Any, Any]]) -> None:
         held = [*dictionaries]
@@ -96,7 +96,7 @@ class Forms:
         self._forms = _forms(tensors) if usual and len({*map(id, tensors)}) == len(tensors) else None
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if there are as many tensors as before, and each has the properties of the earlier one at its place."""
+        """True if there are as many tensors as before, and each has the same properties as the earlier tensor at its place."""
         if self._forms is None or not all(tensor.layout is torch.strided for tensor in tensors):
             return False
         return _forms(tensors) == self._forms

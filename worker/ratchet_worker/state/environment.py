@@ -1,8 +1,9 @@
 """The facts that a bit-for-bit repetition depends on, as recorded in a manifest, and their comparison at a resume.
 
 Only facts that can change a bit are compared: thread counts, instruction set, library versions, GPU, topology, the
-deterministic switches. Host names, paths and dates are not recorded. A manifest also records where the code and its packages come
-from (``PROVENANCE``), for people to read: digests of both are among the facts.
+deterministic switches. Host names, paths and dates are not recorded. A manifest also records, for people to read, where the
+code and its packages come from (``PROVENANCE``). These entries are not compared. A resume compares digests of both
+instead: the packages' digest is a fact here, the code's stands in the manifest.
 """
 
 from __future__ import annotations
@@ -172,10 +173,12 @@ def compared_facts(environment: Record | dict[str, Any]) -> Record:
 def expand_package_difference(
     differences: list[EnvironmentDifference], environment: Record | dict[str, Any], current: Sequence[str]
 ) -> list[EnvironmentDifference]:
-    """Return ``differences`` with one per changed package instead of the one of the list's digest, sorted by key.
+    """Return ``differences``, with one entry per changed package in place of the entry for the package list's digest, sorted by
+    key.
 
-    ``environment``: the manifest's; ``current``: the packages of this process. Returned unchanged if the digest does not differ,
-    or if the list in the manifest is not the one that this rank had, since the package names are not known then.
+    ``environment``: the manifest's; ``current``: the packages of this process. torch and numpy get no second entry if they have
+    one. Returned unchanged if the digest does not differ, or if the list in ``environment`` does not have the recorded digest (it
+    is another rank's): the recorded package names are unknown then.
     """
     listed = str(environment.get(_PACKAGE_LIST) or "").split()
     whole = next((d for d in differences if d.key == PACKAGES), None)
@@ -210,6 +213,6 @@ def compare(recorded: Record | dict[str, Any], current: Record) -> list[Environm
 
 
 def describe_differences(differences: Sequence[EnvironmentDifference], limit: int | None = None) -> str:
-    """Return the differences as text: ``threads (2 -> 1), torch (2.13.0 -> 2.13.1)``. After ``limit`` of them, only the number of
-    the others."""
+    """Return the differences as text: ``threads (2 -> 1), torch (2.13.0 -> 2.13.1)``. Beyond the first ``limit`` (None: all), it
+    has only the number of the others."""
     return join_first([difference.sentence() for difference in differences], limit or len(differences))

@@ -1,12 +1,14 @@
 """State outside of ``state_dict``: attributes of modules, optimizers, data sets and tasks, and the objects that these hold.
 
-A script builds the same objects in every attempt. They are walked (``object_walk``) before the first step and again at each save.
-What has changed by then is stored under the path of the changed object (``model.layers.0.cache``), and put into the object at
-that path in the next attempt. Objects that two attributes share are shared again.
+A script builds the same objects in every attempt. The rank walks them (``object_walk``) before the first step and again at each
+save. A checkpoint stores what has changed in between, under the path of the changed object (``model.layers.0.cache``). The next
+attempt puts the stored content into its own object at that path. Two attributes that held the same object do so again.
 
-Numbers, strings, containers, tensors, numpy arrays, generators, and objects of the user's classes and modules made of these are
-stored. Other changes are only named by their path: an iterator that moved on, a function that replaced another, and every
-variable of a module, a class or a function (``train:COUNT``, ``train:Net.calls``, ``model.layer._forward_hooks[0].calls``).
+A change is stored if the new content consists of numbers, strings, containers, tensors, numpy arrays, generators, ``nn.Module``
+objects and objects of the user's classes. A function or class is stored if it replaced another one in an attribute and can be
+found by its name. Of any other change the checkpoint has only the path: an iterator that moved on, a lambda that replaced a
+function, and every variable of a module, a class or a function (``train:COUNT``, ``train:Net.calls``,
+``model.layer._forward_hooks[0].calls``).
 """
 
 from __future__ import annotations
@@ -109,9 +111,9 @@ class Changes(NamedTuple):
     """The changes that ``HiddenState.changes`` has found.
 
     ``stored``: the changes that a checkpoint stores, a tree for ``ratchet_hooks.state.encode``. Its tensors are the live ones,
-    not copies; empty if nothing has changed. ``unsaved``: sorted paths (at most 100) of changes since ``begin`` that cannot be
-    stored, some with a note (``PATH (raises when it is inspected)``), and ``objects beyond the first 200000`` if there are more.
-    ``made_before_begin``: sorted paths of changes that cannot be stored either and were made between ``note_built`` and
+    not copies; empty if nothing has changed. ``unsaved``: sorted paths, at most 100, of changes since ``begin`` that cannot be
+    stored. An entry may have a note (``PATH (raises when it is inspected)``); one entry may be ``objects beyond the first
+    200000``. ``made_before_begin``: sorted paths of changes that cannot be stored and were made between ``note_built`` and
     ``begin``.
     """
 
@@ -140,10 +142,10 @@ class HiddenState:
     def note_built(self, roots: Roots, *, undo: bool) -> None:
         """Note the current contents of everything that ``roots`` hold as what the script has built.
 
-        Stored changes count from here on, including those that hooks of the script make before ``begin``. (These depend on the
-        step at which an attempt begins.) Further calls, with additional or replaced roots, note only the objects that are not
-        noted yet. ``undo``: also keep copies of small objects, with which a later ``restore`` undoes the changes made before
-        ``begin``.
+        ``changes`` then returns storable changes since this call, so also those that hooks of the script make before ``begin``.
+        (Such changes depend on the step at which an attempt begins.) Further calls, with additional or replaced roots, note only
+        the objects that are not noted yet. ``undo``: also keep copies of small objects, with which a later ``restore`` undoes the
+        changes made before ``begin``.
         """
         before = self._roots
         self._roots = replace(roots, separate_optimizers=before.separate_optimizers)
@@ -158,9 +160,9 @@ class HiddenState:
             self._copies |= {id(node.item): _copy(node) for node in own if _can_be_copied(node)}
 
     def _new_nodes(self, roots: Roots, before: Roots) -> dict[str, Node]:
-        """Return, by path, the nodes of objects that are reachable from the roots that ``roots`` has in addition to ``before``.
+        """Return, by path, the nodes of all objects that can be reached from a new root: one in ``roots`` but not in ``before``.
 
-        What is reachable only through an earlier root is left out, since a hook may meanwhile have put noted objects elsewhere.
+        An object that only an earlier root reaches is left out: a hook may have changed what the earlier roots hold.
         """
         noted = [*before.own.values(), *before.registered.values()]
         known = {*map(id, noted)}
@@ -175,10 +177,10 @@ class HiddenState:
         }
 
     def begin(self, roots: Roots) -> None:
-        """Record the state at the beginning of training: changes of everything that ``roots`` hold count from here on.
+        """Record the current contents of everything that ``roots`` hold, as the state at the beginning of training.
 
-        Objects that ``note_built`` has noted keep the earlier record, too: their stored changes count from that call. Replaces
-        the roots.
+        Unstorable changes count from this call. Storable changes of an object that ``note_built`` has noted count from that
+        earlier call, those of any other object from this call. All later walks start from ``roots``.
         """
         self._roots = roots
         self._built = self._walk_roots()
@@ -188,16 +190,17 @@ class HiddenState:
 
     @staticmethod
     def _add(walked: Walked, nodes: Mapping[str, Node]) -> None:
-        """Add to ``walked`` those of ``nodes`` (by path) whose objects it does not contain yet, under these paths."""
+        """Add each of ``nodes`` to ``walked`` under its path, unless ``walked`` has the node's object already."""
         for path, node in nodes.items():
             if walked.path_of(node.item) is None:
                 walked.nodes[path], walked.paths[id(node.item)] = node, path
 
     def changes(self) -> Changes:
-        """Return the changes up to now.
+        """Return the changes made up to now.
 
-        Without ``note_built`` all of them count from ``begin``. With it, ``stored`` counts from ``note_built``, ``unsaved`` from
-        ``begin``. Variables of a module that training has imported count from the first save after the import.
+        Without a call of ``note_built``, all changes count from ``begin``. With one, ``stored`` counts from ``note_built``,
+        ``unsaved`` from ``begin``. If training imports a module, changes of its variables count from the first save after the
+        import.
         """
         now = self._walk_roots()
         self._add_new_modules(now)
@@ -234,10 +237,11 @@ class HiddenState:
     def restore(self, stored: Mapping[str, Any], changed_before_begin: Collection[str] = ()) -> dict[str, str]:
         """Put the objects into the saved state: undo changes made since ``note_built``, then apply the changes ``stored``.
 
-        ``changed_before_begin``: ``Changes.made_before_begin`` of the attempt that saved. Return, by path, why an object still
-        differs from the saved state: it has changed and is too large to be restored, or only one of the two attempts has made an
-        unstorable change to it. Without ``note_built`` nothing is undone or compared, and the result is empty. Raises
-        ``StateError`` if no object of the stored kind is at a stored path, or the stored content does not fit the object.
+        ``changed_before_begin``: ``Changes.made_before_begin`` of the attempt that saved. Return, by path, a reason for each
+        object that still differs from the saved state. Either it has changed and is too large to be restored, or only one of the
+        two attempts has made an unstorable change to it. If ``note_built`` was not called, nothing is undone or compared, and the
+        result is empty. Raises ``StateError`` if no object of the stored kind is at a stored path, or the stored content does not
+        fit the object.
         """
         if self._noted is None:
             _Restorer(self._built, stored).run()
@@ -269,13 +273,13 @@ class HiddenState:
 
 
 def _is_below_one(path: str, roots: Iterable[str]) -> bool:
-    """True if ``path`` is one of the paths ``roots``, or the path of something that one of these holds."""
+    """True if ``path`` is one of the paths ``roots``, or the path of an object below one of them."""
     return any(path == root or path.startswith((f"{root}.", f"{root}[")) for root in roots)
 
 
 def _can_be_copied(node: Node) -> bool:
-    """True if ``note_built`` copies the object to undo changes: a list, dict or set, a generator, bytes, or a tensor or array of
-    up to ``SMALL`` bytes."""
+    """True if ``note_built`` can copy the object, to undo changes: a list, dict, set, generator, ``bytearray`` or
+    ``array.array``, or a tensor or numpy array of up to ``SMALL`` bytes."""
     large = node.kind in ("tensor", "array") and node.item.nbytes > SMALL
     return node.kind in _CHANGEABLE or (node.kind in _LEAVES and not large)
 
@@ -344,7 +348,7 @@ class _Recorder:
 
     def run(self) -> Changes:
         """Return the changes of all objects that are in both walks. ``unsaved`` also has the paths of objects that raise when
-        they are visited, and says if the walk was not complete. ``made_before_begin`` stays empty."""
+        they are visited. It has a special entry if the walk was not complete. ``made_before_begin`` stays empty."""
         changed: dict[str, Any] = {}
         for node in self._now.nodes.values():
             path = self._built.path_of(node.item)
@@ -386,8 +390,12 @@ class _Recorder:
         return Changes({"changed": changed, "new": self._new} if changed else {}, sorted(self._unsaved)[:_MAX_NAMED])
 
     def _changed_paths(self, path: str, before: Node, now: Node) -> Iterator[str]:
-        """Yield the paths of changes in one object that cannot be stored: a variable of a module, class or function, or an object
-        that only such a variable holds. In objects of installed packages only changes of tensors, arrays and generators count."""
+        """Yield the paths of the changes in one object of the region ``shared``: none of these can be stored.
+
+        For a module, class, function or other object, a path names the changed variable. For a container, tensor, array,
+        generator or ``bytearray``, it is ``path`` itself. Of what belongs to installed packages, only the last four count. A
+        container that the job's code only writes into (``job_modules.is_log``) does not count.
+        """
         if now.kind in _LEAVES:
             yield path
             return
@@ -404,11 +412,9 @@ class _Recorder:
                 yield f"{path}{path_step(now.kind, name)}"
 
     def _is_set_by_code(self, node: Node, name: str) -> bool:
-        """True if a change of the variable ``name`` of ``node`` counts.
-
-        False for a variable of the main script that no function declares ``global``, and for a closure variable that the
-        function itself never assigns: these are like local variables of a loop.
-        """
+        """True if a change of the variable ``name`` of ``node`` counts. False for a variable of the main script if no function
+        declares it ``global``, and for a closure variable if the function itself never assigns it: such variables are like a
+        loop's local ones."""
         if node.kind == "function":
             return job_modules.assigns(node.item.__code__, name) or name not in node.item.__code__.co_freevars
         return node.kind != "module" or job_modules.is_set_by_functions(node.item, name)
@@ -430,9 +436,10 @@ class _Recorder:
         return [*old] == [*new] and all(self._is_equal(old[key], value, depth) for key, value in new.items())
 
     def _attributes(self, path: str, before: Node, now: Node) -> Any:
-        """Return the changed attributes of an object: ``set``, a reference to the value by attribute name, and ``gone``, names of
-        removed attributes. None if there is nothing to store. Adds the paths of changed attributes that cannot be stored to
-        ``_unsaved``."""
+        """Return the changed attributes of an object as a dict: ``set``, references to the new values by name, and ``gone``,
+        names of removed attributes. Return None if there is nothing to store. Adds the paths of changed attributes that cannot be
+        stored to ``_unsaved``. Exception: if such an attribute is new and the object has a ``state_dict``, return None and add
+        nothing."""
         names = [
             n for n, value in now.children.items() if n not in before.children or not is_same(before.children[n], value)
         ]
@@ -461,8 +468,9 @@ class _Recorder:
         return {"set": found, "gone": gone} if found or gone else None
 
     def _has_state(self, value: Any) -> bool:
-        """True if ``value`` is state: a constant other than None, or an object with state. False for code, for objects that the
-        walk does not enter, and for shared objects of installed packages except tensors, arrays, generators and bytes."""
+        """True if ``value`` is state: a constant other than None, or an object that can have state. False for code, and for
+        objects that the walk does not enter. Of the shared objects of installed packages, only tensors, arrays, generators and
+        byte arrays are state."""
         if value is None or is_constant(value):
             return value is not None
         path = self._now.path_of(value) or self._built.path_of(value)
@@ -473,9 +481,12 @@ class _Recorder:
 
     def _reference(self, path: str, item: Any) -> Reference:
         """Return a reference to ``item``, which was found at ``path``: the value of a constant, else where the next attempt finds
-        the object. An object that training made is added to ``_new`` with its content, once if the walk visits it; but a tensor
-        that is a view of a covered one becomes a reference to that one. Raises ``_Unstorable``, which names ``path`` or, below
-        it, the path of the part that cannot be stored."""
+        the object.
+
+        If training made the object, its content is added to ``_new``, once for all references to it. A tensor that is a view of a
+        covered tensor becomes a ``view`` reference instead. Raises ``_Unstorable`` with the path of what cannot be stored:
+        ``path``, or a part below it.
+        """
         if is_constant(item):
             return _constant_reference(path, item)
         at = self._now.path_of(item)
@@ -579,8 +590,8 @@ class _Recorder:
         return content
 
     def _key(self, path: str, key: Any) -> Reference:
-        """Return a reference to a key of a dictionary. A key that is the ``id`` of an object becomes a reference to that object's
-        address. Raises ``_Unstorable``."""
+        """Return a reference to a key of a dictionary. A key that is the ``id`` of a visited object becomes an ``address``
+        reference, from which the next attempt takes the ``id`` of its own object. Raises ``_Unstorable``."""
         found = self._now.paths.get(key) if type(key) is int else None
         return (
             self._reference(path, key)
@@ -589,8 +600,9 @@ class _Recorder:
         )
 
     def _object(self, path: str, item: Any) -> Any:
-        """Return the class and the attributes of an object that the next attempt creates again. Raises ``_Unstorable`` unless the
-        class is the user's or the object is an ``nn.Module``, and if one of its attributes cannot be stored."""
+        """Return the class and the attributes of an object, from which the next attempt creates it again. Raises ``_Unstorable``
+        if the class is neither the user's nor an ``nn.Module``, if it cannot be created without arguments, or if an attribute
+        cannot be stored."""
         users: type = type(item)
         if not (is_user_class(users) or isinstance(item, nn.Module)):
             raise _Unstorable(path)
@@ -607,8 +619,8 @@ class _Recorder:
 
 
 def _changed_code(path: str, before: Node, now: Node) -> Iterator[str]:
-    """Yield ``path.__class__`` if an object has another class than before, and ``path.NAME`` for each of its tables in which it
-    has other parts or other hooks of the user's."""
+    """Yield ``path.__class__`` if an object has another class than before. Yield ``path.parts`` if a module has other parts.
+    Yield ``path.TABLE`` (``_forward_hooks``) for each table in which a module or an optimizer has other hooks of the user's."""
     (old_class, old), (new_class, new) = before.mark, now.mark
     if old_class is not new_class:
         yield f"{path}.__class__"
@@ -643,9 +655,9 @@ def _is_code(item: Any) -> bool:
 
 
 def _plain_references(path: str, items: list[Any]) -> References | None:
-    """Return the references of all ``items`` in one of the two compact forms of ``References``. None if there are no items, or if
-    one of them is not a number, a text, bytes or None, or cannot be stored: the caller then makes one reference for each.
-    ``path``: that of their container; it does not affect the result."""
+    """Return the references of all ``items`` in one of the two compact forms of ``References``. Return None if there are no
+    items, or if an item is not a number, a text, bytes or None, or cannot be stored: the caller then makes one reference for
+    each. ``path``: that of their container; it does not affect the result."""
     kinds = {*map(type, items)}
     if not kinds or not kinds <= _PLAIN:
         return None
@@ -696,8 +708,8 @@ def _storable(path: str, value: Any) -> Any:
 
 
 def _generator_source(path: str, generator: Any) -> Any:
-    """Return what the next attempt creates a new generator from: for one of numpy the generator itself, else ``"random"``, or
-    ``"torch"`` for one on the CPU. Raises ``_Unstorable`` for any other."""
+    """Return what the next attempt creates a new generator from. For a numpy generator: the generator itself. For a
+    ``random.Random``: ``"random"``. For a ``torch.Generator`` on the CPU: ``"torch"``. Raises ``_Unstorable`` for any other."""
     if type(generator) in (np.random.Generator, np.random.RandomState):
         return _storable(path, generator)
     if type(generator) is random.Random:
@@ -735,7 +747,8 @@ def _new_instance(kind: type) -> Any:
 
 
 def _memory_of(item: Any) -> int:
-    """Return the address of the whole memory that a tensor or an array, possibly a view, uses a part of."""
+    """Return the address of the memory block that a tensor or an array uses. For a view, it is that of the whole block, not of
+    the part that the view shows."""
     if isinstance(item, torch.Tensor):
         return item.untyped_storage().data_ptr()
     while isinstance(item.base, np.ndarray):
@@ -888,8 +901,8 @@ class _Restorer:
         return self._built.nodes[path].item
 
     def _new_object(self, number: int) -> Any:
-        """Return the object with this number among those that training made; the first call creates it. None if it could not be
-        stored."""
+        """Return the object with the number ``number`` among those that training made. The first call creates it. Return None if
+        the checkpoint does not have its content, since that could not be stored."""
         if self._new[number] is None:  # it could not be stored; the checkpoint names it
             return None
         if number not in self._created:

@@ -25,8 +25,8 @@ class StateTransfer:
 
     ``recorded``: the hook that made the state; None: not known. ``change``: the change from it to this group's hook; None: the
     same. ``reset``: why the hook starts again, whatever was recorded; None: it does not. ``layout``: why DDP has other buckets
-    than the recorded ones; None: it has the same. If several replicas became one, ``averaged`` and ``kept_per_rank`` have, by
-    component, the reason in the report for state that was averaged, and for state that was kept per rank nevertheless.
+    than the recorded ones; None: it has the same. If several replicas became one, ``averaged`` has, by component, the report's
+    reason for state that was averaged. ``kept_per_rank`` has the reason for state that was kept per rank nevertheless.
     """
 
     recorded: HookSpec | None = None

@@ -1,8 +1,8 @@
 """Undoes draws from ``random`` that packages make while they are imported.
 
 ``rich`` does so: it numbers its styles from a random start. A resumed attempt imports such a package again. If the script imports
-it in the middle of training, ``random`` would be ahead of its state in the undisturbed job; the same if only one of two attempts
-has imported the package already. So the import of an installed package takes its draws back.
+it in the middle of training, ``random`` would be ahead of its state in the undisturbed job. The two states would also differ if
+only one of two attempts has imported the package already. So the import of an installed package takes its draws back.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def installed_folders() -> tuple[Path, ...]:
 
 
 def undo_import_draws() -> None:
-    """From now on, undo what imports of installed packages and of Python's own modules in the main thread draw from ``random``. A
-    package that seeds ``random`` is left alone. Further calls have no effect."""
+    """From now on, undo what imports of installed packages and of Python's own modules in the main thread draw from ``random``.
+    If an import seeds ``random`` or makes more than ``_MAX_DRAWS`` draws, nothing is undone. Further calls have no effect."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -47,8 +47,8 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the finders after this one find, or None. Returns None at once, so that the other finders
-        continue, in another thread than the main one and while an installed package is being imported."""
+        """Return the spec that the finders after this one find, or None. In another thread than the main one, or while an
+        installed package is being imported, return None at once, so that the other finders continue and nothing is undone."""
         if self._importing or threading.current_thread() is not threading.main_thread():
             return None  # draws of training while another thread imports must not be undone
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
@@ -60,8 +60,8 @@ class _Finder(MetaPathFinder):
         return spec
 
     def _execute(self, run: Callable[[ModuleType], None], module: ModuleType) -> None:
-        """Run the module's code by ``run``, and then set ``random`` back if the code has only drawn from it. If the code has
-        seeded ``random``, the new state stays."""
+        """Run the module's code by ``run``, and then set ``random`` back if the code has made at most ``_MAX_DRAWS`` draws. If
+        the code has seeded ``random``, the new state stays."""
         self._importing, before = True, random.getstate()
         try:
             run(module)

@@ -2,7 +2,8 @@
 
 The walk (``object_walk``) detects that a variable of a module has changed, not which code changed it. In the main script, names
 that only its top-level code assigns are like local variables of a function: a loop's ``batch`` and ``loss``. Names that a
-function declares ``global`` are not, nor are any in other modules, whose top-level code has ended when training begins.
+function declares ``global`` are state. In other modules all names are state, since their top-level code has ended when training
+begins.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def _assigned(code: CodeType) -> frozenset[str]:
 
 
 def is_set_by_functions(module: ModuleType, name: str) -> bool:
-    """True if a change of the variable ``name`` of ``module`` counts as a change of state: in the main script, if a function
-    declares it ``global``; in any other module, always."""
+    """True if a change of the variable ``name`` of ``module`` counts as a change of state. In the main script, it counts if a
+    function declares the variable ``global``. In any other module, it always counts."""
     if module.__name__ != "__main__":
         return True
     return any(isinstance(node, ast.Global) and name in node.names for node, _ in _nodes(module))

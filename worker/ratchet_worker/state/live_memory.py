@@ -76,9 +76,9 @@ def live_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 class LiveTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name as they are at one step boundary, when this object is created: views, not copies.
+    """Tensors by name as they are at one step boundary, when this object is created. They are views, not copies.
 
-    User code can resize their storages, but not free them by giving a tensor other memory (``parameter.data = ...``).
+    User code can resize their storages. It cannot free them by giving a tensor other memory (``parameter.data = ...``).
     ``addresses`` and ``versions`` (torch's count of in-place changes): those at the boundary, in the order of ``tensors``.
     """
 
@@ -101,7 +101,8 @@ class LiveTensors(Mapping[str, torch.Tensor]):
         return self.versions[self._numbers[name]]
 
     def require_intact(self, name: str) -> None:
-        """Raises ``StateError`` if the tensor ``name`` was changed in place since the boundary, or its storage was resized."""
+        """Raises ``ChangedTooEarly`` if the tensor ``name`` was changed in place since the boundary, or its storage was
+        resized."""
         number = self._numbers[name]
         if address(self.tensors[number]) != self.addresses[number]:
             raise resized_error(name)
@@ -109,7 +110,8 @@ class LiveTensors(Mapping[str, torch.Tensor]):
             raise changed_error(name)
 
     def require_all_intact(self) -> None:
-        """Raises ``StateError`` if any of the tensors was changed in place since the boundary, or its storage was resized."""
+        """Raises ``ChangedTooEarly`` if any of the tensors was changed in place since the boundary, or its storage was
+        resized."""
         if [*map(address, self.tensors)] != self.addresses or versions_of(self.tensors) != self.versions:
             for name in self._numbers:
                 self.require_intact(name)

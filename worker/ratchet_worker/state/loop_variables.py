@@ -48,7 +48,7 @@ def calls_next(frame: FrameType | None) -> bool:
 
 
 def _enclosing_next(frame: FrameType) -> list[ast.AST]:
-    """Return, in a list, the innermost loop, or else function, class or module, around the call of ``next`` that is running in
+    """Return a list with one node: the innermost loop, function, class or module around the call of ``next`` that is running in
     ``frame``. Empty if no such call is running, or if its argument is a call of ``iter``."""
     place = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     for node, above in parsed(frame.f_code.co_filename):

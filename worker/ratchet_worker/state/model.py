@@ -1,7 +1,8 @@
 """The wrapped model's tensors: records the keys of its ``state_dict``, and restores parameters and buffers.
 
-A checkpoint holds every parameter once and every buffer; ``state_dict`` names a tied parameter twice, omits buffers that are not
-persistent, and may have further keys. ``capture`` records these keys, so that they can be rebuilt without the user's code.
+A checkpoint holds every parameter once, and every buffer. ``state_dict`` differs: it names a tied parameter twice, omits buffers
+that are not persistent, and may have further keys. ``capture`` records these keys, so that they can be rebuilt without the user's
+code.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def capture(module: Walked, layout_key: object = None) -> dict[str, Any]:
 
 
 def _has_default_keys(walk: Walk) -> bool:
-    """True if the keys of ``state_dict`` follow from the names of parts, parameters and buffers alone: neither the module nor a
-    part has hooks or methods of the user's for it."""
+    """True if the keys of ``state_dict`` follow from the names of parts, parameters and buffers alone. This is so if neither the
+    module nor a part has hooks for ``state_dict`` or methods of the user's in its place."""
     own = walk.cached("own state_dict", lambda: walk.overrides(_METHODS, parts=True))
     return not own and walk.cached("own state_dict hooks", lambda: _Hooks(walk)).is_empty()
 

@@ -97,12 +97,12 @@ def trained_flags(walk: Walk) -> list[bool]:
 def changed_buffers(module: Walked, before: Origin) -> dict[str, Any]:
     """Return the changes of buffers since the origin ``before``, by kind of change; in each, by the buffer's name.
 
-    ``made``: buffers that are not the built tensor of that name; the value is whether a state_dict holds the buffer. ``moved``:
-    made buffers that are the built buffer of another name; the value is that name. ``same``: made buffers that are the same
-    tensor as an earlier made one; the value is its name. ``resized``: built tensors that have another shape, dtype or memory; the
-    value is whether their memory is still the original one, which other tensors may view. ``gone``: sorted names of buffers that
-    do not exist any more. ``parted``: sorted names of buffers whose new memory is shared with another tensor of the model, which
-    a resume does not restore.
+    ``made``: buffers that are not the built tensor of that name; the value is True if a ``state_dict`` holds the buffer.
+    ``moved``: made buffers that are the built buffer of another name; the value is that name. ``same``: made buffers that are the
+    same tensor as an earlier made one; the value is its name. ``resized``: built tensors that have another shape, dtype or
+    memory; the value is True if their memory is still the original one (other tensors may be views of it). ``gone``: sorted names
+    of buffers that do not exist any more. ``parted``: sorted names of buffers whose new memory is shared with another tensor of
+    the model, which a resume does not restore.
     """
     now = dict(_buffers(module))
     built: dict[int, str] | None = None  # computed only if a buffer is another tensor
@@ -137,9 +137,10 @@ def _sharing(module: Walked, buffers: dict[str, torch.Tensor], names: list[str])
 
 def make_buffers(module: nn.Module, changed: dict[str, Any], saved: dict[str, torch.Tensor]) -> None:
     """Give a freshly built module the buffers that it had in training, in their shapes; their elements are not copied yet.
+    Buffers that training had removed become None.
 
-    ``changed``: from ``changed_buffers``. ``saved``: each saved buffer under the first of its names. Raises ``StateError`` if
-    the module has no part that one of them belongs to.
+    ``changed``: from ``changed_buffers``. ``saved``: each saved buffer under the first of its names. Raises ``StateError`` if a
+    buffer belongs to a part that the module does not have.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     made, moved, same = (changed.get(key, {}) for key in ("made", "moved", "same"))
@@ -193,7 +194,8 @@ def built_names(before: Origin) -> dict[int, str]:
 
 
 def buffer_forms(walk: Walk) -> list[tuple[int, torch.Size, torch.dtype]]:
-    """Return what ``changed_buffers`` compares of each buffer, in order, except which tensor it is: storage, shape and dtype."""
+    """Return the storage's identity, shape and dtype of each buffer, in order: all that ``changed_buffers`` compares besides the
+    identity of the tensor."""
     return [(_storage(b), b.shape, b.dtype) for _, b in _buffers(walk)]
 
 

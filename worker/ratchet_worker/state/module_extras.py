@@ -1,8 +1,8 @@
 """A module's state besides the tensors that it was built with: modes, frozen parameters, extra state, changed buffers, and
 gradients.
 
-Between two steps gradients are mostly None or zeros; a script that accumulates over several of its steps leaves other ones, and
-whether an unused parameter has zeros or None decides if an optimizer moves it.
+Between two steps gradients are mostly None or zeros. A script that accumulates over several of its steps leaves other gradients.
+The difference between zeros and None matters, too: an optimizer may move an unused parameter with a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MODE: Final = attrgetter("training")
 
 
 class Capture:
-    """Captures the encoded state of one module besides its parameters and buffers (see ``capture``) for each save; reuses the
-    previous result if nothing that ``capture`` reads can have changed."""
+    """Captures, for each save, the encoded state of one module besides its parameters and buffers (see ``capture``). It reuses
+    the previous result if nothing that ``capture`` reads can have changed."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
@@ -70,8 +70,8 @@ class _Seen(NamedTuple):
 
 
 def _observe(walk: Walk) -> _Seen | None:
-    """Return what may change while ``walk`` is the same. None if that cannot be observed cheaply: there are gradients, whose
-    elements would have to be read, or extra state, which user code returns."""
+    """Return what may change while ``walk`` is the same. None if that cannot be observed cheaply: if there are gradients, whose
+    elements would have to be read, or if a part has extra state, which user code returns."""
     if _modules_with_extra_state(walk) or not all(map(is_, map(_GRADIENT, walk.all_parameters), repeat(None))):
         return None
     parts = walk.cached("parts", lambda: [part for _, part in walk.named_modules()])
@@ -81,9 +81,9 @@ def _observe(walk: Walk) -> _Seen | None:
 def capture(module: Walked, before: Origin) -> dict[str, Any]:
     """Return the module's state besides parameters and buffers, as a tree that ``ratchet_hooks.state.encode`` accepts.
 
-    The tree has the changes of buffers since ``before``, the ``Origin`` when DDP wrapped the module; the names of parts in eval
-    mode (``eval``) and of frozen parameters (``frozen``); ``extra`` state by part; and ``gradients`` by parameter: None for one
-    of zeros. A parameter without a gradient is missing in ``gradients``.
+    The tree has the changes of buffers since ``before``, the ``Origin`` when DDP wrapped the module. ``eval``: names of parts in
+    eval mode. ``frozen``: names of frozen parameters. ``extra``: extra state by part. ``gradients``: the gradient by parameter,
+    or None for a gradient of zeros; a parameter without a gradient is missing.
     """
     gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
     return {
@@ -98,8 +98,9 @@ def capture(module: Walked, before: Origin) -> dict[str, Any]:
 def restore(module: nn.Module, state: dict[str, Any], *, frozen: bool = True) -> None:
     """Restore a state that ``capture`` returned, except the changes of buffers (see ``module_baseline.make_buffers``).
 
-    ``frozen`` False leaves ``requires_grad`` unchanged, since DDP was built for other parameters. Raises ``StateError`` if the
-    module lacks a part or parameter that the state names, or if a part has extra state only in one of the two.
+    A parameter without a recorded gradient gets the gradient None. ``frozen`` False leaves ``requires_grad`` unchanged, since DDP
+    was built for other parameters. Raises ``StateError`` if the module lacks a part or parameter that the state names, or if a
+    part has extra state only in one of the two.
     """
     modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
     holders = _modules_with_extra_state(module)

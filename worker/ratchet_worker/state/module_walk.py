@@ -1,6 +1,5 @@
-"""Caches the lists of a module's parts, parameters and buffers: torch walks through the whole module for each list, a save needs
-some twenty of them while training waits, and from save to save they are mostly the same.
-"""
+"""Caches the lists of a module's parts, parameters and buffers. torch walks through the whole module for each list. A save needs
+some twenty lists while training waits, and from save to save they are mostly the same."""
 
 from __future__ import annotations
 
@@ -34,9 +33,8 @@ class Walk:
         """Return this walk if the module still has the very same parts, parameters and buffers under the same names; else a new
         walk.
 
-        Memory, shape and dtype of a tensor may have changed nevertheless. A module with its own ``named_modules``,
-        ``named_parameters`` or ``named_buffers`` always gets a new walk, and so does one with a part that overrides
-        ``named_modules``.
+        Memory, shape and dtype of a tensor may have changed nevertheless. A module always gets a new walk if it overrides
+        ``named_modules``, ``named_parameters`` or ``named_buffers``, or if one of its parts overrides ``named_modules``.
         """
         own = self.overrides(_LISTS)
         if not own and self._structure is not None and self._structure.matches():
@@ -50,9 +48,9 @@ class Walk:
 
     @property
     def attributes(self) -> object:
-        """An object for comparison by identity: as long as it is the same, no part had other attributes, or other objects as
-        their values, at the last ``updated``. A new one each time if that cannot be observed. A value that is changed in place is
-        not detected."""
+        """Return an object to compare by identity. While it is the same, no part has had other attributes, or other objects as
+        their values, at the last call of ``updated``. It is a new object each time if that cannot be observed. An attribute value
+        that is changed in place is not detected."""
         return object() if self._structure is None else self._structure.attributes
 
     def cached(self, name: str, make: Callable[[], T]) -> T:

@@ -7,9 +7,9 @@ It traverses three regions, one after the other, and an object belongs to the fi
 - ``shared``: variables of the job's modules and classes, and what functions keep between calls. Changes are named.
 
 The walk enters containers, modules, optimizers, schedulers, data sets, bound methods, ``functools.partial``, functions and
-classes of the user's, and objects of any other class. Objects of classes of installed packages are not ``users``: none is created
-again, and of the shared ones only tensors, arrays and generators count. The walk does not enter what ``_EXCLUDED_PACKAGES``
-lists: the frameworks themselves, loggers, threads, files.
+classes of the user's, and objects of any other class. Objects of classes of installed packages are not ``from_user``: a resume
+does not create them again, and in ``shared`` only their tensors, arrays, generators and byte arrays count. The walk does not
+enter objects of ``_EXCLUDED_PACKAGES``: the frameworks themselves, loggers, threads, files.
 """
 
 from __future__ import annotations
@@ -243,8 +243,12 @@ class _Walker:
                     self.result.failed.add(one.path)
 
     def _visit(self, one: _Found, region: Region) -> None:
-        """Add the node of one object, and add what the object holds to the queue. Functions and classes found in ``own`` are left
-        for ``shared``, and those found in ``registered`` are skipped. Raises what the object's own code raises."""
+        """Add the node of one object, and add what the object holds to the queue.
+
+        Functions and classes found in ``own`` are left for ``shared``; functions, classes and bound methods found in
+        ``registered`` are skipped. At ``_MAX_OBJECTS`` nodes it adds nothing and sets ``complete`` to False. Raises what the
+        object's own code raises.
+        """
         path, item = one.path, one.item
         kind = _kind(item, region)
         if kind in ("function", "class", "bound") and region == "registered":
@@ -309,8 +313,8 @@ class _Walker:
         )
 
     def _inner_optimizer_state(self, optimizer: Optimizer) -> Children:
-        """Return the state and the groups of an optimizer that another optimizer holds; empty if its state is saved separately,
-        since it is a root or uses the state dictionary of a root."""
+        """Return the state and the groups of an optimizer that another optimizer holds. Empty if its state is saved separately:
+        it is a root itself, or uses the state dictionary of a root."""
         held = vars(optimizer)
         if id(held.get("state")) in self.excluded_ids:
             self.result.separate_optimizers.add(id(optimizer))
@@ -367,7 +371,8 @@ class AddressKey:
 
 
 def is_constant(item: Any) -> bool:
-    """True for a value that cannot change (number, string, None, enum member, dtype ...), and for a tuple of such values only."""
+    """True for a value that cannot change (number, string, None, enum member, dtype ...), and for a tuple that holds only such
+    values."""
     if type(item) in _PLAIN:
         return True
     if type(item) is tuple:
@@ -437,8 +442,8 @@ def _is_excluded(module: str) -> bool:
 
 
 def _owner_of(generator: GeneratorType[Any, Any, Any]) -> str:
-    """Return the name of the module whose code a generator object runs, or, if one of its variables is a Session or registered
-    data, the module of that variable's class. Empty for a generator that has ended."""
+    """Return the name of the module whose code a Python generator (a function with ``yield``) runs. If one of its variables is a
+    Session or registered data: the module of that variable's class. Empty for a generator that has ended."""
     frame = generator.gi_frame
     if frame is None:
         return ""
@@ -511,8 +516,8 @@ def attributes(item: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def _framework_names(kind: type) -> frozenset[str]:
-    """Return the names with a leading underscore that the code of Lightning's classes among the bases of ``kind`` uses (ids of
-    objects, the Trainer)."""
+    """Return, for a subclass of Lightning's classes, the names with a leading underscore that the code of these classes uses (ids
+    of objects, the Trainer). Empty for any other class."""
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]
     methods = [getattr(method, "fget", method) for base in bases for method in vars(base).values()]
     names = (name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ()))
@@ -535,8 +540,8 @@ def _is_large(item: Any, kind: Kind) -> bool:
 
 
 def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
-    """Return the objects that ``item`` holds, by index, key or name. Empty for a large container, and for a set of several
-    objects, whose order differs between processes.
+    """Return the objects that ``item`` holds, by index, key or name. Empty for a large container. For a set: the one object in it
+    that is not a constant; empty if there are several, since their order differs between processes.
 
     ``covered``: ``item`` is a module whose parts, parameters and buffers are saved separately, so only its other attributes are
     returned.
@@ -641,7 +646,8 @@ def _mark_of_large(item: Any) -> Any:
 
 
 def _last(item: Any) -> list[Any]:
-    """Return a list with the last item of a container; for a dictionary, the last pair. Empty if there is none."""
+    """Return a list with only the last item of a container; for a dictionary, with its last (key, value) pair. Empty if the
+    container is empty."""
     return [*islice(reversed(item.items() if isinstance(item, dict) else item), 1)]
 
 
@@ -704,8 +710,9 @@ def _position_of(part: Any) -> Any:
 
 
 def _mark_of_tensor(tensor: torch.Tensor) -> Any:
-    """Return the form of a tensor and a digest of its elements, or, if it is large or not on the CPU, its address and torch's
-    count of changes. For special classes of tensors: that count alone."""
+    """Return shape, dtype, device and ``requires_grad`` of a tensor, with a digest of its elements. If the tensor is larger than
+    ``SMALL`` or not on the CPU: with its address and torch's count of in-place changes in place of the digest. For a subclass or
+    a quantized tensor: that count alone."""
     if type(tensor) not in PLAIN_TENSORS or tensor.is_quantized:
         return version_of(tensor)
     form = tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad

@@ -1,7 +1,8 @@
 """An optimizer's state by parameter name, with tensors that are equal on all ranks separate from the rest.
 
-``Optimizer.state_dict`` numbers parameters and ``load_state_dict`` casts floating-point state to the parameter's dtype. Both are
-undone here: another order of parameters is detected, and float32 momenta of bfloat16 parameters are restored as float32.
+``Optimizer.state_dict`` numbers parameters, and ``load_state_dict`` casts floating-point state to the parameter's dtype. This
+module stores the state by parameter name, so the parameters of a group may come in another order. It also restores the recorded
+dtypes: float32 momenta of bfloat16 parameters stay float32.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Captured(NamedTuple):
     ``ratchet_hooks.state.encode`` accepts, with everything else. ``layout_key``: the same object as long as the optimizer has the
     same parameters, and the same tensors under the same names. ``is_change_detectable``: False if a change of parameters or
     tensors would not be noticed; ``layout_key`` is then a new object each time. ``is_reused``: ``shared`` and ``layout_key`` are
-    from the previous capture. They are valid only if the tensors have the same forms as then: the caller must check it.
+    from the previous capture. They are valid only if each tensor has the same shape, dtype and strides as then: the caller must
+    check it.
     """
 
     shared: list[str]
@@ -85,8 +87,8 @@ class Captured(NamedTuple):
 
 
 class Capture:
-    """Captures the state of one optimizer for each save. While the optimizer holds the very same objects under the same names,
-    the names are not built again, since training waits meanwhile."""
+    """Captures the state of one optimizer for each save. It reuses the names from the previous save, to keep training waiting
+    less, while the optimizer holds the very same objects under the same names."""
 
     def __init__(self, optimizer: Optimizer, component: str) -> None:
         self.optimizer, self._component = optimizer, component
@@ -95,9 +97,9 @@ class Capture:
     def capture_state(self, names: Mapping[int, str], replicated: Collection[str], *, force: bool = False) -> Captured:
         """Return the current state; the tensors are live.
 
-        ``names``: parameter name by ``id``. ``replicated``: names of parameters that DDP keeps equal. Pass the same object as
-        before for each of the two if its contents are the same. ``force``: reuse nothing from the previous capture. Raises
-        ``StateError`` as ``capture`` does.
+        ``names``: parameter name by ``id``. ``replicated``: names of parameters that DDP keeps equal. The previous capture is
+        reused only if each of the two is the same object as then. ``force``: reuse nothing from the previous capture. Raises
+        ``StateError`` if the state of a parameter is not a dict.
         """
         optimizer, known = self.optimizer, self._known
         plain = _is_plain(optimizer)
@@ -206,13 +208,15 @@ def _values(state: Mapping[Any, dict[Any, Any]]) -> Iterator[Any]:
 def capture(
     optimizer: Optimizer, component: str, names: Mapping[int, str], replicated: Collection[str]
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Return ``(shared tensors, the rest)`` of the optimizer's current state. The tensors are live, not copies.
+    """Return ``(shared, rest)``, the optimizer's current state. The tensors are live, not copies.
 
     ``component``: begins the tensors' names (``optimizer/layer.weight/exp_avg``). ``names``: parameter name by ``id``.
-    ``replicated``: names of parameters that DDP keeps equal. The rest is a tree that ``ratchet_hooks.state.encode`` accepts. Its
-    ``keys`` are JSON text, not a tree, since there is one for every tensor and training waits. For each parameter that DDP keeps
-    equal they have its name and the keys of its state, each with the strides of the shared tensor, or null if the value is in the
-    rest. Raises ``StateError`` if the state of a parameter is not a dict.
+    ``replicated``: names of parameters that DDP keeps equal on all ranks.
+
+    ``shared``: the state tensors of replicated parameters, by name. ``rest``: everything else, as a tree that
+    ``ratchet_hooks.state.encode`` accepts. ``rest["keys"]`` is JSON text, not a tree, since it has an entry for every tensor and
+    training waits. It lists each replicated parameter's name with the keys of its state. Each key has the strides of the shared
+    tensor, or null if the value is in ``rest``. Raises ``StateError`` if the state of a parameter is not a dict.
     """
     state = optimizer.state_dict()
     labels, replicated = list(_labels(optimizer, names)), frozenset(replicated)

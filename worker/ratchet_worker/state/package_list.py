@@ -1,10 +1,10 @@
 """The packages that this interpreter has, as ``name==version``, and the changes since a checkpoint was made.
 
 Names and versions are those of the directories ``NAME-VERSION.dist-info`` on the import path; the first of each name counts.
-(``importlib.metadata`` reads and parses a file of each, which takes half a second with 160 packages.) For a package installed
-from a repository or a file, the commit or the file's digest follows (``name==version@COMMIT``), for an editable one
-``@editable``. The files of packages are not read. Ratchet itself is not in the list: its version is recorded separately, and a
-checkpoint means the same to every version that reads its format.
+``.egg-info`` directories count, too. (``importlib.metadata`` reads and parses a file of each package, which takes half a second
+with 160 packages.) For a package installed from a repository or a file, the commit or the file's digest follows
+(``name==version@COMMIT``). For an editable package, ``@editable`` follows. The files of packages are not read. Ratchet itself is
+not in the list: its version is recorded separately, and a checkpoint means the same to every version that reads its format.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def installed(folders: Sequence[str] | None = None) -> list[str]:
 
 
 def _name_and_version(place: Path) -> tuple[str, str]:
-    """Return name and version of the package with the metadata directory ``place``. The version includes ``_source_suffix``."""
+    """Return name and version of the package whose metadata directory is ``place``. The version includes ``_source_suffix``."""
     name, _, version = place.stem.partition("-")
     if place.suffix == ".egg-info":  # NAME.egg-info, NAME-VERSION-py3.11.egg-info
         with suppress(OSError, ValueError, KeyError):

@@ -84,8 +84,8 @@ def slice_digests(
 
 
 def _digest(tensor: torch.Tensor, start: int, stop: int, reader: SafeReader | None) -> str:
-    """Return the hex XXH3-128 of elements ``start`` to ``stop`` of a tensor, row-major. ``reader``: as for ``slice_digests``.
-    Raises ``BufferError`` if the memory was freed."""
+    """Return the hex XXH3-128 of elements ``start`` to ``stop`` of a tensor, row-major. ``reader``: reads the memory if user
+    code, which may free it, runs meanwhile; None: no user code runs. Raises ``BufferError`` if the memory was freed."""
     hasher, size = xxhash.xxh3_128(), tensor.element_size()
     if not is_row_major(tensor):
         tensor = flat(tensor if reader is None or not tensor.is_cpu else reader.private_copy(tensor))[start:stop].cpu()
@@ -111,11 +111,13 @@ def compare_parts(
     is_enough: Callable[[], bool],
     reader: SafeReader | None = None,
 ) -> dict[int, list[str]]:
-    """Return the digests of the slices of parts that other ranks write, by the part's number.
+    """Return, by part number, the digests of the slices of parts that other ranks write.
 
     Parts are read one after the other. Once a minimum is done, ``is_enough`` is called before each further part, and the result
-    is returned as soon as it returns True. ``plan``: the slices of each part. ``number``: the save's number, which determines
-    the first part. ``total``: bytes of all parts. ``reader``: as for ``slice_digests``. Raises ``StateError`` as that does.
+    is returned as soon as it returns True: the other parts are then missing in it. ``plan``: the slices of each part. ``number``:
+    the save's number, which determines the first part. ``total``: bytes of all parts. ``reader``: reads the memory if user code,
+    which may free it, runs meanwhile; None: no user code runs. Raises ``StateError`` if a tensor was changed in place since the
+    step boundary, or its storage was resized.
     """
     parts = len(plan)
     own = range(rank * parts // world_size, (rank + 1) * parts // world_size)

@@ -24,9 +24,9 @@ Facts = Mapping[str, Any]
 
 
 class Start(NamedTuple):
-    """What is recorded about a model before its first step. ``renormed``: by name of a parameter that a forward pass scales down
-    (``max_norm`` of an embedding), the module that does so, as text. ``versions``: torch's count of in-place changes, by
-    parameter; None: not counted."""
+    """What is recorded about a model before its first step. ``renormed``: parameters that a forward pass scales down
+    (``max_norm`` of an embedding); by parameter name, the module that does so, as text. ``versions``: torch's count of in-place
+    changes, by parameter name; None: not counted."""
 
     renormed: Mapping[str, str]
     versions: Mapping[str, int | None]
@@ -45,8 +45,9 @@ def record_start(module: nn.Module) -> Start:
 
 
 def facts(snapshot: Snapshot, summary: HookSummary, found: Start, name: str | None) -> Facts:
-    """Return this rank's facts about the shared tensor ``name`` at a save, as JSON. ``found``: the model before its first step.
-    ``name`` None: the ranks have different sets of tensors, so return the names and sizes of this rank's tensors."""
+    """Return this rank's facts about the shared tensor ``name`` at a save, as JSON. ``found``: the record from before the first
+    step. ``name`` None: the ranks have different sets of tensors; return the name and number of elements of each of this rank's
+    tensors."""
     if name is None:
         return {"tensors": [[one, numel] for one, numel, _ in snapshot.sizes()]}
     parameter = _parameter(name)

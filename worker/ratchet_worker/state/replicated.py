@@ -1,7 +1,7 @@
 """Captures the state that the ranks have in common, the model's parameters and the optimizers' tensors, for a snapshot.
 
-Their memory is held: code that gives a parameter other memory (``parameter.data = ...``) while a copy is made affects the next
-save, not this one.
+The snapshot keeps the tensors' memory alive. Code that gives a parameter other memory (``parameter.data = ...``) while a copy is
+made therefore affects the next save, not this one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class EqualState:
         """Add the model's parameters and the optimizers' state to ``out``, as live tensors.
 
         ``equal``: the hook keeps replicas equal; a tensor is then shared if DDP keeps its parameter equal, otherwise it is
-        private. Without ``equal`` all are private. Return an object. While calls return the same object, the names, shapes and
-        strides of the model's parameters are unchanged. None if changes may not be noticed.
+        private. Without ``equal`` all are private. Return an object to compare by identity: while it is the same, the
+        names, shapes and strides of the model's parameters are unchanged. Return None if changes may not be noticed.
         """
         names = walk.cached("names by id", lambda: {id(p): name for name, p in walk.named_parameters()})
         replicated = model.replicated_names(walk)

@@ -29,7 +29,8 @@ __all__ = [
 
 
 def derive_seed(seed: int, *parts: str | int, bits: int = 63) -> int:
-    """Return a seed of ``bits`` bits that is a pure function of ``seed`` and ``parts``: SHA-256 of their text, cut."""
+    """Return a seed that is a pure function of ``seed`` and ``parts``: the first ``bits`` bits (at most 64) of the SHA-256 of
+    their text."""
     text = ":".join(str(p) for p in ("ratchet", seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - bits)
 
@@ -62,8 +63,8 @@ def seed_all(seed: int, rank: int) -> None:
 
 @contextmanager
 def fork_rng(device: torch.device) -> Iterator[None]:
-    """Restore the generators of the process on exit from this block, also after an exception, to what they were before it.
-    ``device``: a CUDA device's generator is included."""
+    """Restore the global generators (torch on the CPU, numpy, ``random``) on exit from this block, also after an exception, to
+    what they were before it. ``device``: if it is a CUDA device, its generator is restored, too."""
     state = capture(device)
     try:
         yield

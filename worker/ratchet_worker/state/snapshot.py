@@ -113,7 +113,8 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``tensor`` as a 1-D tensor, row-major, as they are stored; a view where possible, else a copy."""
+    """Return the elements of ``tensor`` as a 1-D tensor, row-major: the form in which a checkpoint stores them. A view where
+    possible, else a copy."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
 
 

@@ -44,9 +44,9 @@ def buffer_tables(stateful: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def covered_attributes(item: Any) -> frozenset[str]:
-    """Return the names of the attributes that the ``state_dict`` of ``item`` covers: those that the state methods of its class
-    use, and the keys of its current ``state_dict`` whose value is not a function. Calls ``item.state_dict()``, except for a
-    module."""
+    """Return the names of the attributes that the ``state_dict`` of ``item`` covers. These are the attributes that the state
+    methods of its class use, and the keys of its current ``state_dict`` whose value is not a function. Calls
+    ``item.state_dict()``, except for a module."""
     kind: type = type(item)
     state = {} if isinstance(item, nn.Module) else item.state_dict()
     keys = state.items() if isinstance(state, dict) else ()
@@ -108,7 +108,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _strings(code: CodeType) -> Iterator[str]:
-    """Yield the constant strings in ``code`` and the functions inside it."""
+    """Yield the constant strings in ``code`` and in the functions inside it."""
     for one in code.co_consts:
         yield from (item for item in (one if isinstance(one, tuple) else (one,)) if isinstance(item, str))
     for inner in _inner(code):

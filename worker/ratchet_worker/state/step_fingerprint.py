@@ -3,11 +3,12 @@
 The parameters form one line of bytes, cut into chunks once (``SamplePlan``); step s reads chunk s modulo their number K, so that
 every element is read within K steps. The plan follows from shapes alone, so all attempts of a job have the same one. Memory on
 the CPU is hashed in place (XXH3). On CUDA the chunk is reduced on the device to two sums of its words with random odd weights,
-which are copied to the host concurrently with the next step; nothing waits for them.
+which are copied to the host concurrently with the next step. The loop waits for them only if the sums of many steps are in
+transit.
 
-The loop's thread calls everything here between two steps, so no user code frees memory meanwhile. A step leaves the caches full
-of its own data: the cost of a fingerprint is the number of functions and objects that it touches, not the hashing. So the reads
-of a step are laid out in advance.
+The loop's thread calls everything here between two steps, so no user code frees memory meanwhile. After a step the processor's
+caches hold the step's own data. A fingerprint's cost is therefore the number of functions and objects that it touches, not the
+hashing, and the reads of each step are laid out in advance.
 """
 
 from __future__ import annotations
@@ -120,12 +121,12 @@ class StepFingerprints:
 
     @property
     def has_drawn(self) -> bool:
-        """True if a generator has moved since the newest step; False before the first step."""
+        """True if a process-wide generator has drawn since the newest recorded step; False before the first step."""
         return self._generators_digest is not None and self._generators.digest() != self._generators_digest
 
     def record_step(self, step: int, position: tuple[int, int]) -> list[StepFingerprint]:
-        """Begin the fingerprint after ``step``, and return the fingerprints that are complete now: this step's, or, if sums come
-        from a device, those of earlier steps.
+        """Begin the fingerprint after ``step``, and return the fingerprints that are complete now. If no sums come from a device,
+        that is this step's. Otherwise these are fingerprints of earlier steps, perhaps none.
 
         ``position``: in the data, as (epoch, place in it). Waits only if too many fingerprints are in transit.
         """
@@ -172,8 +173,8 @@ class StepFingerprints:
         return hasher.intdigest()
 
     def _locate(self, chunk: int, number: int) -> Any:
-        """Return the bytes of a piece, and remember their place for the next time. Without a dense tensor on the CPU, the bytes
-        are a copy and no place is remembered."""
+        """Return the bytes of a piece, and remember their place in memory for the next time. If the tensor is not dense or not on
+        the CPU, the bytes are a copy and no place is remembered."""
         tensor, *_ = self._places[chunk][number]
         parameter, start, stop, buffer = self._on_host[chunk][number]
         begin, memory = tensor.data_ptr(), None

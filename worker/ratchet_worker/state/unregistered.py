@@ -23,9 +23,10 @@ def find_unregistered(module: nn.Module, optimizers: Iterable[Optimizer], regist
     """Return the sorted type names of objects that affect the training and are neither in ``registered`` nor parts of such
     objects.
 
-    These are optimizers of the parameters of ``module``, unless they wrap a registered one; schedulers of these or of
-    ``optimizers``; enabled gradient scalers; and averages (``AveragedModel``) with the shapes of the module or of a part of it.
-    Searches all objects of the process; if it finds any, it runs a garbage collection and searches again.
+    Such objects are optimizers of the parameters of ``module``, unless they wrap a registered one. Schedulers of these optimizers
+    or of ``optimizers`` are, too, and so are enabled gradient scalers. Averages (``AveragedModel``) are if they have the shapes
+    of the module or of a part of it. Searches all objects of the process; if it finds any, it runs a garbage collection and
+    searches again.
     """
     kept = {id(part) for item in registered for part in _parts(item, _DEPTH)}
     kept |= {id(average) for average in _averages_in_attributes(module)}
@@ -36,8 +37,8 @@ def find_unregistered(module: nn.Module, optimizers: Iterable[Optimizer], regist
 
 
 def _averages_in_attributes(module: nn.Module) -> Iterator[AveragedModel]:
-    """Yield the averages in plain attributes of the module's submodules, also in lists and dicts: they are saved with these
-    attributes (``hidden_state``)."""
+    """Yield the averages (``AveragedModel``) that the module and its submodules hold in attributes, also in lists and dicts: they
+    are saved with these attributes (``hidden_state``)."""
     values = (value for one in module.modules() for value in vars(one).values())
     parts = (part for value in values for part in _parts(value, _DEPTH))
     return (part for part in parts if isinstance(part, AveragedModel))

@@ -62,8 +62,8 @@ def load_digits() -> tuple[Digits, Digits]:
 
 
 def shift(sample: tuple[torch.Tensor, torch.Tensor], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sample with its image shifted by -1, 0 or 1 pixel in both directions, drawn from ``generator``; new pixels are
-    background."""
+    """Return the sample with its image shifted vertically and horizontally, by -1, 0 or 1 pixel each, drawn from ``generator``;
+    new pixels are background."""
     image, label = sample
     down, right = torch.randint(0, 3, (2,), generator=generator).tolist()
     return functional.pad(image, (1, 1, 1, 1))[:, down : down + 8, right : right + 8], label
@@ -99,7 +99,8 @@ class DigitsTask:
     the rank), ``steps`` (number of steps to train, instead of ``epochs``), ``evaluate`` (False: no evaluation). Raises
     ``UserError`` if ``epochs``, ``width`` or ``steps`` is below 1.
 
-    Metrics: ``loss`` and ``accuracy`` of the training batches, ``test_loss`` and ``test_accuracy`` after every epoch.
+    Metrics: ``loss`` and ``accuracy`` of the training batches, ``test_loss`` and ``test_accuracy`` after every epoch and after
+    the last step.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 Files: ``*.py`` below ``sysconfig``'s ``stdlib``, without tests, installed packages and files made by the build. A file is held
 back when the first byte of the SHA-256 of its path (relative, with ``/``) is below 26: about one in ten. Files are taken in
-the order of that SHA-256, so a cap on the bytes takes a mixed sample; of each file at most the first 32 KiB count, so that no
-single one (the help texts have 700 KB) makes up most of it. A NUL byte ends each file.
+the order of that SHA-256, so that a cap on the bytes gives a mixed sample. Only the first 32 KiB of each file are used, so that
+no single file (the help texts have 700 KB) makes up most of the sample. A NUL byte ends each file.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ _DTYPES: Final = tuple(
 
 
 class Gatherer:
-    """Gathers tensors on one rank. Without a given group it uses a process group of its own for each type of device: a backward
-    pass gathers while DDP reduces, and the order of the two may differ between ranks."""
+    """Gathers tensors of all ranks, on one rank. Calls without a group use a process group of their own for each type of
+    device, not DDP's: a backward pass gathers while DDP reduces, and the order of the two may differ between ranks."""
 
     def __init__(self) -> None:
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -45,7 +45,8 @@ class Gatherer:
         return _gather_stacked(tensor, ranks)
 
     def _group(self, device: torch.device) -> dist.ProcessGroup:
-        """The process group for tensors on ``device``, made at the first call, which is a collective."""
+        """Return the process group for tensors on ``device``. It is made at the first call for that type of device, which is a
+        collective."""
         if device.type not in self._groups:
             main = dist.group.WORLD
             assert main is not None
@@ -87,13 +88,14 @@ def _gather_stacked(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, flat: every back end moves bytes, but not every one bfloat16, bool or complex numbers."""
+    """Return a flat view of a contiguous tensor's bytes. Every back end moves bytes, but not every one bfloat16, bool or
+    complex numbers."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _check_same_kind(tensor: torch.Tensor, differentiable: bool, group: dist.ProcessGroup) -> None:
-    """Raise ``UserError``, on every rank, unless all ranks' tensors have the same dtype, shape and need of a gradient: a back end
-    would wait for bytes that never come, or mix up those that do. A collective."""
+    """Raise ``UserError`` (``gather-mismatch``), on every rank, unless all ranks' tensors have the same dtype, shape and need
+    of a gradient. Without this check a back end would wait for bytes that never come, or mix up those that do. A collective."""
     numbers = [_DTYPES.index(tensor.dtype), int(differentiable), tensor.dim(), *tensor.shape]
     header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64, device=tensor.device)
     found = [torch.empty_like(header) for _ in range(group.size())]
@@ -109,6 +111,6 @@ def _check_same_kind(tensor: torch.Tensor, differentiable: bool, group: dist.Pro
 
 
 def _describe_kind(numbers: list[int]) -> str:
-    """The text of a tensor's kind for an error, from the numbers that ``_check_same_kind`` gathers."""
+    """Return the text of a tensor's kind for an error, from the numbers that ``_check_same_kind`` gathers."""
     dtype, differentiable, dimensions, *shape = numbers
     return f"{_DTYPES[dtype]} {shape[:dimensions]} {'with' if differentiable else 'without'} a gradient"

@@ -58,13 +58,16 @@ class EpochLoop:
     # --- before the first step -----------------------------------------------------------------------------------------
 
     def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
-        """Wrap or register each of ``objects``, as ``Session.prepare`` describes; always returns a list."""
+        """Wrap or register each of ``objects``, and return a list of the objects to use in their place, in the same order. A
+        model is wrapped in DDP, the training's DataLoader becomes a ``PreparedLoader``, everything else is registered and
+        returned as it is. Raises ``UserError`` after the state was restored, and for an object that cannot be prepared."""
         if self.runtime.restored:
             raise UserError("call prepare before the first step: the state has already been restored")
         return [self._prepare_one(item) for item in objects]
 
     def keep(self, kept: SimpleNamespace) -> SimpleNamespace:
-        """Register ``kept`` and return it, as ``Session.keep`` describes."""
+        """Register ``kept``, whose attributes are variables that the loop carries from step to step, and return it. Raises
+        ``UserError`` after the state was restored."""
         if self.runtime.restored:
             raise UserError("call keep before the first step: the state has already been restored")
         self.runtime.state.register(self._name("user:kept"), kept)
@@ -104,7 +107,8 @@ class EpochLoop:
         return item
 
     def _name(self, kind: str) -> str:
-        """The name under which an object is registered: the second ``optimizer`` is ``user:optimizer_2``."""
+        """Return a free name under which an object of ``kind`` is registered: ``kind`` itself, or with a number if that is
+        taken. The second ``optimizer`` is ``user:optimizer_2``."""
         state = self.runtime.state
         taken = {*state.optimizers, *state.stateful, *state.plain}
         if kind not in taken:
@@ -113,9 +117,12 @@ class EpochLoop:
         return next(f"user:{name}_{n}" for n in range(2, len(taken) + 3) if f"user:{name}_{n}" not in taken)
 
     def train_on(self, loader: Any, make_pass: Callable[[EpochLoop], Pass] | None = None) -> None:
-        """Make ``loader`` the training's DataLoader, whose batches are the steps, and register its position; ``iterate`` goes
-        over it. ``make_pass``: makes an integration package's pass in place of ``Pass``; such a pass loads each batch before it
-        hands out the previous one. Raises ``UserError`` for a second loader."""
+        """Make ``loader`` the training's DataLoader, whose batches are the steps, and register its position. Raises
+        ``UserError`` for a second loader.
+
+        ``make_pass``: makes the passes over the loader, in place of ``Pass``, for an integration package. Such a pass loads
+        each batch before it hands out the previous one.
+        """
         if self._data is not None:
             raise UserError(
                 "prepare takes one training DataLoader, whose batches are the job's steps. Loaders of an evaluation stay as they "
@@ -131,8 +138,14 @@ class EpochLoop:
     # --- epochs --------------------------------------------------------------------------------------------------------
 
     def epochs(self, total: int, restore: Callable[[int | None], None]) -> Iterator[int]:
-        """Yield the epochs to do, as ``Session.epochs`` describes. ``restore``: ``Session.restore``, called with the number of
-        steps if the state is not restored yet."""
+        """Yield the numbers of the epochs to do, from the restored one to ``total`` - 1. Each epoch consists of one pass over
+        the prepared loader; code after that pass belongs to the step of its last batch. That step ends when the next epoch is
+        requested. After the last epoch the job is finished, with a final checkpoint.
+
+        ``restore``: called first if the state is not restored yet, with the number of steps, or None if the loader has no
+        length. Raises ``UserError`` without a prepared loader, for ``total`` below 1, at a second call, and for an epoch that
+        trained without a batch of the loader. Also raises the errors of the step boundary.
+        """
         runtime, data = self.runtime, self._data
         if data is None:
             raise UserError(
@@ -180,14 +193,15 @@ class EpochLoop:
             runtime.mark_nothing_left()
 
     def on_state_restored(self) -> None:
-        """Keep the restored states of generators and schedulers. Until the restored position in the epoch, the script's code
-        repeats draws and scheduler steps that the checkpoint already contains; at that position the kept states are put back."""
+        """Keep the states of generators and schedulers, which were just restored from the checkpoint. Up to the restored
+        position in the epoch, the script's code repeats draws and scheduler steps that the checkpoint contains already. At that
+        position the kept states are put back. Does nothing without a checkpoint or a prepared loader."""
         if self._data is not None and self.runtime.chosen.manifest is not None:
             self._values_to_reapply = rng.capture(self.runtime.device), self.runtime.state.control_states()
 
     def iterate(self) -> Iterator[Any]:
-        """Return an iterator over the loader's batches. Raises ``UserError`` before the first epoch, where batches would not be
-        steps."""
+        """Return a new pass over the loader, an iterator over its batches. Raises ``UserError`` before the first epoch, where
+        batches would not be steps."""
         if self.epoch is None and not (self.all_done or self.runtime.finished or self.runtime.done):
             raise UserError(
                 "the prepared loader is iterated outside of an epoch: write `for epoch in session.epochs(n):` around it. To "
@@ -196,8 +210,9 @@ class EpochLoop:
         return self._make_pass(self)
 
     def is_training(self, current: Pass) -> bool:
-        """True for the first pass over the loader in an epoch. Further ones, such as an evaluation on the training data, belong
-        to the open step."""
+        """True if ``current`` is the first pass over the loader in this epoch, whose batches are the steps. The first pass that
+        calls this in an epoch becomes it. Further passes, such as an evaluation on the training data, belong to the open
+        step."""
         if self._pass is None and self.epoch is not None:
             self._pass, self._iteration_at_pass_end = ref(current), None
         training = self._pass is not None and self._pass() is current
@@ -226,8 +241,9 @@ class EpochLoop:
             )
 
     def next_batch(self, current: Pass) -> Any:
-        """Return the next batch. First the open step ends and another begins; only the step of an epoch's first batch is open
-        already. Raises ``StopIteration`` at the end of the epoch, and the errors of the step boundary."""
+        """Return the next batch of the training's pass ``current``. First the open step ends and another begins; only the step
+        of an epoch's first batch is open already. Raises ``StopIteration`` at the end of the epoch, ``UserError`` for an epoch
+        without a batch, and the errors of the step boundary."""
         runtime, data = self.runtime, self._data
         assert data is not None and self.epoch is not None
         if not current.begun:
@@ -254,7 +270,8 @@ class EpochLoop:
         return batch
 
     def _reapply_restored(self) -> None:
-        """Put back the states that ``on_state_restored`` has kept, once."""
+        """Set generators and schedulers to the states that ``on_state_restored`` has kept. Does nothing after the first
+        call."""
         if self._values_to_reapply is not None:
             generators, steering = self._values_to_reapply
             self.runtime.state.restore_control_states(steering)
@@ -262,13 +279,14 @@ class EpochLoop:
             self._values_to_reapply = None
 
     def on_checkpoint(self) -> None:
-        """Called when the script saves. If the script has left the epoch's pass by ``break``, the epoch counts as over: the
-        position moves to the next epoch."""
+        """Called before a save that the script requests. If the script has left the epoch's pass by ``break``, the epoch counts
+        as over: the position moves to the next epoch."""
         if self._pass is not None and self._pass() is None:
             self._end_pass()
 
     def _end_pass(self) -> None:
-        """Set the position to the beginning of the next epoch."""
+        """End the training's pass: the position is then the beginning of the next epoch. It is not moved if it is there
+        already."""
         assert self._data is not None
         if self._pass is not None and (one := self._pass()) is not None:
             one.ended = True
@@ -278,8 +296,9 @@ class EpochLoop:
     # --- enumerate -----------------------------------------------------------------------------------------------------
 
     def enumerate_batches(self, batches: Iterable[Any], start: int) -> Iterator[tuple[int, Any]]:
-        """Yield (number, batch), as ``Session.enumerate`` describes. After a resume within an epoch only the training's pass
-        continues its numbers; any other pass begins at ``start``."""
+        """Yield (number, batch) for ``batches``, the prepared loader or something that iterates over it. Numbers are those in
+        the epoch, counted from ``start``. After a resume within an epoch the training's pass continues its numbers; any other
+        pass begins at ``start``."""
         before = self._pass
         for batch in batches:
             yield start + (self.start if self._pass is not before else 0), batch
@@ -343,7 +362,8 @@ class PreparedLoader:
 
 
 class Pass:
-    """One pass over the loader. An integration package's pass does more at its beginning, at each batch and at its end."""
+    """One pass over the training's loader, as an iterator. If it is the epoch's first, its batches are the steps; otherwise it
+    iterates over the plain loader. Integration packages override the methods for its beginning, each batch and its end."""
 
     def __init__(self, loop: EpochLoop) -> None:
         self.loop = loop
@@ -351,17 +371,19 @@ class Pass:
         self._plain: Iterator[Any] | None = None  # the iterator of a pass that marks no steps
 
     def on_begin(self) -> None:
-        """Called before the first batch of the training's pass, also of a pass that continues within the epoch."""
+        """Called before the training's pass yields its first batch, also if the pass continues within an epoch. Does nothing
+        here."""
 
     def transform(self, batch: Any, more: Callable[[], bool]) -> Any:
-        """What the training receives for ``batch``. ``more`` returns True if another batch follows."""
+        """Return what the training receives for ``batch``: the batch itself here. ``more`` returns True if another batch
+        follows."""
         return batch
 
     def on_end(self) -> None:
-        """Called after the last batch, when the training has requested another."""
+        """Called when the training has requested a batch after the last one. Does nothing here."""
 
     def plain_iterator(self) -> Iterator[Any]:
-        """The iterator of a pass that is not training."""
+        """Return the iterator over the plain loader, for a pass that is not the training's."""
         return iter(self.loop.loader)
 
     def __iter__(self) -> Iterator[Any]:

@@ -23,8 +23,9 @@ Item = TypeVar("Item")
 
 
 class Evaluation:
-    """The object that the block of ``Session.evaluation`` uses. All its methods raise ``Abandoned`` once the ranks have agreed to
-    stop and the evaluation is outside a step; the block is then left, and the evaluation runs again after the resume."""
+    """The object that the block of ``Session.evaluation`` uses. Once the ranks have agreed to stop, all its methods raise
+    ``Abandoned`` if the evaluation is between two steps. The block is then left, and the evaluation runs again after the
+    resume."""
 
     def __init__(
         self, exchange: Exchange, name: str, tick: Callable[[], None], stop_pending: Callable[[], bool]
@@ -33,8 +34,8 @@ class Evaluation:
         self._gathers = 0
 
     def batches(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``items``. Before each one it checks for a stop and counts progress, so that a long evaluation does not look like
-        a hang. Raises ``Abandoned`` if a stop is pending."""
+        """Yield ``items``. Before each one it checks for an agreed stop, and ticks the step counter so that a long evaluation
+        does not look like a hang. Raises ``Abandoned`` if a stop is pending."""
         for item in items:
             if self._stop_pending():
                 raise Abandoned(self._name)
@@ -42,13 +43,15 @@ class Evaluation:
             yield item
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's JSON value, in rank order. Every rank must call it; it waits for all."""
+        """Return every rank's JSON ``value``, in rank order. Every rank must call it; it blocks until all have. Raises
+        ``PeerTimeout`` if a rank does not, and ``Abandoned`` if a stop is pending."""
         self._gathers += 1
         return self._exchange.gather(f"{self._name}/{self._gathers}", value, should_abandon=self._stop_pending)
 
     def averages(self, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
-        """Return, for each name, the sum of the sums divided by the sum of the weights over all ranks (NaN for a weight of 0).
-        ``sums``: this rank's pairs (sum, weight); a rank may lack names. Every rank must call it; it waits for all."""
+        """Return, for each name, the sum of all ranks' sums divided by the sum of all ranks' weights (NaN for a weight of 0).
+        ``sums``: this rank's pairs (sum, weight) by name; a rank may lack names. Every rank must call it; it blocks until all
+        have."""
         parts = self.gather({k: [float(v[0]).hex(), float(v[1]).hex()] for k, v in sums.items()})
         names = sorted({name for part in parts for name in part})
         out: dict[str, float] = {}
@@ -69,12 +72,13 @@ def preserving_state(
     *,
     broadcast: bool,
 ) -> Iterator[None]:
-    """Run the block in eval mode without gradients, and restore everything afterwards: modes, parameters, buffers and generators,
-    including generators inside the training ``data`` and weights that ``optimizers`` with modes of their own have switched.
+    """Context manager: the block runs in eval mode without gradients, and everything is restored afterwards. Restored are
+    modes, parameters, buffers and generators, including generators inside the training ``data`` and weights that ``optimizers``
+    with modes of their own have switched.
 
     One model is evaluated, not one per rank: where replicas differ, their mean replaces the parameters in the block. With
-    ``broadcast`` every rank has rank 0's buffers in the block, those that DDP would broadcast at the next forward. Entering is a
-    collective where replicas differ, and with ``broadcast``.
+    ``broadcast`` every rank has rank 0's buffers in the block, those that DDP would broadcast at the next forward. Entering is
+    a collective where replicas differ, and with ``broadcast``.
     """
     modes = [(module, module.training, _own_buffers(module)) for module in ddp.modules()]
     synced = ddp.require_forward_param_sync
@@ -105,15 +109,15 @@ def preserving_state(
 
 
 def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of the module itself, without those of its submodules, by name."""
+    """Return the buffers of the module itself by name, without those of its submodules."""
     return dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
 @contextmanager
 def _preserving_weights(optimizers: Sequence[Any]) -> Iterator[None]:
-    """Restore, after the block, the weights and modes of optimizers that switch between training and evaluating (schedulefree's
-    ``train`` and ``eval``). Switching there and back rounds the weights, and an evaluation that runs again after a resume would
-    round them twice."""
+    """Context manager: restore, after the block, the weights and modes of optimizers that switch between training and
+    evaluating (schedulefree's ``train`` and ``eval``). Switching there and back rounds the weights, and an evaluation that runs
+    again after a resume would round them twice."""
     modal = {id(o): [place for place in (vars(o), *o.param_groups) if "train_mode" in place] for o in optimizers}
     weights = [p for o in optimizers if modal[id(o)] for group in o.param_groups for p in group["params"]]
     modes = [(place, place["train_mode"]) for places in modal.values() for place in places]

@@ -59,9 +59,9 @@ Ranges = list[list[int]]
 
 
 class Redone(NamedTuple):
-    """What the ranks have agreed to compare; the same on all ranks. ``steps``: number of steps that an earlier attempt had done
-    after the base; ``compared``: the steps among them whose fingerprints every rank has; ``reason``: why some or all are not
-    compared, None if all are."""
+    """What the ranks have agreed to compare; the same on all ranks. ``steps``: number of steps after the base that an earlier
+    attempt had done on every rank; ``compared``: those among them whose fingerprints every rank has. ``reason``: why some or
+    all of them are not compared, None if all are."""
 
     steps: int
     compared: frozenset[int]
@@ -70,8 +70,8 @@ class Redone(NamedTuple):
 
 class ReplayProof:
     """Records one rank's fingerprints in this attempt and compares them with those of earlier attempts. ``ring``: the file to
-    write them to, None if it cannot be written. ``earlier``: an earlier attempt's fingerprints, by step. ``on_difference`` is
-    called at the first step whose fingerprint differs from the earlier one."""
+    write them to, None if it cannot be written. ``redone``: what is compared. ``earlier``: earlier attempts' fingerprints, by
+    step. ``on_difference``: called at the first step whose fingerprint differs from the earlier one."""
 
     def __init__(
         self,
@@ -94,16 +94,17 @@ class ReplayProof:
         self._position: tuple[int, int] | None = None
 
     def record_step(self, step: int, data: TrainData | None, batches_taken: int) -> None:
-        """Record the fingerprint of a finished ``step``, and write and compare those that are complete by now; called after each
-        step. ``batches_taken``: number of batches that the step took. Raises ``UserError`` (``replay-difference``) under
-        ``determinism: strict`` for a step that differs from its earlier execution."""
+        """Record the fingerprint of a finished ``step``; called after each step. Fingerprints that are complete by now, which
+        may be of earlier steps, are written and compared. ``batches_taken``: number of batches that the step took. Raises
+        ``UserError`` (``replay-difference``) under ``determinism: strict`` for a step that differs from its earlier
+        execution."""
         self._position = _position(data, batches_taken)
         for fingerprint in self._fingerprints.record_step(step, self._position):
             self._record(fingerprint)
 
     def changed_since_step(self, data: TrainData | None, batches_taken: int) -> list[str]:
-        """Return the names of what has moved since ``record_step``: ``data``, ``generators``, both or none. ``batches_taken``:
-        number of batches taken since then."""
+        """Return what has moved since ``record_step``: a list with ``data`` if a batch was taken, and ``generators`` if one was
+        drawn from. Empty if neither was. ``batches_taken``: number of batches taken since then."""
         placed = isinstance(data, _POSITIONED) and self._position not in (None, _position(data, batches_taken))
         return [
             *(["data"] if batches_taken or placed else []),
@@ -111,14 +112,15 @@ class ReplayProof:
         ]
 
     def finish(self) -> None:
-        """Write and compare the remaining fingerprints and report the result, at the end of the loop or at a stop. Raises as
-        ``record_step`` does."""
+        """Write and compare the fingerprints that were not complete yet, and report the result. Called at the end of the loop
+        and at a stop. Raises as ``record_step`` does."""
         for fingerprint in self._fingerprints.drain():
             self._record(fingerprint)
         self.report()
 
     def report(self) -> None:
-        """Report the comparison so far, unless there is none or nothing has changed since the last report."""
+        """Report the comparison so far to the service. Does nothing if no step is done again, or nothing has changed since the
+        last report."""
         if self._redone.steps and self._reported != (self._compared, self._equal):
             self._reported, self._reported_at = (self._compared, self._equal), time.monotonic()
             self._reporter.report_redone_steps(
@@ -126,16 +128,21 @@ class ReplayProof:
             )
 
     def _record(self, fingerprint: StepFingerprint) -> None:
-        """Write a complete fingerprint to the ring, and compare it if there is something left to compare."""
+        """Write a complete fingerprint to the ring, if there is one, and compare it if steps are left to compare. Raises as
+        ``record_step`` does."""
         if self._ring is not None:
             self._ring.write(fingerprint)
         if self._earlier:
             self._compare(fingerprint)
 
     def _compare(self, fingerprint: StepFingerprint) -> None:
-        """Compare a fingerprint with the earlier one of the same step, if there is one. At the first difference, report it, give
-        this attempt's ring a line of its own (``RingHeader.line``: later attempts of the former line are then not compared with
-        this one), and raise ``UserError`` under ``determinism: strict``. After that no step counts as equal."""
+        """Compare a fingerprint with the earlier one of the same step, if there is one. After the first difference no step
+        counts as equal.
+
+        At the first difference it reports it and gives this attempt's ring a line of its own (``RingHeader.line``), so that
+        later attempts of the former line are not compared with this one. Under ``determinism: strict`` it then raises
+        ``UserError`` (``replay-difference``).
+        """
         before = self._earlier.pop(fingerprint.step, None)
         if before is None:
             return
@@ -160,8 +167,8 @@ class ReplayProof:
 
 
 def begin_proof(runtime: Runtime, report: ResumeReport) -> ReplayProof:
-    """Begin the proof after everything is restored: read the earlier fingerprints, agree with the other ranks on what is
-    compared, and create this attempt's ring. ``report``: the resume report. A collective."""
+    """Begin the proof, and return it. Called after everything is restored: it reads the earlier fingerprints, agrees with the
+    other ranks on what is compared, and creates this attempt's ring. ``report``: the resume report. A collective."""
     launch, rank = runtime.launch, runtime.rank
     ddp, _ = runtime.state.require_wrapped()
     fingerprints = StepFingerprints([*ddp.module.parameters()], runtime.device)
@@ -191,8 +198,9 @@ def begin_proof(runtime: Runtime, report: ResumeReport) -> ReplayProof:
 
 
 class _Attempt(NamedTuple):
-    """An earlier attempt of the job or of the adopted run. ``facts``: the facts that it must have had to be compared: this
-    process's, with code, hook and spec of the job or, for the adopted run's attempts, of that run."""
+    """An earlier attempt of the job, or of the run that the job adopted. ``facts``: the facts that it must have had to be
+    compared. They are those of this process, with code, hook and spec of the job; for an attempt of the adopted run, with those
+    of that run."""
 
     name: str
     paths: AttemptPaths
@@ -208,8 +216,12 @@ def _attempts(launch: LaunchFile) -> Iterator[AttemptPaths]:
 
 class _Earlier(NamedTuple):
     """What this rank knows of the steps after the base. ``last``: the last step that this rank had done in an earlier attempt
-    that may be compared; 0 if no attempt had done steps after the base. If only attempts that may not be compared had done such
-    steps, ``last`` is from the newest of them, and ``reason`` is why that attempt is not compared."""
+    that may be compared; 0 if no attempt had done steps after the base. ``fingerprints``: those of these steps that exist, by
+    step.
+
+    If only attempts that may not be compared had done steps after the base, ``last`` is the last step of the newest of them,
+    ``fingerprints`` is empty, and ``reason`` says why that attempt is not compared. Otherwise ``reason`` is None.
+    """
 
     last: int
     fingerprints: dict[int, StepFingerprint]
@@ -222,7 +234,7 @@ class _Earlier(NamedTuple):
 
 def _earlier(attempts: Sequence[_Attempt], rank: int, report: ResumeReport, line: str) -> _Earlier:
     """Return what this rank knows of the steps after the base. ``attempts``: newest first; if several have done a step, the
-    newest one's fingerprint counts. ``line``: this attempt's line."""
+    newest one's fingerprint counts. ``report``: this attempt's resume report; ``line``: this attempt's line."""
     base = report.base.step
     refused: list[tuple[int, str]] = []
     last, fingerprints = 0, dict[int, StepFingerprint]()
@@ -243,8 +255,8 @@ def _earlier(attempts: Sequence[_Attempt], rank: int, report: ResumeReport, line
 
 
 def _why_incomparable(name: str, report: ResumeReport, found: RingHeader | None, own: RingHeader) -> str | None:
-    """Return why the attempt ``name`` is not compared; None if it is. ``found``: its ring's header, None without a readable one;
-    ``own``: the header of this attempt with the facts that the earlier one must have had."""
+    """Return a sentence on why the earlier attempt ``name`` is not compared; None if it is. ``found``: its ring's header, None
+    if it has no readable one; ``own``: the header of this attempt, with the facts that the earlier one must have had."""
     if report.verdict not in ("fresh", "exact"):
         return f"{INEXACT}: {describe_inexact(report)}"
     if found is None:
@@ -258,9 +270,12 @@ def _why_incomparable(name: str, report: ResumeReport, found: RingHeader | None,
 
 
 def describe_inexact(report: ResumeReport) -> str:
-    """Return a sentence on what is not exact in a resume: the differences, and the first component that lost something for
-    another reason. A redistributed or reset component follows from the differences, and is named only where there are none; data
-    that start over are always named."""
+    """Return a sentence on what is not exact in a resume. It names the differences, and the first component that lost something
+    for another reason.
+
+    A redistributed or reset component follows from the differences, so it is named only if there are none. Data that start over
+    are always named.
+    """
     found = []
     if report.differences:
         found.append(describe_differences(report.differences, _MAX_NAMED))
@@ -277,8 +292,8 @@ def describe_inexact(report: ResumeReport) -> str:
 
 
 def _agree(messages: list[dict[str, Any]], base: int) -> Redone:
-    """Return what is compared, from all ranks' messages: the steps after ``base`` that every rank had done, and those of them
-    that every rank has fingerprints of."""
+    """Return what is compared, from all ranks' messages (``_Earlier.message``): the steps after ``base`` that every rank had
+    done, and those of them of which every rank has fingerprints."""
     steps = max(0, min(rank["last"] for rank in messages) - base)
     reason = next((rank["reason"] for rank in messages if rank["reason"] is not None), None)
     common = frozenset(range(base + 1, base + steps + 1))
@@ -290,8 +305,9 @@ def _agree(messages: list[dict[str, Any]], base: int) -> Redone:
 
 
 def _line(runtime: Runtime, report: ResumeReport) -> str:
-    """The name of this attempt's line, see ``RingHeader``: attempts with the same line must do the same steps. An exact resume
-    continues the line of the attempt that wrote the checkpoint."""
+    """Return the name of this attempt's line, see ``RingHeader``: attempts with the same line must do the same steps. An exact
+    resume continues the line of the attempt that wrote the checkpoint; if that is not known, the line is named after the
+    checkpoint. A resume that is not exact begins a line of its own."""
     base, launch, manifest = report.base, runtime.launch, runtime.chosen.manifest
     if report.verdict == "fresh":
         return "start"
@@ -307,7 +323,7 @@ def _line(runtime: Runtime, report: ResumeReport) -> str:
 
 
 def _advice(launch: LaunchFile) -> str:
-    """Advice, for an error text, on how to go on after a step that differs in a strict run."""
+    """Return advice, for an error text, on how to go on after a step that differs in a strict run."""
     if launch.is_standalone:
         return 'start it in another directory. To continue anyway, with other bits: Session(determinism="warn")'
     return (
@@ -317,13 +333,13 @@ def _advice(launch: LaunchFile) -> str:
 
 
 def _own_line(launch: LaunchFile) -> str:
-    """The name of a line that begins in this attempt."""
+    """Return the name of a line that begins in this attempt."""
     return f"attempt {launch.attempt} of {launch.job_id}"  # the id since an adopted run's line may continue in this job
 
 
 def _facts(runtime: Runtime, launch: LaunchFile, sample: str) -> Record:
-    """The facts that two attempts must share to be compared: environment, code, data, hook, spec and ``sample``, the digest of
-    the plan by which parameters are sampled. Digests are shortened to ``_DIGITS``."""
+    """Return the facts that two attempts must share to be compared: environment, code, data, hook, spec and ``sample``.
+    ``sample``: the digest of the plan by which parameters are sampled. Digests are shortened to ``_DIGITS``."""
     hook = launch.spec.hook
     facts = {
         **runtime.environment,
@@ -339,7 +355,7 @@ def _facts(runtime: Runtime, launch: LaunchFile, sample: str) -> Record:
 
 
 def _ring(path: Path, header: RingHeader, reporter: Reporter) -> StepRing | None:
-    """Create the ring file of this attempt; None if that fails, which is reported."""
+    """Create the ring file of this attempt at ``path`` and return it; None if that fails, which is reported."""
     try:
         return StepRing(path, header)
     except (OSError, ValueError) as error:
@@ -349,8 +365,8 @@ def _ring(path: Path, header: RingHeader, reporter: Reporter) -> StepRing | None
 
 
 def _position(data: TrainData | None, batches_taken: int) -> tuple[int, int]:
-    """The epoch of the data and the position in it. For data of the user's own, whose attributes may mean anything, the position
-    is the number of batches that the step took."""
+    """Return the epoch of the data and the position in it. For data of the user's own, whose attributes may mean anything, the
+    position is ``batches_taken``, the number of batches that the step took. Without data the epoch is 0."""
     if isinstance(data, _POSITIONED):
         return data.epoch, data.position
     return 0 if data is None else int(data.epoch), batches_taken

@@ -40,8 +40,8 @@ def restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot) -> list
 
 
 def _check_digests(runtime: Runtime, manifest: Manifest) -> None:
-    """Raise ``StateError`` unless the restored tensors in memory have the digests that were computed from the live tensors at the
-    save: a digest of the file covers only the file. Checks nothing if the replicas differ or differed."""
+    """Raise ``StateError`` unless the restored tensors in memory have the digests that were computed from the live tensors at
+    the save. (The digest of a file covers only the file.) Checks nothing if replicas differ now, or differed at the save."""
     state = runtime.state
     if not manifest.replicas == state.require_wrapped()[1].replicas == "equal":
         return
@@ -54,8 +54,8 @@ def _check_digests(runtime: Runtime, manifest: Manifest) -> None:
 
 
 def _state_transfer(runtime: Runtime, manifest: Manifest) -> StateTransfer:
-    """What happens to the hook's state at this restore: it is kept, converted for another hook, or reset. This follows from
-    ``runtime.notes`` and, if the number of ranks has changed, from ``policy.on_hook_mismatch``."""
+    """Return what happens to the hook's state at this restore: it is kept, converted for another hook, or reset. This follows
+    from ``runtime.notes`` and, if the number of ranks has changed, from ``policy.on_hook_mismatch``."""
     notes, recorded = runtime.notes, disk.recorded_hook(manifest)
     reset = notes.reset
     if manifest.world_size != runtime.world_size:
@@ -65,9 +65,9 @@ def _state_transfer(runtime: Runtime, manifest: Manifest) -> StateTransfer:
 
 
 def _needs_mean(manifest: Manifest, transfer: StateTransfer, *, resized: bool) -> bool:
-    """True if replicas that differed at the save must be made equal. They must be for another number of ranks (``resized``), for
-    a hook that needs equal ones, and for a hook that starts without state, since it starts with a warm-up that would not bring
-    them together."""
+    """True if replicas that differed at the save must be made equal, by their mean. That is so for another number of ranks
+    (``resized``), and for a hook that needs equal replicas. It is also so for a hook that starts without state, since its
+    warm-up would not bring them together."""
     other = transfer.change is not None and transfer.change.averages
     return manifest.replicas != "equal" and (resized or other or transfer.reset is not None)
 
@@ -75,10 +75,13 @@ def _needs_mean(manifest: Manifest, transfer: StateTransfer, *, resized: bool) -
 def _average_replicas(
     runtime: Runtime, manifest: Manifest, saved: Snapshot, transfer: StateTransfer
 ) -> tuple[Snapshot, StateTransfer]:
-    """Return ``saved`` with one merged replica instead of this rank's own, and ``transfer`` with a record of that. Merged are the
-    mean of models and optimizers, and rank 0's scalers and schedulers. (Ranks with scales of their own would unscale by other
-    factors than their common gradient has.) The user's own objects that follow the model become their mean; others stay each
-    rank's own. Raises ``UserError`` if the replicas cannot be merged."""
+    """Return ``saved`` with one merged replica in place of this rank's own, and ``transfer`` with a record of that. Raises
+    ``UserError`` if the replicas cannot be merged.
+
+    Models and optimizers become their mean over the old ranks; scalers and schedulers are rank 0's. (Ranks with scales of their
+    own would unscale by other factors than their common gradient has.) The user's own objects that follow the model become
+    their mean; others stay each rank's own.
+    """
     components = {"model", *runtime.state.optimizers, *runtime.state.group_components()}
     try:
         mean = _mean(runtime, manifest, components)
@@ -131,7 +134,7 @@ def _mean(runtime: Runtime, manifest: Manifest, components: set[str]) -> Mean:
 
 
 def _mean_reason(manifest: Manifest) -> str:
-    """The reason, for the report, of a component that is the mean over the old ranks."""
+    """Return the reason, for the resume report, of a component that is the mean over the old ranks."""
     return f"the mean over {pluralize(manifest.world_size, 'rank')}, whose replicas differed"
 
 
@@ -165,7 +168,7 @@ def _restore_resized(
 
 
 def _layout_report(runtime: Runtime) -> ComponentReport:
-    """The report on DDP's bucket layout: exact, or redistributed if the recorded layout could not be rebuilt."""
+    """Return the report on DDP's bucket layout: exact, or redistributed if the recorded layout could not be rebuilt."""
     note, rank = runtime.notes.layout, runtime.rank
     if note is not None:
         return ComponentReport(component="layout", rank=rank, status="redistributed", reason=note)

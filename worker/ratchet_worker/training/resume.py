@@ -53,9 +53,9 @@ _MODEL: Final = f"{SHARED_PREFIX}{MODEL}/"
 @dataclass
 class Notes:
     """What the construction of the model had to give up or change, for the report; None: nothing. ``layout``: why the recorded
-    bucket layout was not rebuilt; ``reset``: why the hook's state is reset; ``change``: the change of the hook; ``total``: about
-    the number of steps; ``unregistered``: state that nothing has registered; ``imported``: what was loaded from the file of
-    ``start_from``."""
+    bucket layout was not rebuilt; ``reset``: why the hook's state is reset; ``change``: the change of the hook; ``total``: a
+    sentence on another number of steps; ``unregistered``: a sentence on state that nothing has registered; ``imported``: what
+    was loaded from the file of ``start_from``."""
 
     layout: str | None = None
     reset: str | None = None
@@ -68,9 +68,13 @@ class Notes:
 def build(
     launch: LaunchFile, chosen: Chosen, module: nn.Module, device: torch.device, notes: Notes, ddp: DdpSpec
 ) -> tuple[ManagedDDP, ManagedHook]:
-    """Wrap ``module`` in DDP under the job's hook, on the recorded bucket layout, and return it with its hook. Fills ``notes``;
-    loads the file of ``start_from`` into ``module`` if the job starts from one. A collective. Raises ``UserError`` if
-    ``policy.on_hook_mismatch`` does not allow what that requires, or the hook or checkpoint does not fit the model."""
+    """Wrap ``module`` in DDP under the job's hook, and return the DDP and its hook. A collective.
+
+    DDP gets the recorded bucket layout if there is a checkpoint. If that is impossible and ``policy.on_hook_mismatch`` allows
+    it, DDP gets its own layout. ``notes`` is filled with what was changed. If the job starts from a file (``start_from``), it
+    is loaded into ``module``. Raises ``UserError`` if the policy does not allow what is required, or the hook or the checkpoint
+    does not fit the model.
+    """
     spec, manifest = launch.spec, chosen.manifest
     if manifest is None and launch.start_file is not None:
         notes.imported = imported.load(launch, module)
@@ -116,15 +120,15 @@ def _model_difference(manifest: Manifest, module: nn.Module) -> str | None:
 
 
 def _new_run(launch: LaunchFile) -> str:
-    """Advice, for an error text, on how to start a new run."""
+    """Return advice, for an error text, on how to start a new run."""
     return 'Session("another-directory")' if launch.is_standalone else "as a new job (of `ratchet run`: --new)"
 
 
 def _wrap_managed(
     launch: LaunchFile, ddp: DdpSpec, module: nn.Module, device: torch.device, recorded: Layout | None
 ) -> tuple[ManagedDDP, ManagedHook]:
-    """Wrap ``module`` in DDP under the hook, on the layout ``recorded`` if given. Raises ``LayoutMismatch`` if that layout cannot
-    be rebuilt, and ``UserError`` for other errors of the hook."""
+    """Wrap ``module`` in DDP under the hook, and return the DDP and its hook. ``recorded``: the bucket layout to use; None:
+    DDP's own. Raises ``LayoutMismatch`` if that layout cannot be rebuilt, and ``UserError`` for other errors of the hook."""
     hook, options = launch.spec.hook, ddp.model_dump(exclude={"backend"})
     try:
         return managed_ddp(module, hook, ddp=options, device=device, recorded_layout=recorded)
@@ -140,9 +144,12 @@ def _wrap_managed(
 
 def restore(runtime: Runtime) -> ResumeReport:
     """Restore the checkpoint's state, if there is a checkpoint, compare the environment with the recorded one, and return the
-    resume report. A collective. Rank 0 also writes ``base.json`` and reports that training begins. Every rank returns the report;
-    only rank 0's has its ``notes``. Raises ``UserError`` for state that does not fit and for a difference under
-    ``determinism: strict``, and ``StateError`` if the restored tensors are not those that were saved."""
+    resume report. A collective. Rank 0 also writes ``base.json`` and reports that training begins. Every rank returns the
+    report; only rank 0's has its ``notes``.
+
+    Raises ``UserError`` for state that does not fit, for a difference under ``determinism: strict``, and if the ranks request
+    different numbers of steps. Raises ``StateError`` if the restored tensors are not those that were saved.
+    """
     launch, chosen = runtime.launch, runtime.chosen
     packages = package_list.installed()
     runtime.environment = environment.record(launch, runtime.device, packages)
@@ -209,8 +216,8 @@ def restore(runtime: Runtime) -> ResumeReport:
 
 
 def total_difference(runtime: Runtime) -> EnvironmentDifference | None:
-    """The difference between the number of steps that the script requests and that of the attempt that saved the base: a schedule
-    made for the old number does not adapt to the new one. None if they are equal or one is unknown."""
+    """Return the difference between the number of steps that the script requests and that of the attempt that saved the base: a
+    schedule made for the old number does not adapt to the new one. None if the numbers are equal or one is unknown."""
     before, now = runtime.earlier_total, runtime.total
     if before is None or now is None or before == now:
         return None
@@ -218,15 +225,16 @@ def total_difference(runtime: Runtime) -> EnvironmentDifference | None:
 
 
 def _not_exact_since(chosen: Chosen) -> str | None:
-    """A text with step and attempt that the first inexact resume started from; None if all resumes that led to the checkpoint
-    were exact."""
+    """Return a text with step and attempt that the first inexact resume started from; None if all resumes that led to the
+    checkpoint were exact."""
     found = None if chosen.manifest is None else chosen.manifest.environment.get(environment.NOT_EXACT)
     return None if found is None else str(found)
 
 
 def _report_late_changes(runtime: Runtime) -> list[ComponentReport]:
-    """A report, in a list, on what the checkpoint lacks because it changed after ``checkpoint()`` (``late_changes``) or because
-    the rest of the step's body was cut off; empty if it lacks nothing."""
+    """Return a list with one report if the checkpoint lacks state; else an empty list. It lacks state that changed after
+    ``checkpoint()`` in the same step (``late_changes``), or that the rest of the step's body would have changed had it not been
+    cut off."""
     directory, manifest = runtime.chosen.directory, runtime.chosen.manifest
     assert directory is not None and manifest is not None
     what = read_changed_marker(directory)
@@ -242,8 +250,9 @@ def _report_late_changes(runtime: Runtime) -> list[ComponentReport]:
 
 
 def _persist_mark(runtime: Runtime, components: list[ComponentReport]) -> None:
-    """If ``components`` report that the checkpoint lacks late changes, write a marker file with the reason into the checkpoint's
-    directory, so that copies of it carry the marker too. A checkpoint of another job is left as it is."""
+    """If ``components`` report that the checkpoint lacks late changes, write the marker file ``CHANGED`` with the reason into
+    the checkpoint's directory, so that copies of it carry the marker too. Nothing is written into a checkpoint of another
+    job."""
     what = next((c.reason for c in components if c.component == "checkpoint"), None)
     directory, own = runtime.chosen.directory, JobPaths(Path(runtime.launch.job_root)).checkpoints
     if what is not None and directory is not None and directory.parent == own:
@@ -251,8 +260,8 @@ def _persist_mark(runtime: Runtime, components: list[ComponentReport]) -> None:
 
 
 def _report_import(runtime: Runtime) -> list[ComponentReport]:
-    """The reports on what was loaded from the file of ``start_from``. Raises ``UserError`` if ``Session.wrap`` did not wrap the
-    model."""
+    """Return the reports on what was loaded from the file of ``start_from``. Raises ``UserError`` (``import-mismatch``) if
+    nothing was loaded, because ``Session.wrap`` did not wrap the model."""
     found, state = runtime.notes.imported, runtime.state
     if found is None:
         raise UserError(
@@ -294,7 +303,7 @@ def _check_same_total(totals: list[int | None]) -> None:
 
 
 def _merge_differences(found: list[EnvironmentDifference]) -> list[EnvironmentDifference]:
-    """Each difference once, sorted by key; those that several ranks report alike are merged."""
+    """Return each difference once, sorted by key; those that several ranks report alike are merged."""
     return sorted({(d.key, repr(d)): d for d in found}.values(), key=lambda d: d.key)
 
 
@@ -344,15 +353,15 @@ def _check_strict(launch: LaunchFile, reports: list[ComponentReport]) -> None:
 
 
 def _nonstrict_advice(launch: LaunchFile) -> str:
-    """Advice, for an error text, on how to continue without ``determinism: strict``."""
+    """Return advice, for an error text, on how to continue without ``determinism: strict``."""
     if launch.is_standalone:
         return 'Session(determinism="warn")'
     return f"as a new job, `ratchet fork {launch.job_id} --set determinism=warn`"
 
 
 def _write_base(runtime: Runtime, report: ResumeReport) -> None:
-    """Write ``base.json`` durably (which checkpoint this attempt starts from), then report the resume and the begin of training.
-    The file must be on disk before any training: the lineage depends on it."""
+    """Write ``base.json`` durably, the file that names the checkpoint that this attempt starts from. Then report the resume and
+    that training begins. The file must be on disk before any training: the lineage depends on it."""
     paths = AttemptPaths(Path(runtime.launch.attempt_dir))
     write_atomic(paths.base_file, report.base.model_dump_json().encode(), durable=True)
     runtime.reporter.report_resumed(report)
@@ -362,7 +371,7 @@ def _write_base(runtime: Runtime, report: ResumeReport) -> None:
 def _verdict(
     manifest: Manifest | None, components: list[ComponentReport], differences: list[EnvironmentDifference]
 ) -> Verdict:
-    """``fresh`` without a checkpoint, ``exact`` if nothing differs and every component is exact, else ``not-exact``."""
+    """Return ``fresh`` without a checkpoint, ``exact`` if nothing differs and every component is exact, else ``not-exact``."""
     if manifest is None:
         return "fresh"
     return "exact" if not differences and all(c.status == "exact" for c in components) else "not-exact"

@@ -63,8 +63,8 @@ Item = TypeVar("Item")
 
 class Runtime:
     """One rank's run of the job: it wraps the model, restores state, counts steps, saves between steps, and acts on what the
-    ranks have agreed on. ``step``: number of completed steps of the job; ``total``: number of all its steps (None: only the
-    script knows)."""
+    ranks have agreed on. ``step``: number of completed steps of the job, those of earlier attempts included; ``total``: number
+    of all steps of the job (None: only the script knows)."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Runtime:
 
     @property
     def open_step(self) -> int:
-        """Number of the open step, counted from 1; between two steps the number of the last one."""
+        """Number of the open step, counted from 1; between two steps the number of the last step."""
         return self.step + self._step_open
 
     @property
@@ -172,21 +172,24 @@ class Runtime:
 
     @property
     def earlier_total(self) -> int | None:
-        """``total`` of the attempt that saved the base. None where it was not known, or where the number of ranks has changed,
-        which may change the number of steps."""
+        """The ``total`` of the attempt that saved the base. None where it was not known, or where the number of ranks has
+        changed, which may change the number of steps."""
         manifest = self.chosen.manifest
         return manifest.total_steps if manifest is not None and manifest.world_size == self.world_size else None
 
     @property
     def is_judged(self) -> bool:
-        """True if this step is saved and its checkpoint is judged by a metric (``checkpoint.keep_best``)."""
+        """True if the last step is saved or being saved, and that checkpoint is judged by a metric
+        (``checkpoint.keep_best``)."""
         return self.launch.spec.checkpoint.keep_best is not None and self.checkpointer.metric_step == self.step
 
     # --- before the first step -----------------------------------------------------------------------------------------
 
     def wrap(self, module: nn.Module, *, find_unused_parameters: bool = False) -> ManagedDDP:
-        """Wrap ``module`` in DDP under the job's hook, on the recorded bucket layout. ``find_unused_parameters``: True enables it
-        even if the spec does not, unless the spec sets ``static_graph``. A collective. Raises ``UserError``."""
+        """Wrap ``module`` in DDP under the job's hook, on this rank's device and the recorded bucket layout, and return the
+        DDP. ``find_unused_parameters`` True enables that option even if the spec does not, unless the spec sets
+        ``static_graph``. A collective. Raises ``UserError`` for a second model, and if the hook or the checkpoint does not fit
+        the model."""
         if self.state.ddp is not None:
             raise UserError(
                 "one model per job can be wrapped; put several networks into one module. Pass a copy that is not trained (an "
@@ -200,8 +203,8 @@ class Runtime:
         return ddp
 
     def check_loop_variables(self, frame: FrameType | None, *, within_epoch: bool = False) -> None:
-        """Report the variables that the script's loop in ``frame`` carries from one pass to the next. ``within_epoch``: the loop
-        is over an epoch's batches."""
+        """Report the variables that the script's loop in ``frame`` carries from one pass to the next, since no checkpoint
+        contains them. Each variable is reported once. ``within_epoch`` True: the loop is over an epoch's batches."""
         place, names = loop_variables.find_carried(frame)
         new = [name for name in names if name not in self._reported_variables]
         if not new:
@@ -215,8 +218,8 @@ class Runtime:
             self.reporter.note("loop-variables", text, place=place, names=new)
 
     def _check_unregistered(self) -> None:
-        """Look, on all ranks, for objects that act on the training and are not registered, and report their names. If there are
-        any, raises ``UserError`` under ``determinism: strict``."""
+        """Look, on all ranks, for objects that act on the training and are not registered, and report their names. A
+        collective. If there are any, raises ``UserError`` (``unregistered-state``) under ``determinism: strict``."""
         state, (ddp, _) = self.state, self.state.require_wrapped()
         given = (
             *state.optimizers.values(),
@@ -238,7 +241,8 @@ class Runtime:
             self.reporter.note("unregistered", text)
 
     def restore(self, total: int | None) -> None:
-        """Restore what was registered, report the result, and report that training begins. Called on every rank, once.
+        """Restore what was registered, report the result, and report that training begins. A collective, called once on every
+        rank. ``total``: the number of steps, None if it is not known.
 
         Raises ``UserError`` (a second call, state that does not fit, or a difference under ``determinism: strict``),
         ``StateError`` (the restored tensors are not those that were saved) and ``CheckpointError``.
@@ -260,14 +264,14 @@ class Runtime:
         self._report_hook()
 
     def mark_not_exact(self) -> None:
-        """Make every later checkpoint record that its bits may differ, since this attempt's resume, from those of an undisturbed
-        run. If an earlier resume is recorded already, that record stays."""
+        """Make every later checkpoint record that its bits may differ from those of an undisturbed run, since this attempt's
+        resume. If the record of an earlier resume exists already, it stays."""
         base = self.chosen.base
         self.provenance.setdefault(environment_record.NOT_EXACT, f"step {base.step}, attempt {base.attempt}")
 
     def _set_gates(self) -> None:
-        """Make the hook and the optimizers wait, before they change state, until a save in progress has copied that state. Does
-        nothing if saves do not overlap with training."""
+        """Make the hook and the optimizers block, before they change state, until a save in progress has copied that state.
+        Does nothing if saves do not overlap with training."""
         if not self.checkpointer.is_overlapped:  # and a hook would be traced with a compiled optimizer.step()
             return
         gate = self.checkpointer.wait_until_copied
@@ -278,8 +282,9 @@ class Runtime:
     # --- steps ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Act on what the ranks have agreed on (a stop, a save), then start the next step. Raises ``Stopped`` for a stop, and
-        ``UserError`` after the job's last step or if a step is open."""
+        """Act on what the ranks have agreed on (a stop, a save), then start the next step. May block until the ranks have
+        agreed. Raises ``Stopped`` for a stop, ``UserError`` after the job's last step or if a step is open, and
+        ``CheckpointError`` after too many failed saves."""
         if self.stopped is not None:  # and the script caught it
             raise self.stopped
         self.check_not_ended()
@@ -303,9 +308,9 @@ class Runtime:
         self.counter.start_step(self.step + 1)
 
     def set_total(self, total: int | None) -> None:
-        """Set the number of steps of the script's loop to ``total``. If ``restore`` did not know that number, it is compared here
-        with the number in the attempt that saved the base. A difference is reported and makes the run not exact; under
-        ``determinism: strict`` it raises ``UserError``."""
+        """Set the number of steps of the script's loop to ``total``. If it was unknown before, it is compared with the number
+        in the attempt that saved the base. A difference is reported and makes the run not exact; under ``determinism: strict``
+        it raises ``UserError``."""
         unknown, self.total = self.total is None, total
         if unknown and (odd := resume.total_difference(self)) is not None:
             text = f"not exact: {odd.sentence()}"
@@ -316,8 +321,8 @@ class Runtime:
                 self.reporter.note("other-total", text)
 
     def mark_nothing_left(self) -> None:
-        """Record that the script's loop has no step to do. ``check_not_ended`` then refuses a further loop, as in the attempt
-        that has done the steps."""
+        """Record that the script's loop has no step to do, since the job's last step was done by an earlier attempt.
+        ``check_not_ended`` then refuses a further loop, as it does in the attempt that has done the last step."""
         self._ended = True
         if self._is_base_finished and self.on_nothing_left is not None:
             self.on_nothing_left()
@@ -334,11 +339,13 @@ class Runtime:
             )
 
     def end_step(self, *, last: bool = False) -> None:
-        """End the open step, if there is one: count it, and save if a save is due. Call it after ``optimizer.step()`` and
-        ``zero_grad()``. ``last``: the job ends here, regardless of ``total``.
+        """End the open step, if there is one: count it, and begin a save if one is due. After the job's last step the final
+        checkpoint is saved, which blocks. Call it after ``optimizer.step()`` and ``zero_grad()``. ``last``: the job ends here,
+        regardless of ``total``.
 
         A hook that averages parameters does so here, as the last action of the step: on every rank, also where a scaler skipped
-        ``optimizer.step()`` on some, and before the step is counted, saved or stopped at.
+        ``optimizer.step()`` on some, and before the step is counted, saved or stopped at. Raises ``CheckpointError`` after too
+        many failed saves, and ``UserError`` for a step that differs from its earlier execution under ``determinism: strict``.
         """
         if not self._step_open:
             self._end_body()
@@ -381,7 +388,7 @@ class Runtime:
         return endless(data, self.count_batch)
 
     def count_batch(self) -> None:
-        """Count a batch for the open step. Raises ``UserError`` where none is open."""
+        """Count a batch of the training data for the open step. Raises ``UserError`` if no step is open."""
         if not self._step_open:
             raise UserError(
                 "a batch of the training data was taken outside a step, so a checkpoint would count it to the wrong one: take "
@@ -393,7 +400,7 @@ class Runtime:
 
     @property
     def has_taken_batch(self) -> bool:
-        """True if this step has taken a batch of the training data."""
+        """True if this step has taken a batch of the training data. Between two steps: if the last one had."""
         return self._batches > 0
 
     def _fingerprint(self) -> None:
@@ -423,8 +430,13 @@ class Runtime:
         return self.state.require_wrapped()[1].iteration > self._iteration
 
     def checkpoint(self) -> bool:
-        """Save now, unless this step is saved already; every rank calls it after the same step. An open step that has done its
-        work ends first. Returns False if the save failed, which is reported."""
+        """Save now, and wait for the save, unless this step is saved already. Every rank calls it after the same step. An open
+        step that has done its work is ended first. Returns True if the step is saved, False if the save failed, which is
+        reported. Raises ``CheckpointError`` after the third failure in a row.
+
+        State that the body of the loop changes after this call is not in the checkpoint; the checkpoint is then marked as
+        changed.
+        """
         self._check_late_changes()
         self.checkpointer.drain()  # a save in progress is of the last boundary
         early = self._changed_before_work()
@@ -441,8 +453,8 @@ class Runtime:
         return error is None
 
     def _changed_before_work(self) -> list[str]:
-        """Return the names of what the open step has changed already, if ``checkpoint()`` would now save the step before it;
-        empty otherwise."""
+        """Return the names of what the open step has changed already (data, generators, schedulers), if ``checkpoint()`` would
+        now save the step before it. Empty otherwise."""
         if not self._step_open or self._has_worked or self.step == self.checkpointer.last.step:
             return []
         assert self.proof is not None
@@ -468,8 +480,8 @@ class Runtime:
             self.counter.set_saved_within(0)
 
     def _check_late_changes(self) -> None:
-        """Mark the checkpoint if state has changed in the body after ``checkpoint()``, which ended the step: such a change
-        belongs to no step."""
+        """If state has changed since ``checkpoint()`` ended the step in the middle of its body, write the marker ``CHANGED``
+        into that checkpoint and report it: such a change belongs to no step."""
         late, self._late_changes = self._late_changes, None
         if late is not None and (names := late.changed_components()):
             self._mark_changed(late.step, late_change_message(late.step, names))
@@ -479,16 +491,21 @@ class Runtime:
             self.reporter.note("changed-behind-checkpoint", text, step=step)
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
-        """Log metrics of the open step, or of the last one; only rank 0's are kept."""
+        """Log metrics of the open step, or between two steps of the last one. Only rank 0's are reported; on other ranks
+        nothing happens."""
         if self.rank == 0:
             step, found = self.open_step, {k: metric_value(k, v) for k, v in values.items()}
             self.reporter.report_metrics(step, found)
             self.checkpointer.record_metrics(step, found)
 
     def finish(self) -> None:
-        """End the job, once every rank has done its last step, and save the final checkpoint unless it exists. In a thread other
-        than the one that does the steps, first wait for the last step; raises ``RuntimeError`` if that thread ends earlier.
-        Raises ``UserError`` in a fork or an adopted run that has done no step of its own."""
+        """End the job: save the final checkpoint unless it exists, and wait until every rank has done its last step. Does
+        nothing if the job has been ended before.
+
+        In a thread other than the one that does the steps, first wait for the last step; raises ``RuntimeError`` if that thread
+        ends earlier. Raises ``Stopped`` if the ranks have agreed to stop, ``CheckpointError`` if the final save fails, and
+        ``UserError`` in a fork or an adopted run that has done no step of its own.
+        """
         self._wait_for_last_step()
         with self._boundary_lock:
             if not self.finished:
@@ -540,8 +557,8 @@ class Runtime:
         self.agreement.close()
 
     def _report_end(self) -> None:
-        """Report the hook and the trial, then wait, without a time limit, until every rank is here. Called after the last save. A
-        rank must not stop listening earlier: a rank that is frozen before its own end would wait for an answer forever."""
+        """Report the hook and the trial, then wait, without a time limit, until every rank has called this. Called after the
+        last save. A rank that stopped listening earlier could leave another waiting forever for its answer in an agreement."""
         self._report_hook()
         self._report_trial()
         self.exchange.gather("finish", None, timeout=math.inf)
@@ -577,11 +594,12 @@ class Runtime:
 
     @contextmanager
     def evaluating(self) -> Iterator[Evaluation]:
-        """Context manager of an evaluation, whose block leaves the training state unchanged. Every rank enters it after the same
-        step.
+        """Context manager of an evaluation, whose block leaves the training state unchanged. Every rank enters it after the
+        same step.
 
-        Between two steps a stop cuts it short, and it runs again after the resume. Within a loop's body it belongs to the step,
-        as does what the script does with its values (stepping a scheduler by them): a stop comes after both.
+        Between two steps a stop cuts it short: the block is left without an exception, and the evaluation runs again after the
+        resume. Within a loop's body it belongs to the step, as does what the script does with its values (stepping a scheduler
+        by them): a stop comes after both.
         """
         ddp, hook = self.state.require_wrapped()
         cut_short = not self._in_body
@@ -618,8 +636,9 @@ class Runtime:
         return self._step_open or self._saved_in_body
 
     def _begin_evaluation(self) -> str:
-        """Begin an evaluation and return its name. Between two steps the evaluation is a unit of its own, before which the ranks
-        may act on a decision; within a body it belongs to the step's unit. Raises ``UserError`` for too many after one step."""
+        """Begin an evaluation and return its name, which is the same on all ranks. Between two steps the evaluation is a unit
+        of its own: before it starts, this rank acts on what the ranks have agreed on, and may raise ``Stopped``. Within a
+        loop's body it belongs to the step's unit. Raises ``UserError`` for too many evaluations after one step."""
         if self._in_body:
             self._evaluations += 1
             return f"evaluation/{self._unit}/{self._evaluations}"
@@ -664,7 +683,8 @@ class Runtime:
         raise self.stopped
 
     def _remaining_grace(self, cause: Cause) -> float:
-        """Seconds that are left, after a stop by ``cause``, until the processes are killed."""
+        """Return the seconds that are left, after a stop by ``cause``, until the processes are killed; negative if the time is
+        over."""
         policy = self.launch.spec.policy
         grace = policy.stop_grace
         if cause in (Cause.SIGTERM, Cause.TIME_LIMIT) and policy.preemption_notice is not None:
@@ -673,7 +693,8 @@ class Runtime:
 
     def _save_if_new(self, reason: Reason, remaining_seconds: float | None = None) -> str | None:
         """Save this step unless it is saved already, after waiting for a save in progress. Return the error message if the save
-        failed, else None. The ``CheckpointError`` after the third failure in a row is raised, except for the reason ``stop``."""
+        failed, else None. The ``CheckpointError`` after the third failure in a row is raised, but for the reason ``stop`` its
+        message is returned."""
         self.checkpointer.drain()
         if self.step == self.checkpointer.last.step:
             self.checkpointer.wait_for_retention()
@@ -721,9 +742,9 @@ def start_runtime(
     counter: StepCounter,
     reporter: Reporter,
 ) -> Runtime:
-    """Start the process group, agree with the other ranks on what to start from, and return this rank's runtime. A collective.
-    ``timeout``: seconds that a rank waits for others; ``block_if_aborting``: see ``GroupAbort.block_if_aborting``. Raises
-    ``UserError`` and ``CheckpointError``."""
+    """Start the process group, agree with the other ranks on the checkpoint to start from, and return this rank's runtime. A
+    collective. ``timeout``: seconds that a rank waits for others; ``block_if_aborting``: see ``GroupAbort.block_if_aborting``.
+    Raises ``UserError`` and ``CheckpointError``."""
     device = process_group.select_device(launch, identity)
     process_group.init_group(launch, identity, clients, device, timeout)
     counter.tick()

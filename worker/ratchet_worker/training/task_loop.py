@@ -61,7 +61,7 @@ def _build(runtime: Runtime, task: Task) -> Parts:
 
 
 def _steps(parts: Parts) -> int:
-    """The number of steps that the parts determine. Raises ``UserError`` if they do not."""
+    """Return the number of steps that the parts determine. Raises ``UserError`` if they do not."""
     try:
         return parts.steps()
     except ValueError as error:
@@ -87,8 +87,8 @@ def check_parts(parts: Parts, *, static_graph: bool) -> None:
 
 
 def _components(parts: Parts) -> dict[str, Any]:
-    """The parts with state, except the model, by the names under which they are registered; ``stateful`` ones as
-    ``user:<name>``."""
+    """Return the parts with state, except the model, by the names under which they are registered. Those in ``stateful`` are
+    named ``user:<name>``."""
     out: dict[str, Any] = {"optimizer": parts.optimizer, "data": parts.train}
     if parts.scheduler is not None:
         out["scheduler"] = parts.scheduler
@@ -141,8 +141,8 @@ class Trainer:
         parts.optimizer.zero_grad()
 
     def log(self) -> None:
-        """Log the last step's metrics on rank 0, if they are due: means over the accumulated batches of rank 0, and the learning
-        rates."""
+        """Log the last step's metrics, if they are due; only on rank 0. A metric is the mean over the batches that rank 0
+        accumulated in the step. The learning rates are added."""
         runtime = self._runtime
         due = runtime.reporter.metrics_due(runtime.step, runtime.total) or runtime.is_judged
         if runtime.rank != 0 or not due:
@@ -159,15 +159,16 @@ class Trainer:
         runtime.log({**{name: sum(v) / len(v) for name, v in values.items()}, **rates})
 
     def evaluation_due(self) -> bool:
-        """True after every ``evaluate_every`` steps (None: never before the end) and after the job's last step, if the task can
-        be evaluated."""
+        """True if the task must be evaluated now: after every ``evaluate_every`` steps (None: not before the end), and after
+        the job's last step. Always False for a task without ``evaluation``."""
         if not hasattr(self._task, "evaluation"):
             return False
         every, step = self._parts.evaluate_every, self._runtime.step
         return self._runtime.done or (every is not None and step % every == 0)
 
     def evaluate(self) -> None:
-        """Evaluate this rank's share of the evaluation data, and log the averages over all ranks. A collective."""
+        """Evaluate this rank's share of the evaluation data, and log the averages over all ranks. Every rank must call it. If a
+        stop cuts the evaluation short, nothing is logged; it runs again after the resume."""
         task: Any = self._task
         with self._runtime.evaluating() as evaluation:
             sums: dict[str, tuple[float, float]] = {}

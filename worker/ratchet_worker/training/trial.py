@@ -28,8 +28,8 @@ _MAX_STEPS: Final = 1000
 
 @dataclass
 class Exercised:
-    """What a run has reached: the number of steps done at each end of an epoch, at each evaluation, and at the first step of each
-    phase of the hook. ``batches``: the most batches that one step has taken."""
+    """What a trial has reached. ``epoch_ends`` and ``evaluations``: the number of steps done at each of them; ``phases``: by
+    phase of the hook, its first step; ``batches``: the largest number of batches that one step has taken."""
 
     epoch_ends: list[int] = field(default_factory=list)
     evaluations: list[int] = field(default_factory=list)
@@ -38,8 +38,8 @@ class Exercised:
 
 
 class Trial:
-    """The trial in one rank's attempt; it does nothing if the job is no trial. ``expects_evaluation``: the loop will evaluate
-    sooner or later, without a call in the user's code."""
+    """The trial in one rank's attempt; it does nothing if the job is no trial. ``expects_evaluation``: True if the loop itself
+    will evaluate at some time, without a call in the user's code."""
 
     def __init__(self, launch: LaunchFile, rank: int) -> None:
         self._spec = launch.spec.trial
@@ -75,8 +75,9 @@ class Trial:
         self._epoch = epoch
 
     def record_evaluation(self, step: int, drain: Callable[[], object]) -> None:
-        """Record an evaluation after ``step`` steps, once; also called for each of its batches. Kills this process if the fault
-        plan says so, after ``drain`` has completed a save in progress."""
+        """Record that an evaluation took place after ``step`` steps. It may be called again for each batch of that evaluation,
+        which is recorded once. Kills this process if the fault plan says so, after ``drain`` has completed a save in
+        progress."""
         if step and self.exercised.evaluations[-1:] != [
             step
         ]:  # some scripts try out their evaluation before the first step
@@ -86,8 +87,8 @@ class Trial:
             _kill_self()
 
     def facts(self, step: int, total: int | None, schedulers: dict[str, int]) -> dict[str, Any]:
-        """The fields of the job's event on what the trial has exercised, after ``step`` of ``total`` steps. ``schedulers``: the
-        number of times that each one was stepped."""
+        """Return the fields of the job's event on what the trial has exercised, after ``step`` of ``total`` steps.
+        ``schedulers``: by name, the number of times that each one was stepped."""
         seen = self.exercised
         return {
             "step": step,
@@ -126,9 +127,12 @@ class Trial:
     def inject_fault(
         self, step: int, drain: Callable[[], object], start_step: Callable[[int], None], agreement: Agreement
     ) -> None:
-        """Inject the fault that is planned for this rank after ``step`` steps, if there is one: kill this rank, have the agent
-        kill itself, or request a stop and wait until the ranks have decided on it. ``drain`` completes a save in progress before
-        a kill. ``start_step`` writes the step counter, which the agent reads."""
+        """Inject the fault that is planned for this rank after ``step`` steps; do nothing if there is none.
+
+        The kinds of fault: kill this rank; make the agent kill itself, and wait for that; or request a stop and wait until the
+        ranks have decided on it. ``drain`` completes a save in progress before a kill. ``start_step`` writes the step counter,
+        from which the agent learns that it must kill itself.
+        """
         if self._due(step, "kill-rank"):
             drain()
             _kill_self()

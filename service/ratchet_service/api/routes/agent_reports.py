@@ -35,10 +35,11 @@ async def report(
     number: str,
     authorization: Annotated[str | None, Header(description="Bearer and the token of the attempt.")] = None,
 ) -> Response:
-    """A report has all messages of the ranks since the last acknowledgement. 409 `stale-attempt`: the attempt is over; the agent
-    must end its ranks.
+    """A report has all messages of the ranks since the last acknowledgement. The response has the acknowledged numbers and the
+    job's desired state. 409 `stale-attempt`: the attempt is over; the agent must end its ranks.
 
-    The response header `Ratchet-Report-After` has the seconds until a report with only metrics is due.
+    The response header `Ratchet-Report-After`, if present, has the seconds that the agent must wait before its next report with
+    only metrics.
     """
     # Asynchronous, with an answer made here: what FastAPI does for others is a third of what a report costs.
     body = await get_report_body(request)
@@ -49,9 +50,9 @@ async def report(
 def _report(
     service: Service, instruments: Instruments, job_id: str, number: str, body: RawBody, authorization: str | None
 ) -> Response:
-    """Store the report in ``body``, and return the acknowledgement with the job's desired state. It runs in a worker thread. A
-    report with a result also wakes the reconciler. Raises ``Refused``, ``SpecError``, ``NotFound`` (``attempt-not-found``) and
-    ``Stale``."""
+    """Store the report in ``body``, and return the response: the acknowledgement with the job's desired state. It runs in a
+    worker thread. A report with a result also wakes the reconciler. Raises ``Refused``, ``SpecError``, ``NotFound``
+    (``attempt-not-found``) and ``Stale``."""
     begin = time.thread_time()
     data = decode(body, check_storable=False)  # a rank may say anything, and must not be stuck with it
     try:

@@ -144,9 +144,10 @@ def compare(
     checkpoint: Annotated[str | None, Query(description="Checkpoint of the first job. Default: see above.")] = None,
     with_checkpoint: Annotated[str | None, Query(description="Checkpoint of the second job.")] = None,
 ) -> ComparisonView:
-    """Compares every tensor and every rank's state. Compared is the first step at which the jobs differ, of the steps at which
-    both have a checkpoint; if they are identical at all of these, the newest one. It takes as long as reading the files takes,
-    unless the recorded digests are the same."""
+    """Compares every tensor and every rank's state of two checkpoints. By default they are those of the first step at which the
+    jobs differ, of the steps at which both have a checkpoint; if the jobs are identical at all of these, those of the newest one.
+    If one checkpoint is named, it is compared with the other job's checkpoint of the same step. It takes as long as reading the
+    files takes, unless the recorded digests are the same."""
     return service.comparer.compare(job_id, with_job_id, checkpoint, with_checkpoint)
 
 
@@ -199,8 +200,9 @@ def pin(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) ->
 )
 def prune_checkpoints(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     """Deletes the branches that a resume from an earlier step left behind (`lineage: abandoned`), the checkpoints of attempts
-    that had lost their lease, and the remains of saves. With `quarantined`, also all quarantined checkpoints. Other
-    pinned checkpoints stay, and so do files that a running attempt may be writing."""
+    that had lost their lease, and the remains of saves. Pinned checkpoints stay, and so do files that a running attempt may be
+    writing. With `quarantined`, all quarantined checkpoints are deleted, too, even pinned ones. With `dry_run`, nothing is
+    deleted, and the response has what would be."""
     poster, data = post
     request = parse(PruneRequest, data)
     paths = service.settings.paths

@@ -79,8 +79,8 @@ def submit_job(
 
 
 def _plan(data: Any, adopt: str | None, ports: SubmissionPorts) -> PlanView:
-    """Return the plan of a submission; nothing is stored. ``adopt``: the directory of a run to continue, whose warnings are
-    added."""
+    """Return the plan of a submission; nothing is stored. ``adopt``: the directory of a run to continue, for which warnings are
+    added; None: there is none."""
     plan = submit.dry_run(data, ports)
     if adopt is None:
         return plan
@@ -110,7 +110,8 @@ def list_jobs(
 
 @router.get("/v1/jobs/{job_id}", dependencies=[needs(Scope.JOBS_READ)], summary="Read a job")
 def get_job(service: ServiceDep, job_id: str, response: Response) -> JobView:
-    """The job's current state. The ETag changes with phase, desired state, labels and priority, not with progress.
+    """The job's current state. The ETag changes with phase, desired state, labels, priority and requests for a checkpoint, not
+    with progress.
 
     While the database's disk is full, jobs that have not ended show the reason `disk-full`, which cannot be stored.
     """

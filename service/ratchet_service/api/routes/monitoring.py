@@ -90,7 +90,7 @@ def get_events(
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response | Page[EventView]:
     """The job's events, oldest first: a page (JSON), or a stream of events. The stream ends with `event: end` when the job has
-    ended; with `Last-Event-ID` it continues after that event."""
+    ended. A request with `Last-Event-ID` gets the stream of the events after that one."""
     if (
         dependencies.negotiate_media_type(
             accept, [dependencies.EVENTS] if follow else [dependencies.JSON, dependencies.EVENTS]
@@ -205,8 +205,8 @@ def get_logs(
 
 
 def _writer(form: str, prefix: bool) -> Any:
-    """Return the function that formats a line, given its mark, in the media type ``form``. ``prefix``: plain text has attempt and
-    rank before each line."""
+    """Return the function that formats one line for the media type ``form``. It takes the line's mark and the line. ``prefix``:
+    in plain text, attempt and rank stand before each line."""
 
     def text(_mark: str, line: LogLine) -> str:
         return f"[{line.attempt}.{line.rank}] {line.text}\n" if prefix else line.text + "\n"
@@ -236,7 +236,8 @@ def _refuse_cursor(cursor: str | None) -> None:
 
 
 def _stream(service: Service, poll: Any, form: str) -> StreamingResponse:
-    """Return a response that sends the chunks of ``poll``, in the media type ``form``, until it is finished."""
+    """Return a response in the media type ``form`` that sends the chunks of ``poll`` until its result is finished. A stream of
+    events also ends when the service shuts down."""
     settings = service.settings
     events_form = form == dependencies.EVENTS
     chunks = follow(

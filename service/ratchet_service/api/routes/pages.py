@@ -30,8 +30,8 @@ _SWAGGER_POLICY: Final = _POLICY + "script-src 'self'; style-src 'self' 'unsafe-
 
 @cache
 def _jobs_policy() -> str:
-    """Return the Content-Security-Policy of the page of jobs. It allows the inline script and the inline style of the page, by
-    their digests, and no others."""
+    """Return the Content-Security-Policy of the page of jobs. Of inline scripts and styles it allows only the page's own, by
+    their digests."""
     text = (_WEB / "jobs.html").read_text()
     [script], [style] = (re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("script", "style"))
     allowed = (
@@ -77,8 +77,8 @@ def _bundled(name: str) -> Path:
 
 
 def _page(path: Path, policy: str) -> Response:
-    """Return the file as a response with ``policy`` as its Content-Security-Policy. Browsers may cache it, but must revalidate
-    it."""
+    """Return the file as a response with ``policy`` as its Content-Security-Policy. Browsers may cache it, but must ask each time
+    whether it has changed."""
     headers = {
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",

@@ -40,7 +40,8 @@ _TOLERATION_ENUMS: Final[dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a server would refuse the Job. ``path``: keys and indices from the Job's root to the faulty value."""
+    """A reason for which a server would refuse the Job. ``path``: keys and indices from the Job's root to the faulty value;
+    ``detail``: the message."""
 
     path: tuple[str, ...]
     detail: str

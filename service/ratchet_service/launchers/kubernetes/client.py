@@ -30,7 +30,8 @@ _ADDRESS: Final = re.compile(r"<[^<>]* object at 0x[0-9a-f]+>: ")
 
 
 class Refusal(Exception):
-    """The server answered with a failure. ``code``: the HTTP status; ``reason``, ``message``: from the answer's Status."""
+    """The server refused the request. ``code``: the HTTP status; ``reason``, ``message``: from the answer's Status. Failures that
+    count as unreachable (see ``Api``) are not of this class."""
 
     def __init__(self, code: int, body: bytes) -> None:
         try:
@@ -44,8 +45,9 @@ class Refusal(Exception):
 
 
 class Api:
-    """Requests to one cluster; the first one connects. Thread-safe. All raise ``EngineUnreachable`` if no server answers, or if
-    it is overloaded or does not authenticate this service, and ``Refusal`` for any other failure."""
+    """Requests to one cluster; the first one connects. Thread-safe. All methods raise ``EngineUnreachable`` if no server answers,
+    if the server is overloaded or fails, or if it does not authenticate this service. They raise ``Refusal`` for any other
+    failure."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -70,7 +72,8 @@ class Api:
         return self._json("PATCH", path, {}, body)
 
     def delete(self, path: str, **query: str | int) -> bool:
-        """Request the deletion of an object; it may exist for some time after that. Return False if it does not exist."""
+        """Request the deletion of an object; it may exist for some time after that. Return True if it exists, False if it does
+        not."""
         try:
             self._call("DELETE", path, query)
         except Refusal as refusal:
@@ -81,8 +84,8 @@ class Api:
 
     @contextlib.contextmanager
     def stream(self, path: str, seconds: float, **query: str | int) -> Iterator[Stream]:
-        """Yield a response whose body is read as it arrives. ``seconds``: how long the server may send nothing (``_READ_TIMEOUT``
-        is added). The connection is closed at the block's end."""
+        """Yield a response whose body is read as it arrives. The connection is closed at the block's end. ``seconds``: how long
+        the server is expected to send nothing; reading fails ``_READ_TIMEOUT`` seconds after that."""
         response = self._request("GET", path, query, None, read_timeout=seconds + _READ_TIMEOUT)
         try:
             if response.status >= 300:
@@ -110,8 +113,8 @@ class Api:
     def _request(
         self, method: str, path: str, query: Mapping[str, str | int], body: Json | None, read_timeout: float
     ) -> Any:
-        """Send a request and return the response, of which the body is not read yet. Raises ``EngineUnreachable`` if no server
-        answers."""
+        """Send a request and return the response; its body is not read yet, and its status is not checked. Raises
+        ``EngineUnreachable`` if no server answers."""
         import urllib3
 
         client = self._get_client()

@@ -1,6 +1,6 @@
-"""Creates an attempt's objects in the cluster, in an order that a crash may interrupt anywhere: the Secret and the Service, which
-do nothing by themselves, then the Job, which then owns them. All have the attempt's name, by which existing objects are found and
-deleted."""
+"""Creates an attempt's objects in the cluster. The order is safe if a crash interrupts it anywhere: first the Secret and the
+Service, which do nothing by themselves, then the Job, which then owns both. All have the attempt's name, by which existing
+objects are found and deleted."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def refusal_message(refusal: Refusal) -> str:
 
 
 def create_objects(api: Api, site: Site, launch: LaunchFile, values: dict[str, str]) -> Json:
-    """Create the attempt's objects and return its Job; objects that exist already are kept, except for the Secret, which is
-    created again. ``values``: secret's name -> value, for the Secret. Raises ``LaunchError``, ``EngineUnreachable``, and
-    ``EngineFull`` while a quota of the namespace is used up."""
+    """Create the attempt's Secret, Service and Job, and return the Job as the server has it. Objects that exist already are kept,
+    except for the Secret, which is created again. ``values``: secret's name -> value, for the Secret; without values there is
+    none. Raises ``LaunchError``, ``EngineUnreachable``, and ``EngineFull`` while a quota of the namespace is used up."""
     secret, service = manifests.secret_manifest(site, launch, values), manifests.service_manifest(site, launch)
     try:
         if secret is not None and _create_if_absent(api, SECRETS, secret) is None:
@@ -69,8 +69,9 @@ def delete_secret_and_service(api: Api, site: Site, name: str) -> None:
 
 
 def delete_object(api: Api, path: str, **query: str | int) -> bool:
-    """Request the deletion of an object. Return False if it does not exist. A refusal, such as for a missing right, raises
-    ``EngineUnreachable``: the state of the object is unknown then."""
+    """Request the deletion of an object. Return True if the object exists; it may exist for some time after the call. Return
+    False if it does not exist. A refusal, such as for a missing right, raises ``EngineUnreachable``: the state of the object is
+    then unknown."""
     try:
         return api.delete(path, **query)
     except Refusal as refusal:
@@ -90,8 +91,8 @@ def find_job(api: Api, namespace: str, name: str) -> Json | None:
 
 
 def chown_job_files(site: Site, launch: LaunchFile) -> None:
-    """If the service runs as root, make the pods' user the owner of the job's and the attempt's directories and of what is
-    directly in them. Raises ``OSError``."""
+    """Make the pods' user the owner of the job's and the attempt's directories, and of the entries directly in them. Does nothing
+    unless the service runs as root. Raises ``OSError``."""
     if os.getuid() != 0:
         return
     job, attempt = Path(launch.job_root), Path(launch.attempt_dir)

@@ -43,8 +43,8 @@ def delete_job(api: Api, site: Site, name: str) -> bool:
 
 
 def mark_deleted(ref: AttemptRef) -> None:
-    """Create a marker file in the attempt's directory, which shows all processes of this service that the service itself deleted
-    the Job. Errors are ignored."""
+    """Create a marker file in the attempt's directory. It records, for all processes of this service, that the service itself
+    deleted the Job and nobody else. Errors are ignored."""
     with suppress(OSError):  # on a full disk the message will blame somebody else
         (ref.paths.root / _MARKER_FILE).touch()
 
@@ -55,7 +55,8 @@ def is_marked_deleted(ref: AttemptRef) -> bool:
 
 
 class AttemptKiller:
-    """Kills attempts step by step. It remembers, in memory, which attempts are being killed."""
+    """Kills attempts step by step: ``kill`` is called repeatedly until an attempt is dead. The object remembers, in memory, which
+    attempts are being killed."""
 
     def __init__(self, api: Api, site: Site) -> None:
         self._api, self._site = api, site
@@ -64,9 +65,10 @@ class AttemptKiller:
         self._overdue_since: dict[str, float] = {}  # pod of a machine that does not answer -> since when, monotonic
 
     def kill(self, ref: AttemptRef, observed: ObservedState) -> list[str]:
-        """Do the next step of killing the attempt, and return names of what may still be alive, for display; empty once the
-        attempt is proved dead. ``observed``: the watches' state; while that shows something of an attempt that is being killed
-        already, the server is not queried again. Raises ``EngineUnreachable``."""
+        """Do the next step of killing the attempt. Return names of what may still be alive, for display; empty once the attempt
+        is proved dead. ``observed``: the attempt's state according to the watches. While the watches show something of an attempt
+        that is being killed already, the server is not queried again. If all pods have ended by themselves, the Job controller
+        gets 5 s to mark the Job as ended; a Job that it has marked is kept. Raises ``EngineUnreachable``."""
         if ref.name not in self._deleted_pods and will_conclude(observed, ref.nodes):
             if is_finished(observed):
                 self._concluding_since.pop(ref.name, None)
@@ -103,15 +105,17 @@ class AttemptKiller:
         return out
 
     def _delete_pods(self, ref: AttemptRef, pods: Collection[Pod]) -> None:
-        """Request the deletion of those pods that have not ended, with a short grace; once for each pod."""
+        """Request the deletion of those pods that have not ended, with a grace of one second. Each pod's deletion is requested
+        once."""
         for pod in pods:
             if not pod.has_ended and pod.uid not in self._deleted_pods[ref.name]:
                 delete_object(self._api, pod.path, gracePeriodSeconds=_GRACE)
                 self._deleted_pods[ref.name].add(pod.uid)
 
     def _handle_unreachable(self, pods: Collection[Pod]) -> list[str]:
-        """Return messages about pods on machines that do not answer. A pod that has been overdue for ``lost_after`` seconds is
-        deleted by force. If the setting ``lost_after`` is None, the message tells an administrator how to do so."""
+        """Return a message for each pod whose machine does not answer. A pod that has been overdue for the setting ``lost_after``
+        (seconds) is deleted by force, without a message. If ``lost_after`` is None, the message tells an administrator how to
+        delete the pod."""
         lost_after, now, out = self._site.settings.lost_after, time.monotonic(), []
         for pod in pods:
             if pod.has_ended or not pod.is_overdue(now):
@@ -130,6 +134,6 @@ class AttemptKiller:
 
 
 def _remaining(observed: ObservedState) -> list[str]:
-    """Return names of the Job and the pods that exist according to the watches."""
+    """Return names of the Job and of the pods that have not ended, according to the watches."""
     job = [] if observed.job is None or observed.deleted else [f"job {observed.job['metadata']['name']}"]
     return [*job, *(pod.describe() for pod in observed.pods if not pod.has_ended)]

@@ -43,10 +43,10 @@ _FORBIDDEN: Final = re.compile(rf"is forbidden: (?!{QUOTA_EXCEEDED})|denied the 
 
 @dataclass(frozen=True)
 class ObservedState:
-    """What the watches have received of an attempt. ``job``: the Job's JSON; None: never seen. ``deleted``: the Job existed and
-    does not any more; ``deleted_by_service``: this service deleted it; ``warnings``: the last warning event, by the name of the
-    Job or pod that it is about; ``forbidden_since``: when the cluster was first seen to forbid the Job's pods, monotonic, if the
-    last event still says so; ``events_unavailable``: why warning events are not watched, None if they are."""
+    """What the watches have received of an attempt. ``job``: the Job's JSON, None if it was never seen. ``deleted``: the Job
+    existed and does not any more; ``deleted_by_service``: this service deleted it. ``warnings``: name of the Job or of a pod ->
+    the last warning event about it. ``forbidden_since``: monotonic time when the cluster was first seen to forbid the Job's pods;
+    None if the last event does not say so. ``events_unavailable``: why warning events are not watched, None if they are."""
 
     job: Json | None = None
     deleted: bool = False
@@ -64,10 +64,10 @@ class ObservedState:
 
 @dataclass(frozen=True)
 class View:
-    """What is concluded of an attempt. ``alive``, ``waiting``, ``ends`` as in ``AttemptState``; ``gone_nodes``: indices of nodes
-    whose pod is known not to run any more, or whose machine is lost; ``notes``: node -> text; ``revoked``: the Job was suspended
-    after it had started, and must not be resumed; ``pod_deleted_by_hand``: somebody deleted a pod and not its Job, as far as is
-    known."""
+    """What is concluded of an attempt. ``alive``, ``waiting``, ``ends``: as in ``AttemptState``. ``gone_nodes``: indices of nodes
+    whose pod is known not to run any more, or whose machine is lost. ``notes``: node -> text. ``revoked``: the Job was suspended
+    after it had started, and must not be resumed. ``pod_deleted_by_hand``: as far as is known, somebody deleted a pod, but not
+    the Job."""
 
     alive: bool
     waiting: str | None = None
@@ -128,7 +128,7 @@ def is_finished(observed: ObservedState) -> bool:
 
 def _may_start(observed: ObservedState, nodes: int) -> bool:
     """True if the Job controller may still create pods. It creates none once a pod has failed (``backoffLimit: 0``), and none for
-    indices that have succeeded."""
+    nodes whose pod has succeeded. False if the Job is not known or is being deleted."""
     if observed.job is None or observed.is_deleting:
         return False
     if any(_condition(observed.job, kind) for kind in ("Complete", "Failed", "FailureTarget", "SuccessCriteriaMet")):
@@ -148,8 +148,9 @@ def _is_revoked(observed: ObservedState, has_started: Callable[[], bool]) -> boo
 def _engine_ends(
     observed: ObservedState, has_result: Callable[[int], bool], now: float, patience: Patience, revoked: bool
 ) -> tuple[EngineEnd, ...]:
-    """Return the ends of the attempt's pods, in the order in which they happened, each a cause before its consequences; first of
-    all an action of somebody else on the Job. Without any, the end that the Job's condition or the last warnings show."""
+    """Return the ends of the attempt's pods, in the order in which they happened; a cause comes before its consequences. If
+    somebody else suspended or deleted the Job, that comes first. If there is no end at all, return the one that the Job's
+    condition shows, or else the last warnings about pods that never started."""
     found: list[tuple[str, bool, EngineEnd]] = []
     for pod in observed.pods:
         by_hand = (
@@ -171,8 +172,9 @@ def _engine_ends(
 
 
 def _pod_end(pod: Pod, has_result: Callable[[int], bool], now: float, patience: Patience) -> tuple[Cause, str] | None:
-    """Return cause and message of the pod's end, from the first source that has them. A pod that can never start, or whose
-    machine does not answer, counts as ended. None: the pod has not ended, or its agent's result says why."""
+    """Return cause and message of the pod's end, from the first source that has them: the announced disruption, the pod's status,
+    the container's end. A pod that can never start, or whose machine does not answer, counts as ended. None: the pod has not
+    ended, or its agent's result says why."""
     announced = disruption(pod)
     if announced is not None:
         return announced
@@ -184,7 +186,7 @@ def _pod_end(pod: Pod, has_result: Callable[[int], bool], now: float, patience: 
 
 
 def _interference(observed: ObservedState, revoked: bool) -> EngineEnd | None:
-    """Return the end if somebody else suspended or deleted the Job itself; otherwise None."""
+    """Return the end that somebody else caused by suspending or deleting the Job itself; otherwise None."""
     job = observed.job
     if job is None:
         return None
@@ -206,15 +208,16 @@ def _interference(observed: ObservedState, revoked: bool) -> EngineEnd | None:
 
 
 def _ended_before_deletion(job: Json) -> bool:
-    """True if the Job had ended before it was deleted: then its time to live was over, and no person deleted it."""
+    """True if the Job had ended before it was deleted: then it was deleted because its time to live was over, not by a person."""
     ended = _condition(job, "Complete") or _condition(job, "Failed")
     deleted = job["metadata"].get("deletionTimestamp")
     return ended is not None and (deleted is None or str(ended.get("lastTransitionTime", "")) <= str(deleted))
 
 
 def _is_deleted_by_hand(observed: ObservedState, pod: Pod) -> bool:
-    """True if somebody deleted the pod itself. False if the Job controller deleted it; the controller does so once the Job is
-    deleted, suspended or has failed. A pod whose end made the Job fail was deleted before that failure."""
+    """True if somebody deleted the pod itself while it ran, as far as is known. False if the Job controller deleted it, which
+    happens after the Job is deleted, is suspended or has failed. A deletion counts as the controller's if it was requested after
+    the Job's failure, unless that very pod made the Job fail."""
     job, requested_at = observed.job, pod.deletion_requested_at
     if (
         job is None
@@ -242,8 +245,8 @@ def is_permanent_refusal(warning: str) -> bool:
 
 
 def _forbidden_end(observed: ObservedState, nodes: int, now: float, patience: Patience) -> EngineEnd | None:
-    """Return the end of an attempt whose pods the cluster has forbidden for longer than ``patience.fault``; None: the cluster has
-    not, or not for so long."""
+    """Return the end of an attempt whose pods the cluster has forbidden for more than ``patience.fault`` seconds; None if it has
+    not."""
     missing = _missing_pods_text(observed, nodes)
     if observed.job is None or missing is None or observed.forbidden_since is None:
         return None
@@ -267,7 +270,8 @@ def _last_warnings(observed: ObservedState) -> list[EngineEnd]:
 
 
 def _ends_from_job_condition(observed: ObservedState) -> list[EngineEnd]:
-    """Return the end that the Job's own condition shows; empty if the Job has not failed. Used if no pod shows an end."""
+    """Return, in a list, the end that the Job's own condition shows; empty if the Job has not failed. Used if no pod shows an
+    end."""
     job = observed.job or {}
     failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
     if failed is None:
@@ -285,7 +289,7 @@ def _ends_from_job_condition(observed: ObservedState) -> list[EngineEnd]:
 
 def _result_may_come(pod: Pod, has_result: Callable[[int], bool], now: float, patience: Patience) -> bool:
     """True if the result of the pod's agent may still appear. An agent that ends with one of its own exit codes has written a
-    result, which a shared file system may show later, within ``patience.result``."""
+    result, but a shared file system may show the file up to ``patience.result`` seconds later."""
     ended = pod.terminated
     if ended is None or ended.get("exitCode") not in CAUSE_OF_EXIT_CODE or has_result(pod.node):
         return False
@@ -295,8 +299,8 @@ def _result_may_come(pod: Pod, has_result: Callable[[int], bool], now: float, pa
 def _gone_nodes(
     observed: ObservedState, nodes: int, late: Sequence[Pod], now: float, may_start: bool
 ) -> frozenset[int]:
-    """Return the indices of nodes on which nothing runs. This includes nodes whose machine does not answer after the pod's grace.
-    ``late``: pods whose result may still appear, which do not count as gone."""
+    """Return the indices of nodes on which nothing runs and nothing will start. Nodes whose machine does not answer after the
+    pod's grace are included. ``late``: pods whose result may still appear; their nodes are not included."""
     out = set()
     for node in range(nodes):
         pods = [pod for pod in observed.pods if pod.node == node]
@@ -329,7 +333,8 @@ def _waiting_reason(observed: ObservedState, nodes: int, live: Sequence[Pod]) ->
 
 
 def _missing_pods_text(observed: ObservedState, nodes: int) -> str | None:
-    """Return, as text, how many pods the Job controller still has to create; None: none, or it creates none now or any more."""
+    """Return, as text, how many pods the Job controller still has to create. None if it has created all, or will create none now
+    or later."""
     made = {pod.node for pod in observed.pods}
     if (
         observed.job is None

@@ -80,8 +80,8 @@ class KubernetesLauncher:
         return spec_checks.check(self._site, spec)
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
-        """Return the manifests of the Job and, for several nodes, of its Service. The Secret, which contains values, is not in
-        the plan."""
+        """Return the plan with the manifests of the Job and, for several nodes, of its Service. The Secret, which contains
+        values, is not in the plan."""
         launch = launch.model_copy(update={"service_url": self._site.settings.url, "code_dir": code_dir(launch)})
         paths = AttemptPaths(Path(launch.attempt_dir))
         argv = tuple(manifests.agent_command(launch))
@@ -117,7 +117,8 @@ class KubernetesLauncher:
 
     def poll(self, ref: AttemptRef) -> AttemptState:
         """Return the attempt's state, from the watches and the agents' files. The server is queried only to confirm that somebody
-        else suspended or deleted something; a Job that was suspended after its start is deleted."""
+        else suspended or deleted something. A Job that was suspended after its start is deleted, so that it cannot start again as
+        the same attempt. Raises ``EngineUnreachable``."""
         observed = self._observe(ref)
         view = self._evaluate(ref, observed)
         # Two watches are not ordered: the pods' may be ahead, and a change of the Job may not have been received yet.
@@ -138,13 +139,14 @@ class KubernetesLauncher:
         return AttemptState(view.alive, nodes, None if all_started else view.waiting, view.ends)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Delete the Job: its pods get SIGTERM and their own grace period, which allows for a save. ``grace`` is not used."""
+        """Delete the Job: its pods get SIGTERM and their own grace period, which allows for a save. Does not wait. ``grace`` is
+        not used. Raises ``EngineUnreachable``."""
         mark_deleted(ref)
         delete_job(self._api, self._site, ref.name)
 
     def kill(self, ref: AttemptRef) -> list[str]:
-        """Kill the attempt by one step (``AttemptKiller.kill``), and return what may still be alive. Once nothing is, delete its
-        Secret and Service."""
+        """Do one step of killing the attempt (``AttemptKiller.kill``), and return names of what may still be alive. Once nothing
+        is alive, delete the attempt's Secret and Service and return an empty list."""
         left = self._killer.kill(ref, self._observe(ref))
         if not left:
             delete_secret_and_service(self._api, self._site, ref.name)
@@ -161,7 +163,8 @@ class KubernetesLauncher:
         return "\n".join(parts)[-limit:]
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
-        """Delete the Jobs, pods, Secrets and Services of attempts that ``known`` does not return, and return their names."""
+        """Delete the Jobs, pods, Secrets and Services of the attempts that ``known`` does not return, and return the names of
+        these attempts. Does not wait for the end of their pods. Raises ``EngineUnreachable``."""
         cache = self._started_cache()
         cache.wait_ready()
         found = cache.live_attempts()
@@ -230,8 +233,8 @@ def _has_result(ref: AttemptRef, node: int) -> bool:
 
 
 def _list_node_files(ref: AttemptRef, node: int) -> list[Path]:
-    """Return the files in a node's directory; empty if it cannot be read. Listing the directory also makes a network file system
-    drop its cached knowledge that a file did not exist."""
+    """Return the paths of the files in a node's directory; empty if it cannot be read. Listing the directory also makes a network
+    file system notice files that it had cached as missing."""
     with suppress(OSError):
         return list(ref.paths.node(node).root.iterdir())
     return []

@@ -117,15 +117,16 @@ def service_manifest(site: Site, launch: LaunchFile) -> Manifest | None:
 
 
 def owner_patch(job: Manifest) -> Manifest:
-    """Return a merge patch for an object, with which it is deleted together with ``job``, a Job as the server returned it."""
+    """Return a merge patch that makes ``job`` the owner of an object, so that the object is deleted together with the Job.
+    ``job``: a Job as the server returned it."""
     metadata = job["metadata"]
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"]}
     return {"metadata": {"ownerReferences": [owner]}}
 
 
 def secret_manifest(site: Site, launch: LaunchFile, values: dict[str, str]) -> Manifest | None:
-    """Return the attempt's own Secret, with ``values``: the values of secrets that its spec takes from the service's environment,
-    by name. None if there are none."""
+    """Return the attempt's own Secret. ``values``: name -> value of the secrets that the spec takes from the service's
+    environment. None if there are none."""
     if not values:
         return None
     return {
@@ -211,9 +212,9 @@ def _env(launch: LaunchFile) -> list[dict[str, Any]]:
 
 
 def _resources(launch: LaunchFile) -> dict[str, Any]:
-    """Return requests and limits of the agent's container. CPUs are requested, not limited: a limit would stop threads in the
-    middle of a step. Memory is both requested and limited, so that a job that uses too much of it ends alone. GPUs are not
-    divisible, and Kubernetes requires request and limit to be equal. Little disk is requested."""
+    """Return requests and limits of the agent's container. CPUs are requested and not limited: a limit would stop threads in the
+    middle of a step. Memory is requested; it is limited, to the same amount, only if the spec names it. Otherwise 2 GiB per rank
+    are requested. Request and limit of GPUs are equal, as Kubernetes requires. Little disk (1 GiB) is requested."""
     resources, ranks = launch.spec.resources, launch.spec.world.ranks_per_node
     requests = {
         "cpu": str(ranks * (resources.cpus_per_rank or launch.resolved.threads_per_rank)),
@@ -229,9 +230,9 @@ def _resources(launch: LaunchFile) -> dict[str, Any]:
 
 
 def _with_disk_limit(template: Manifest) -> Manifest:
-    """Limit, in ``template`` itself, the pod's disk usage to what its directories may hold, and return the template. The
-    directories of the job's own patch are included. Without a limit one job could fill its machine's disk; there is none if a
-    directory has no size limit."""
+    """Limit the pod's disk usage, in ``template`` itself, and return the template. The limit is the sum of the size limits of the
+    pod's directories (also those of the job's own patch) and 1 GiB for logs. Without it one job could fill its machine's disk. If
+    a directory has no size limit, no limit is set."""
     disk = max_disk_bytes(template["spec"]["volumes"])
     if disk is not None:
         (agent,) = [one for one in template["spec"]["containers"] if one["name"] == pod_patch.AGENT]
@@ -241,7 +242,8 @@ def _with_disk_limit(template: Manifest) -> Manifest:
 
 
 def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any]:
-    """Return the pod's security context: never root, with the site's user and groups."""
+    """Return the pod's security context: never root, with the user of the job's spec or else the site's, and the site's
+    groups."""
     return {
         "runAsNonRoot": True,
         "runAsUser": launcher.run_as_user or site.user,
@@ -253,8 +255,8 @@ def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any
 
 
 def _topology_spread(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
-    """Return how pods are spread over machines: as ``launcher.topology_spread`` says, otherwise evenly if possible; empty for one
-    node."""
+    """Return the rules by which pods are spread over machines: those of ``launcher.topology_spread``, otherwise one for an even
+    spread where possible. Empty for one node without own rules."""
     labels = labels_of(site, launch)
     selector_fields = {"labelSelector": {"matchLabels": {key: labels[key] for key in (JOB_ID, ATTEMPT, INSTANCE)}}}
     if launcher.topology_spread is not None:
@@ -289,5 +291,5 @@ def _metadata(site: Site, launch: LaunchFile, labels: dict[str, str]) -> dict[st
 
 
 def _annotations(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> dict[str, str]:
-    """Return the job's annotations and the job's name."""
+    """Return the annotations of the job's spec, and the one with the job's name."""
     return launcher.annotations | {JOB_NAME: launch.spec.name}

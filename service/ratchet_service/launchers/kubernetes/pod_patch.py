@@ -58,8 +58,8 @@ _OWNED_OF_AGENT: Final[Mapping[tuple[str, ...], str]] = {
 
 
 def apply(template: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the pod template with the patch applied; the entries of ``_NAMED_LISTS`` are merged by name. What
-    ``refused_fields`` reports is not checked here."""
+    """Return a copy of the pod template with the patch applied; entries of the lists in ``_NAMED_LISTS`` are merged by name. Does
+    not check whether the patch is allowed; ``refused_fields`` does."""
     plain = copy.deepcopy(patch)
     for where, name in _NAMED_LISTS:
         if isinstance(plain.get(where), dict) and isinstance(plain[where].get(name), list):
@@ -83,7 +83,7 @@ def refused_fields(template: dict[str, Any], patch: dict[str, Any], gpu: str | N
 def _refused_in_list(
     template: dict[str, Any], patch: dict[str, Any], path: tuple[str, str], gpu: str | None
 ) -> Iterator[tuple[str, str]]:
-    """Like ``refused_fields``, for the entries of one list that is merged by name."""
+    """As ``refused_fields``, for the entries of one list that is merged by name. ``path``: the list's keys in the patch."""
     within = patch.get(path[0])
     given = within.get(path[1], ()) if isinstance(within, dict) else ()
     if given == ():

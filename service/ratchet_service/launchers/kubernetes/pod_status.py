@@ -1,8 +1,8 @@
 """Evaluates one pod: why it waits, why it ended, and whether it can still start. Pure, on plain JSON.
 
-Durations are measured by this process's monotonic clock, from when it first saw a state (``first_seen_times``): times in objects
-are of the cluster's clocks, which may differ from ours, and both may be changed. After a restart of the service all time limits
-start again: they may expire late, never early.
+Durations are measured by this process's monotonic clock, from when it first saw a state (``first_seen_times``). Times in objects
+are not used for that: they are of the cluster's clocks, which may differ from this machine's, and both may be changed. After a
+restart of the service all time limits start again: they may expire late, never early.
 
 Sources of the reasons: for the DisruptionTarget condition, kubernetes.io "Disruptions"; for a pod's status and for waiting
 containers, kubelet's source (``pkg/kubelet/eviction``, ``nodeshutdown``, ``images/types.go``, ``container/sync_result.go``).
@@ -110,7 +110,7 @@ class Pod:
 
     @property
     def node(self) -> int:
-        """The index of the attempt's node that the pod runs."""
+        """The index of the node, within the attempt, whose agent runs in this pod."""
         metadata = self.object["metadata"]
         return int((metadata.get("annotations") or {}).get(INDEX) or (metadata.get("labels") or {}).get(INDEX) or 0)
 
@@ -131,8 +131,8 @@ class Pod:
         return self.deleted or self.phase in ("Succeeded", "Failed")
 
     def is_overdue(self, now: float) -> bool:
-        """True if the pod is being deleted and was not reported as ended within its grace and ``OVERDUE`` seconds: its machine
-        does not answer. ``now``: monotonic."""
+        """True if the pod is being deleted and was not reported as ended within its grace plus ``OVERDUE`` seconds; its machine
+        then counts as not answering. ``now``: monotonic."""
         metadata = self.object["metadata"]
         since = self.state_since.get(_deletion_state(self.object) or "")
         return since is not None and now > since + float(metadata.get("deletionGracePeriodSeconds", _GRACE)) + OVERDUE
@@ -173,18 +173,18 @@ class Pod:
 
     @property
     def terminated(self) -> Json | None:
-        """How the agent's container ended, as in its status; None: it has not."""
+        """How the agent's container ended, as in its status; None if it has not ended."""
         found: Json | None = self.status.get("state", {}).get("terminated")
         return found
 
     @property
     def ended_since(self) -> float | None:
-        """When this process first saw that the agent's container had ended, monotonic; None: it has not."""
+        """Monotonic time when this process first saw that the agent's container had ended; None if it has not."""
         return self.state_since.get(_ENDED)
 
     @property
     def scheduled_since(self) -> float | None:
-        """When this process first saw that the pod was assigned to a machine, monotonic; None: it is not."""
+        """Monotonic time when this process first saw that the pod was assigned to a machine; None if it is not assigned."""
         return self.state_since.get(_SCHEDULED)
 
     @property
@@ -207,9 +207,9 @@ class Pod:
 
 
 def first_seen_times(object_: Json, previous: Mapping[str, float], now: float) -> dict[str, float]:
-    """Return state -> when this process first saw it, monotonic, for the states of the pod from which time limits are measured.
-    ``previous``: the last result for the same pod; ``now``: the time for states that are new. A deletion whose time has changed
-    (a shorter grace) is a new state."""
+    """Return state -> monotonic time when this process first saw it, for the pod's current states from which time limits are
+    measured. ``previous``: the last result for the same pod; ``now``: the time for states that are new. A deletion whose time has
+    changed (by a shorter grace) is a new state."""
     ended = Pod(object_).terminated is not None
     scheduled = _condition(object_, "PodScheduled") is not None
     claimless = _NO_CLAIM.search(_unschedulable_message(object_)) is not None
@@ -234,9 +234,9 @@ def disruption(pod: Pod) -> tuple[Cause, str] | None:
 
 
 def status_end(pod: Pod) -> tuple[Cause, str] | None:
-    """Return cause and message of the end of a pod that has ended, if its own status has a known reason for it
-    (``_STATUS_REASONS``), or if its node rejected it: it failed, its container has not ended, and nobody has deleted the pod.
-    Otherwise None."""
+    """Return cause and message of a pod's end as its own status shows it; otherwise None. The status may have a known reason
+    (``_STATUS_REASONS``), or show that the node rejected the pod: it failed, its container has not ended, and nobody has deleted
+    it. The caller has checked that the pod has ended."""
     status = pod.object.get("status", {})
     reason, message = str(status.get("reason", "")), status.get("message")
     if reason == "Evicted" and _OVER_ITS_LIMIT.search(str(message)):

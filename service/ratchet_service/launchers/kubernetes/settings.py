@@ -92,8 +92,8 @@ class Site:
 
     @property
     def instance(self) -> str:
-        """Identifies the service to which objects in a namespace belong: a short hash of the run directory's id and of its place
-        in the claim."""
+        """A short id of this service, by which its objects in a namespace are distinguished from those of others: a hash of the
+        run directory's id and of its place in the claim."""
         settings = self.settings
         text = f"{self.home.instance_id} {settings.claim} {settings.sub_path_prefix}"
         return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -104,7 +104,7 @@ class Site:
         return (self.settings.namespace, *(n for n in self.settings.namespaces if n != self.settings.namespace))
 
     def effective_launcher(self, spec: JobSpec) -> KubernetesLauncherSpec:
-        """Return the job's keys under ``launcher``, with the site's defaults for those that it does not set."""
+        """Return the keys under ``launcher`` of the job's spec, with the site's defaults for those that it does not set."""
         assert isinstance(spec.launcher, KubernetesLauncherSpec)
         return spec.launcher.with_defaults(self.settings.defaults)
 
@@ -118,8 +118,8 @@ class Site:
 
 
 def parse_settings(home: HomePaths, raw_settings: Mapping[str, Any]) -> Site:
-    """Check the settings from the launchers file, and return them with the run directory and its owner. Raises ``ValueError``
-    with a message that names the key, also if the package ``kubernetes`` is missing or pods would run as root."""
+    """Check the settings from the launchers file, and return them with the run directory and its owner. Raises ``ValueError`` for
+    invalid settings, if the package ``kubernetes`` is missing, and if pods would run as root."""
     if find_spec("kubernetes") is None:
         raise ValueError("the launcher kubernetes needs a package: pip install 'ratchet-train[kubernetes]'")
     try:

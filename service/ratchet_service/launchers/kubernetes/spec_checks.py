@@ -48,7 +48,7 @@ _NO_JOB: Final = "job-000000000000"
 
 
 def check(site: Site, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-    """Return warnings and problems of ``spec``. Contacts no cluster."""
+    """Return two lists: warnings about ``spec``, and problems for parts that this site cannot run. Contacts no cluster."""
     launcher = site.effective_launcher(spec)
     found = [*_check_spec(site, spec, launcher), *_check_launcher(site, launcher), *_check_volumes(site, spec)]
     found += _check_withheld_names(site, spec, launcher)
@@ -150,9 +150,9 @@ def _check_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
 def _check_manifest(
     site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec, *, has_other_faults: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) of faults of the Job as it would be sent. If parts of the patch are refused, only these are
-    reported. ``has_other_faults``: faults of other keys are reported already. They may cause faults that the Job has even without
-    its patch, so such faults are then reported only if a key under ``launcher`` sets the faulty part."""
+    """Yield (pointer, message) for each fault of the Job as it would be sent. If parts of the patch are refused, only these are
+    reported. ``has_other_faults``: faults of other keys are reported already. These may cause the faults that the Job has even
+    without its patch. Such faults are then reported only if a key under ``launcher`` sets the faulty part."""
     launch = _example_launch(site, spec)
     template = manifests.pod_template(site, launch)
     patch = launcher.pod_patch
@@ -204,8 +204,8 @@ def _check_privileges(added: list[dict[str, Any]], patch: dict[str, Any]) -> Ite
 
 
 def _check_foreign_files(pod: dict[str, Any], added: list[dict[str, Any]], site: Site) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) of volumes and mounts that would expose other jobs' files: only the agent's container sees the run
-    directory, and only the job's own part of it. ``added``: the volumes that the patch adds."""
+    """Yield (pointer, message) for each volume or mount that would expose other jobs' files. Only the agent's container may mount
+    the run directory, and only the job's own part of it. ``added``: the volumes that the patch adds."""
     for volume in added:
         if (volume.get("persistentVolumeClaim") or {}).get("claimName") == site.settings.claim:
             text = f"{site.settings.claim} is the service's own run directory, with the files of all jobs"
@@ -221,8 +221,8 @@ _ATTEMPT: Final = re.compile(r"job-[0-9a-z]{12}-a[0-9]{4,}")
 
 
 def _check_withheld_names(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) of uses of names that the site withholds from jobs, or of attempts' Secrets, wherever a job might
-    use them."""
+    """Yield (pointer, message) for each use of a name that the site withholds from jobs, or of the name of an attempt's Secret.
+    The spec's secrets, volumes, service account and pod patch are searched."""
     used: list[tuple[str, Any]] = []
     used += [
         (f"/secrets/{name}", source.from_secret.name) for name, source in spec.secrets.items() if source.from_secret
@@ -251,7 +251,8 @@ def _warnings(spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[Warni
 
 
 def _example_launch(site: Site, spec: JobSpec) -> LaunchFile:
-    """Return an example launch of the spec, for building its manifests; values that no check uses are made up."""
+    """Return an example launch of the spec, from which its manifests are built for checks. Values that no check uses are made
+    up."""
     home = HomePaths(site.home.home)
     job = home.job(_NO_JOB)
     return LaunchFile(

@@ -34,8 +34,8 @@ class Mounted:
 
 
 def code_dir(launch: LaunchFile) -> str | None:
-    """Return the path at which the ranks find the code: a snapshot in the pod's own directory, or the code's path on the nodes;
-    None without code."""
+    """Return the path at which the ranks find the code: in the pod's own directory if the agent fetches a snapshot, else the
+    code's path on the nodes. None: the job has no code."""
     return f"{CODE}/{launch.resolved.code_digest}" if _fetches_snapshot(launch) else launch.code_dir
 
 
@@ -73,8 +73,8 @@ def max_disk_bytes(volumes: list[dict[str, Any]]) -> int | None:
 
 
 def _home_mounts(site: Site, launch: LaunchFile) -> list[dict[str, Any]]:
-    """Return the mounts of the run directory's parts: the job's directory, and read-only the checkpoints of a fork's source and
-    the file to start from."""
+    """Return the mounts of parts of the run directory: the job's directory, writable; and, read-only, the checkpoints of the job
+    that this one was forked from, and the directory of the file to start from."""
     wanted = [(launch.job_root, False)]
     if launch.fork is not None:
         wanted.append((str(JobPaths(Path(launch.fork.job_root)).checkpoints), True))

@@ -1,8 +1,9 @@
 """A cache of the cluster's state, kept current by watches: polling any number of attempts costs no request.
 
-Each kind in each namespace is listed once and then watched; an interrupted watch resumes where it stopped. Bookmarks keep the
-resume version recent. If the server has forgotten it (410 Gone), the kind is listed again, and objects missing from the list were
-deleted meanwhile. The last state of a deleted object is kept for a while: it may be the only evidence of why an attempt ended.
+Each kind of object in each namespace is listed once and then watched; an interrupted watch resumes where it stopped. Bookmarks
+keep the resume version recent. If the server has forgotten that version (410 Gone), the kind is listed again, and objects missing
+from the list count as deleted. The last state of a deleted object is kept for 15 minutes: it may be the only evidence of why an
+attempt ended.
 """
 
 from __future__ import annotations
@@ -70,13 +71,14 @@ class Cache:
 
     def wait_ready(self) -> None:
         """Block until Jobs and pods are listed in all namespaces, at most ``_SYNC_TIMEOUT`` seconds. Raises ``EngineUnreachable``
-        if they are not, or are not watched any more."""
+        if they are not listed by then, or if a watch of them has failed."""
         deadline = time.monotonic() + _SYNC_TIMEOUT
         for watcher in self._watchers:
             watcher.wait_ready(deadline)
 
     def observe(self, name: str) -> ObservedState:
-        """Return what the cache has of the attempt with this name; nothing is requested from the server."""
+        """Return what the cache has of the attempt with this name. Nothing is requested from the server. ``deleted_by_service``
+        is not set."""
         with self._lock:
             job = self._jobs.get(name)
             pods = [Pod(e.object, e.deleted_at is not None, e.state_since) for e in self._pods.get(name, {}).values()]
@@ -95,8 +97,8 @@ class Cache:
         )
 
     def live_attempts(self) -> list[str]:
-        """Return the sorted names of attempts with objects that exist and are not being deleted already. A Job that has ended,
-        with all its pods, is left out: it is kept until its time to live is over, for inspection."""
+        """Return the sorted names of attempts with a Job or pods that exist and are not being deleted. Left out are Jobs that
+        have ended with all their pods: they are kept until their time to live is over, for inspection."""
         with self._lock:
             kept = {
                 name
@@ -113,8 +115,8 @@ class Cache:
         return sorted((jobs | pods) - dying)
 
     def add_job(self, job: Json, namespace: str) -> None:
-        """Add a Job that this service has just created, before the watch receives it; nothing if the cache has this Job
-        already."""
+        """Add a Job that this service has just created, before the watch receives it. Does nothing if the cache has this very Job
+        already (the same uid)."""
         name = str(job["metadata"]["name"])
         with self._lock:
             known = self._jobs.get(name)
@@ -148,8 +150,8 @@ class Cache:
             self._prune()
 
     def replace(self, kind: str, items: list[Json], namespace: str, version: str) -> None:
-        """Store a complete list, as of ``version``: objects of this kind and namespace that are not in the list count as deleted,
-        except those that were written after ``version``. Of events, nothing counts as deleted."""
+        """Store a complete list, as of the resource version ``version``. Objects of this kind and namespace that are not in the
+        list count as deleted, except those that were written after ``version``. Events never count as deleted."""
         for item in items:
             self.apply(kind, item, namespace)
         present = {item["metadata"]["uid"] for item in items}
@@ -176,8 +178,9 @@ class Cache:
         self._jobs[str(metadata["name"])] = entry
 
     def _store_warning(self, event: Json, now: float) -> None:
-        """Store a warning event about an object of an attempt, in place of the one before; the oldest are dropped beyond
-        ``_MAX_WARNINGS``."""
+        """Store a warning event about an object of an attempt; it replaces the earlier one about that object. Beyond
+        ``_MAX_WARNINGS`` the oldest are dropped. Also record since when the cluster forbids the object's pods, or that it no
+        longer does."""
         about = str((event.get("involvedObject") or {}).get("name", ""))
         if about.startswith("job-"):
             self._warnings.pop(about, None)  # so that it is re-inserted at the end
@@ -220,7 +223,7 @@ def _attempt_name_of(object_: Json) -> str | None:
 
 
 def _is_newer(object_: Json, version: str) -> bool:
-    """True if the object was written after ``version``; False if one of the versions is not a number. Versions are increasing
-    numbers (KEP-5504)."""
+    """True if the object was written after resource version ``version``. Versions are increasing numbers (KEP-5504); False if one
+    of the two is not a number."""
     own = str(object_["metadata"].get("resourceVersion", ""))
     return own.isdigit() and version.isdigit() and int(own) > int(version)

@@ -49,7 +49,7 @@ class WatchHandler(Protocol):
 
 class Watcher:
     """Keeps the objects of one kind in one namespace current in ``cache``, on a thread of its own. ``selector``: label selector
-    of the objects to watch; for a kind that is not selected by labels all warning events are watched."""
+    of the objects. A kind that cannot be selected by labels (events) is watched for all its warnings."""
 
     def __init__(self, api: Api, kind: Kind, namespace: str, selector: str, cache: WatchHandler) -> None:
         self._api, self._kind, self._namespace, self._cache = api, kind, namespace, cache
@@ -74,13 +74,14 @@ class Watcher:
 
     @property
     def unavailable_reason(self) -> str | None:
-        """Why a kind that is not ``required`` is not watched; None if it is, as far as is known, and always None for a required
-        kind."""
+        """Why a kind that is not ``required`` is not watched; None if it is watched, as far as is known. Always None for a
+        required kind, whose failure ``wait_ready`` raises."""
         return None if self._kind.required else self._fault or None
 
     def wait_ready(self, deadline: float) -> None:
         """Block until a required kind is listed, at most until the monotonic time ``deadline``. Raises ``EngineUnreachable`` if
-        it is not, or if the watch has failed since. Returns at once for a kind that is not required."""
+        it is not listed by then, or if listing or watching it has failed last. Returns at once for a kind that is not
+        required."""
         if not self._kind.required:
             return
         with self._changed:
@@ -129,7 +130,7 @@ class Watcher:
         return min(max(2 * delay, _BACKOFF[0]), _BACKOFF[1])
 
     def _set_fault(self, fault: str = "") -> None:
-        """Record the fault, or without an argument that the kind is listed and watched."""
+        """Record the fault. Without an argument, record that the kind is listed and watched."""
         with self._changed:
             self._fault = fault
             self._listed = self._listed or not fault

@@ -39,9 +39,9 @@ _ENDED_WITH_HOST: Final = (
 
 
 class Question(BaseModel):
-    """A request to the agent host. ``what``: ``look`` whether an attempt has a process, ``start`` its agents, ``stop`` or
-    ``kill`` them; ``running``: list the attempts that have processes; ``sweep``: end the attempts in ``names``; ``ping``: only
-    answer."""
+    """A request to the agent host, of the kind ``what``. About one attempt: ``look`` whether it has a process, ``start`` its
+    agents, ``stop`` or ``kill`` them. About all: ``running`` lists the attempts that have processes, ``sweep`` ends the attempts
+    in ``names``, and ``ping`` only requests an answer."""
 
     model_config = ConfigDict(extra="ignore")
     what: Literal["ping", "look", "start", "stop", "kill", "running", "sweep"]
@@ -51,9 +51,9 @@ class Question(BaseModel):
 
 
 class Answer(BaseModel):
-    """The agent host's answer. ``away``: why nothing was done now (empty: it was done); ``refused``: why nothing was done, and a
-    retry would not help; ``alive``: the attempt has a process; ``own``: this same host process started its agents; ``names``:
-    attempts, or processes that were killed."""
+    """The agent host's answer. ``away``: why nothing was done now, empty if it was done; a retry may succeed. ``refused``: why
+    nothing was done, and a retry would not help. ``alive``: the attempt has a process. ``own``: this same host process started
+    its agents. ``names``: attempts, or processes that were killed."""
 
     model_config = ConfigDict(extra="ignore")
     away: str = ""
@@ -118,14 +118,16 @@ class HostedLauncher(LocalLauncher):
     same_files = False
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Write ``launch.json`` and request the host to start the agents, unless an agent has started."""
+        """Write ``launch.json`` and request the host to start the agents. Does nothing if an agent has started already. Raises
+        ``LaunchError`` and ``EngineUnreachable``."""
         if not plan.ref.paths.agent_file.exists():
             self._write_launch_file(plan)
             self._request("start", plan.ref)
 
     def poll(self, ref: AttemptRef) -> AttemptState:
         """Return the attempt's state, from the agents' files and locks. The host is queried only if no agent holds its lock. If
-        the host was restarted and the attempt has no process and no results, its agents count as ended with the host."""
+        the host was restarted, and the attempt has no process and lacks a result, its agents count as ended with the host
+        (``node-lost``)."""
         nodes = attempt_files.node_states(
             ref, gone=lambda node: not attempt_files.lock_is_held(ref.paths.node(node).lock_file)
         )
@@ -140,11 +142,13 @@ class HostedLauncher(LocalLauncher):
         self._request("stop", ref)
 
     def kill(self, ref: AttemptRef) -> list[str]:
-        """Request the host to kill the attempt's processes, and return those that were found."""
+        """Request the host to kill the attempt's processes, and return the names of those that it found; empty if there are
+        none."""
         return self._request("kill", ref).names
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
-        """Request the host to kill all attempts that ``known`` does not return, and return their names."""
+        """Request the host to kill the processes of all attempts that ``known`` does not return, and return the names of these
+        attempts."""
         found = send_request(self._home.home, Question(what="running")).names
         orphans = sorted(set(found) - set(known(found))) if found else []
         return send_request(self._home.home, Question(what="sweep", names=orphans)).names if orphans else []

@@ -38,7 +38,8 @@ _MIN_RANK_BYTES = 2**29
 
 
 def resource_problems(spec: JobSpec) -> list[FieldProblem]:
-    """Return a problem for each limit of the spec that this machine cannot enforce, or that is too low for a rank to start."""
+    """Return a problem for each limit of the spec that this machine cannot enforce, and for a memory limit that is too low for a
+    rank to start."""
     found = []
     share, files = spec.memory_per_rank, spec.resources.open_files
     if share is not None and spec.world.device != "cpu":
@@ -154,7 +155,7 @@ class LocalLauncher:
             proc.wait_until_visible(pid)  # a repeated submit, here or in another process, must see it
 
     def has_started(self, ref: AttemptRef) -> bool:
-        """True if an agent of the attempt has started, now or earlier, or is starting."""
+        """True if an agent of the attempt has started, now or earlier, or if processes of the attempt exist."""
         return ref.paths.agent_file.exists() or bool(self._pids(ref))
 
     def _write_launch_file(self, plan: LaunchPlan) -> None:
@@ -174,14 +175,16 @@ class LocalLauncher:
         return AttemptState(locked or bool(starting), nodes)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Send SIGTERM to the attempt's agents; does not wait. ``grace`` is not used: the caller kills."""
+        """Send SIGTERM to the attempt's agents that are alive; does not wait. ``grace`` is not used: the caller kills them after
+        it."""
         for agent in self._agents(ref).values():
             if self._is_agent(ref, agent):
                 proc.kill(agent.pid, signal.SIGTERM)
 
     def kill(self, ref: AttemptRef) -> list[str]:
-        """Send SIGKILL to all processes of the attempt, and return those that were found. A process that holds an agent's lock is
-        also returned if it is not visible here: until the lock is free, its death is not proved."""
+        """Send SIGKILL to all processes of the attempt, and return names of those that were found; does not wait for their end. A
+        process that holds an agent's lock is returned even if it is not visible here: until the lock is free, its death is not
+        proved."""
         found = proc.kill_all(lambda: self._pids(ref))
         for node, agent in self._agents(ref).items():
             if agent.pid not in found and files.lock_is_held(ref.paths.node(node).lock_file):
@@ -219,8 +222,8 @@ class LocalLauncher:
         return list(found.values())
 
     def _start(self, plan: LaunchPlan, node: int, env: dict[str, str]) -> int:
-        """Start the agent of one node and return its pid. Its output is appended to ``agent.log`` in the node's directory, which
-        is created. Raises ``OSError``."""
+        """Start the agent of one node and return its pid. The node's directory is created, and the agent's output is appended to
+        ``agent.log`` in it. Raises ``OSError``."""
         paths = plan.ref.paths.node(node)
         argv = plan.argv if plan.ref.nodes == 1 else (*plan.argv, "--node", str(node))
         with as_owner(paths.root):
@@ -246,8 +249,8 @@ class LocalLauncher:
         file_access.give_to_user(self._home.job(ref.job_id).root, user.uid, user.gid)
 
     def _is_agent(self, ref: AttemptRef, agent: AgentFile) -> bool:
-        """True if the process that ``agent`` names is alive and runs as the job's user: user code may have written the pid of
-        another process into ``agent.json``."""
+        """True if the process that ``agent`` names is alive and runs as the job's user. This is checked since user code may have
+        written the pid of another process into ``agent.json``."""
         owner = file_access.owner_of(ref.paths.root)
         own = owner is None or owner[0] == 0 or proc.runs_as(agent.pid, owner[0])
         return own and proc.is_alive(agent.pid, agent.start_time)

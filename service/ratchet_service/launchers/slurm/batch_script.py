@@ -41,8 +41,8 @@ def job_comment(home: HomePaths) -> str:
 
 
 def render_script(launch: LaunchFile, settings: Settings, home: HomePaths) -> str:
-    """Return the batch script, which is passed to sbatch as standard input. Raises ``ValueError`` for an option with a line
-    break."""
+    """Return the text of the batch script, which is passed to sbatch as standard input. Raises ``ValueError`` if the value of an
+    option has a line break."""
     spec = launch.spec
     launcher = settings.effective_launcher(spec)
     paths = AttemptPaths(Path(launch.attempt_dir))
@@ -71,8 +71,8 @@ def agent_command(launch: LaunchFile, settings: Settings) -> tuple[str, ...]:
 
 
 def option(name: str, value: str | None = None) -> str:
-    """Return one ``#SBATCH`` line, for a flag if ``value`` is None. Raises ``ValueError`` for a value with a line break or a
-    NUL."""
+    """Return one ``#SBATCH`` line. ``value`` None: the option is a flag. Raises ``ValueError`` for a value with a line break or a
+    NUL character."""
     if value is None:
         return f"#SBATCH --{name}"
     if "\n" in value or "\0" in value:
@@ -87,8 +87,8 @@ def cpus_per_node(launch: LaunchFile) -> int:
 
 
 def gres(spec: JobSpec, launcher: SlurmLauncherSpec) -> str | None:
-    """Return the generic resources of each node, as in ``--gres``: ``launcher.gres``, else one GPU per rank if the spec requests
-    GPUs. None: no such resources."""
+    """Return the generic resources of each node, in the form of ``--gres``: those of ``launcher.gres``, else one GPU per rank if
+    the spec requests GPUs. None: the job requests none."""
     kind, count = spec.resources.gpu, spec.world.ranks_per_node
     if launcher.gres is not None or kind is None:
         return launcher.gres
@@ -96,7 +96,7 @@ def gres(spec: JobSpec, launcher: SlurmLauncherSpec) -> str | None:
 
 
 def minutes(seconds: float) -> int:
-    """Return a time limit in minutes, which are Slurm's unit, rounded up."""
+    """Return ``seconds`` in whole minutes, rounded up. Slurm's time limits are in minutes."""
     return math.ceil(seconds / 60)
 
 

@@ -22,12 +22,12 @@ _KEPT_VARIABLES: Final = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JW
 
 
 class Refused(Exception):
-    """The command failed, and would fail again; the exception's text is the command's error message."""
+    """The command failed, and a retry would fail, too. The exception's text is the command's error message."""
 
 
 class Commands:
-    """Runs Slurm's commands. ``folder``: the directory where they are (None: on PATH); ``seconds``: time limit of each;
-    ``environ``: the service's environment."""
+    """Runs Slurm's commands. ``folder``: the directory that contains them (None: they are on PATH); ``seconds``: time limit of
+    each command; ``environ``: the service's environment."""
 
     def __init__(self, folder: str | None, seconds: float, environ: Mapping[str, str]) -> None:
         self._folder = folder
@@ -36,9 +36,9 @@ class Commands:
         self._setpriv = shutil.which("setpriv")
 
     def run(self, name: str, *arguments: str, text: str = "", environ: Mapping[str, str] | None = None) -> str:
-        """Run the command, wait for its end, and return its standard output. ``text``: its standard input; ``environ``: its
-        environment, in place of the service's own. Raises ``EngineUnreachable``, also if the command does not exist or takes too
-        long, and ``Refused``."""
+        """Run the command ``name``, wait for its end, and return its standard output. ``text``: its standard input; ``environ``:
+        its environment, None for the service's. Variables with Slurm options are removed from it. Raises ``EngineUnreachable`` if
+        Slurm does not answer, the command does not exist or takes too long, and ``Refused`` for any other failure."""
         program = name if self._folder is None else f"{self._folder}/{name}"
         command = [program, *arguments]
         if self._setpriv is not None:  # an sbatch that outlived the service could submit a job a second time

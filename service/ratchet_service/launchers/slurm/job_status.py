@@ -41,9 +41,9 @@ _SHELL_SIGNAL: Final = 128
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One batch job as Slurm reports it. ``completing``: its last processes are still being ended; ``exit_code``: the script's;
-    ``signal``: the signal that ended the script, 0: none; ``restarts``: how often the job was requeued; ``preempted``: it had to
-    make room for another job; ``nodes``: its nodes' names, empty before it has any."""
+    """One batch job as Slurm reports it. ``completing``: its last processes are still being ended. ``exit_code``: the script's.
+    ``signal``: the signal that ended the script, 0 for none. ``restarts``: number of times that Slurm requeued the job.
+    ``preempted``: the job had to make room for another job. ``nodes``: its nodes' names, empty before it has any."""
 
     id: int
     name: str
@@ -70,21 +70,22 @@ class JobRecord:
 
     @property
     def was_requeued(self) -> bool:
-        """True if Slurm has restarted the job and it has not ended since. Its script forbids that; an administrator can do it all
-        the same."""
+        """True if Slurm has requeued the job and it has not ended since. Its script forbids that, but an administrator can
+        requeue it."""
         return self.restarts > 0 and not self.has_ended
 
 
 def decode_wait_status(status: int) -> tuple[int, int]:
-    """Return exit code and signal of a raw wait(2) status, as squeue prints it; one of them is 0."""
+    """Return exit code and signal of a raw wait(2) status, as squeue prints it. The signal is 0 if the process exited, the exit
+    code is 0 if a signal ended it."""
     if os.WIFSIGNALED(status):
         return 0, os.WTERMSIG(status)
     return os.waitstatus_to_exitcode(status), 0
 
 
 def duplicate_jobs(jobs: Sequence[JobRecord]) -> list[JobRecord]:
-    """Return those of the attempt's jobs that do not run it. An attempt has several jobs of the same name if it was submitted
-    again after Slurm's answer was lost; its agents are those of the job that started first."""
+    """Return those of the attempt's jobs that do not run the attempt. There are several jobs of the same name if the attempt was
+    submitted again after Slurm's answer was lost. Its agents are those of the job that started first."""
     began = [job for job in jobs if job.nodes and not job.is_queued]
     first = next(iter(began or jobs), None)
     return [
@@ -119,8 +120,8 @@ def unstartable_reason(job: JobRecord) -> str | None:
 
 
 def engine_end(job: JobRecord, *, started: bool, has_results: bool) -> EngineEnd | None:
-    """Return why the job ended, or cannot run, according to Slurm. None if it may still run, or if Slurm adds nothing to the
-    agents' own results. ``started``: any agent was seen; ``has_results``: all agents have left a result."""
+    """Return why the job ended or cannot run, according to Slurm. None if it may still run, or if Slurm adds nothing to the
+    agents' own results. ``started``: at least one agent was seen; ``has_results``: all agents have left a result."""
     where = f" (nodes {job.nodes})" if job.nodes else ""
     if job.restarts:
         return EngineEnd(
@@ -149,8 +150,8 @@ def engine_end(job: JobRecord, *, started: bool, has_results: bool) -> EngineEnd
 
 
 def ended_tasks(log: str) -> dict[int, str]:
-    """Return node -> srun's message, for the nodes whose agent has ended with an error, parsed from srun's output ``log``. srun
-    prints nothing for a success. An agent that ended because another agent runs its part of the attempt (a job submitted twice)
+    """Return node -> srun's message, for each node whose agent has ended with an error. ``log``: srun's output, which says
+    nothing about a success. An agent that ended because another agent runs its part of the attempt (the job was submitted twice)
     is left out: its end implies nothing about the other agent."""
     found: dict[int, str] = {}
     for numbers, how in _ENDED_TASKS.findall(log):
@@ -169,8 +170,8 @@ def _end_of_unstartable(job: JobRecord) -> EngineEnd | None:
 
 
 def _end_by_exit_code(job: JobRecord, started: bool) -> EngineEnd | None:
-    """Return the end that the script's exit code implies; None if the job did not fail. The code is srun's, the highest of all
-    agents; above 128 it stands for a signal."""
+    """Return the end that the script's exit code implies; None if the job did not fail. The exit code is srun's: the highest of
+    all agents; a code above 128 stands for a signal."""
     if job.state != "FAILED":
         return None
     if job.signal:

@@ -93,8 +93,8 @@ class SlurmLauncher:
         )
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Write ``launch.json`` and submit the batch script, unless an agent has started or Slurm has a job of this name. Raises
-        ``LaunchError``, ``EngineUnreachable``."""
+        """Write ``launch.json`` and submit the batch script. Does nothing if an agent has started, or if Slurm has a job of this
+        name. Raises ``LaunchError``, ``EngineUnreachable``."""
         name = plan.ref.name
         if any(node.seen for node in attempt_files.node_states(plan.ref)):
             return
@@ -113,8 +113,8 @@ class SlurmLauncher:
             self._submitted_at[name] = time.monotonic()
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        """Return the attempt's state, from squeue and the agents' files. A job that was requeued is killed, and so is a job that
-        duplicates the attempt's. Raises ``EngineUnreachable``."""
+        """Return the attempt's state, from squeue and the agents' files. Two kinds of jobs are killed: a job that was requeued,
+        and a job that duplicates the attempt's. Raises ``EngineUnreachable``."""
         jobs = self._jobs(ref)
         alive, duplicates = any(not job.has_ended for job in jobs), job_status.duplicate_jobs(jobs)
         for job in jobs:
@@ -138,8 +138,8 @@ class SlurmLauncher:
                 self._cancel("--signal=TERM", str(job.id))
 
     def kill(self, ref: AttemptRef) -> list[str]:
-        """Kill the attempt's jobs, and return those that have not ended. Empty only if a new answer of squeue has none: another
-        process may have submitted one since the last answer."""
+        """Kill the attempt's jobs, and return names of those that have not ended. Empty only if a new answer of squeue has none,
+        since another process may have submitted a job after the last answer. Raises ``EngineUnreachable``."""
         left = [job for job in self._jobs(ref) if not job.has_ended]
         if not left:  # only a new answer is proof: another process may have submitted it since the last one
             left = [job for job in self._queue.jobs(since=time.monotonic()).get(ref.name, []) if not job.has_ended]
@@ -153,8 +153,8 @@ class SlurmLauncher:
         return "\n".join(part for part in said if part)[-limit:]
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
-        """Kill the jobs of attempts that ``known`` does not return, and return their names. Only jobs with the comment of this
-        run directory are considered."""
+        """Kill the jobs of attempts that ``known`` does not return, and return the names of these attempts. Only jobs with the
+        comment of this run directory are considered."""
         self._prune()
         found: dict[str, list[JobRecord]] = {}
         for name, jobs in self._queue.jobs(since=time.monotonic()).items():
@@ -168,8 +168,8 @@ class SlurmLauncher:
         return orphans
 
     def _jobs(self, ref: AttemptRef) -> list[JobRecord]:
-        """Return the attempt's jobs, from an answer of squeue that is newer than its submission. Once all agents have left their
-        results, squeue is queried more often for a while."""
+        """Return the attempt's jobs, from an answer of squeue that is newer than the attempt's submission by this process. Once
+        all agents have left their results, squeue is queried more often for 10 s."""
         since, now = self._submitted_at.get(ref.name), time.monotonic()
         if all(ref.paths.node(node).result_file.exists() for node in range(ref.nodes)):
             told = self._results_seen_at.setdefault(ref.name, now)
@@ -194,8 +194,8 @@ class SlurmLauncher:
         return replace(state, ends=_engine_ends(jobs, state) or (_forgotten_end(ref) if not jobs else ()))
 
     def _kill_job(self, job: JobRecord) -> None:
-        """Kill the job at once; nothing if that was done less than ``_CANCEL_INTERVAL_SECONDS`` ago. Slurm treats SIGKILL for a
-        job like a cancellation, which waits for KillWait first, but SIGKILL for a step takes effect immediately."""
+        """Kill the job at once. Does nothing if this was done less than ``_CANCEL_INTERVAL_SECONDS`` ago. The job's step is
+        killed first: Slurm does that immediately, but cancels a job only after its KillWait."""
         now = time.monotonic()
         if now - self._cancelled_at.get(job.id, -_CANCEL_INTERVAL_SECONDS) < _CANCEL_INTERVAL_SECONDS:
             return
@@ -229,7 +229,7 @@ def _engine_ends(jobs: Sequence[JobRecord], state: AttemptState) -> tuple[Engine
 
 
 def _forgotten_end(ref: AttemptRef) -> tuple[EngineEnd, ...]:
-    """Return the end of an attempt of whose job Slurm has no record any more."""
+    """Return the end, of unknown cause, of an attempt whose job Slurm has no record of any more."""
     text = (
         f"Slurm no longer has the job {ref.name} (MinJobAge), and this cluster has no accounting: its result is unknown"
     )

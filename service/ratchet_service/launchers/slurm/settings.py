@@ -32,7 +32,7 @@ class Settings(BaseModel):
     command_seconds: float = Field(10.0, ge=1, le=120, description="Time limit of a command.")
 
     def effective_launcher(self, spec: JobSpec) -> SlurmLauncherSpec:
-        """Return the job's keys under ``launcher``, with the service's defaults for those that it does not set."""
+        """Return the keys under ``launcher`` of the job's spec, with the service's defaults for those that it does not set."""
         assert isinstance(spec.launcher, SlurmLauncherSpec)
         return spec.launcher.with_defaults(self.defaults)
 

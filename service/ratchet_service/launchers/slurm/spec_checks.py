@@ -50,8 +50,8 @@ _REFUSED: Final = {
 
 
 def check(spec: JobSpec, launcher: SlurmLauncherSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-    """Return warnings and problems of ``spec``. ``launcher``: its keys under ``launcher``, with the site's defaults for those
-    that it does not set."""
+    """Return two lists: warnings about ``spec``, and problems for parts that Slurm cannot honour. ``launcher``: the spec's keys
+    under ``launcher``, with the site's defaults for those that it does not set."""
     problems = [
         *_check_time_limit(spec, launcher),
         *_check_gpus(spec, launcher),
@@ -71,7 +71,7 @@ def check(spec: JobSpec, launcher: SlurmLauncherSpec) -> tuple[list[Warning_], l
 
 def _check_time_limit(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProblem]:
     """Return a problem if the time limit leaves no time to train, or if Slurm cannot give as much notice as the longest stop
-    takes. The agents are signalled so early that the longest stop ends before the limit."""
+    takes; otherwise an empty list. Agents get the signal so early that the longest stop ends before the limit."""
     notice = longest_stop(spec)
     if notice > MAX_NOTICE_SECONDS:
         text = f"Slurm gives at most {MAX_NOTICE_SECONDS} s of notice before a time limit: make it shorter"
@@ -101,7 +101,8 @@ def _check_gpus(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProblem
 
 
 def _check_options(launcher: SlurmLauncherSpec) -> list[FieldProblem]:
-    """Return a problem for each of the options for sbatch that may not be set in ``launcher.options``."""
+    """Return a problem for each option of ``launcher.options`` that may not be set there: it has a key of its own, Ratchet cannot
+    work with it, or sbatch may take it for an abbreviation of such an option."""
     found = []
     for name in launcher.options:
         if name in _OWN_KEYS:

@@ -50,8 +50,8 @@ def parse_squeue_json(output: str) -> list[JobRecord]:
 
 
 def parse_sacct_text(output: str) -> list[JobRecord]:
-    """Parse the output of ``sacct --noheader --parsable2 --format=SACCT_FORMAT``, also with ``--completion``. Steps are left out;
-    of a requeued job only the newest record is returned."""
+    """Parse the output of ``sacct --noheader --parsable2 --format=SACCT_FORMAT``, with or without ``--completion``. Steps are
+    left out. A requeued job has several records, of which only the newest is returned."""
     found: dict[int, JobRecord] = {}
     for line in output.splitlines():
         number, name, state, code = [*line.split("|"), "", "", ""][:4]
@@ -152,8 +152,8 @@ class Queue:
 
     def jobs(self, *, since: float | None = None) -> dict[str, list[JobRecord]]:
         """Return job name -> jobs of this user, sorted by id, including ended ones until Slurm forgets them. An answer is reused
-        for ``period`` seconds, unless it was requested before ``since`` (a time of ``clock``). Raises ``EngineUnreachable``; for
-        a while after a failed query the same error is raised without another query."""
+        for ``period`` seconds, but not if it was requested at or before ``since`` (a time of ``clock``). Raises
+        ``EngineUnreachable``. For at least 10 s after a failed query the same error is raised without another query."""
         now = self._clock()
         if (
             self._fetched_at is not None
@@ -171,12 +171,12 @@ class Queue:
         return self._jobs
 
     def all_known_ended(self, name: str) -> bool:
-        """True if all jobs of that name were over in the last answer, or if it had none."""
+        """True if all jobs of that name had ended according to the last answer, or if it had none. Queries nothing."""
         return all(job.has_ended for job in self._jobs.get(name, []))
 
     def accounting_records(self, name: str) -> list[JobRecord]:
-        """Return the records of jobs of that name which squeue has forgotten, from the accounting or else from the completion
-        log; empty if the cluster keeps neither or does not answer."""
+        """Return the records of jobs of that name, which squeue has forgotten, from Slurm's accounting or else its completion
+        log, for the last 30 days. Empty if the cluster keeps neither, does not answer, or has no such record."""
         arguments = [
             "--noheader",
             "--parsable2",
