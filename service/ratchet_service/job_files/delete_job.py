@@ -39,9 +39,10 @@ _MAX_MARKER_BYTES: Final = 64 << 10  # bytes of a marker file
 
 
 class _Mark(BaseModel):
-    """Content of the marker file: what remains to be done, for the process that finishes the deletion. ``outputs``: the working
-    directory is deleted, too; ``uri``: prefix in the object store whose copies of the job's checkpoints are deleted; ``code``:
-    digest of the code's snapshot."""
+    """Content of the marker file of a deletion: what is to be deleted, for the process that finishes the deletion.
+    ``keep_checkpoints``: the checkpoints stay, on the disk and in the object store. ``outputs``: the working directory is
+    deleted, too. ``uri``: prefix in the object store below which the copies of the job's checkpoints are. ``code``: digest of the
+    code's snapshot. ``owner``: the job's owner."""
 
     keep_checkpoints: bool = False
     outputs: bool = False
@@ -60,9 +61,10 @@ def delete(
     homes: HomePaths,
     caller: Principal | None = None,
 ) -> DeleteResult:
-    """Delete the job, its history, logs and checkpoints, and return what stays. ``keep_checkpoints``: the checkpoints stay on the
-    disk. ``outputs``: also delete the files in the job's working directory (None: as ``ttl_outputs`` in its spec says); this
-    works even for a job that was deleted without them before, if ``caller`` may do that. ``if_match``: the request's If-Match.
+    """Delete the job's row, history, logs and checkpoints, and return what stays. ``keep_checkpoints``: the checkpoints stay on
+    the disk. ``outputs``: True: also delete the files in the job's working directory; None: only if the job's ``ttl_outputs``
+    says so. For a job that was deleted before without these files, ``outputs`` True deletes them now; that needs a ``caller``,
+    who must be its owner or an admin. ``if_match``: the request's If-Match header.
 
     Raises ``NotFound``; ``Conflict`` while the job has not ended, or while a fork that has not started yet needs its checkpoints
     (``checkpoint-in-use``); ``Refused`` (``not-allowed``, ``precondition-failed``).
@@ -93,7 +95,8 @@ def _delete(
     if_match: str | None,
     homes: HomePaths,
 ) -> DeleteResult:
-    """Like ``delete``, for a job that has a row, and without freeing reserved space."""
+    """Like ``delete``, but only for a job that has a row (else ``NotFound``), and without freeing reserved space on a full
+    disk."""
     paths = homes.job(job_id)
     with database.write() as session:
         job = find_job_for_update(session, job_id)
@@ -149,7 +152,8 @@ def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
 
 
 def _write_marker(paths: JobPaths, mark: _Mark) -> None:
-    """Write the marker file durably. Nothing is written if the job has no directory and no copies to delete."""
+    """Write the marker file durably. Nothing is written if the job has no directory, unless copies in an object store are to be
+    deleted: then the directory is created."""
     if mark.uri is not None and not mark.keep_checkpoints:
         paths.root.mkdir(parents=True, exist_ok=True)
     if not paths.root.is_dir():
@@ -160,8 +164,9 @@ def _write_marker(paths: JobPaths, mark: _Mark) -> None:
 
 
 def _remove_files(homes: HomePaths, job_id: str) -> str | None:
-    """Delete the job's files, as its marker file says. Return None, or, if copies in the object store could not be deleted, a
-    sentence that says so: then the marker file stays, so that the next start retries."""
+    """Delete the job's files, and its copies in an object store, as far as its marker file says. Return None if all were deleted
+    or there is no marker file. If copies in the object store could not be deleted, return a sentence that says so; the marker
+    file then stays, so that the next start of the service retries."""
     paths = homes.job(job_id)
     with as_owner(paths.root):
         left, empty = _remove_unkept_files(paths, homes)

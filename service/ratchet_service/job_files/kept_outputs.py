@@ -21,10 +21,10 @@ _MAX_OWNER_BYTES: Final = 4096  # bytes of the file that names the owner
 
 
 def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
-    """Delete from the working directory the files of the code that are unchanged. If any other file is left, return True: the
-    working directory then stays, and a marker file with the job's owner is written. Otherwise the working directory is deleted,
-    and False is returned. ``code``: directory of the code snapshot. Called within ``as_owner`` before the rest of the job's
-    directory is deleted, and again if a crash interrupted that."""
+    """Delete from the working directory the files that are unchanged files of the job's code. If any other file is left, the
+    working directory stays, a marker file with the job's owner is written, and True is returned. Otherwise the working directory
+    is deleted, and False is returned. ``code``: directory of the code snapshot; None: no file counts as unchanged. The caller
+    holds ``as_owner``, and calls it before the rest of the job's directory is deleted, and again if a crash interrupted that."""
     if not paths.work_dir.is_dir() or paths.work_dir.is_symlink():
         return False
     _remove_code(paths, code)
@@ -63,8 +63,9 @@ def read_owner(paths: JobPaths) -> str | None:
 
 
 def remove(homes: HomePaths, job_id: str, caller: Principal) -> DeleteResult | None:
-    """Delete the outputs of a job that was deleted before. Return what stays; None if there are no outputs. Raises ``Refused``
-    (``not-allowed``) if the job belonged to another owner and the caller is no admin."""
+    """Delete the working directory of a job that was deleted before without it, and return what stays of the job. None if no
+    outputs were kept; then nothing is deleted. Raises ``Refused`` (``not-allowed``) if the job belonged to another owner and
+    ``caller`` is no admin."""
     paths = homes.job(job_id)
     whose = read_owner(paths) if is_job_id(job_id) else None
     if whose is None:

@@ -25,9 +25,10 @@ _ATTEMPT: Final = re.compile(r"\d{4,9}", re.ASCII)
 
 @dataclass(frozen=True)
 class LogFilter:
-    """What a reader requests: attempts ``first`` to ``last`` (None: all later ones), and one ``rank`` (None: all). ``grep`` is
-    plain text, not a pattern. ``since``: lines written since then, and up to six seconds before
-    (``ratchet_contract.protocol.log_index``); lines without a time count by the time of the last write to their file."""
+    """What a reader of logs requests; None in any field: no restriction. ``first`` to ``last``: the attempts. ``rank``: one rank.
+    ``grep``: only lines that contain this text, which is no pattern. ``tail``: the last N lines of each rank's log. ``since``:
+    lines written since then, and up to six seconds before (``ratchet_contract.protocol.log_index``); lines without a time count
+    by the time of the last write to their file."""
 
     first: int = 1
     last: int | None = None

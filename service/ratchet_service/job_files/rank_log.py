@@ -29,9 +29,10 @@ class Piece(NamedTuple):
 
 
 def lines_of(path: Path, attempt: int, rank: int, start: int, grep: str | None, *, partial: bool) -> Iterator[LogLine]:
-    """Yield the log's lines from byte ``start``; nothing if the file does not exist or may not be read. ``partial``: also yield a
-    last line without a line end; otherwise a follower gets it once it is complete. With ``grep``, only lines that contain this
-    text, and those that stand for a gap."""
+    """Yield the lines of the log ``path`` from byte ``start``, each with its id and time; a gap is one line. Yields nothing if
+    the file does not exist or may not be read. ``partial``: also yield a last line without a line end; otherwise a later call
+    yields it once it is complete. With ``grep``, only lines that contain this text, and those that stand for a gap, are
+    yielded."""
     try:
         with open_read(path) as handle:
             times: LogTimes | None = None
@@ -54,9 +55,9 @@ def _line(piece: Piece, attempt: int, rank: int, times: LogTimes) -> LogLine:
 
 
 def tail_offset(path: Path, lines: int | None) -> int:
-    """Return the offset in bytes at which the last ``lines`` lines begin (for 0 lines, the log's end). 0 if ``lines`` is None, if
-    there are not more lines, or if the file cannot be read. If the lines reach back beyond a gap, return the offset at which the
-    gap begins."""
+    """Return the byte offset at which the last ``lines`` lines of the log begin; for 0 lines, the log's end. If the log has a gap
+    and fewer lines after it, return the offset at which the gap begins. Return 0 if ``lines`` is None, if the log has no more
+    lines than that, or if the file cannot be read."""
     if lines is None:
         return 0
     try:
@@ -67,8 +68,8 @@ def tail_offset(path: Path, lines: int | None) -> int:
 
 
 def since_offset(path: Path, since: datetime) -> int:
-    """Return the offset in bytes of the first line that may have been written at ``since`` or later, according to the index; 0
-    without an index or if the file cannot be read."""
+    """Return the byte offset of the first line of the log that may have been written at ``since`` or later, according to the
+    log's index. Return 0 if there is no index or the log cannot be read."""
     try:
         with open_read(path) as handle:
             size = os.fstat(handle.fileno()).st_size
@@ -159,8 +160,8 @@ class _Log:
                 at += len(raw)
 
     def tail_offset(self, lines: int) -> int:
-        """Return the offset of the last ``lines`` lines. If they reach back beyond a gap, return the offset at which the last gap
-        begins; 0 if there are not more lines."""
+        """Return the byte offset at which the last ``lines`` lines begin; the log's end for 0 lines. If fewer lines follow the
+        last gap, return the offset at which that gap begins; without a gap, return 0 if there are not more lines."""
         end = self._handle.seek(0, 2)
         if lines == 0 or end == 0:
             return end

@@ -34,10 +34,14 @@ class Shortened(NamedTuple):
 
 
 def shorten(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | None:
-    """If the job's logs up to attempt ``attempt`` take more than ``bounds.job_log_bytes``, delete the middle of logs. The first
-    and the last ``bounds.log_attempts`` attempts keep theirs; of the others the oldest are shortened first. On a file system that
-    cannot free the middle of a file, whole logs are deleted. Return None if nothing was freed. What the system refuses stays, and
-    is retried at the next attempt's end. All these attempts are dead."""
+    """If the job's logs up to attempt ``attempt`` take more than ``bounds.job_log_bytes`` on the disk, delete the middle of logs
+    until they take no more, oldest attempt first; return what was done. The first and the last ``bounds.log_attempts`` attempts
+    keep their whole logs, even if the limit is then exceeded. On a file system that cannot free the middle of a file, whole logs
+    are deleted.
+
+    Return None if nothing was freed. A log that the system refuses to shorten stays as it is, and is tried again at the next
+    attempt's end. Precondition: no process of these attempts is alive.
+    """
     with as_owner(paths.root):
         return _shorten_all(paths, attempt, bounds)
 
@@ -66,9 +70,9 @@ def _shorten_all(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | N
 
 
 def drop_spools(paths: JobPaths, attempt: int, bounds: Bounds) -> None:
-    """Delete files of old attempts: the spools of attempts up to ``attempt`` except the last ``bounds.log_attempts`` (the
-    messages in a spool were all stored when its attempt ended), and the files of step fingerprints that no later attempt reads
-    any more."""
+    """Delete files of old attempts up to ``attempt`` that nothing reads any more. These are the spools of all but the last
+    ``bounds.log_attempts`` attempts, whose messages were all stored when the attempt ended; and the step fingerprints of all but
+    the last ``RING_ATTEMPTS`` attempts. What cannot be deleted stays, without an error."""
     with as_owner(paths.root):
         attempts = paths.attempt(0).root.parent
         for name in names_in(attempts):

@@ -135,15 +135,16 @@ _REFUSAL_TEXTS: Final = {
 
 
 def refusal(mode: int) -> str | None:
-    """Return the code that says why a file with this ``st_mode`` is not read; None for a regular file or a directory."""
+    """Return the code that says why a file with this ``st_mode`` is not read (``symbolic-link`` or ``special-file``); None for a
+    regular file or a directory."""
     if stat.S_ISLNK(mode):
         return "symbolic-link"
     return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "special-file"
 
 
 def _open_error(name: str, folder_fd: int | None, path: str, error: OSError) -> Exception:
-    """Return the error to raise for a name that cannot be opened: ``Refused`` or ``NotFound`` with a message for users, or
-    ``error`` itself if it has another cause than a missing name, a link or missing permission."""
+    """Return (not raise) the error for a name that cannot be opened: ``Refused`` for a link or missing permission, ``NotFound``
+    for a missing name, each with a message for users; ``error`` itself for any other cause."""
     if error.errno in (errno.EACCES, errno.EPERM):
         return Refused(_REFUSAL_TEXTS["file-unreadable"].format(path=path), code="file-unreadable")
     if error.errno not in _VANISHED_ERRNOS and error.errno != errno.ENAMETOOLONG:
@@ -158,8 +159,9 @@ def _open_error(name: str, folder_fd: int | None, path: str, error: OSError) -> 
 
 
 def stat_entry(name: str, folder_fd: int, path: str) -> DirEntry:
-    """Return the entry ``name`` of the directory ``folder_fd`` as it is now; a file that is not readable by others is opened to
-    check that it can be read. Raises ``NotFound`` (``file-not-found``)."""
+    """Return the entry ``name`` of the directory ``folder_fd`` as it is now. A link, a special file or an unreadable file is
+    returned, too, with the code of the refusal. A file that is not readable by everybody is opened briefly to find out whether it
+    can be read. ``path``: the entry's path, for the result. Raises ``NotFound`` (``file-not-found``)."""
     try:
         seen = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     except OSError as error:
@@ -231,9 +233,9 @@ def _names(folder_fd: int, prefix: tuple[str, ...]) -> list[str]:
 
 
 class CodeCopy:
-    """The snapshot of code that a working directory began as a copy of (``ratchet_worker.agent.working_directory``), to find
-    files that are unchanged. ``folder``: the snapshot's directory; if it is None or missing, all files count as changed.
-    ``max_bytes``: most bytes that are compared over all calls; files beyond that count as changed."""
+    """Compares the files of a working directory with the snapshot of the job's code; the working directory was made as a copy of
+    that snapshot (``ratchet_worker.agent.working_directory``). ``folder``: the snapshot's directory; if it is None or missing,
+    all files count as changed. ``max_bytes``: most bytes that are compared over all calls; files beyond that count as changed."""
 
     def __init__(self, folder: Path | None, max_bytes: int) -> None:
         there = folder is not None and folder.is_dir()

@@ -29,11 +29,14 @@ from ratchet_service.lifecycle.repeated_error import repeated_error_step
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of an attempt's end. ``state``: the launcher's last poll. ``forced_cause``: the cause that the reconciler
-    itself has determined, since it killed or stopped the attempt or could not start it; None: none. ``message``: for an end
-    without a result. ``killed``: the reconciler recorded that it kills what is left, instead of waiting longer for its end.
-    ``logs``: the end of the output of agents that never began. ``ran_seconds``: how many seconds the attempt ran at most, by the
-    monotonic clock (``monotonic_deadlines``); None: no agent began."""
+    """What is known of an attempt's end.
+
+    ``state``: the launcher's last poll, with the agents' results. ``forced_cause``: the cause that the reconciler itself set when
+    it stopped or killed the attempt, or when it could not or must not start it; None: it set none. ``message``: the attempt's
+    message if its agents left no result; None: a default text. ``killed``: the reconciler recorded that it kills the rest of the
+    attempt. ``logs``: the last output of the agents, if none of them began; else empty. ``ran_seconds``: seconds since the first
+    agent began, up to now, by the monotonic clock (``monotonic_deadlines``); None: no agent began.
+    """
 
     state: AttemptState
     forced_cause: Cause | None = None
@@ -59,12 +62,12 @@ class Facts:
 
     @property
     def safe_step(self) -> int:
-        """The step from which the next attempt can start."""
+        """The step from which the next attempt can start: that of the newest checkpoint, or ``start_step`` without one."""
         return self.newest_checkpoint.step if self.newest_checkpoint is not None else self.start_step
 
     @property
     def lost_steps(self) -> int:
-        """Number of steps that the attempt did and no checkpoint has; 0 if it did not begin."""
+        """Number of steps that the attempt did after ``safe_step``, so that they must be done again; 0 if it did not begin."""
         return max(0, self.last_step - self.safe_step) if self.base is not None else 0
 
     def own_committed_step(self, attempt: int) -> int | None:
@@ -85,9 +88,14 @@ class Verdict(NamedTuple):
 
 
 def cause_of(job: Job, evidence: Evidence) -> EndSeen:
-    """Return the cause of the attempt's end, with its rank, exit code and message. The agents' own results take precedence over
-    the engine's reports. Exceptions: if this service killed or stopped the attempt and a result is missing, the service's cause
-    counts; and a preemption gets the cause for which this service sent the signal."""
+    """Return the cause of the attempt's end, with its rank, exit code and message. It is found in this order:
+
+    - If an agent's result is missing and the service forced the end (``forced_cause``), the service's cause counts. A result that
+      reports only the fence (lease-lost) counts as missing.
+    - Otherwise the agents' results and the engine's reports decide (``combine_ends``). If the service stopped the attempt, an end
+      that counts as a preemption gets the cause of that stop (``_requested_cause``).
+    - With neither a result nor a report, the cause is ``launcher-error`` if no agent began, and ``unknown`` if one did.
+    """
     state = evidence.state
     engine = [EndSeen(end.cause, end.node, message=end.message) for end in state.ends]
     valid_results = [
@@ -107,8 +115,9 @@ def cause_of(job: Job, evidence: Evidence) -> EndSeen:
 
 
 def _requested_cause(cause: Cause, job: Job, evidence: Evidence) -> Cause:
-    """Return ``cause`` as it counts for the job. An attempt that ended as preempted because this service stopped it gets the
-    service's cause (timeout, upgrade, or that of the user's request)."""
+    """Return ``cause`` as it counts for the job. It stays as it is if the service did not stop the attempt, or if the attempt did
+    not end as preempted. Otherwise the cause of the stop replaces it: timeout; else that of the user's request; else upgrade.
+    ``unknown`` after a stop for an upgrade counts as upgrade."""
     if (
         evidence.forced_cause is Cause.UPGRADE and cause is Cause.UNKNOWN
     ):  # another version's result, with a cause unknown here
@@ -163,16 +172,17 @@ def verdict(
 
 
 def _ended_at(attempt: Attempt, results: Sequence[AttemptResult], now: datetime) -> datetime:
-    """Return the latest end time in the agents' results, at most ``now``, and ``now`` without results: the time during which the
-    service was down must not count as running time."""
+    """Return when the attempt ended: the latest end time in the agents' results, or ``now`` if there is no result. A time after
+    ``now`` or before the attempt's beginning is replaced by that. The time during which the service was down thus does not count
+    as running time."""
     reported_end = max((parse_time(result.ended_at, now) for result in results), default=now)
     return max(attempt.begun_at or attempt.created_at, min(reported_end, now))
 
 
 def _running_seconds(attempt: Attempt, ended_at: datetime, ran_seconds: float | None, now: datetime) -> float:
-    """Return the seconds since the first agent began; the time before that was a wait in the engine's queue. 0 if none began.
-    Both ends are wall-clock times, and the clock may have been set in between: if they disagree with the counted time
-    (``ran_seconds``, up to ``now``), the counted time is used."""
+    """Return the seconds from the first agent's beginning to ``ended_at``; 0 if no agent began. Both are wall-clock times, and
+    the clock may have been set in between. So if the monotonic count (``ran_seconds``, up to ``now``) differs from them by more
+    than ``TOLERANCE`` seconds, that count is used, less the time since ``ended_at``."""
     if attempt.begun_at is None:
         return 0.0
     wall_seconds = (ended_at - attempt.begun_at).total_seconds()
@@ -183,8 +193,9 @@ def _running_seconds(attempt: Attempt, ended_at: datetime, ran_seconds: float | 
 
 
 def job_values(job: Job, attempt: Attempt, decision: Decision, facts: Facts, seconds: float) -> dict[str, Any]:
-    """Return the columns of the job's row that the attempt's end changes, except for its phase and desired state. They also
-    release the lease. ``seconds``: how long the attempt ran."""
+    """Return the columns of the job's row that the attempt's end changes, with their new values, except for phase and desired
+    state. They include those that release the lease. If the attempt did not begin to train, the job's steps and checkpoint are
+    not among them. ``seconds``: how long the attempt ran. Changes no row."""
     values: dict[str, Any] = {
         "preemptions": decision.counters.preemptions,
         "failures": decision.counters.failures,

@@ -6,6 +6,7 @@ The rules for an attempt that has ended:
 
 1. A fault that cannot heal (budget ``fatal``) ends the job at once, unless a cancel was requested.
 2. If the final checkpoint is committed and the end was clean or a graceful stop, the job has succeeded, whatever was requested.
+   For a script the end must have been clean, since code may follow its last step.
 3. A clean exit while a stop was requested, without the final checkpoint, counts as that stop and not as success.
 4. A requested suspend or cancel takes effect once nothing runs, however the attempt ended; the budgets still count the end.
 5. Otherwise the cause's budget decides between another attempt (failures: the first at once, then after a back-off) and the end
@@ -57,8 +58,8 @@ JITTER: Final = 0.2
 LOST_FACTOR: Final = 2.0
 """Lost attempts wait this many times as long as failed ones: the machine, not the job, needs the time."""
 RETRIED_AT_ONCE: Final = frozenset({Cause.RANK_KILLED, Cause.OOM, Cause.EXCEPTION})
-"""Causes that need not recur: the first such failure since the last progress is retried without delay. After the others (a hang,
-a disk that refuses a checkpoint, a lost attempt) the machine needs the time."""
+"""Causes that need not recur: if the first failure since the last progress has one of them, it is retried without delay. After
+the others (a hang, a disk that refuses a checkpoint, a lost attempt) the machine needs the time."""
 NO_PROGRESS_LIMIT: Final = 3
 """Attempts in a row; ``max_failures`` where that is more and the end came from outside."""
 EXTERNAL_CAUSES: Final = frozenset({Cause.RANK_KILLED, Cause.OOM})
@@ -66,7 +67,8 @@ EXTERNAL_CAUSES: Final = frozenset({Cause.RANK_KILLED, Cause.OOM})
 
 
 def decide(view: JobView, now: datetime) -> Decision:
-    """Return the next action for one job. Raises ``ValueError`` for an impossible view: an active job without an attempt."""
+    """Return the next action for one job. A job that is neither queued nor active needs none (``NOTHING``). Raises ``ValueError``
+    for an impossible view: an active job without an attempt."""
     if view.phase is JobPhase.QUEUED:
         return _decide_queued(view, now)
     if not view.phase.active:
@@ -107,7 +109,9 @@ def _decide_queued(view: JobView, now: datetime) -> Decision:
 
 
 def _decide_alive(view: JobView, attempt: Alive) -> Decision:
-    """Decide for a job whose attempt has not ended: stop it, kill it, or do nothing."""
+    """Decide for a job whose attempt has not ended: stop it (SIGTERM), kill it, or do nothing. It is stopped if the ranks have
+    not followed a stop request in time, at ``policy.timeout``, or if its agent has another protocol. It is killed if it has not
+    ended in time after the SIGTERM, if no agent began within the launch deadline, or to take it out of its engine's queue."""
     if attempt.signalled_seconds is not None:
         if attempt.signalled_seconds >= attempt.killable_after:
             return Decision(Action.KILL, cause=attempt.signal_cause, counters=view.counters)
@@ -178,8 +182,12 @@ def _decide_ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
 
 
 def update_counters(counters: Counters, treated: Treatment, end: AttemptEnd, *, displaced: bool = False) -> Counters:
-    """Return the counters after an attempt that ended with ``end`` and counts as ``treated``. An attempt that committed a new
-    step resets the failures, but not the preemptions. ``displaced``: this service stopped the attempt for another job."""
+    """Return the counters after an attempt that ended with ``end`` and counts as ``treated``; ``counters`` is not changed.
+
+    An attempt that committed a new step first resets the failures and the attempts without progress, but not the preemptions. Any
+    other attempt counts as one without progress, with the exceptions in the module's text. Then the end is counted against its
+    budget. ``displaced``: this service stopped the attempt for another job.
+    """
     displaced = displaced or treated.cause is Cause.UPGRADE
     left_queue = (
         displaced or not end.begun
@@ -240,8 +248,8 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
 
 
 def _fails_at_start(end: AttemptEnd) -> bool:
-    """True if the attempt failed at its start with the error of the previous one. The steps of a script without a Session are not
-    visible: such an attempt has failed at its start if it ran for less than ``MAX_BACKOFF`` seconds."""
+    """True if the attempt ended with the error of the previous one before the rank that raised it had finished a new step. The
+    steps of a script without a Session are not visible: such an attempt must have run for less than ``MAX_BACKOFF`` seconds."""
     if end.repeated_error is None:
         return False
     return end.seconds < MAX_BACKOFF if end.unmanaged else end.repeated_error <= (end.base_step or 0)
@@ -273,7 +281,8 @@ def _no_progress_limit(view: JobView, treated: Treatment) -> int:
 
 
 def _no_progress_advice(view: JobView, end: AttemptEnd) -> str:
-    """Return advice for the user. It differs between a job that makes steps but does not save them and one that makes none."""
+    """Return advice for the user of a job whose attempts commit no new step. It depends on the last attempt: its saves failed, it
+    repeated the error of the one before, it did steps and saved none, or it did no step."""
     job_id = view.job_id
     if end.cause is Cause.CHECKPOINT_ERROR:
         return _failed_saves_advice(view)
@@ -310,7 +319,9 @@ def _requeue(view: JobView, treated: Treatment, counters: Counters, end: Attempt
 
 
 def _delay(view: JobView, treated: Treatment, counters: Counters, end: AttemptEnd) -> float:
-    """Return the seconds until the next attempt may start; 0 or less: at once."""
+    """Return the seconds until the next attempt may start; 0 or less: at once. After a failure it is the back-off, which grows
+    with each failure. After other ends that must be spaced, the time that the attempt ran is subtracted from it. All others are
+    tried again at once."""
     first = view.limits.backoff * (LOST_FACTOR if treated.outcome is Outcome.LOST else 1.0)
     if treated.budget is Budget.FAILURES:
         nth = counters.failures - (treated.cause in RETRIED_AT_ONCE)

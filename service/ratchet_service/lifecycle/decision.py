@@ -42,9 +42,10 @@ class Counters:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the spec allows; times in seconds. ``exit_rules``: what exit codes of the job's own code mean. ``can_change_code``:
-    the job can be resumed with other code. ``is_script``: the job is a script, so that code may follow its last step; a stop
-    after the last step leaves that code to the next attempt."""
+    """What the spec allows; times in seconds. ``max_preemptions`` and ``timeout`` None: no limit. ``timeout`` limits the time of
+    all attempts together. ``exit_rules``: what exit codes of the job's own code mean. ``can_change_code``: the job can be resumed
+    with other code. ``is_script``: the job is a script, so that code may follow its last step; a stop after the last step leaves
+    that code to the next attempt."""
 
     max_preemptions: int | None = None
     max_failures: int = 3
@@ -60,11 +61,12 @@ class Limits:
 class AttemptEnd:
     """How the newest attempt ended, once no process of it is alive.
 
-    ``exit_code``: of the rank that the cause comes from; ``base_step``: where the attempt started (None: it never got that far);
-    ``committed_step``: the newest step that it committed; ``last_step``: the last step that it did; ``begun``: an agent began;
-    ``finished``: the newest committed checkpoint is the job's final one; ``unmanaged``: it was a script without a Session;
-    ``seconds``: how long it ran; ``repeated_error``: not None if the same exception, at the same line and step, had ended the
-    previous attempt, too; the value is the last step of the rank that raised it.
+    ``exit_code``: of the rank that the cause comes from. ``base_step``: the step of the checkpoint that the attempt started from
+    (0: from scratch; None: it did not get that far). ``committed_step``: the newest step that it committed; None: none.
+    ``last_step``: the last step that it did. ``begun``: an agent began. ``finished``: the newest committed checkpoint is the
+    job's final one. ``unmanaged``: it was a script without a Session. ``seconds``: how long it ran. ``repeated_error``: None
+    unless the same exception, at the same line and step, had ended the previous attempt, too; then the last step that the rank
+    which raised it had finished.
     """
 
     cause: Cause
@@ -94,12 +96,13 @@ class AttemptEnd:
 class Alive:
     """What is known of an attempt that has not ended. Times in seconds.
 
-    ``age``: how long an attempt without any agent has been out of its engine's queue; ``seen``: an agent has begun; ``waiting``:
-    the attempt is still in that queue, where no stop request reaches it; ``running_seconds``: time since its first agent began;
-    ``stop_requested_seconds``: time since its end was requested; ``signalled_seconds``: time since SIGTERM was sent to its agents
-    (None: it was not); ``signal_cause``: the cause for which it was sent; ``killable_after``: how long after SIGTERM the agents
-    are killed; ``launch_deadline``: how long the first agent may take to begin; ``other_protocol``: it cannot report to this
-    service; ``unmanaged``: it is known to be a script without a Session.
+    ``age``: time since the attempt left its engine's queue, or was created if it has none; 0 once an agent has begun. ``seen``:
+    an agent has begun. ``waiting``: the attempt is still in that queue, where no stop request reaches it. ``running_seconds``:
+    time since its first agent began. ``stop_requested_seconds``: time since its end was requested; 0: it was not.
+    ``signalled_seconds``: time since SIGTERM was sent to its agents; None: it was not. ``signal_cause``: the cause for which it
+    was sent. ``killable_after``: how long after SIGTERM the agents are killed. ``launch_deadline``: how long the first agent may
+    take to begin. ``other_protocol``: its agents use another protocol version and cannot report to this service. ``unmanaged``:
+    it is known to be a script without a Session.
     """
 
     age: float
@@ -134,9 +137,13 @@ class JobView:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with a job. ``cause`` is the attempt's, for STOP, KILL and END. For END, ``outcome`` and ``rule`` (a sentence:
-    which rule of ``policy.exit_codes`` applied; None: none) are the attempt's, too. ``not_before``: when a back-off ends, for
-    WAIT and END. The other fields describe the job after an END: the event to apply, its counters, and its reason and message."""
+    """What to do with a job.
+
+    ``cause``: the attempt's cause, for STOP, KILL and END. ``outcome`` and ``rule``: the attempt's, for END; ``rule`` is a
+    sentence that says which rule of ``policy.exit_codes`` applied (None: none). ``not_before``: when a back-off ends, for WAIT
+    and END; None: there is no back-off. ``event``, ``counters``, ``reason`` and ``message``: for END, the event to apply to the
+    job, and its new counters, reason and message.
+    """
 
     action: Action
     event: Event | None = None
@@ -150,7 +157,8 @@ class Decision:
 
 
 def limits_of(spec: JobSpec) -> Limits:
-    """Return what the spec's policy allows."""
+    """Return the limits that the spec sets: those of its policy, whether the job's code can be changed, and whether it is a
+    script."""
     policy = spec.policy
     return Limits(
         policy.max_preemptions,
@@ -197,9 +205,9 @@ class Treatment(NamedTuple):
 
 
 def treatment(cause: Cause, end: AttemptEnd, rules: Sequence[ExitRule]) -> Treatment:
-    """Return what an attempt's end counts as. ``cause``: the attempt's cause. ``rules`` apply only to an exception with an exit
-    code, which is what the job's own code did; the first that matches decides. Ends from outside, and those that Ratchet detected
-    itself, count by their cause."""
+    """Return what an attempt's end with ``cause`` counts as. If the cause is an exception with an exit code, the job's own code
+    ended the attempt: then the first of ``rules`` that matches the exit code decides. Every other end, and one that no rule
+    matches, counts as its cause says."""
     if cause is Cause.EXCEPTION and end.exit_code is not None:
         for i, rule in enumerate(rules):
             if rule.matches(end.exit_code):

@@ -29,10 +29,13 @@ from ratchet_contract.phases import Cause, Outcome
 
 @dataclass(frozen=True)
 class Span:
-    """Times of one attempt. ``begun``: when its first agent began; ``training``: when its first step began; ``until``: its end,
-    or now; ``stop``: when its agent received a stop request; ``end_began``: when what ended its ranks began; None: this has not
-    happened. ``stall``: seconds for which rank 0's training stood still for saves; ``unmanaged``: it ran a script without a
-    Session."""
+    """Times and steps of one attempt; a time that is None has not come, or is not known.
+
+    ``begun``: when its first agent began; ``training``: when its first step began; ``until``: its end, or now; ``stop``: when its
+    first agent received a stop request; ``end_began``: when the fault that ended its ranks began (for a hang: when they last
+    moved). ``stall``: seconds for which rank 0's training stood still for saves; ``unmanaged``: it ran a script without a
+    Session.
+    """
 
     created: datetime
     until: datetime
@@ -123,9 +126,13 @@ def notice_given(cause: Cause | None, stop_grace: float, preemption_notice: floa
 def notice_used(
     outcome: Outcome | None, stop: datetime | None, saved: datetime | None, ended: datetime | None, *, unsaved: bool
 ) -> float | None:
-    """Return the seconds from the stop's request to the commit of its checkpoint (``saved``), or to the end of the ranks
-    (``ended``) if nothing was left to save. None: no stop was requested; or it led to no checkpoint, and steps were ``unsaved``
-    or the attempt failed, was lost or has not ended."""
+    """Return the seconds of its notice that a stopped attempt used: from the stop request (``stop``) to the commit of the
+    checkpoint that the stop led to (``saved``). If it led to no checkpoint because nothing was left to save, return the seconds
+    to the attempt's end (``ended``).
+
+    None if no stop was requested. Also None if the stop led to no checkpoint and steps remained ``unsaved``, or the attempt
+    failed, was lost or has not ended.
+    """
     if stop is None:
         return None
     if saved is not None:

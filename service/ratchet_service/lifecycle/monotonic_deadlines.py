@@ -69,8 +69,9 @@ def carried_seconds(stored: Any, clock: Clock, max_gap: float) -> float | None:
 
 
 def wall_offset(clock: Clock, wall: Callable[[], datetime]) -> float:
-    """Return by how many seconds the clock ``wall`` is ahead of the monotonic one. Both are read again, a few times at most, if
-    this process was suspended between the two readings."""
+    """Return by how many seconds the clock ``wall`` is ahead of the monotonic one (seconds since 1970 less monotonic seconds). If
+    reading takes half a second or more, because this process was suspended or ``wall`` is slow, both are read again, at most
+    three times in all."""
     for _ in range(_MAX_READINGS):
         before = clock.monotonic()
         wall_seconds = wall().timestamp()
@@ -81,6 +82,7 @@ def wall_offset(clock: Clock, wall: Callable[[], datetime]) -> float:
 
 
 def jump_seconds(level: float, before: float) -> float:
-    """Return by how many seconds a wall clock has jumped, forwards if positive. ``before``, ``level``: by how many seconds it was
-    ahead of the monotonic clock then, and is now. 0.0: it has drifted by no more than ``TOLERANCE``."""
+    """Return by how many seconds a wall clock has jumped, forwards if positive. ``before``: by how many seconds it was ahead of
+    the monotonic clock at an earlier time; ``level``: by how many it is now. 0.0 if the two differ by no more than
+    ``TOLERANCE``."""
     return level - before if abs(level - before) > TOLERANCE else 0.0

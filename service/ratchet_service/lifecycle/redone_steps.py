@@ -18,8 +18,9 @@ REPLAY_DIFFERENCE = "replay-difference"
 
 
 def add_redone(attempt: Attempt, rank: int, message: RedoneSteps) -> StepDifference | None:
-    """Store on ``attempt`` what ``rank`` reports about replayed steps. Return the message's difference if the attempt had none
-    before; otherwise None."""
+    """Store on ``attempt`` what ``rank`` reports about replayed steps; it replaces the rank's earlier report. Of all reported
+    differences the one of the lowest step is kept. Return the message's difference if it is the first that was reported for the
+    attempt. None if the message has no difference, or the attempt had one before."""
     before: dict[str, Any] = attempt.redone or {"ranks": {}, "first_difference": None}
     found, known = message.first_difference, before["first_difference"]
     if found is not None:
@@ -57,8 +58,8 @@ def redone_of(attempt: Attempt) -> Redone:
 
 
 def with_replay_verdict(report: ResumeReport, redone: Redone) -> ResumeReport:
-    """Return ``report``, which a rank sent before its first step; if replayed steps have differed since, a copy with the verdict
-    ``not-exact`` and a note on the difference."""
+    """Return ``report`` as it is if no replayed step has differed. Otherwise return a copy with the verdict ``not-exact`` and a
+    note on the first difference. A rank sends ``report`` before its first step, so it cannot know of the difference."""
     if redone.first_difference is None:
         return report
     notes = [*report.notes, redone.first_difference.sentence()]

@@ -1,4 +1,5 @@
-"""What a spec may request for a script without a Session: to be started, stopped and started again, and no more."""
+"""Checks of a spec whose script has no Session. Ratchet only starts, stops and restarts such a script (*unmanaged*): it saves
+none of its state, applies no hook and cannot prove a trial. What the spec requests beyond that is a warning or a problem."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldPr
 
 
 def hook_problems(spec: JobSpec, main_file: bytes) -> list[FieldProblem]:
-    """Return the problem that the spec names a hook which its script, having no Session, would not apply; empty if there is
-    none."""
+    """Return a list with one problem if the spec has another hook than the default one and the script's main file (content
+    ``main_file``) makes no Session, since such a script would not apply the hook. Otherwise return an empty list."""
     refusal = unapplied_hook_message(spec.script[0], spec.hook) if spec.script and is_unmanaged(main_file) else None
     return [] if refusal is None else [FieldProblem(pointer="/hook", code="hook-needs-session", detail=refusal)]
 

@@ -51,8 +51,9 @@ def release_space(database: Database) -> bool:
 
 
 def database_disk_full(database: Database) -> Refused | None:
-    """Return the error for a full disk if the database's disk is full now, so that nothing can be recorded; nothing is raised.
-    None: there is free space, or the database is a server, whose disk this process cannot see."""
+    """Return (not raise) the error for a full disk if the disk of the SQLite database is full now, so that nothing can be
+    recorded. None if there is free space, if that is not known, or if the database is a server, whose disk this process cannot
+    see."""
     directory = _directory(database)
     free = None if directory is None else free_bytes(directory)
     if directory is None or free is None or free >= _MIN_FREE_BYTES:
@@ -63,8 +64,8 @@ def database_disk_full(database: Database) -> Refused | None:
 
 
 def is_disk_full_error(error: BaseException, home: Path) -> bool:
-    """Return True if ``error``, of the system or of the database, was caused by a full disk. ``home``: the run directory, whose
-    free space decides where SQLite reports only an I/O error."""
+    """Return True if ``error`` of the operating system or of the database was caused by a full disk or an exceeded disk quota;
+    False for any other error. ``home``: the run directory; if SQLite reports only an I/O error, the free space there decides."""
     if isinstance(error, OSError):
         return error.errno in _FULL_ERRNOS
     if not isinstance(error, DBAPIError):

@@ -91,8 +91,8 @@ class ReconcilerHeartbeat:
         self.failures, self.error = self.failures + 1, type(error).__name__
 
     def record_jump(self, seconds: float) -> None:
-        """Record that the wall clock has jumped by ``seconds``. Later readiness reports without a warning about the reconciler
-        mention the latest jump, to explain surprising times."""
+        """Record that the wall clock has jumped by ``seconds`` (forwards if positive). From then on, readiness reports mention
+        the latest jump, to explain surprising times, as long as the reconciler is in order."""
         self.jump_note = f"; at {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC the wall clock had jumped by {seconds:+.0f} s"
 
     def silence_seconds(self) -> float:
@@ -111,8 +111,9 @@ class CachedProbe(Generic[T]):
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def get(self, probe: Callable[[], T]) -> T:
-        """Return the result of the latest probe, or raise its error; call ``probe`` if the latest is older than
-        ``PROBE_SECONDS``. ``Refused`` and SQLAlchemy's errors are cached like results; other errors are raised and not cached."""
+        """Return the result of the latest probe, or raise its error. If there was no probe in the last ``PROBE_SECONDS``, call
+        ``probe`` first. ``Refused`` and SQLAlchemy's errors are cached as results are; other errors of ``probe`` are raised and
+        not cached."""
         with self._lock:
             now = self.clock()
             if self._probed_at is None or now - self._probed_at >= PROBE_SECONDS:
@@ -141,8 +142,8 @@ class Health:
     database: CachedProbe[None] = field(default_factory=CachedProbe)
 
     def is_new_code(self, code: str | None) -> bool:
-        """Return True if ``code`` differs from the code of the previous call, and remember it. None: the process is ready. Probes
-        come every few seconds, but the log must contain each change only once."""
+        """Return True if ``code`` differs from the code of the previous call, and remember ``code``. ``code``: why the process is
+        not ready; None: it is ready. The caller logs only changes, since probes come every few seconds."""
         before, self.last_code = self.last_code, code
         return before != code
 

@@ -28,7 +28,8 @@ _HIDDEN: Final = "***"
 
 @contextmanager
 def log_fields(**fields: Any) -> Iterator[None]:
-    """Add ``fields`` to the log records that this thread or task makes within the block, besides those of outer blocks."""
+    """Add ``fields`` to the log records that this thread or task makes within the block, in addition to those of outer blocks.
+    The JSON format logs those whose names are in ``FIELDS``; the text format logs none."""
     token = _context_fields.set({**_context_fields.get(), **fields})
     try:
         yield
@@ -101,9 +102,9 @@ class Hide:
 
 
 def configure(level: str, log_format: LogFormat, secrets: Iterable[str] = (), stream: TextIO | None = None) -> None:
-    """Send the log records of all loggers, those of uvicorn and of ``warnings`` included, to ``stream`` (None: standard error);
-    the root logger's earlier handlers are replaced. ``level``: the least level that is logged; Alembic and httpx log from
-    ``warning`` on in any case. ``secrets``: texts that are hidden, besides tokens and passwords in URLs."""
+    """Send the log records of all loggers, and Python's warnings, to ``stream`` (None: standard error), as text or JSON lines
+    (``log_format``). The root logger's earlier handlers are removed. ``level``: the lowest level that is logged; of Alembic and
+    httpx only warnings and errors are logged. ``secrets``: texts that are hidden, in addition to tokens and passwords in URLs."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(Json(secrets) if log_format == "json" else Text(secrets))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -156,8 +156,8 @@ class Instruments:
 
     @contextmanager
     def count_commits(self, database: Database) -> Iterator[None]:
-        """Within the block, count what transactions through ``database`` commit: attempts that end, new checkpoints, replay
-        differences."""
+        """Within the block, count what this process commits through ``database``: attempts that end (with their lost and compared
+        steps), new checkpoints (size and seconds), and replay differences. Transactions that are rolled back count nothing."""
         listeners = (
             ("after_flush", self._collect_rows),
             ("after_commit", self._count_committed),
@@ -244,8 +244,9 @@ class Instruments:
         self._ended_jobs, self._ended_counted_at = _count_by_phase(session, _ENDED_PHASES), now
 
     def _measure_queue(self, session: Session, database: Database) -> None:
-        """Set, by reason to wait, the number of queued jobs, and the longest time in seconds since the row of one of them last
-        changed. A reason that is not in ``_REASONS`` is counted as "other", a missing one as "none"."""
+        """Set, for each reason to wait, the number of queued jobs, and the longest time in seconds since the row of one of these
+        jobs last changed. Reasons that no job has now are removed. A reason that is not in ``_REASONS`` is counted as "other", a
+        missing one as "none"."""
         query = sa.select(Job.reason, sa.func.count(), sa.func.min(Job.updated_at)).where(Job.phase == JobPhase.QUEUED)
         found: dict[str, tuple[int, float]] = {}
         now = database.clock.now()

@@ -56,8 +56,9 @@ def _find_fault(uri: str) -> _Fault | None:
 
 
 def _probe(store: ObjectStore, name: str) -> _Fault | None:
-    """Write the object ``name`` twice and delete it; return a fault if the store accepts the second write, else None. Raises
-    ``CheckpointError`` if the store cannot be reached or denies access."""
+    """Write the object ``name`` twice with the condition that it does not exist yet, and delete it. Return None if the store
+    accepts the first write and refuses the second, else a fault. Raises ``CheckpointError`` if the store cannot be reached or
+    denies access."""
     first = store.put_if_absent(name, b"Ratchet looks whether a second writer is refused; delete this.\n")
     second = store.put_if_absent(name, b"a second writer")
     store.delete([name])
@@ -72,8 +73,8 @@ def _probe(store: ObjectStore, name: str) -> _Fault | None:
 
 
 def _with_deadline(seconds: float, probe: Callable[[], _Fault | None], timeout_fault: _Fault) -> _Fault | None:
-    """Return the result of ``probe``, which runs on a thread; ``timeout_fault`` if it has no result after ``seconds``. The thread
-    is then left to end by itself, and its result is ignored. Raises what ``probe`` raises."""
+    """Run ``probe`` on a thread of its own and return its result; return ``timeout_fault`` if there is none after ``seconds``. In
+    that case the thread continues to its own end, and its result is ignored. Raises what ``probe`` raises in time."""
     answer: Future[_Fault | None] = Future()
 
     def run() -> None:

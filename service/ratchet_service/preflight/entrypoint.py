@@ -136,9 +136,10 @@ def _missing_problem(module: str, name: str, bound: Mapping[str, list[ast.AST]])
 
 
 def _check_class(node: ast.ClassDef, task: TaskSpec, assigned: Set[str]) -> FieldProblem | None:
-    """Return the fault of a plain class that is no task or does not take the task's arguments; None if there is none, or if a
-    base class, decorator or ``__getattr__`` may make the difference. ``assigned``: attributes that are assigned in the module;
-    they count as present, since a task's ``loss`` may be one."""
+    """Return the fault of the class ``node`` if it certainly is no task (it lacks ``build``, ``loss`` or ``evaluate``) or does
+    not take the task's arguments. None if it has no fault, or if a base class, decorator or ``__getattr__`` makes that uncertain.
+    ``assigned``: names of the attributes that are assigned anywhere in the module; they count as present in the class, since a
+    task's ``loss`` may be assigned."""
     plain = all(isinstance(base, ast.Name) and base.id == "object" for base in node.bases)
     if node.decorator_list or node.keywords or not plain:
         return None
@@ -163,8 +164,9 @@ def _check_class(node: ast.ClassDef, task: TaskSpec, assigned: Set[str]) -> Fiel
 
 
 def _check_arguments(signature: ast.arguments, skip: int, task: TaskSpec) -> FieldProblem | None:
-    """Return the fault of the task's arguments for a function's ``signature``; None if there is none. ``skip``: number of leading
-    parameters that Python fills in (``self``)."""
+    """Return the problem if the task's arguments do not fit a function's ``signature``: an unknown argument, or a missing
+    required one. None if they fit, or if that is uncertain. ``skip``: number of leading parameters that Python fills in
+    (``self``)."""
     places = signature.posonlyargs + signature.args
     if len(places) < skip or signature.posonlyargs[skip:]:
         return None

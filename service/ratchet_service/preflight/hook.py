@@ -139,7 +139,8 @@ _RULE_WARNINGS: Final = frozenset({("/hook", "hook-caution"), *((rule.pointer, r
 
 
 def check(spec: JobSpec, resolved: Resolved, report: Report) -> None:
-    """Add to ``report`` every rule of ``RULES`` and every caution of the hook's registry entry that applies to ``spec``."""
+    """Add to ``report`` a warning or problem for every rule of ``RULES`` that applies to ``spec`` and what was ``resolved`` for
+    it, and a warning for every caution of the hook's registry entry that applies."""
     words = {
         "hook": spec.hook.name,
         "wrapper": spec.hook.wrapper,
@@ -157,15 +158,16 @@ def check(spec: JobSpec, resolved: Resolved, report: Report) -> None:
 
 
 def recheck_for_world(spec: JobSpec, resolved: Resolved, report: Report) -> None:
-    """Repeat ``check`` for another number of ranks: the warnings of an earlier ``check`` in ``report`` are dropped, and the
-    present ones are added."""
+    """Repeat ``check`` for another number of ranks. The warnings of an earlier ``check`` are removed from ``report``; then the
+    warnings and problems that apply now are added."""
     report.warnings = [w for w in report.warnings if (w.pointer, w.code) not in _RULE_WARNINGS]
     check(spec, resolved, report)
 
 
 def check_changed_hook(spec: JobSpec, resolved: Resolved, machine: Machine, probe: Probe) -> Report:
-    """Return the warnings and problems of a job's spec with another hook. It is checked against ``resolved``, what was decided
-    for the job, and a hook of the user's own also with the job's interpreter. Other changes of the machine are not considered."""
+    """Return the warnings and problems of ``spec``, a stored job's spec with another hook. The hook is checked against
+    ``resolved``, what was decided for the job, and against the job's script, which may have no Session to apply it. If that shows
+    no problem, a hook of the user's own is also imported with the job's interpreter (``probe``)."""
     report = Report()
     check(spec, resolved, report)
     if (main_file := unmanaged_script.read_main_file(spec)) is not None:
@@ -189,7 +191,8 @@ def check_custom_hook(spec: JobSpec, machine: Machine, probe: Probe, report: Rep
 
 def state_bytes(spec: JobSpec, machine: Machine, probe: Probe) -> int | None:
     """Return the bytes that the hook's state will hold on each rank. If they depend on the shapes of the model's parameters, the
-    task is queried for the shapes. None: the shapes are not known."""
+    task is queried for the shapes in a separate process. None if the shapes are not known, as for a script or a job that runs on
+    another machine."""
     if not needs_shapes(spec.hook):
         return hook_memory(spec.hook, ())
     shapes = probe.shapes() if machine.is_this_machine and machine.runs_jobs else None

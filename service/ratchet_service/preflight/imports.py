@@ -47,8 +47,8 @@ class Imported:
 
 
 def find_job_imports(spec: JobSpec, path: Sequence[str], sandbox: Sandbox) -> Imported:
-    """Return what the code imports, found by reading its source with the rights of the sandbox's user. ``path``: the directories
-    of the spec's own PYTHONPATH."""
+    """Return what the job's code imports, found by reading its source with the rights of the sandbox's user; nothing is imported.
+    Empty for a spec without code. ``path``: the directories of the spec's own PYTHONPATH."""
     if spec.code is None:
         return Imported()
     code = Path(spec.code.path)
@@ -63,10 +63,10 @@ def find_job_imports(spec: JobSpec, path: Sequence[str], sandbox: Sandbox) -> Im
 
 
 def _scan(entry: Sequence[Path], roots: Sequence[Path], code: Path) -> Imported:
-    """Return what the files ``entry`` import, and what the modules in the directory ``code`` import that these files import,
-    directly or indirectly. ``roots``: directories in which modules are searched. A file that cannot be read or parsed is left
-    out, and at most ``_MAX_FILES`` files are read. If the code changes where modules are searched, all imports count as
-    conditional."""
+    """Return the imports of the files ``entry`` and of all modules in the directory ``code`` that they import, directly or
+    indirectly. ``roots``: directories in which modules are searched. Files that cannot be read or parsed are left out, and at
+    most ``_MAX_FILES`` files are read. If the code changes where modules are searched (``sys.path`` and the like), all imports
+    count as conditional."""
     out, seen, own_paths = Imported(), dict[Path, bool](), False
     pending = [(file, True) for file in entry]
     while pending and len(seen) < _MAX_FILES:
@@ -102,9 +102,10 @@ def _is_local(name: str, roots: Sequence[Path]) -> bool:
 
 
 def check(spec: JobSpec, python: str, packages: Imported, missing: Sequence[str], report: Report) -> None:
-    """Add to ``report`` the packages that the code imports and the interpreter ``python`` lacks: as one problem those that are
-    imported in any case; if there are none of these, as one warning those whose import is conditional. ``missing``: the modules
-    that the interpreter did not find. A module that hides Ratchet's own package is a warning."""
+    """Add to ``report`` the packages that the code imports and the interpreter ``python`` lacks. If imports that certainly run
+    need any of them, these are one problem; otherwise the packages of conditional imports are one warning. ``missing``: those of
+    ``packages.names`` that the interpreter did not find. A module of the user's that has the name of Ratchet's own package is a
+    warning, too."""
     pointer = "/script/0" if spec.script is not None else "/task/entrypoint"
     if packages.shadow is not None:
         file, place = packages.shadow

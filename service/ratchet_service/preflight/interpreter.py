@@ -32,10 +32,14 @@ def check(
     report: Report,
     sandbox: Sandbox = NO_SANDBOX,
 ) -> tuple[str, Findings]:
-    """Return the path of the interpreter for the ranks, and what it reports about itself and the task's module. Warnings and
-    problems are added to ``report``. ``code_ok``: the code can be inspected; ``sandbox``: the user and limits for inspections. If
-    the interpreter is not found, ``Findings.error`` is set. If the spec's interpreter is on the nodes only, it is not queried,
-    and is assumed to have torch."""
+    """Return the path of the interpreter for the ranks (the spec's, else the machine's), and what it reports about itself and the
+    task's module. Warnings and problems are added to ``report``. They include those of the entrypoint and of missing packages, if
+    the code can be inspected (``code_ok``).
+
+    If the interpreter is not found or cannot be queried, ``error`` of the findings is set. If the spec names an interpreter and
+    jobs run on nodes elsewhere, it is not queried, and is assumed to have torch. ``sandbox``: the user and limits for
+    inspections.
+    """
     given = spec.python or machine.python
     path = find_interpreter(given) if Path(given).is_absolute() else None
     if path is None:

@@ -1,5 +1,5 @@
-"""Pre-flight of a spec's launcher: whether the service has it, whether it can do what the spec requests, and what it offers
-instead of this machine."""
+"""Pre-flight of a spec's launcher: whether the service has it, whether it can do what the spec requests, and which GPUs and cores
+the job has there."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _UNCHECKED_KEYS: Final = frozenset(
 def check(
     spec: JobSpec, launchers: Mapping[str, Launcher], report: Report, faulty_keys: frozenset[str] = frozenset()
 ) -> None:
-    """Add to ``report`` what the spec's launcher refuses and warns about. A check that depends on one of ``faulty_keys`` is left
-    out. The launcher's own check runs only if no launcher checks any of the faulty keys (``_UNCHECKED_KEYS``). If the service
-    does not have the launcher, that is the only problem."""
+    """Add to ``report`` what the spec's launcher refuses and warns about. If the service does not have the launcher, that is the
+    only problem. ``faulty_keys``: keys of the spec that have a fault. Checks that depend on one of them are left out; the
+    launcher's own check runs only if all of them are in ``_UNCHECKED_KEYS``."""
     if "launcher" in faulty_keys:
         return
     launcher = launchers.get(spec.launcher.kind)
@@ -59,8 +59,9 @@ def check(
 
 
 def machine_of(spec: JobSpec, machine: Machine, launcher: Launcher | None) -> Machine:
-    """Return the machine that a job of ``launcher`` trains on. For a launcher with slots, or None, it is ``machine``; an engine
-    provides the GPUs and cores that the spec requests."""
+    """Return the machine that the job trains on. For a launcher whose slots Ratchet manages, or None, it is ``machine``. For an
+    engine it is a copy with the GPUs and cores that the spec requests and ``runs_jobs`` False; ``is_this_machine`` is False, too,
+    if the engine's nodes do not have this machine's files."""
     if launcher is None or launcher.slots:
         return machine
     ranks = spec.world.ranks_per_node

@@ -22,9 +22,10 @@ from ratchet_store.filesystem.mount_policy import check_directory
 
 @dataclass(frozen=True)
 class Roots:
-    """The directories and object stores that specs may name. ``code``: directories on the service's machine; ``uris``: prefixes
-    of ``checkpoint.uri``. None: any; an empty tuple: none. ``home``: the run directory. If ``code`` is set, no path within or
-    above ``home`` is allowed, except below a root that is itself within it."""
+    """The directories and object stores that specs may name. ``code``: roots, directories on the service's machine; ``uris``:
+    prefixes of ``checkpoint.uri``. For both, None allows any, and an empty tuple none. ``home``: the run directory. If ``code``
+    is not None, no path within ``home``, and no directory that contains ``home``, is allowed, except below a root that is itself
+    within ``home``."""
 
     home: Path = Path("/")
     code: tuple[Path, ...] | None = None

@@ -165,8 +165,9 @@ def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) ->
 
 
 def check_code(spec: JobSpec, limits: Limits | None, report: Report, allowed: Allowed = allow_all) -> bool:
-    """Check the directory of the code, and add to ``report`` what a snapshot of it leaves out. Return False if the code cannot be
-    inspected here; unless only the nodes have it, ``report`` then has the problem."""
+    """Check the directory of the code. Return True if the code can be inspected here, or if the spec has none; what a snapshot
+    would leave out is then added to ``report`` as warnings. Return False if only the nodes have the code, or if there is a
+    problem, which is added to ``report``."""
     if spec.code is None:
         return True
     if spec.code.source == "nodes":
@@ -237,8 +238,9 @@ def _syntax_fault(source: bytes, name: str) -> str | None:
 def _device_and_backend(
     spec: JobSpec, machine: Machine, python: str, findings: Findings, report: Report
 ) -> tuple[str, str]:
-    """Return the device and the back end, with every ``auto`` decided. A combination that cannot work on ``machine`` is added to
-    ``report`` as a problem."""
+    """Return the device (``cuda`` or ``cpu``) and the back end (as ``ddp.backend``), with every ``auto`` decided. A combination
+    that cannot work on ``machine``, or with the torch that ``findings`` reports for ``python``, is added to ``report`` as a
+    problem."""
     ranks, gpus = spec.world.ranks_per_node, len(machine.gpus)
     device = spec.world.device
     if device == "auto":

@@ -19,9 +19,9 @@ _MAGIC: Final = (b"PK\x03\x04", b"\x80")
 
 
 def check(spec: JobSpec, report: Report) -> None:
-    """Add to ``report`` the problems with ``start_from`` that can be detected without torch. These are a missing or unreadable
-    file, a file of another format than its name indicates, and a script that cannot use it. The script's own check must come
-    before, since its warnings in ``report`` are used."""
+    """Add to ``report`` the problems with ``start_from`` that can be detected without torch: a missing or unreadable file, a file
+    of another format than its name indicates, and a script without a Session, which cannot use the file. The caller must have
+    checked the script before: its warnings in ``report`` show whether it has a Session."""
     start = spec.start_from
     if start is None:
         return

@@ -1,8 +1,9 @@
 """Creates the rows of an attempt that is on the disk and not in the database. What the attempt left is then stored as for any
 other attempt.
 
-Its event ``agent-killed`` makes every reconciler, this one or the next, prove the attempt dead before anything else; its end is
-counted as if the service had only been down. It holds no slots: what still ran of it was ended when this reconciler started.
+The event ``agent-killed``, which is added with the rows, makes every reconciler, this one or the next, prove the attempt dead
+before anything else; its end is counted as if the service had only been down. The attempt gets no slots: when this reconciler
+started, it ended all processes of attempts that the database does not know.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from ratchet_service.reconciler.attempt_watch import KILLED
 def create_adopted_attempt(
     session: Session, home: HomePaths, job: Job, spec: JobSpec, number: int, lease_columns: dict[str, Any]
 ) -> Lease:
-    """Create the rows and events of attempt ``number``, which is on the disk and not in the database. Its job is queued, and the
-    caller has locked the job's row. The job becomes active. Return its new lease; ``lease_columns``: the columns of that lease in
-    the job's row."""
+    """Create the rows and events of attempt ``number``, which is on the disk and not in the database, and return the job's new
+    lease. The job, which is queued and whose row the caller has locked, becomes active. No process is started.
+    ``lease_columns``: the values of that lease for the job's row. ``spec``: the job's present spec; if the attempt ran with
+    another world or hook, its event says so."""
     paths, now = home.job(job.id).attempt(number), now_in(session)
     written = read_launch_file(paths)
     plan: dict[str, Any] = {"name": attempt_name(job.id, number), RECOVERED_FROM_DISK: True}

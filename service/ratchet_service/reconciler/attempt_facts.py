@@ -29,8 +29,9 @@ def end_began_at(results: Sequence[AttemptResult]) -> datetime | None:
 
 
 def pace_until(session: Session, job_id: str, number: int, results: Sequence[AttemptResult] = ()) -> Pace | None:
-    """Return the pace that attempt ``number`` and the attempts before it have measured; None: none is known. ``results``: of the
-    attempt's agents. A hang of one node counts as a hang of the attempt."""
+    """Return the pace of the job (the longest durations of its stages that were no hang), as attempt ``number`` and the attempts
+    before it have measured it; None: none is known. ``results``: the results of the attempt's agents. A hang of one node counts
+    as a hang of the attempt."""
     own: Pace | None = None
     for result in results:
         own = merge_paces(own, result.pace)
@@ -40,8 +41,8 @@ def pace_until(session: Session, job_id: str, number: int, results: Sequence[Att
 
 
 def pace_before(session: Session, job_id: str, number: int) -> Pace | None:
-    """Return the pace that attempt ``number`` starts with, as stored when the attempt before it ended; None: there is none, or
-    another version wrote it, and it is measured again."""
+    """Return the pace that attempt ``number`` starts with: the one that was stored when the attempt before it ended. None: none
+    is stored, or another version of Ratchet wrote it and it cannot be read; the attempt then measures the pace again."""
     row = session.get(Attempt, (job_id, number - 1)) if number > 1 else None
     try:
         return None if row is None or row.pace is None else Pace.model_validate(row.pace)

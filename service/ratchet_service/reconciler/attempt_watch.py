@@ -129,9 +129,9 @@ def is_over(state: AttemptState) -> bool:
 
 
 def restore_actions(session: Session, watch: Watch, now: float) -> None:
-    """Read from the history which stops and kills an earlier reconciler recorded for this attempt, and set them in ``watch``.
-    ``now``: the monotonic time at which they are assumed to have happened, unless ``persisted_deadlines`` later restores
-    another."""
+    """Read from the job's history what an earlier reconciler has recorded for this attempt (SIGTERM, kill, left to run to its
+    end), and set it in ``watch``. ``now``: the monotonic time at which these are assumed to have happened; the caller later
+    replaces it by the stored time, if there is one (``persisted_deadlines.restore``)."""
     query = sa.select(models.Event).where(
         models.Event.job_id == watch.lease.job_id, models.Event.attempt == watch.lease.attempt
     )
@@ -140,8 +140,9 @@ def restore_actions(session: Session, watch: Watch, now: float) -> None:
 
 
 def restore_action(watch: Watch, event: models.Event, now: float) -> None:
-    """Set in ``watch`` what one event (``LEFT``, ``STOPPED`` or ``KILLED``) records; ``now`` as in ``restore_actions``. A SIGTERM
-    counts as perhaps not sent, so that it is sent again. Makes no query."""
+    """Set in ``watch`` what one event of the history (``LEFT``, ``STOPPED`` or ``KILLED``) records. ``now``: as in
+    ``restore_actions``. A recorded SIGTERM counts as not sent, so that it is sent again: the event was written before the SIGTERM
+    was sent. Makes no query."""
     if event.type == LEFT:
         watch.left_running = True
         return
@@ -153,8 +154,8 @@ def restore_action(watch: Watch, event: models.Event, now: float) -> None:
 
 
 def read_desired_states(session: Session, leases: list[Lease]) -> dict[str, DesiredState]:
-    """Return job id -> desired state of the jobs of ``leases``. Jobs that this process no longer holds, or that were deleted, are
-    missing in the result."""
+    """Return job id -> phase and desired state of the jobs of ``leases``, read in one query. Jobs that were deleted, or whose
+    lease this process no longer holds, are missing in the result."""
     query = sa.select(Job.id, Job.lease_token, Job.phase, Job.desired, Job.desired_cause, Job.desired_at)
     rows = session.execute(query.where(Job.id.in_([lease.job_id for lease in leases])))
     tokens = {lease.job_id: lease.token for lease in leases}

@@ -41,8 +41,9 @@ def in_caller(_name: str, work: Callable[[], None]) -> None:
 
 
 class Background:
-    """Runs finalisations and housekeeping in the background. ``wake``: called, in the background thread, when an attempt has been
-    finalised. ``start``: how a piece of work is started."""
+    """Runs finalisations and housekeeping in the background. ``wake``: called, in the background thread, when the finalisation of
+    an attempt has ended or failed. ``start``: starts a piece of work, given its name and function: ``in_thread``, or
+    ``in_caller`` in simulations."""
 
     def __init__(
         self, database: Database, lease_seconds: float, wake: Callable[[], None], start: Start = in_thread
@@ -94,7 +95,8 @@ class Background:
             log.error("leases of attempts being finalised are renewed by the rounds only: %s", error)
 
     def _run_finish(self, lease: Lease, work: Callable[[], T], future: Future[T]) -> None:
-        """Run ``work``, put its result or error into ``future`` and call ``wake``."""
+        """Run ``work`` and put its result or error into ``future``. Before that, the job is removed from those that are being
+        finalised; after it, ``wake`` is called."""
         try:
             value = work()
         except Exception as error:
@@ -112,9 +114,9 @@ class Background:
             self._changed.notify_all()
 
     def _renew(self) -> None:
-        """Renew the leases of attempts being finalised until there are none. The first renewal comes well before the caller's
-        lease ends, which was surely held when the work began (``leases.SAFE_FRACTION``). Errors are logged, and the next renewal
-        follows."""
+        """Renew the leases of attempts being finalised until no attempt is being finalised; blocks until then. The caller surely
+        held the lease when the work began (``leases.SAFE_FRACTION``), and the first renewal comes well before that lease ends. An
+        error is logged, and the leases are renewed again after the same pause."""
         pause = self._lease_seconds * (1 - leases.SAFE_FRACTION) / 2
         while True:
             with self._changed:
@@ -131,8 +133,9 @@ class Background:
                 log.exception("leases of attempts being finalised were not renewed")
 
     def run_housekeeping(self, kind: str, work: Callable[[], None]) -> None:
-        """Run ``work`` in the background. If other work of this kind is running, ``work`` is not used: the running work is run
-        once more after its end. Errors are only logged: the caller requests every kind of work again later."""
+        """Run ``work`` in the background and return at once. If work of this kind is running already, ``work`` is not used; the
+        running work is run once more after its end. Errors are only logged: the caller requests every kind of work again
+        later."""
         with self._changed:
             runs = kind in self._housekeeping
             self._housekeeping[kind] = True

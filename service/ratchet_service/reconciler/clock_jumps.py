@@ -32,8 +32,8 @@ _PLAUSIBLE_SECONDS: Final = 60.0
 
 class Seen(NamedTuple):
     """Result of ``Jumps.handle``. ``row``: the clock's row. ``jump_seconds``: by how many seconds the clock has jumped since the
-    row was written, forwards if positive; 0.0: there is nothing to handle. ``first_observation``: there was no row of this boot,
-    so no process can know whether the clock has jumped."""
+    row was last written, forwards if positive; 0.0: it has not, or another process has handled the jump. ``first_observation``:
+    no process has observed the clock since the machine was booted, so it is not known whether the clock has jumped."""
 
     row: ClockLevel
     jump_seconds: float
@@ -55,13 +55,13 @@ class Jumps:
         return self._clock.monotonic() < self._paused_until
 
     def observed_jump(self) -> float | None:
-        """Return by how many seconds the clock has jumped since this process read or wrote the row; 0.0: it has not; None: the
-        process has not read the row yet."""
+        """Return by how many seconds the clock has jumped since this process last used the row (``load``, ``mark_handled``),
+        forwards if positive; 0.0: it has not jumped; None: this process has not used the row yet. Makes no query."""
         return None if self._level is None else monotonic_deadlines.jump_seconds(self._wall_offset(), self._level)
 
     def load(self, session: Session) -> bool:
-        """Read the clock's row, when a process starts. Return True if it exists and shows no jump; False if the caller must call
-        ``handle``."""
+        """Read the clock's row, when a process starts. Return True if the row exists and the clock has not jumped since it was
+        written: this object then uses the row's level and pause. Return False otherwise: then the caller must call ``handle``."""
         row = session.get(ClockLevel, (self._clock.boot_id(), self._name))
         if row is None or monotonic_deadlines.jump_seconds(self._wall_offset(), row.level) != 0.0:
             return False
@@ -69,10 +69,14 @@ class Jumps:
         return True
 
     def handle(self, session: Session, pause_seconds: Callable[[bool], float] = lambda _: 0.0) -> Seen:
-        """Detect and store a jump, with the clock's row locked in the caller's write transaction. What must be done about the
-        jump (``Seen.jump_seconds``) belongs into the same transaction; once it is committed, call ``mark_handled``. Rows of boots
-        that were not seen for 30 days are deleted. ``pause_seconds(unknown)`` returns for how many seconds nothing may be done by
-        the clock, after a jump or (``unknown``) where it is not known whether there was one; 0.0: the clock can be trusted."""
+        """Detect a jump and store the clock's new level, with the clock's row locked in the caller's write transaction. What the
+        caller does about the jump (``Seen.jump_seconds``) belongs into the same transaction. Once it is committed, the caller
+        must call ``mark_handled``.
+
+        ``pause_seconds(unknown)`` returns for how many seconds nothing may be done by the clock; 0.0: the clock can be trusted.
+        It is called after a jump, and with ``unknown`` True if it is not known whether there was one. Rows of boots that were not
+        seen for 30 days are deleted.
+        """
         boot, level, now = self._clock.boot_id(), self._wall_offset(), now_in(session)
         key, old = (boot, self._name), ClockLevel.seen_at < now - _FORGOTTEN
         session.execute(sa.delete(ClockLevel).where(ClockLevel.boot != boot, old))
@@ -102,8 +106,8 @@ class Jumps:
 
 
 def is_plausible(session: Session, now: datetime) -> bool:
-    """True if a clock that no process has observed before can be trusted: it shows about the time of the newest event in the
-    database, or there is no event. Otherwise the clock has jumped, or nothing was recorded for a long time: which of these cannot
-    be known."""
+    """True if a clock that no process has observed before can be trusted, since ``now``, which it shows, is at most 60 s from the
+    time of the newest event in the database, or there is no event. False if the clock has jumped or nothing was recorded for
+    longer; which of the two is not known."""
     newest = session.scalar(sa.select(Event.at).order_by(Event.id.desc()).limit(1))
     return newest is None or abs((now - newest).total_seconds()) <= _PLAUSIBLE_SECONDS

@@ -54,9 +54,13 @@ def finalise_attempt(
     evidence: Evidence,
     bounds: Bounds = DEFAULT_BOUNDS,
 ) -> Decision:
-    """End attempt ``lease.attempt`` and return the decision about its job. Precondition: its processes are gone, and its spools
-    are ingested. Adopts checkpoints whose report was lost, shortens logs and deletes spools on the disk, marks surplus
-    checkpoints for removal, and writes the end in one transaction, which also releases the lease. Raises ``LeaseLost``."""
+    """End attempt ``lease.attempt``, move its job to the next phase and return the decision about the job. Precondition: the
+    attempt's processes are gone, and its spools are ingested.
+
+    First it reads the attempt's checkpoints, shortens logs and deletes old spools on the disk. Then one transaction stores the
+    checkpoints whose report was lost, marks surplus checkpoints for removal, writes the attempt's end and releases the lease. The
+    marked checkpoints are not deleted here. Raises ``LeaseLost`` if this process no longer holds the job.
+    """
     paths = job_paths.attempt(lease.attempt)
     base, last = _read_base(paths), _last_step(evidence, paths)
     segments, found = _unreported_checkpoints(database, job_paths, lease, base)
@@ -103,9 +107,10 @@ def _unreported_checkpoints(
 
 
 def _lineage(session: Session, job: Job, attempt: int, base: Base | None) -> tuple[list[Segment], Base | None]:
-    """Return the lineage up to this attempt, and the checkpoint from which its last segment began (None: from nothing). ``base``:
-    what this attempt started from, for the case that its row does not have it. If neither has it, the lineage is the one that the
-    attempt was to continue."""
+    """Return the segments of the job's lineage up to attempt ``attempt``, and the checkpoint from which the last segment began
+    (None: it began from scratch, or there is no segment). ``base``: what the attempt started from according to its file; it is
+    used if the attempt's row has no base. If neither has one, the attempt never began to train: then the lineage is the one that
+    it was to continue."""
     bases = bases_of(session, job.id)
     if base is not None:
         bases.setdefault(attempt, base)
@@ -117,7 +122,8 @@ def _lineage(session: Session, job: Job, attempt: int, base: Base | None) -> tup
 
 
 def _adopt_checkpoint(session: Session, job: Job, manifest: Manifest) -> None:
-    """Add the row and the event of a checkpoint that was found valid on the disk; nothing if it has a row."""
+    """Add the row and the event ``checkpoint-adopted`` of a checkpoint that was found valid on the disk. No effect if the
+    checkpoint has a row already."""
     if session.get(Checkpoint, (job.id, manifest.step, manifest.attempt)) is not None:
         return
     now = now_in(session)

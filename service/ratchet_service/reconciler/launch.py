@@ -60,8 +60,9 @@ _SLOTS_LOCK: Final = 0x52_41_54_43_53_4C_4F_54  # "RATCSLOT"
 
 @dataclass(frozen=True)
 class Launched:
-    """A new attempt that has not been passed to the launcher yet; its rows are committed when ``launch_ready`` returns it.
-    ``plan`` None: the attempt was found on the disk, so it is not launched again; its supervision proves it dead and ends it."""
+    """A new attempt, whose rows are committed when ``launch_ready`` returns it; the caller still has to submit ``plan`` to the
+    launcher. ``plan`` None: the attempt was found on the disk, so it is not launched again; the reconciler proves it dead and
+    ends it."""
 
     lease: Lease
     plan: LaunchPlan | None
@@ -98,8 +99,8 @@ class AttemptLauncher:
         self._bounds = bounds
 
     def launch_ready(self) -> list[Launched]:
-        """Create attempts for as many queued jobs as there are slots for, and store why the others wait. Return the new attempts;
-        the caller submits them.
+        """Create attempts for as many queued jobs as there are slots for, stop running attempts for jobs of higher priority, and
+        store why the other jobs wait. Return the new attempts; the caller submits them.
 
         A dry run finds the jobs concerned, without a lock. Then the directories of those that start are listed, and their
         launchers make their plans. Only the rows are written under the lock: a long queue keeps no other process from the
@@ -162,10 +163,10 @@ class AttemptLauncher:
                 round_.reserve(turn)
 
     def _plan_launch(self, key: Key, grant: Grant, next_attempt: Next | OSError) -> Planned:
-        """Return the launch file and the launcher's plan for the job's next attempt, or the error that was raised on the way.
-        None: the attempt is on the disk already, its number is not known, or the job has changed since the dry run. No
-        transaction is open while the launcher plans, since a launcher may be third-party code, and slow. Raises errors of the
-        database."""
+        """Return the launch file and the launcher's plan for the job's next attempt. Return None if there is nothing to plan: the
+        attempt is on the disk already, its number is not known, or the job has changed since the dry run. If the launcher or the
+        job's row is at fault, the error is returned, not raised; errors of the database are raised. No transaction is open while
+        the launcher plans, since a launcher may be third-party code, and slow. Starts nothing."""
         if isinstance(next_attempt, OSError) or next_attempt.on_disk:
             return None
         try:
@@ -191,16 +192,17 @@ class AttemptLauncher:
             return error
 
     def renew_slots(self) -> None:
-        """Take or renew this host's lease of the slots, if a launcher here lends slots and the database is not SQLite. Does not
-        report whether another host has it; ``launch_ready`` checks that."""
+        """Take or renew this host's lease of the slots, if this process has a launcher whose slots Ratchet manages and the
+        database is not SQLite. Does not report whether another host has the lease; ``launch_ready`` checks that."""
         if self._lends_slots and not self._database.is_sqlite:
             with self._database.write() as session:
                 slot_host_lease.acquire(session, self._lease_seconds)
 
     def shift_backoffs(self, session: Session, seconds: float) -> None:
-        """Move the ends of back-offs by ``seconds``, by which the wall clock has jumped, so that each lasts as long as before. A
-        small step back changes nothing: jobs then wait a little longer. Only jobs of this process's launchers are moved, since
-        others may belong to another machine; with SQLite all jobs. Rows that are locked are skipped."""
+        """Move the ends of queued jobs' back-offs by ``seconds``, by which the wall clock has jumped (forwards if positive), so
+        that each back-off lasts as long as before. A step back of less than ten minutes changes nothing: jobs then wait that much
+        longer. Only jobs of this process's launchers are moved, since others may belong to another machine; with SQLite all jobs.
+        Rows that another transaction has locked are skipped."""
         now, jump = self._database.clock.now(), timedelta(seconds=seconds)
         if -MAX_BACKOFF_AHEAD < jump < timedelta(0):  # a small step back: jobs wait a little longer
             return
@@ -253,9 +255,12 @@ class AttemptLauncher:
             session.execute(told.execution_options(synchronize_session=False))
 
     def _start(self, session: Session, turn: Turn, next_attempt: Next | OSError, planned: Planned) -> list[Launched]:
-        """Create the attempt of one job in this transaction: row, nodes with their slots, lease, event and phase. Return it;
-        empty if the job cannot start. Why it cannot is stored in its row if its directory cannot be read or its launcher raised;
-        nothing is stored if the plan is out of date. An attempt found on the disk is adopted instead."""
+        """Create the attempt of one job in this transaction (row, nodes with their slots, lease, event and phase), and return a
+        list with it. If the attempt is on the disk already, its rows are created instead (``adopt_attempt``).
+
+        The list is empty if the job cannot start. The job's row then gets the reason if the job's directory cannot be read or its
+        launcher raised an error. It gets no reason if the plan is missing or out of date; the next pass plans again.
+        """
         job, spec, resolved, grant = turn.job, turn.spec, turn.resolved, turn.grant
         if isinstance(next_attempt, OSError):
             why = f"its directory cannot be read, so no number can be assigned to its next attempt: {next_attempt}"

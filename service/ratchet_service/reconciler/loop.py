@@ -97,8 +97,9 @@ class Reconciler:
         instruments: Instruments | None = None,
         start: Start = in_thread,
     ) -> None:
-        """``launchers``: only jobs of these launchers are started and supervised. ``start``: how work that is concurrent with the
-        rounds is started."""
+        """Start nothing yet. ``launchers``: only jobs of these launchers are started and supervised. ``capacity``: the slots that
+        this machine lends. ``lease_seconds``: duration of a job's lease. ``timing``, ``preemption``, ``instruments`` None: the
+        defaults. ``start``: how work that is concurrent with the rounds is started."""
         self._database = database
         self._instruments = instruments or Instruments()
         self._home = home
@@ -205,8 +206,8 @@ class Reconciler:
         return max(0.0, min(pause, self._next_queue_pass_at - now))
 
     def _poll_interval(self) -> float:
-        """Return the seconds until attempts should be polled next: longest without attempts, shortest while one is about to
-        end."""
+        """Return the seconds until attempts should be polled next: ``IDLE_INTERVAL`` without attempts, ``ENDING_INTERVAL`` while
+        an attempt is about to end, else ``ACTIVE_INTERVAL``."""
         if not self._watches:
             return IDLE_INTERVAL
         now = self._database.clock.monotonic()
@@ -295,7 +296,7 @@ class Reconciler:
                 self._watcher.record_error(lease, error)
 
     def _launch(self) -> None:
-        """Create attempts for the queued jobs that can start, and submit them."""
+        """Create attempts for the queued jobs that can start, start to watch them, and submit them to their launchers."""
         held_at = self._database.clock.monotonic()
         for launched in self._attempt_launcher.launch_ready():
             with log_fields(job_id=launched.lease.job_id, attempt=launched.lease.attempt):
@@ -395,8 +396,9 @@ class Reconciler:
         del self._watches[job_id]
 
     def _sweep(self) -> None:
-        """Make every launcher end what runs under this service's name and belongs to no active attempt: left by a crash between
-        two services, or started by hand. An engine that is unreachable is skipped."""
+        """Make every launcher end the processes or engine jobs that carry this service's name and belong to no attempt that the
+        database knows as active: left by a crash, or started by hand. Each is logged. An engine that is unreachable is
+        skipped."""
         for kind, launcher in self._launchers.items():
             try:
                 ended = launcher.sweep(self._known_attempts)

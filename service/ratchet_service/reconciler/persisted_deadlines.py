@@ -74,7 +74,8 @@ def write(session: Session, watch: Watch, now: float, boot: str) -> None:
 
 
 def write_many(session: Session, watches: list[Watch], now: float, boot: str) -> None:
-    """Like ``write``, for many attempts in one statement."""
+    """Store the deadlines of many attempts in their rows, in one statement; no effect without attempts. The caller has locked the
+    rows of their jobs, which have this process's leases."""
     if not watches:
         return
     rows = [
@@ -98,9 +99,13 @@ def is_write_due(watch: Watch, now: float) -> bool:
 
 
 def restore(watch: Watch, stored_deadlines: Any, clock: Clock, max_gap: float, launch_deadline: float) -> None:
-    """Set in a new watch the start times of the deadlines that an earlier reconciler counted. ``stored_deadlines``: the column of
-    the attempt's row; a value that is no mapping counts as empty. ``max_gap``: as in ``monotonic_deadlines.carried_seconds``;
-    ``launch_deadline``: in seconds."""
+    """Set in a new watch the start times of the deadlines that an earlier reconciler counted, so that they continue.
+
+    The launch deadline of a launcher without slots is continued only if it was stored a short time ago (``_recently_polled``).
+    The deadline after a SIGTERM is continued only if ``restore_actions`` has found that SIGTERM; it then counts as sent.
+    ``stored_deadlines``: the column of the attempt's row; a value that is no mapping counts as empty. ``max_gap``: as in
+    ``monotonic_deadlines.carried_seconds``; ``launch_deadline``: in seconds.
+    """
     counts, now = stored_deadlines if isinstance(stored_deadlines, dict) else {}, watch.created_at
 
     def start_of(name: str) -> float | None:
@@ -125,9 +130,9 @@ def restore(watch: Watch, stored_deadlines: Any, clock: Clock, max_gap: float, l
 
 
 def _recently_polled(count: Any, clock: Clock, launch_deadline: float) -> bool:
-    """True if a reconciler stored ``count`` (of the launch deadline) during this boot and within the last half of a launch
-    deadline. Otherwise an engine with a queue of its own may have put the attempt back into the queue and taken it out again
-    meanwhile."""
+    """True if ``count`` (of the launch deadline) was stored during this boot and at most half a launch deadline ago. If it is
+    older, an engine with a queue of its own may have put the attempt back into its queue meanwhile, so the deadline must start
+    again."""
     found = Count.parse(count)
     assert found is not None
     return found.boot == clock.boot_id() and clock.monotonic() - found.monotonic <= launch_deadline / 2

@@ -156,8 +156,8 @@ class Watcher:
             self._submit(watch, plan)
 
     def _submit_again(self, watch: Watch, now: float) -> None:
-        """Submit an attempt of which nothing exists, with a plan made again from what is stored (``recover_plan``). Its launch
-        deadline starts again now."""
+        """Submit an attempt that has no process and no engine job yet, with a plan made again from what is stored
+        (``recover_plan``). Its launch deadline starts again now. Raises as ``_submit`` does."""
         plan = self._attempt_launcher.recover_plan(watch.lease)
         watch.last_queued_at = now
         self._write_deadlines(watch, now)
@@ -180,9 +180,12 @@ class Watcher:
             watch.forced_cause, watch.message = Cause.LAUNCHER_ERROR, error.detail
 
     def poll(self, watch: Watch, desired_state: DesiredState) -> Decision | None:
-        """Poll the attempt once, and carry out what follows. Return the decision that ended the attempt; None while it has not
-        ended or is being finalised. If the engine is unreachable, nothing is concluded: the job's row records that, and None is
-        returned. ``EngineBusy`` is not even recorded. A later poll gets the status."""
+        """Poll the attempt once, and carry out what follows: submit, stop, kill or finalise it. Return the decision that ended
+        the attempt; None while it has not ended or is being finalised.
+
+        If the engine is unreachable, the job's row and history record that, and None is returned. If the engine is busy, None is
+        returned and nothing is recorded. In both cases a later poll tries again.
+        """
         if watch.stored_reason_desired is not desired_state.desired:
             watch.stored_reason, watch.stored_reason_desired = None, desired_state.desired
         try:
@@ -197,8 +200,9 @@ class Watcher:
         return decision
 
     def _poll(self, watch: Watch, desired_state: DesiredState) -> Decision | None:
-        """Poll the engine, record new agents, carry out the next action and store why the attempt waits. Return as ``poll``. An
-        attempt that is proved dead and waits to be finalised is not polled. Raises ``EngineUnreachable``."""
+        """Poll the engine, record new agents, carry out the next action and store why the attempt waits. Return as ``poll`` does.
+        If the attempt is proved dead and waits to be finalised, the engine is not polled; only the finalisation is started.
+        Raises ``EngineUnreachable``, ``EngineBusy``."""
         if watch.evidence is not None:
             self._ensure_lease(watch)
             return self._start_finishing(watch, watch.evidence)
@@ -305,9 +309,12 @@ class Watcher:
         supervision_rules.record_kill(watch, action, text)
 
     def _finish(self, watch: Watch, state: AttemptState, now: float) -> Decision | None:
-        """Kill what is left of the attempt and, once the launcher reports nothing alive, start to finalise it concurrently with
-        the rounds. Return None while anything is alive or the finalisation runs, otherwise the decision. Creates the marker that
-        keeps agents of this attempt from starting."""
+        """Create the marker file that keeps agents of this attempt from starting, and kill what is left of the attempt. Once the
+        launcher reports nothing alive, start to finalise the attempt concurrently with the rounds.
+
+        Return the decision if the finalisation has ended already; None while anything is alive, or while the finalisation runs or
+        waits for others. If something is still alive after some seconds, one event reports it.
+        """
         if watch.ending_since is None or not watch.killing:  # reports about the kill itself do not count
             watch.engine_ends = watch.engine_ends or state.ends  # later ones may be about the kill that proves it dead
         watch.ending_since = now if watch.ending_since is None else watch.ending_since
@@ -343,9 +350,10 @@ class Watcher:
     def _finish_in_background(
         self, lease: Lease, ref: AttemptRef, ranks_per_node: int, limits: Limits, evidence: Evidence
     ) -> Decision:
-        """Ingest the reports that the attempt left, end it in the database, and return the decision. Runs in a background thread,
-        and takes as long as reading a checkpoint. Everything that follows from the end is done here, since the job may be
-        launched again, under another watch, before the next poll. Raises ``LeaseLost``."""
+        """Ingest the reports that the attempt left, end it in the database, have checkpoints that are marked for removal deleted
+        in the background, and return the decision. Runs in a background thread, and may take as long as reading a checkpoint.
+        Everything that follows from the end is done here, since the job may be launched again, under another watch, before the
+        next poll. Raises ``LeaseLost``."""
         paths = self._home.job(lease.job_id)
         ingest_leftover(self._database, paths, lease, ref.nodes, ranks_per_node, self._bounds)
         decision = finalise_attempt(self._database, paths, lease, limits, evidence, self._bounds)
@@ -355,8 +363,9 @@ class Watcher:
         return decision
 
     def finish_result(self, watch: Watch) -> Decision | None:
-        """Return the decision of an attempt that is being finalised; None if none is, or if it is not done yet. Does not wait.
-        Raises the error of a failed finalisation; the next poll starts it again."""
+        """Return the decision of an attempt whose finalisation has ended; None if the finalisation still runs, or none was
+        started. Does not wait. Raises the error of a failed finalisation; the next poll then starts it again. While it runs, the
+        job's row reports a slow one (``_report_slow_finish``)."""
         if watch.finish_future is None:
             return None
         if not watch.finish_future.done():
@@ -366,8 +375,8 @@ class Watcher:
         return end.result()
 
     def _report_slow_finish(self, watch: Watch) -> None:
-        """If the finalisation of the attempt has run for more than ``ROUND_SECONDS``, say so in the job's row (reason and
-        message); otherwise clear the reason that this module stored there."""
+        """Store the reason ``ENDING`` in the job's row if the finalisation of the attempt has run for more than
+        ``ROUND_SECONDS``; otherwise clear such a reason. No effect if this process no longer holds the job."""
         now = self._database.clock.monotonic()
         slow = now - self._background.finishing_jobs.get(watch.lease.job_id, now) > ROUND_SECONDS
         text = (
@@ -378,9 +387,9 @@ class Watcher:
             self._store_wait_reason(watch, now, reason=ENDING if slow else None, message=text)
 
     def _ensure_lease(self, watch: Watch) -> None:
-        """Check that this process still holds the job, before an action that no transaction guards: the process may have been
-        suspended. A lease that was last renewed too long ago is renewed. Raises ``LeaseLost`` if another reconciler has taken the
-        job over."""
+        """Ensure that this process still holds the job's lease, before an action that no transaction guards: the process may have
+        been suspended. If the last renewal was too long ago to be sure, renew the lease. Raises ``LeaseLost`` if another
+        reconciler has taken the job over."""
         began = self._database.clock.monotonic()
         if leases.is_surely_held(watch.lease_held_at, began, self._lease_seconds):
             return

@@ -64,8 +64,9 @@ def record_poll(watch: Watch, now: float, timing: Timing) -> None:
 def next_action(
     watch: Watch, state: AttemptState, desired_state: DesiredState, now: float, wall: datetime, timing: Timing
 ) -> NextAction:
-    """Return the next action, from what the engine reports (``state``) and the desired state. Records in ``watch`` since when a
-    stop is requested, and the cause if the attempt ends before it was submitted."""
+    """Return the next action for the attempt, from what the launcher reports (``state``) and the desired state; the caller
+    carries it out. Records in ``watch`` since when a stop has been requested. If the attempt is to end before this process has
+    submitted it, also records the cause and message of its end. ``now``: monotonic; ``wall``: wall clock."""
     if desired_state.desired is Desired.RUN:
         watch.stop_requested_since = None
     elif watch.stop_requested_since is None or watch.stop_request_id != desired_state.request_id:
@@ -169,8 +170,8 @@ def record_kill(watch: Watch, action: NextAction, text: str) -> None:
 
 
 def should_report_unproven(watch: Watch, now: float) -> bool:
-    """Return True in one call only: the first one that comes more than ``_UNPROVEN_SECONDS`` after the first attempt to kill, if
-    parts of the attempt are still alive then."""
+    """Return True if the caller must report now that parts of the attempt are still alive: more than ``_UNPROVEN_SECONDS`` after
+    the first kill, and only once per watch. Call it only while parts are alive."""
     if watch.unproven_reported or watch.ending_since is None:
         return False
     watch.unproven_reported = now - watch.ending_since > _UNPROVEN_SECONDS
@@ -190,8 +191,9 @@ def running_seconds(watch: Watch, now: float) -> float | None:
 
 
 def collect_evidence(watch: Watch, last: AttemptState, logs: str, now: float) -> Evidence:
-    """Return the evidence of the attempt's end. ``last``: the poll after the attempt was proved dead. The engine's first reports
-    count: a report that comes after a kill may be about the kill itself, and proving the attempt dead is a kill, too."""
+    """Return the evidence of the attempt's end. ``last``: the poll after the attempt was proved dead. Of the engine's reports
+    only those from before the first kill count, if there are any: a later report may be about the kill itself. If a kill was
+    recorded, reports in ``last`` do not count at all. ``logs``: as in ``Evidence``."""
     ends = watch.engine_ends if watch.killing else watch.engine_ends or last.ends
     return Evidence(
         replace(last, ends=ends), watch.forced_cause, watch.message, watch.killing, logs, running_seconds(watch, now)

@@ -40,8 +40,9 @@ round."""
 
 
 class Expiry:
-    """Deletes what has expired. The reconciler calls ``run`` about every ``interval`` seconds; several processes may do so
-    concurrently. ``grace``: seconds for which an unused code snapshot is kept."""
+    """Deletes jobs past their ttl and unused code snapshots, and finishes interrupted deletions. The reconciler calls ``run``
+    about every ``interval`` seconds; several processes may do so concurrently. ``grace``: seconds for which an unused code
+    snapshot is kept."""
 
     interval = INTERVAL
 
@@ -93,7 +94,8 @@ class Expiry:
             return leases.database_now(session)
 
     def _is_clock_trusted(self) -> bool:
-        """True if jobs may be deleted by the database's clock now. Detects jumps of that clock, and stores and logs them."""
+        """True if jobs may be deleted by the database's clock now; False for ``PAUSE_SECONDS`` after that clock has jumped or may
+        have jumped. Detects jumps of the clock, and stores and logs them."""
         seconds = self._jumps.observed_jump()
         if seconds is None:
             with self._database.read() as session:

@@ -1,8 +1,9 @@
 """The order of the queue and what quotas hold back. Pure: computed from rows of queued jobs and of attempts that have not ended.
 
-A higher priority goes first. Among equals a job for which slots have been freed (``claims``) goes before the others, the earliest
-first; then the owner that holds least, GPUs before ranks; then the older job. A placed job counts as held by its owner for later
-places, so that owners take turns. With one owner the order is: priority, then age.
+A higher priority goes first. Among jobs of one priority, those for which another job was stopped (``Queued.claimed_since``) go
+before the others, the earliest claim first. Then the job goes first whose owner holds fewest GPUs, then fewest ranks; then the
+older job. A placed job counts as held by its owner for later places, so that owners take turns. With one owner and no claims the
+order is: priority, then age.
 
 A quota holds back a job that would exceed it, and no job of another owner. The owner's later jobs get only what the job leaves of
 the quota: here, too, small jobs do not starve a large one. Nothing is reserved for a job that the quota can never hold.
@@ -41,8 +42,8 @@ class Limit:
     gpus: int | None = None
 
     def exceeded_resource(self, share: Share) -> tuple[str, int, int] | None:
-        """Return the first resource of which one job, which takes ``share``, takes more than the whole quota: its name, how much
-        the job takes, the limit. None: the job fits into the quota if nothing else is held."""
+        """Return the first resource of which a job that takes ``share`` needs more than the whole quota: its name (one of
+        ``HELD``), how much the job takes, and the limit. None: the job fits into the quota if the owner holds nothing else."""
         for name in HELD if self is not UNLIMITED else ():
             limit, wants = getattr(self, name), getattr(share, name)
             if limit is not None and wants > limit:
@@ -50,7 +51,8 @@ class Limit:
         return None
 
     def never_fits_reason(self, share: Share) -> str | None:
-        """Return why a job that takes ``share`` can never start under this quota, as a message; None: it can."""
+        """Return a message that says why a job that takes ``share`` can never start under this quota; None if it can start once
+        the owner's other jobs have ended."""
         never = self.exceeded_resource(share)
         if never is None:
             return None
@@ -65,7 +67,8 @@ _NAMES: Final = {"gpus": "GPUs", "ranks": "ranks", "jobs": "jobs"}
 
 class Queued(NamedTuple):
     """A job that waits for an attempt. ``share``: what it takes. ``claimed_since``: when another job was last requested to stop
-    for it, which counts until this job leaves the queue, also after the other has stopped; None: none was."""
+    for this one; the value stays until this job leaves the queue, also after the other job has stopped. None: no job was stopped
+    for it."""
 
     job: str
     owner: str
@@ -89,8 +92,8 @@ class Place(NamedTuple):
 
 
 def order_queue(queue: Iterable[Queued], held: Mapping[str, Share], limit: Callable[[str], Limit]) -> list[Place]:
-    """Return every job of ``queue`` once, in the launch order. ``held``: what attempts that have not ended hold, by owner.
-    ``limit``: returns the quota of an owner."""
+    """Return every job of ``queue`` once, in the launch order; jobs that a quota holds back are included, with the reason.
+    ``held``: what attempts that have not ended hold, by owner. ``limit``: returns the quota of an owner."""
     lines: dict[str, list[Queued]] = defaultdict(list)
     for one in queue:
         lines[one.owner].append(one)
@@ -131,14 +134,16 @@ def iter_turns(
 
 
 def _heap_entry(head: Queued, held: Share) -> tuple[int, float, int, int, datetime, str, Queued]:
-    """Return the heap entry of an owner's first waiting job ``head``; ``held``: what counts for the owner now. No two entries are
-    equal, and no entry sorts before its predecessor of the same owner, so that comparing the owners' first jobs is enough."""
+    """Return the entry for the heap of owners, whose least entry is the next job: by priority (high ones first), claim, what the
+    owner holds, age. ``head``: the owner's first job that is not placed yet; ``held``: what the owner holds, the jobs placed so
+    far included. No two entries are equal, and an owner's later job never sorts before its earlier one."""
     return (-head.priority, head.claim_key, held.gpus, held.ranks, head.created_at, head.job, head)
 
 
 def _quota_reason(share: Share, used: Share, held: Share, quota: Limit) -> str | None:
-    """Return why the quota holds a job back that takes ``share``: the first limit that it would exceed; None: it fits. ``used``:
-    what the owner's attempts hold and what earlier jobs of the pass take or reserve; ``held``: what the attempts alone hold."""
+    """Return a message that names the first limit of ``quota`` that a job which takes ``share`` would exceed; None: it fits.
+    ``used``: what the owner's attempts hold, plus what the owner's jobs ahead take or reserve; ``held``: what the attempts alone
+    hold."""
     never = quota.never_fits_reason(share)
     if never is not None:
         return never

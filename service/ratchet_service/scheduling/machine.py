@@ -74,8 +74,8 @@ def write_machine(home: Path, machine: Machine, torch_cuda: bool) -> None:
 
 
 def read_machine(home: Path) -> Machine | None:
-    """Read ``machine.json`` in the run directory ``home``: the machine of the reconciler or agent host that wrote the file last.
-    None if the file does not exist or cannot be read."""
+    """Return the machine that ``machine.json`` in the run directory ``home`` describes: that of the reconciler or agent host that
+    wrote the file last. Its ``is_this_machine`` is False. None if the file does not exist or cannot be read."""
     try:
         found = _MachineFile.model_validate_json((home / MACHINE_FILE).read_bytes())
     except (OSError, ValidationError):
@@ -86,15 +86,15 @@ def read_machine(home: Path) -> Machine | None:
 
 
 def detect_machine(cpu_slots: int | None = None, gpus: tuple[int, ...] | None = None) -> Machine:
-    """Return what this machine has. A value of ``cpu_slots`` or ``gpus`` other than None replaces what would be detected. Raises
-    ``ValueError`` as ``find_gpus`` does."""
+    """Return what this machine has: its GPUs, and the cores that this process may use. If ``gpus`` is not None, these GPUs are
+    used and none are detected; ``cpu_slots`` None: as many CPU slots as cores. Raises ``ValueError`` as ``find_gpus`` does."""
     return Machine(find_gpus() if gpus is None else gpus, len(os.sched_getaffinity(0)), cpu_slots)
 
 
 def find_gpus() -> tuple[int, ...]:
-    """Return the sorted GPU indices that ``nvidia-smi`` lists, or without it those of ``/dev/nvidia<N>``. If CUDA_VISIBLE_DEVICES
-    is set, only the GPUs that it names, in its order. Raises ``ValueError`` if that variable names GPUs that cannot be
-    identified."""
+    """Return the indices of this machine's GPUs, sorted; empty if there is none. They come from ``nvidia-smi``, or from the names
+    ``/dev/nvidia<N>`` if it cannot be run. If CUDA_VISIBLE_DEVICES is set, only the GPUs that it names are returned, in its
+    order. Raises ``ValueError`` if that variable names a GPU that cannot be identified or is named twice."""
     listed = _query_smi("index")
     if listed is None:
         names = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
@@ -106,9 +106,10 @@ def find_gpus() -> tuple[int, ...]:
 
 def visible_gpus(text: str, available: Collection[int], uuids: Callable[[], Mapping[str, int]]) -> tuple[int, ...]:
     """Return the GPUs of ``available`` that CUDA_VISIBLE_DEVICES=``text`` leaves, in the order of ``text``. The text is read as
-    CUDA reads it: indices or prefixes of UUIDs, up to the first one that does not exist. ``uuids`` returns UUID -> index of all
-    GPUs; it is called only for a text with UUIDs. Raises ``ValueError`` for a GPU that is named twice, for a UUID prefix that
-    matches not exactly one GPU, and for a part of a GPU (MIG), which has no index."""
+    CUDA reads it: comma-separated indices or prefixes of UUIDs, up to the first entry that is neither or whose GPU is not
+    available. ``uuids`` returns UUID -> index of all GPUs; it is called only for a text with UUIDs. Raises ``ValueError`` for a
+    GPU that is named twice, for a UUID prefix that does not match exactly one GPU, and for a part of a GPU (MIG), which has no
+    index."""
     out: list[int] = []
     for word in (part.strip() for part in text.split(",")):
         if re.fullmatch(r"-?\d+", word):

@@ -27,22 +27,24 @@ _MIN_FIRST_ROWS: Final = 16
 
 @dataclass(frozen=True)
 class Standing:
-    """Position of a job in the queue. ``position``: counted from 1; None if a back-off holds the job (then ``ahead`` is None,
-    too), or if it is too far back to be placed. ``ahead``: how many jobs are ahead of it; without a position, at least that
-    many."""
+    """Position of a job in the queue. ``position``: counted from 1; None if the job is too far back for its position to be
+    computed, or if it is in a back-off or not queued. ``ahead``: with a position, how many jobs are ahead; without one, a lower
+    bound of that number, or None if the job is in a back-off or not queued."""
 
     position: int | None = None
     ahead: int | None = None
 
     @property
     def min_ahead(self) -> int | None:
-        """How many jobs at least are ahead of a job without a position; None if it has a position or a back-off holds it."""
+        """The lower bound of the number of jobs ahead, for a job without a position; None if it has a position, is in a back-off
+        or is not queued."""
         return self.ahead if self.position is None else None
 
 
 def find_position(session: Session, now: datetime, job: Job, max_depth: int) -> Standing:
-    """Return the position of a queued job. It is exact if no other owner has jobs of the same priority, or if the job is among
-    the first ``max_depth``; otherwise only a lower bound is returned (``ahead``). A job that a back-off holds has no position."""
+    """Return the position of a queued job. It is computed if no other owner has jobs of the same priority, or if the job is among
+    the first ``max_depth``; otherwise only a lower bound of the jobs ahead is returned (``Standing.ahead``). A job in a back-off
+    has neither."""
     if session.scalar(sa.select(Job.id).where(Job.id == job.id, queue_queries.is_due(now))) is None:
         return Standing()
     if job.reason == CREATION_FAILED:
@@ -72,9 +74,9 @@ def _walk_queue(session: Session, now: datetime, job_id: str, max_depth: int, ah
 
 
 def iter_queue(session: Session, now: datetime, expected_rows: int, rows_per_owner: int | None = None) -> Iterator[Row]:
-    """Yield the whole queue of all launchers, in the launch order; jobs whose attempt could not be created come last.
-    ``expected_rows``: about how many rows the caller will take; ``rows_per_owner``: hardly more than that many of one owner. Both
-    determine only how many rows are read at once, not how many are yielded."""
+    """Yield the whole queue of all launchers, without jobs in a back-off, in the launch order; jobs whose attempt could not be
+    created come last. ``expected_rows``: about how many rows the caller will take in all; ``rows_per_owner``: about how many of
+    them may be of one owner (None: any number). Both determine only how many rows are read at once, not how many are yielded."""
     claims: dict[str, list[Row]] = {}
     for row in queue_queries.claiming_jobs(session, now):
         claims.setdefault(row.queued.owner, []).append(row)
@@ -105,8 +107,8 @@ def iter_queue(session: Session, now: datetime, expected_rows: int, rows_per_own
 
 
 def _count_ahead(session: Session, now: datetime, job: Job) -> tuple[int, bool]:
-    """Return two values. The first: how many jobs are certainly ahead, which are those of a higher priority and those of the same
-    owner and priority before it. The second: True if no other job can be ahead, since no other owner has jobs of this
+    """Return how many jobs are certainly ahead of ``job``, and whether that number is exact. Certainly ahead are all jobs of a
+    higher priority, and those of the same owner and priority before it. The number is exact if no other owner has jobs of this
     priority."""
     higher, others = 0, False
     for owner, priorities in queue_queries.priorities_by_owner(session).items():

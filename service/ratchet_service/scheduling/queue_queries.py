@@ -78,13 +78,14 @@ def startable_jobs(
     kinds: Collection[str] | None = None,
     never_reason: Callable[[Queued], str | None] = lambda _: None,
 ) -> list[Row]:
-    """Return the jobs that may start now, of launchers ``kinds`` (None: any): the first ``EXAMINED_PER_OWNER`` of each owner,
-    unordered.
+    """Return the queued jobs, in no back-off, that a scheduling pass examines, of launchers ``kinds`` (None: any), unordered:
 
-    ``never_reason`` returns why a job can never start, whatever other jobs end; None: it can. In addition to the jobs above, and
-    not counted with them, the result has for each owner: up to ``EXAMINED_PER_OWNER`` jobs that can never start and whose message
-    does not say so yet, and up to ``EXAMINED_PER_OWNER`` jobs whose attempt could not be created. A job for which another job was
-    stopped (``claiming_jobs``) is always included, wherever it is in the queue.
+    - of each owner, the first ``EXAMINED_PER_OWNER`` jobs that may start;
+    - of the owner's other jobs that are read to find these, up to ``EXAMINED_PER_OWNER`` that can never start and whose message
+      does not say so yet, and up to as many whose attempt could not be created;
+    - every job for which another job was stopped (``claiming_jobs``), wherever it is in the queue.
+
+    ``never_reason`` returns why a job can never start, even if all others end; None: it can.
     """
     out = {row.queued.job: row for row in claiming_jobs(session, now, kinds)}
     lines = Lines(session, now, kinds)
@@ -145,8 +146,8 @@ def store_waiting_reason(
     session: Session, ids: Sequence[str], kinds: Collection[str], *, reason: str, message: str
 ) -> None:
     """Store reason and message in the rows of those jobs of ``ids`` that are still queued, in no back-off, and have one of the
-    launchers ``kinds``. A row that says that the attempt could not be created keeps that reason. Like progress, this does not
-    change the rows' versions."""
+    launchers ``kinds``. A row whose reason is that the attempt could not be created keeps that reason. The rows' versions, and so
+    the jobs' ETags, do not change."""
     still = is_due(now_in(session)) & launched_by(kinds) & (sa.func.coalesce(Job.reason, "") != CREATION_FAILED)
     for at in range(0, len(ids), _MAX_IDS_PER_STATEMENT):
         told = (
@@ -271,8 +272,8 @@ def held_by_owner(session: Session) -> dict[str, Share]:
 
 
 def active_grants(session: Session) -> list[Grant]:
-    """Return the slots of all attempts that have not ended. This includes attempts whose agent has reported its end: the agent
-    may still be alive."""
+    """Return the slots of every node of all attempts that have not ended, one ``Grant`` per node that holds any. An attempt whose
+    agent has written its result still counts, since the agent may be alive."""
     query = sa.select(AttemptNode.gpus, AttemptNode.cpu_slots, AttemptNode.job_id).join(
         Attempt, (Attempt.job_id == AttemptNode.job_id) & (Attempt.number == AttemptNode.attempt)
     )
@@ -281,9 +282,10 @@ def active_grants(session: Session) -> list[Grant]:
 
 
 def running_attempts(session: Session, min_run_seconds: float) -> list[Running]:
-    """Return the attempts that hold slots. An attempt is protected from preemption if its spec says so, if nothing saves its
-    state (a script without a Session), if the job's number of preemptions has reached ``policy.max_preemptions``, or if the
-    attempt before it was stopped for another job and this one has not trained for ``min_run_seconds`` seconds yet."""
+    """Return the attempts that hold slots and have not ended; those that an engine runs hold none. An attempt is protected from
+    preemption in four cases: its spec says so (``policy.preemptible``); it is a script without a Session, whose state nothing
+    saves; the job's preemptions have reached ``policy.max_preemptions``; or the attempt before it was stopped for another job,
+    and this one has not trained for ``min_run_seconds`` seconds yet."""
     before = aliased(Attempt)
     query = (
         sa.select(

@@ -1,8 +1,9 @@
 """What an owner may have in the queue and hold at one time: the limits, and the admission to the queue.
 
-``count_queued`` counts jobs that have not ended. It is checked where a job enters the queue (submission, fork, resume after an
-end), in the transaction that admits it and under the owner's lock, so that of two concurrent admissions the second sees the
-first. What attempts hold (``jobs``, ``ranks``, ``gpus``) is checked where they are launched (``scheduler``).
+The limit ``queued`` is on the number of jobs that have not ended. It is checked when a job enters the queue (submission, fork,
+resume after an end), in the transaction that admits the job and under the owner's lock, so that of two concurrent admissions the
+second sees the first. The limits on what attempts hold (``jobs``, ``ranks``, ``gpus``) are checked when attempts are launched
+(``scheduler``).
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def admit(
 
 
 def _check_queued(session: Session, owner: str, limit: Limit) -> None:
-    """Raise ``Conflict`` if the owner has as many jobs that have not ended as ``limit.queued`` allows. Holds the owner's lock
-    until the transaction ends, unless there is no such limit."""
+    """Raise ``Conflict`` (``quota-exceeded``) if the owner already has ``limit.queued`` jobs that have not ended. If there is
+    such a limit, take the owner's lock, which is held until the transaction ends."""
     if limit.queued is None:
         return
     lock_until_commit(session, owner)

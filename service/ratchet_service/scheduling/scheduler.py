@@ -59,13 +59,17 @@ class Turn:
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of a dry run; false if there is nothing to do.
+    """Result of a dry run; its truth value is False if there is nothing to do.
 
     ``starts``: the jobs to start, as far as the dry run can determine them: (job id, number of its newest attempt) -> the slots
-    that it gets. ``examined``: ids of all jobs up to the last one for which there is something to do, in order, and of the jobs
-    that count for their owners as if they came before it. Jobs that a quota holds back are left out if all such jobs of their
-    owner already have that reason: they do not affect the order of the others. ``no_slot_jobs``: ids of the jobs that get the
-    reason that no slot is left; if there are any, the jobs that reserve slots are in ``examined``, too.
+    that it gets.
+
+    ``examined``: the ids of the jobs that the launching pass must read, in order. These are all jobs up to the last one for which
+    there is something to do, and the jobs whose attempt could not be created. Left out are jobs that a quota holds back, if no
+    job of their owner gets a new reason: they do not affect the order of the others.
+
+    ``no_slot_jobs``: ids of the jobs that get the reason that no slot is left; if there are any, the jobs that reserve slots are
+    in ``examined``, too.
     """
 
     starts: Mapping[tuple[str, int], Grant]
@@ -95,15 +99,19 @@ class SchedulingPass:
         self._reasons_stored = 0
 
     def reserve(self, turn: Turn) -> None:
-        """Keep the slots of ``turn`` reserved for the rest of this pass, although its job is not started in it. Called between
-        two items of ``turns``; without it, the slots of a job that is still queued then go to later jobs."""
+        """Keep the slots of ``turn`` reserved for the rest of this pass, although its job does not start in it. The caller calls
+        it before it takes the next item of ``turns``; otherwise the slots of a job that is still queued then are free for later
+        jobs."""
         self._reserved.add(turn.job.id)
 
     def turns(self) -> Iterator[Turn]:
-        """Yield the jobs to start, in order. The caller starts each job before it takes the next one: if the job is still queued
-        then, and ``reserve`` was not called for it, its slots are free for later jobs. At most ``BATCH`` jobs of launchers with
-        slots start, and as many of launchers without. Jobs that wait get their reason, and jobs that cannot be read are ended,
-        during the iteration (by the methods of the subclass)."""
+        """Yield the jobs to start, in order. The caller starts each job before it takes the next one. If the job is still queued
+        then, and the caller has not called ``reserve`` for it, its slots are free for later jobs.
+
+        At most ``BATCH`` jobs of launchers with slots are started, and as many of launchers without slots. During the iteration
+        the subclass's methods are called for jobs that wait (to store the reason), for attempts to stop, and for jobs that cannot
+        be read or must end.
+        """
         rows = {row.queued.job: row for row in self._rows_to_examine()}
         started: Counter[bool] = Counter()
         unstarted: list[Row] = []
@@ -141,9 +149,9 @@ class SchedulingPass:
         raise NotImplementedError
 
     def _set_wait_reason(self, row: Row, *, reason: str, message: str) -> None:
-        """Handle the reason why a job waits if that is known without evaluating the job (``_evaluate``). If its row has this
-        reason and message already, ``_reason_unchanged`` is called; otherwise ``_store_reason``, for at most
-        ``MAX_REASONS_STORED`` jobs in a pass."""
+        """Have the reason stored why a job waits; called for a job whose need was not evaluated (``_evaluate``). If its row has
+        this reason and message already, only ``_reason_unchanged`` is called. Otherwise ``_store_reason`` is called, for at most
+        ``MAX_REASONS_STORED`` jobs in a pass; later passes store the others."""
         if (row.reason, row.message) == (reason, message):
             self._reason_unchanged(row)
             return
@@ -177,8 +185,8 @@ class SchedulingPass:
         raise NotImplementedError
 
     def _store_no_slot(self, unstarted: Sequence[Row]) -> None:
-        """Store, for the jobs that wait for slots and were not evaluated, that no slot is left. ``unstarted``: those of them that
-        this pass has examined."""
+        """Store the reason ``NO_SLOT`` for the jobs that wait for slots and whose need was not evaluated, since no CPU slot is
+        left. ``unstarted``: those of them that this pass has examined; jobs that it has not examined may get the reason, too."""
         raise NotImplementedError
 
     def _no_slot_message(self) -> str:
@@ -198,9 +206,9 @@ class SchedulingPass:
         return places + [Place(queued) for queued in hopeless]
 
     def _is_full(self, queued: Queued) -> bool:
-        """True if the job need not be evaluated: no CPU slot is free, and no attempt can be stopped for a job of its priority.
-        False for a job for which slots were freed before: it is evaluated anyway, to store whether slots are still being freed
-        for it."""
+        """True if the job need not be evaluated, since no CPU slot is free and no attempt can be stopped for a job of its
+        priority. Always False for a job for which another job was stopped before: it is evaluated to store whether slots are
+        still being freed for it."""
         return queued.claimed_since is None and self._board.exhausted and not self._planner.can_help(queued.priority)
 
     def _evaluate(self, row: Row, slots: bool) -> Turn | None:
@@ -230,8 +238,9 @@ class SchedulingPass:
         return None
 
     def _free_slots(self, job: Job, need: Need, waiting: Waiting) -> bool:
-        """Stop attempts of lower priority for the job, if that helps. Return True if slots are being freed for the job, whether
-        that began now or earlier. A slot that was freed before may have gone to another job."""
+        """Stop attempts of lower priority if that frees enough slots for the job. Return True if slots are being freed for the
+        job, by stops that were requested now or in an earlier pass. ``waiting``: what the job lacks; False if this machine can
+        never provide it."""
         if waiting.shortfall is None:
             return False
         before = job.preempting_since is not None and self._planner.covers_shortfall(waiting.shortfall)
@@ -300,7 +309,8 @@ class LaunchPass(SchedulingPass):
         )
 
     def _store_reason(self, row: Row, reason: str, message: str) -> None:
-        """Store the reason in the row if the job is still queued. Like progress, this does not change the row's version."""
+        """Store the reason and its message in the job's row if the job is still queued. The row's version, and so the job's ETag,
+        does not change."""
         self._session.flush()
         told = sa.update(Job).where(Job.id == row.queued.job, Job.phase == JobPhase.QUEUED)
         values = told.values(reason=reason, message=message)
@@ -331,8 +341,8 @@ class LaunchPass(SchedulingPass):
 
 
 def store_wait_reason(job: Job, reason: str, message: str) -> bool:
-    """Set reason and message of the job, if they differ from those that it has. Return True if they were changed. Like progress,
-    this does not change the row's version."""
+    """Set reason and message of the job, and return True; return False if it has both already. The row's version, and so the
+    job's ETag, does not change."""
     if (job.reason, job.message) == (reason, message):
         return False
     job.reason, job.message = reason, message

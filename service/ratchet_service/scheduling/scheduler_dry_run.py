@@ -34,14 +34,15 @@ class DryRunPass(SchedulingPass):
         preemption: Preemption,
         tried: Collection[tuple[str, int]],
     ) -> None:
-        """``tried``: (job id, newest attempt) of the jobs that the caller has just tried to start without success; they are not
-        planned again."""
+        """Read the slots and the running attempts from the database. ``slots``: as in ``SchedulingPass``. ``tried``: (job id,
+        number of its newest attempt) of the jobs that the caller has just tried to start without success; they are not planned
+        again."""
         super().__init__(session, slots, capacity, preemption)
         self._tried = tried
 
     def plan(self) -> Plan:
-        """Run the pass and return what is to be done now; the result is false if that is nothing. The rows may have changed by
-        the time the plan is carried out. Called once per object."""
+        """Run the pass and return what is to be done now; the plan's truth value is False if that is nothing. The rows may have
+        changed by the time the plan is carried out. Call it only once per object."""
         self._no_slot_jobs: list[str] = []
         self._creation_failed: list[str] = []
         self._loaded: list[str] = []
@@ -127,9 +128,9 @@ class DryRunPass(SchedulingPass):
         return True
 
     def _store_no_slot(self, unstarted: Sequence[Row]) -> None:
-        """Collect the ids of jobs that must get the reason that no slot is left, for ``Plan.no_slot_jobs``: those of
-        ``unstarted`` whose row gives a quota as the reason, and all waiting jobs that have no known reason and were not examined
-        otherwise."""
+        """Collect in ``_no_slot_jobs`` the ids of the jobs that must get the reason that no slot is left; write nothing. These
+        are the jobs of ``unstarted`` whose row still gives a quota as the reason. They are also all waiting jobs that have none
+        of the reasons no slot, quota and creation failed, if this pass has found no other reason for them."""
         kinds = [kind for kind, slots in self._slots.items() if slots]
         examined = set(self._examined).difference(row.queued.job for row in unstarted)
         untold = queue_queries.ids_without_reason(

@@ -62,9 +62,9 @@ def shorten(session: Session, seconds: float) -> None:
 
 
 def acquire_or_other_host(database: Database, seconds: float) -> str | None:
-    """Take the lease of the slots for this host for ``seconds``, and return None. If another host has the lease, block: either
-    the lease ends, and this host takes it, or the other host renews it, which proves that it is alive, and its name is
-    returned."""
+    """Take the lease of the slots for this host for ``seconds``, and return None. If another host has the lease, wait until the
+    lease ends or is renewed. If it ends, this host takes it, and None is returned. If the other host renews it, that host is
+    alive, and its name is returned. On SQLite return None at once."""
     seen = None
     while True:
         with database.write() as session:

@@ -51,8 +51,8 @@ class Grant:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Why a job gets no slots now. ``shortfall``: what it requests beyond what is free; None: this machine can never provide
-    it."""
+    """Why a job gets no slots now: ``message``, for users. ``shortfall``: what it needs beyond the free slots; None: it needs
+    more GPUs than this machine has."""
 
     message: str
     shortfall: Need | None = field(default=None, compare=False)
@@ -98,9 +98,10 @@ class Board:
         return not self._cpus
 
     def allocate(self, job_id: str, need: Need) -> Grant | Waiting:
-        """Take the slots for the next job of the queue and return them. If too few are free, reserve the free ones that the job
-        needs (later jobs cannot get them) and return why the job waits. Nothing is reserved for a job that needs more GPUs than
-        the machine has. A job that needs more CPU slots than the machine has gets all of them."""
+        """Take the slots for the next job of the queue and return them as a ``Grant``. If too few are free, reserve the free ones
+        that the job needs, so that later jobs cannot get them, and return a ``Waiting`` that says why the job waits. For a job
+        that needs more GPUs than the machine has, a ``Waiting`` is returned and nothing is reserved. A job that needs more CPU
+        slots than the machine has needs all of them."""
         never = too_few_gpus(need.gpus, self._capacity)
         if never is not None:  # so nothing is reserved for it
             return Waiting(never)

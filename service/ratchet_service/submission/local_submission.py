@@ -70,9 +70,9 @@ class LocalSubmission:
     def resolve(
         self, spec: JobSpec, code_digest: str | None = None, faulty_keys: frozenset[str] = frozenset()
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-        """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems that forbid the job. See
-        ``SubmissionPorts.resolve``. What the spec names outside the allowed roots is reported and not inspected. Raises
-        ``Refused`` (``busy``) if users' code would have to run and too many inspections run now."""
+        """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems that forbid the job; the parameters
+        are those of ``SubmissionPorts.resolve``. What the spec names outside the allowed roots is a problem and is not inspected.
+        Raises ``Refused`` (``busy``) if the spec has a hook of the user's own and too many inspections of users' code run now."""
         allowed = Report()
         copied = code_digest is not None and spec.code is not None and spec.code.source == "snapshot"
         self._roots.check(spec, allowed, copied=copied)
@@ -118,10 +118,13 @@ class LocalSubmission:
         return spec.model_copy(update={"code": code})
 
     def _with_readable_code(self, spec: JobSpec, report: Report) -> JobSpec:
-        """Return ``spec`` with a new snapshot of its code, if another user than the service's inspects the code. That user may
-        have no right to read the code's directory itself. Warnings about the code are added to ``report``. Without such a user,
-        for code that is a snapshot already, or if the code cannot be copied, ``spec`` is returned unchanged; code that cannot be
-        copied is refused later for that reason."""
+        """Return ``spec`` with a new snapshot of its code, if another user than the service's inspects the code (the sandbox's
+        user), since that user may have no right to read the code's directory. Warnings about the code are then added to
+        ``report``.
+
+        ``spec`` is returned unchanged if the sandbox has no such user, if the code is a snapshot already or is only on the nodes,
+        or if it cannot be copied; in the last case a later check refuses it.
+        """
         code, user = spec.code, self._sandbox.user
         if user is None or code is None or code.source == "nodes" or Path(code.path).is_relative_to(self._home.code):
             return spec
@@ -168,8 +171,9 @@ class LocalSubmission:
         return self._launchers[spec.launcher.kind].plan(launch).printable()
 
     def hook_memory(self, spec: JobSpec, resolved: Resolved) -> int | None:
-        """Return the bytes that the hook's state will hold on each rank; None if they are not known. It may query the task in a
-        process. Raises ``Refused`` (``busy``) if users' code would have to run and too many inspections run now."""
+        """Return the bytes that the hook's state will hold on each rank; None if they are not known. If they depend on the shapes
+        of the model's parameters, the job's task is queried for them in a separate process. Raises ``Refused`` (``busy``) if that
+        is necessary and too many inspections of users' code run now."""
         spec, probe = self._probe(spec, resolved)
         with self._inspection_slot(needs_shapes(spec.hook)):
             return hook.state_bytes(spec, self._machine_of(spec), probe)

@@ -1,4 +1,4 @@
-"""What submission needs from the machine and the launcher; tests implement it themselves."""
+"""The interface through which submission uses the machine and the launchers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class SubmissionPorts(Protocol):
         no user files."""
 
     def check_hook_change(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
-        """Return the warnings and the problems of a stored job's ``spec`` with another hook. ``resolved``: what was decided for
-        the job. A hook of the user's own is imported from the job's snapshot of the code."""
+        """Return the warnings and the problems of ``spec``, which is a stored job's spec with another hook. ``resolved``: what
+        was decided for the job; it stays. A hook of the user's own is imported from the job's snapshot of the code, in a separate
+        process."""
 
     def trains_here(self, kind: str) -> bool:
         """Return True if jobs of the launcher ``kind`` run on the service's own machine. Only then may an interpreter that a

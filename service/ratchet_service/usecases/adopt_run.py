@@ -52,17 +52,18 @@ class PreparedAdoption:
 
 
 def check(data: Any, directory: str, ports: SubmissionPorts) -> list[Warning_]:
-    """Return the warnings that adopting the run in ``directory`` adds to those of the submitted spec. The run's checkpoint is not
-    copied, and no job is made. Raises as ``prepare`` does."""
+    """Check the submitted spec ``data`` and the run in ``directory``, as a dry run: nothing is copied, and no job is made. Return
+    only the warnings that adopting the run adds to those of the spec. Raises as ``prepare`` does, except for ``disk-full``."""
     run = _open_run(directory, ports)
     with _locked_run(run, directory):
         return _compare(run, _newest_manifest(run, directory), submit.check(data, ports), directory)
 
 
 def prepare(data: Any, directory: str, ports: SubmissionPorts, homes: HomePaths) -> PreparedAdoption:
-    """Check the spec as at submission, and copy the run's newest checkpoint into the directory of a new job. ``directory``: that
-    of the run, which is locked meanwhile. If the copy fails, the new job's directory is removed. Raises ``SpecError``,
-    ``Conflict`` (``directory-in-use``, ``nothing-left``), ``Refused`` (``disk-full``)."""
+    """Check the spec ``data`` as at submission, and copy the newest checkpoint of the run in ``directory`` into the directory of
+    a new job; ``store`` stores that job later. The run's lock is held meanwhile, so that no process trains with its checkpoints.
+    If the copy fails, the new job's directory is removed. Raises ``SpecError``, ``Conflict`` (``directory-in-use``,
+    ``nothing-left``), ``Refused`` (``disk-full``, ``busy``), ``CheckpointError``."""
     run, job_id = _open_run(directory, ports), new_job_id()
     with _locked_run(run, directory):
         manifest = _newest_manifest(run, directory)
@@ -234,9 +235,10 @@ def _compare(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, d
 
 
 def _is_same_work(spec: JobSpec, manifest: Manifest) -> bool:
-    """Return True if the job would certainly do the same number of steps as the run: with the same number of ranks, without env
-    and secrets, without settings files in its code directory, and with a script that is all of the run's recorded code. False if
-    that is not certain, as for uploaded code, which is not at the spec's path."""
+    """Return True if the job would certainly do the same number of steps as the run. For that it must have the same number of
+    ranks, no env, no secrets and no settings files (YAML, JSON and the like) in its code directory, and its script's main file
+    must be the only code that the run recorded, unchanged. False if that is not certain, as for uploaded code, which is not at
+    the spec's path."""
     if (
         spec.snapshot_code is None
         or spec.snapshot_code.digest is not None

@@ -72,9 +72,10 @@ def checkpoint_detail(session: Session, job_id: str, checkpoint_id: str, homes: 
 
 
 def verify_bytes(database: Database, job_id: str, checkpoint_id: str, homes: HomePaths) -> tuple[VerifyOutcome, float]:
-    """Verify every byte of a checkpoint, which is fetched first if only the object store has it. Return the outcome, and the
-    seconds it took without fetching. A marker file among the checkpoint's files is created if it is sound, and removed if it is
-    damaged. No transaction is open meanwhile.
+    """Verify every byte of a checkpoint, and that its manifest is the recorded one. A checkpoint that only the object store has
+    is fetched first. Return the outcome, and the seconds that the verification took, without the fetching. In the checkpoint's
+    directory, the marker file of a verified checkpoint is created if the checkpoint is sound, and removed if it is damaged. The
+    database is not changed (``record_verification``), and no transaction is open meanwhile.
 
     Raises ``Conflict`` (``checkpoint-gone``) if there is nothing to verify, ``CheckpointError`` if the files cannot be fetched or
     read, ``NotFound``.
@@ -123,9 +124,12 @@ def _mark_verified(directory: Path, ok: bool) -> None:
 def record_verification(
     session: Session, job_id: str, checkpoint_id: str, result: tuple[VerifyOutcome, float], homes: HomePaths
 ) -> VerifyResult:
-    """Record the result of ``verify_bytes`` in the checkpoint's row and as an event, and return the API's view of the result. A
-    damaged checkpoint is quarantined, unless an attempt may be reading it: then it is quarantined once the attempt has ended, or
-    when a resume reads it."""
+    """Record the result of ``verify_bytes`` in the checkpoint's row and as an event, and return the API's view of the result.
+
+    If the checkpoint is damaged and no attempt of the job may be alive, it is also quarantined; if it was the job's newest one,
+    the one before it is recorded as the newest. While an attempt may be reading it, it is only recorded as damaged; it is
+    quarantined later, once the attempt has ended or when a resume reads it.
+    """
     job = find_job_for_update(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     outcome, seconds = result
@@ -153,8 +157,8 @@ def record_verification(
 
 
 def _fall_back_to_older(session: Session, job: Job, quarantined: Checkpoint) -> None:
-    """If ``quarantined`` was the job's newest checkpoint, record the one before it as the newest: the steps since then are at
-    risk. If there is none, record the fork's source step, or 0."""
+    """If ``quarantined`` was the job's newest checkpoint, record in the job's row the newest remaining one of its lineage. If
+    there is none, record the step of the fork's source, or 0 for a job that is no fork, without an attempt."""
     if (job.committed_step, job.committed_attempt) != (quarantined.step, quarantined.attempt):
         return
     newest = next(iter(committed_in_lineage(session, job)), None)

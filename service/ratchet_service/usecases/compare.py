@@ -73,10 +73,12 @@ class Comparer:
     ) -> ComparisonView:
         """Return the comparison of two jobs: of their checkpoints at the first common step at which they differ, or at the newest
         common step if none differs. If both checkpoint ids are given, these two are compared; if one is given, it is compared
-        with the other job's checkpoint of the same step.
+        with the other job's checkpoint of the same step. If a difference is found, the result also names the first step at which
+        the recorded fingerprints of the steps differ.
 
-        Data with equal recorded digests are not read. A checkpoint that only the object store has is fetched first. Raises
-        ``NotFound``, ``Conflict`` (``no-common-step``, ``checkpoint-gone``), ``CheckpointError``, ``Refused`` (``busy``).
+        Data with equal recorded digests count as equal and are not read. A checkpoint that only the object store has is fetched
+        first. Raises ``NotFound``, ``Conflict`` (``no-common-step``, ``checkpoint-gone``), ``CheckpointError``, ``Refused``
+        (``busy``).
         """
         pairs = self._pairs(job_id, other_id, checkpoint_id, other_checkpoint_id)
         equal: int | None = None
@@ -139,8 +141,8 @@ class Comparer:
         return min(found, key=lambda one: (one[0], PARTS.index(one[1])), default=None)
 
     def _fingerprints(self, job_id: str, attempts: list[int], rank: int) -> dict[int, StepFingerprint]:
-        """Return the fingerprints of a rank by step, from the files of the newest 100 of the given attempts. For a step done
-        several times, return that of the last time."""
+        """Return step -> fingerprint of one rank, from the files of the newest 100 of ``attempts``. If a step was done several
+        times, the fingerprint of the last time counts. Files that are missing or cannot be read are left out."""
         out: dict[int, StepFingerprint] = {}
         for number in attempts[-_MAX_ATTEMPTS:]:
             ring = self.homes.job(job_id).attempt(number).ring(rank)

@@ -38,8 +38,9 @@ MEDIA_TYPES: Final[dict[Format, str]] = {
 
 @dataclass(frozen=True)
 class Exported:
-    """The complete, verified export. ``file`` has no name and is positioned at its start; closing it frees its space. ``size``:
-    bytes; ``digest``: SHA-256 of the content; ``notes``: sentences for the reader of the file."""
+    """A complete export of a checkpoint whose bytes were verified. ``file``: open, without a name on the disk, positioned at its
+    start; closing it frees its space. ``size``: its bytes; ``digest``: SHA-256 of its content; ``notes``: sentences for the
+    reader of the file."""
 
     file: BufferedRandom
     size: int
@@ -64,9 +65,9 @@ class Exporter:
     def export(
         self, job_id: str, checkpoint_id: str, file_format: Format, abandoned: Callable[[], bool] = lambda: False
     ) -> Exported:
-        """Make the files of a checkpoint and return them as one open file, which the caller must close. It blocks until the file
-        is complete; no transaction is open meanwhile. ``abandoned`` is polled, and returns True if the caller no longer needs the
-        file: the export then ends with an error.
+        """Export a checkpoint and return the result as one open file, which the caller must close. Blocks until the file is
+        complete; no transaction is open meanwhile. ``abandoned`` is polled meanwhile, and returns True if the caller no longer
+        needs the file: the export then ends with ``export-failed``. A checkpoint that only the object store has is fetched first.
 
         Raises ``NotFound``, ``Conflict`` (``checkpoint-gone``, ``export-failed``), ``CheckpointError`` for a checkpoint that is
         damaged or cannot be fetched, ``Refused`` (``busy``, ``disk-full``, ``export-timeout``).
@@ -137,8 +138,9 @@ class _Asked:
     sandbox: Sandbox
 
     def run(self, request: Mapping[str, Any], file: BufferedRandom) -> dict[str, Any]:
-        """Write the export into ``file`` and return the process's answer. A failure is returned, not raised: as a dict with
-        ``error`` (a text) and ``code``."""
+        """Start the process, have it write the export into ``file``, wait for it, and return its answer: ``notes`` and
+        ``digest``. A failure is returned, not raised, as a dict with ``error`` (a text) and ``code``. This includes the time
+        limit, an abandoned request and a process that cannot be started."""
         directory = str(Path(request["checkpoint"]).parent)
         with tempfile.TemporaryFile() as stderr:
             try:

@@ -42,10 +42,13 @@ class PreparedFork:
 def prepare(
     database: Database, job_id: str, request: ForkRequest, ports: SubmissionPorts, homes: HomePaths
 ) -> PreparedFork:
-    """Return the new job's spec, checked as at submission, and its source checkpoint; no transaction is open meanwhile. A source
-    that only the object store has is fetched. Raises ``SpecError``, ``NotFound``, ``Conflict``, ``CheckpointError``.
+    """Return the new job's spec, checked as at submission, and its source checkpoint; ``store`` stores the job later. The
+    request's spec is merged over that of job ``job_id``, its labels and priority included. That job's snapshot of the code is
+    reused, unless the request names ``code``: then a new snapshot is taken. A source that only the object store has is fetched.
+    No transaction is open meanwhile.
 
-    The parent's snapshot of the code is reused, unless the request names ``code``: then a new snapshot is taken.
+    Raises ``SpecError``, also if the new spec may not start from that checkpoint; ``NotFound``; ``Conflict``
+    (``checkpoint-gone``; ``nothing-left`` if the checkpoint has all steps already); ``Refused`` (``busy``); ``CheckpointError``.
     """
     with database.read() as session:
         parent = find_job(session, job_id)

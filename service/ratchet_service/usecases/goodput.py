@@ -18,8 +18,8 @@ from ratchet_service.lifecycle.unmanaged_script import UNMANAGED
 
 
 class Saves(NamedTuple):
-    """Saves of one attempt. ``stall``: seconds that training paused for saves, without the save when the attempt was stopped;
-    ``stop``: time at which that last save was committed, None if there is none."""
+    """Saves of one attempt. ``stall``: seconds for which training stood still for saves, without the save that a stop led to.
+    ``stop``: when the checkpoint that a stop led to was committed; None: there is none."""
 
     stall: float = 0.0
     stop: datetime | None = None
@@ -35,16 +35,16 @@ class Spent(NamedTuple):
 
 
 def attempt_goodput(session: Session, job: Job, attempts: Collection[Attempt]) -> dict[int, Spent]:
-    """Return the goodput and the use of the stop notice of each of ``attempts``, by attempt number; until now for a running
-    one."""
+    """Return, by attempt number, the goodput of each of ``attempts`` and how much of its stop notice it used. An attempt that has
+    not ended counts until now."""
     now = now_in(session)
     saves = _save_times(session, job.id, [attempt.number for attempt in attempts])
     return {a.number: _attempt_spent(job.spec["policy"], a, saves.get(a.number, Saves()), now) for a in attempts}
 
 
 def job_goodput(session: Session, job: Job) -> GoodputView:
-    """Return the goodput of all the job's attempts together, the time between attempts included: until the job ended or was
-    suspended, else until now."""
+    """Return the goodput of the whole job, from its submission until it ended or was suspended, or until now. The time between
+    attempts is included; earlier pauses on request are not."""
     now = now_in(session)
     saves = _save_times(session, job.id)
     verdict = Attempt.resume_report["verdict"].as_string()
@@ -57,7 +57,8 @@ def job_goodput(session: Session, job: Job) -> GoodputView:
 
 
 def _save_times(session: Session, job_id: str, attempts: Collection[int] | None = None) -> dict[int, Saves]:
-    """Return the saves of the job by attempt number; ``attempts``: only of these. Attempts without a checkpoint are absent."""
+    """Return the saves of the job's attempts, by attempt number. ``attempts``: only of these attempts; None: of all. Attempts
+    without a checkpoint are absent."""
     stopped = Checkpoint.reason == "stop"
     query = sa.select(
         Checkpoint.attempt,

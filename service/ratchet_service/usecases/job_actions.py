@@ -25,8 +25,9 @@ from ratchet_service.usecases import resize
 
 
 def apply_action(session: Session, job_id: str, event: Event) -> Job:
-    """Suspend, cancel or preempt a job, according to ``event``, and return its row. A request for an action that is in progress
-    or done changes nothing and is no error. Raises ``NotFound``, and ``Conflict`` if the job's phase does not allow it."""
+    """Request that a job is suspended, cancelled or preempted, according to ``event``, and return its row. The request is stored;
+    a running attempt is stopped later by the reconciler and the agent. If the action is in progress or done already, nothing is
+    changed, and that is no error. Raises ``NotFound``, and ``Conflict`` if the job's phase does not allow the action."""
     job = find_job_for_update(session, job_id)
     if _is_already_applied(job, event):
         return job
@@ -34,8 +35,9 @@ def apply_action(session: Session, job_id: str, event: Event) -> Job:
 
 
 def request_checkpoint(session: Session, job_id: str) -> Job:
-    """Request a checkpoint at the next step that the ranks of the running group agree on, and return the job's row. Raises
-    ``NotFound``, and ``Conflict`` if no group runs, and for a script without a Session (``checkpoint-needs-session``)."""
+    """Request a checkpoint at the next step that the ranks of the running attempt agree on, and return the job's row. Does not
+    wait for the checkpoint. Raises ``NotFound``, and ``Conflict`` if the job's phase does not allow it, or for a script without a
+    Session (``checkpoint-needs-session``)."""
     job = find_job_for_update(session, job_id)
     check_transition(job, Event.CHECKPOINT)
     attempt, script = session.get(Attempt, (job.id, job.attempt)), job.spec.get("script")
@@ -84,9 +86,9 @@ def prepare_resume(database: Database, job_id: str, request: ResumeRequest, port
 
 
 def resume(session: Session, job_id: str, prepared: PreparedResume, ports: SubmissionPorts, homes: HomePaths) -> Job:
-    """Queue a job again and return its row. It may continue from an older checkpoint of its lineage, or with another number of
-    ranks, another hook, other code or another ``policy.on_hook_mismatch``; these changes are permanent. Without changes, a
-    request for a job that is already queued or running changes nothing.
+    """Queue a job again and return its row. The job may continue from an older checkpoint of its lineage, or with another number
+    of ranks, another hook, other code or another ``policy.on_hook_mismatch``; these changes are permanent. A job that had failed
+    or was cancelled gets fresh budgets. Without changes, a request for a job that is already queued or running changes nothing.
 
     Raises ``Conflict``:
 
@@ -147,8 +149,8 @@ def _check_quota(session: Session, job: Job, change: resize.Change | None) -> No
 
 
 def _needs_stop_error(job: Job, request: ResumeRequest) -> Conflict:
-    """Return the error for a change that needs a job without an attempt; it is not raised. Its code names the first such
-    change."""
+    """Return (not raise) the error for a change that is possible only while no attempt of the job is active. Its code names the
+    first such change of the request."""
     if request.from_step is not None:
         code, what = "from-step-needs-stop", f"from step {request.from_step}"
     elif request.code is not None:

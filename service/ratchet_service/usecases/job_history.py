@@ -50,8 +50,8 @@ def attempt_environment(homes: HomePaths, job_id: str, number: int) -> Environme
 
 
 def newest_environment(homes: HomePaths, job_id: str, newest: int) -> EnvironmentView | None:
-    """Return the environment of attempt ``newest``, or of the attempt before it while ``newest`` has not begun to train; None if
-    neither has one."""
+    """Return the environment that attempt ``newest`` recorded; if it has recorded none yet, that of the attempt before it. None
+    if neither has recorded one."""
     looks = (attempt_environment(homes, job_id, number) for number in (newest, newest - 1) if number > 0)
     return next((found for found in looks if found is not None), None)
 

@@ -63,8 +63,9 @@ def parse_label(text: str) -> tuple[str, str]:
 
 
 def list_jobs(session: Session, job_filter: JobFilter, limit: int, cursor: str | None) -> Page[JobView]:
-    """Return one page of the jobs that ``job_filter`` selects. The cursor holds the last job's place in the order (keyset
-    paging): a job that is inserted between pages never makes another job appear twice or not at all."""
+    """Return one page of the jobs that ``job_filter`` selects, at most ``limit``. ``cursor``: that of the page before; None: the
+    first page. The cursor holds the last job's place in the order (keyset paging): a job that is inserted between two requests
+    never makes another job appear twice or not at all. Raises ``Refused`` (``bad-cursor``)."""
     descending = job_filter.sort.startswith("-")
     key = job_filter.sort.removeprefix("-")
     selective_ids = _selective_ids(session, job_filter)
@@ -86,8 +87,8 @@ def list_jobs(session: Session, job_filter: JobFilter, limit: int, cursor: str |
 
 
 def _selective_ids(session: Session, job_filter: JobFilter) -> list[str] | None:
-    """Return the ids of all jobs that meet the first filter which at most ``MAX_SELECTIVE_JOBS`` jobs meet; None if no filter
-    does."""
+    """Return the ids of all jobs that meet one filter, the first that at most ``MAX_SELECTIVE_JOBS`` jobs meet; the other filters
+    are not applied. None if more jobs meet each filter, or there is no filter."""
     for query in _single_filter_queries(job_filter):
         ids = list(session.scalars(query.limit(MAX_SELECTIVE_JOBS + 1)))
         if len(ids) <= MAX_SELECTIVE_JOBS:

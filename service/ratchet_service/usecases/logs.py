@@ -53,8 +53,8 @@ def read_lines(job: JobPaths, log_filter: LogFilter, after: Position | None = No
 
 
 def first_offset(path: Path, log_filter: LogFilter) -> int:
-    """Return the byte offset at which reading a log begins: the later of those that ``tail`` and ``since`` of the filter
-    request."""
+    """Return the byte offset at which reading a log begins: where the lines begin that both ``tail`` and ``since`` of the filter
+    select; 0 without these two."""
     since = 0 if log_filter.since is None else since_offset(path, log_filter.since)
     return max(since, tail_offset(path, log_filter.tail))
 
@@ -99,8 +99,9 @@ class Follower:
         self._filter = replace(log_filter, first=first, tail=log_filter.tail if mark is None else None)
 
     def poll(self, limit: int, *, is_final: bool = False) -> list[tuple[str, LogLine]]:
-        """Return at most ``limit`` new lines, each with its mark; empty if there are none. ``is_final``: nothing is written any
-        more, so a last line without a line end is returned too."""
+        """Return at most ``limit`` new lines, each with its mark; empty if there are none now. Does not wait for new lines.
+        ``is_final``: nothing is written any more, so a last line without a line end is returned, too. Lines that stand for a gap
+        in a log are returned whatever the filter's ``grep`` is."""
         out: list[tuple[str, LogLine]] = []
         files = log_files(self._job, self._filter)
         for attempt, rank, path in files:

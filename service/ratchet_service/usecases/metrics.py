@@ -47,9 +47,12 @@ def _not_abandoned(table: Any) -> sa.ColumnElement[bool]:
 
 def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int) -> MetricsView:
     """Return the metric series ``names`` in this order; a name without points gives an empty series. If ``names`` is empty,
-    return all series with points, sorted by name. A series with more than ``max_points`` points (at least 2) is reduced to that
-    number of its own points, evenly spaced, first and last included; values are never averaged or interpolated. Raises
-    ``NotFound`` for an unknown job."""
+    return all series with points, sorted by name. Points of abandoned branches are left out.
+
+    A series with more than ``max_points`` points (at least 2) is reduced to that number of its own points, evenly spaced, first
+    and last included; values are never averaged or interpolated. If steps were done again, a series also has the earlier points
+    of these steps (``superseded``), unless ``max_points`` is 2. Raises ``NotFound`` for an unknown job.
+    """
     job = find_job(session, job_id)
     wanted = sa.select(MetricSeries).where(MetricSeries.job_id == job_id).order_by(MetricSeries.name)
     if names:
@@ -118,7 +121,8 @@ def _points(
 
 
 def _superseded(session: Session, job_id: str, names: Collection[str]) -> dict[str, list[MetricPoint]]:
-    """Return, by series name, the stored earlier points of steps that were done again, in order of steps and attempts."""
+    """Return, for those series of ``names`` that have any, the stored earlier points of steps that a later attempt did again, in
+    order of steps and attempts."""
     table = SupersededMetric
     query = sa.select(table.name, table.step, table.attempt, table.value, table.at).where(table.job_id == job_id)
     out: dict[str, list[MetricPoint]] = {}
@@ -130,9 +134,10 @@ def _superseded(session: Session, job_id: str, names: Collection[str]) -> dict[s
 
 
 def hook_view(session: Session, job_id: str, homes: HomePaths) -> HookView:
-    """Return the state of the job's hook: the newest summary of every rank of the running attempt. While none runs, or none has
-    reported, return those of the checkpoint that the next attempt starts from: what a lost attempt reported for later steps is
-    not the job's state. Without such a checkpoint the figures are empty. The single figures are those of the lowest rank."""
+    """Return the state of the job's hook: the newest summary of every rank of the active attempt. If no attempt is active, or the
+    active one has reported no summary, return the summaries in the checkpoint that the next attempt starts from; what a lost
+    attempt reported for later steps is not the job's state. Without such a checkpoint there are no figures. Figures that are not
+    per rank are those of the lowest rank. Raises ``NotFound``."""
     job = find_job(session, job_id)
     spec = JobSpec.model_validate(job.spec).hook
     view = HookView(
@@ -205,8 +210,8 @@ def _saved_iteration(session: Session, job: Job) -> int | None:
 def hook_history(
     session: Session, job_id: str, rank: int | None, limit: int, cursor: str | None
 ) -> Page[HookSampleView]:
-    """Return a page of the stored summaries by step and rank, oldest first; ``rank``: only this rank's. Long histories are
-    thinned when they are stored. Raises ``NotFound`` for an unknown job."""
+    """Return a page of the stored hook summaries outside abandoned branches, by step and rank, lowest first. ``rank``: only this
+    rank's; None: all. Long histories are thinned when they are stored. Raises ``NotFound`` for an unknown job."""
     find_job(session, job_id)
     digest = pagination.query_digest(of="hook-history", job=job_id, rank=rank)
     query = sa.select(HookSample).where(HookSample.job_id == job_id, _not_abandoned(HookSample))

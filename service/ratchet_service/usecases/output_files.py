@@ -50,7 +50,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Content:
-    """One open file. ``file`` stays open, and a permit stays held, until ``resources`` is closed, after the response."""
+    """One open file of a working directory. ``size``: its bytes when it was opened; ``etag``: its ETag, with quotes. ``file``
+    stays open, and a permit for concurrent responses stays held, until the caller closes ``resources`` after the response."""
 
     file: BinaryIO
     name: str
@@ -67,8 +68,9 @@ class Content:
 
 @dataclass(frozen=True)
 class Archive:
-    """A tar of files and directories. ``parts`` yields its bytes; ``entries`` and ``size`` are the number and the bytes of the
-    planned members; ``notes`` are sentences about what is left out. ``resources`` is closed after the response."""
+    """A tar of files and directories, which is made while it is sent. ``parts``: yields its bytes. ``entries`` and ``size``:
+    number of the planned members, and bytes of their content. ``notes``: sentences about what is left out. The caller must close
+    ``resources`` after the response; until then a permit for concurrent responses is held."""
 
     parts: Iterator[bytes]
     name: str
@@ -171,9 +173,10 @@ class Files:
             return Archive(stream, f"{name}.tar", len(members), size, notes, held.pop_all())
 
     def _members(self, job: JobPaths, parts: tuple[str, ...], copy: CodeCopy) -> tuple[list[DirEntry], Counter[str]]:
-        """Return the members of an archive, and the number of entries that are left out, by the reason's code. Unchanged files of
-        the code (``copy``) are in neither. Raises ``NotFound``, and ``Refused``: ``too-many-files``, ``archive-too-large``, and
-        codes such as ``symbolic-link`` if the path ``parts`` itself cannot be read."""
+        """Return the members of an archive, and reason (a code) -> number of entries that are left out for it. Unchanged files of
+        the code (``copy``) are in neither, except for a single file ``parts``. Raises ``NotFound``, and ``Refused``:
+        ``too-many-files``, ``archive-too-large``, and codes such as ``symbolic-link`` if the path ``parts`` itself cannot be
+        read."""
         members: list[DirEntry] = []
         left_out: Counter[str] = Counter()
         size = 0

@@ -26,8 +26,9 @@ def encode(query: str, position: list[str | int]) -> str:
 
 
 def decode(cursor: str | None, query: str, kinds: tuple[type, ...]) -> list[Any] | None:
-    """Return the position in ``cursor``, with values of the types ``kinds``; None if there is no cursor. Raises ``Refused``
-    (``bad-cursor``) for a malformed cursor and for one of another query."""
+    """Return the position that was encoded in ``cursor``: a list with one value per type in ``kinds``. None if there is no
+    cursor: the first page. ``query``: digest of the present query. Raises ``Refused`` (``bad-cursor``) for a malformed cursor and
+    for one of another query."""
     if cursor is None:
         return None
     wrong = Refused("this cursor was not issued by this server; start again without it", code="bad-cursor")

@@ -26,8 +26,8 @@ from ratchet_store.retention.rules import Id
 
 
 class _Found(NamedTuple):
-    """The directory of a checkpoint, or what remains of it. ``id``: its step and attempt, None if the name has none; ``size``:
-    bytes. ``pinned``, ``committed``: whether it has the marker file of a pin, and a manifest."""
+    """The directory of a checkpoint, or what remains of it. ``id``: its step and attempt, None if the directory's name has none;
+    ``size``: bytes. ``pinned``: the directory has the marker file of a pin; ``committed``: it has a manifest."""
 
     directory: Path
     id: Id | None
@@ -37,14 +37,17 @@ class _Found(NamedTuple):
 
 
 def prune(database: Database, job_id: str, request: PruneRequest, homes: HomePaths) -> PruneResult:
-    """Delete checkpoints outside the job's lineage, and those that were never committed or only partly deleted; return what was
-    deleted, or for ``dry_run`` what would be. With ``quarantined``, delete all quarantined (damaged) checkpoints too, even pinned
-    ones. Do not call it within a transaction: the rows are marked in one, the files are deleted after it (``removal``), and the
-    deletions are recorded in another.
+    """Delete the job's checkpoints outside its lineage, and those that were never committed or only partly deleted. Return what
+    was deleted, or, if the request has ``dry_run``, what would be. With ``quarantined``, all quarantined (damaged) checkpoints
+    are deleted, too, even pinned ones.
 
-    Kept outside the quarantine: pinned checkpoints (a fork pins its source), and everything of the current attempt while it may
-    be alive. The files decide, not the rows: a zombie's checkpoints have no rows. If the system refuses a deletion, an event is
-    recorded, and the checkpoint is not in the result. Raises ``NotFound``.
+    Of the checkpoints that are not quarantined, pinned ones are kept (a fork pins its source), and everything of the current
+    attempt while it may be alive. The files on the disk decide, not the rows: an attempt that was fenced may have left
+    checkpoints without rows. If the system refuses a deletion, an event is recorded, and the checkpoint is not in the result.
+    Raises ``NotFound``.
+
+    Do not call it within a transaction: the rows are marked in one, the files are deleted after it (``removal``), and the
+    deletions are recorded in another.
     """
     paths = homes.job(job_id)
     with database.read() as session:
@@ -110,9 +113,9 @@ def _select_deletable(session: Session, job: Job, candidates: list[_Found]) -> l
 
 
 def _delete(one: _Found, refused: list[str], *, pinned: bool) -> bool:
-    """Delete the directory of a checkpoint whose row was not marked, unless it is pinned; with ``pinned``, delete it even if it
-    is pinned, as for a quarantined checkpoint. Return True if it was deleted. If the system refuses the deletion, the reason is
-    added to ``refused``."""
+    """Delete the directory of a checkpoint whose row was not marked, and return True. ``pinned`` False: a checkpoint that is
+    pinned by now stays; ``pinned`` True: pins are ignored, as for quarantined checkpoints. Return False if the directory stays;
+    if the system refused the deletion, the reason is added to ``refused``."""
     with as_owner(one.directory):
         try:
             if not pinned:

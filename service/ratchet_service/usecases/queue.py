@@ -27,9 +27,9 @@ MAX_SINGLE_JOB_POSITION: Final = 1_000
 
 
 def page(session: Session, limit: int, cursor: str | None) -> QueueView:
-    """Return the next ``limit`` queued jobs in the order in which they start, without those in a back-off. The list ends at
-    ``MAX_POSITION``. ``cursor`` is a position, and positions shift as jobs start and arrive; so a job may be missed or appear
-    twice."""
+    """Return the next ``limit`` queued jobs in the order in which they start, without those in a back-off. ``cursor``: that of
+    the page before; None: from the first job. Jobs after position ``MAX_POSITION`` are not listed. A cursor holds a position, and
+    positions shift as jobs start and arrive; so a job may be missed or appear twice. Raises ``Refused`` (``bad-cursor``)."""
     digest, now = pagination.query_digest(of="queue"), now_in(session)
     (after,) = pagination.decode(cursor, digest, (int,)) or [0]
     after = min(max(0, after), MAX_POSITION)
@@ -42,7 +42,8 @@ def page(session: Session, limit: int, cursor: str | None) -> QueueView:
 
 
 def job_entry(session: Session, job_id: str) -> QueueView:
-    """Return the position of one job and what it waits for; no item if it is not queued. Raises ``NotFound``."""
+    """Return the queue with one job as its only item, with its position and what it waits for; without an item if the job is not
+    queued. Raises ``NotFound``."""
     job, now = find_job(session, job_id), now_in(session)
     waiting = queue_position.queue_length(session, now)
     if job.phase is not JobPhase.QUEUED:
@@ -56,8 +57,8 @@ def job_entry(session: Session, job_id: str) -> QueueView:
 
 
 def job_position(session: Session, job: Job) -> Standing:
-    """Return the job's position in the queue; ``Standing()`` without values if the job is not queued or in a back-off. For a job
-    far back only a lower bound may be returned (``MAX_SINGLE_JOB_POSITION``)."""
+    """Return the job's position in the queue. For a job after position ``MAX_SINGLE_JOB_POSITION`` it may have only a lower
+    bound. A job that is not queued, or that is in a back-off, gets a ``Standing`` without values."""
     return (
         queue_position.find_position(session, now_in(session), job, MAX_SINGLE_JOB_POSITION)
         if job.phase is JobPhase.QUEUED

@@ -47,8 +47,8 @@ class Change:
 
 @dataclass(frozen=True)
 class NewCode:
-    """The code that a resume requests, checked as at submission. ``digest`` and ``git``: digest and Git commit of its snapshot;
-    ``warnings``: all warnings of the job's spec with this code."""
+    """The code that a resume requests, checked as at submission. ``digest``: that of its snapshot; ``git``: the Git commit that
+    the snapshot was taken from, None if there is none; ``warnings``: all warnings of the job's spec with this code."""
 
     digest: str
     git: GitFacts | None
@@ -65,9 +65,10 @@ class NewCode:
 
 
 def requested_spec(job: Job, request: ResumeRequest, code: NewCode | None = None) -> JobSpec | None:
-    """Return the job's spec with the requested changes; None if they change nothing. Changed ranks and hooks are checked as at
-    submission: raises ``SpecError`` for parameters that the hook does not accept or does not support with that number of ranks.
-    ``code``: the requested code, once its snapshot exists; if it is unchanged, only its Git commit in the spec can change."""
+    """Return the job's spec with the changes that ``request`` names; None if they change nothing. The job's row is not changed.
+    ``code``: the requested code, once its snapshot exists (None: it does not exist yet); if it is the job's present code, only
+    its Git commit in the spec can change. Raises ``SpecError`` if the rules of a spec do not allow the changed hook or number of
+    ranks."""
     spec = JobSpec.model_validate(job.spec)
     patch: dict[str, Any] = {}
     if request.code is not None and (code is None or code.is_new(job)):
@@ -124,8 +125,9 @@ def _is_hook_warning(pointer: str, code: str) -> bool:
 def make_change(
     job: Job, spec: JobSpec, ports: SubmissionPorts, hook_warnings: Sequence[Warning_] = (), code: NewCode | None = None
 ) -> Change:
-    """Return what changes if the job gets ``spec``; nothing is stored. ``hook_warnings``: result of ``check_hook``; ``code``: the
-    new code, None if the code stays. Raises ``SpecError`` if the machine cannot run the new number of ranks."""
+    """Return the new columns of the job's row and the events, if the job gets ``spec``; nothing is stored. ``hook_warnings``:
+    result of ``check_hook`` for a changed hook; ``code``: the new code, None if the code stays. Raises ``SpecError`` if the
+    machine cannot run the new number of ranks."""
     old, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
     out = Change(spec, {"spec": spec.model_dump(mode="json"), "spec_digest": spec.digest()})
     warnings = [Warning_.model_validate(w) for w in job.warnings]
@@ -180,9 +182,9 @@ def _pair(old: Any, new: Any) -> dict[str, Any]:
 
 
 def next_start(session: Session, job: Job, source: dict[str, int] | None, homes: HomePaths) -> Path | None:
-    """Return the directory of the checkpoint that the job's next attempt is expected to start from; None: it starts from
-    scratch. ``source``: the requested checkpoint, as in the column ``resume_from``; None: the newest of the lineage, or the
-    fork's source."""
+    """Return the directory of the checkpoint that the job's next attempt is expected to start from; None: it starts from scratch.
+    That is the checkpoint ``source`` (step and attempt, as in the column ``resume_from``) if it is not None. Otherwise it is the
+    newest committed one of the lineage, or else the source of the fork. The directory may not exist."""
     if source is not None:
         return homes.job(job.id).checkpoint(source["step"], source["attempt"])
     committed = committed_in_lineage(session, job)
@@ -193,11 +195,11 @@ def next_start(session: Session, job: Job, source: dict[str, int] | None, homes:
 
 
 def mismatches(spec: JobSpec, checkpoint: Path, code_digest: str | None) -> list[FieldProblem]:
-    """Return the reasons why a group with ``spec`` may not start from ``checkpoint``, and what to do about each; empty if it may.
-    The number of ranks, the hook and the code that wrote the checkpoint are compared with those of ``spec``; ``on_hook_mismatch``
-    and ``determinism`` decide which differences are reasons. ``code_digest``: digest of the group's code; None if only its nodes
-    know the code. For a checkpoint that cannot be read now the result is empty too: the attempt reports that, and may find
-    another checkpoint."""
+    """Return the reasons why ranks with ``spec`` may not start from the checkpoint in the directory ``checkpoint``, each with
+    what to do about it; empty if they may. The number of ranks, the hook and the code that wrote the checkpoint are compared with
+    those of the job; ``policy.on_hook_mismatch`` and ``determinism`` of ``spec`` decide which differences forbid it.
+    ``code_digest``: digest of the job's code; None: the code is not compared, since only the nodes know it. For a checkpoint that
+    cannot be read now the result is empty, too: the attempt reports that, and may find another checkpoint."""
     try:
         with as_owner(checkpoint):
             manifest = read_manifest(checkpoint)

@@ -8,8 +8,9 @@ from ratchet_hooks.specs.hook_specs import normalise_hook
 
 
 def complete_launcher_patch(parent: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """Return ``patch`` with nulls for the keys of the parent's launcher, ``parent``, if the patch has a launcher of another kind.
-    Merged over the parent's spec, such a launcher inherits none of these keys."""
+    """Return ``patch`` ready to be merged over a stored spec whose launcher is ``parent``. If the patch has a launcher of another
+    kind, all keys of ``parent`` that it does not set become null in it, so that the merged launcher inherits none of them.
+    Otherwise ``patch`` is returned as it is."""
     launcher = patch.get("launcher")
     if not isinstance(launcher, dict) or launcher.get("kind", parent["kind"]) == parent["kind"]:
         return patch
@@ -17,16 +18,18 @@ def complete_launcher_patch(parent: dict[str, Any], patch: dict[str, Any]) -> di
 
 
 def complete_code_patch(patch: dict[str, Any]) -> dict[str, Any]:
-    """Return ``patch`` with nulls for digest and Git commit in its ``code``, if it has ``code`` that does not set them. Merged
-    over the parent's spec, changed code then inherits neither the digest of uploaded code nor the Git commit."""
+    """Return ``patch`` ready to be merged over a stored spec. If the patch has ``code``, its keys ``digest`` and ``git`` become
+    null unless it sets them, so that changed code inherits neither the digest of uploaded code nor the Git commit. Otherwise
+    ``patch`` is returned as it is."""
     code = patch.get("code")
     return patch | {"code": {"digest": None, "git": None} | code} if isinstance(code, dict) else patch
 
 
 def complete_hook_patch(parent: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """Return ``patch`` with a hook that can be merged over the parent's hook, ``parent``; a patch without a hook is returned as
-    it is. A plain name becomes a mapping with that name; so the parent's own name changes nothing. For a hook of another name,
-    the parent's parameters become null, so that the new hook inherits none of them: they are unrelated."""
+    """Return ``patch`` ready to be merged over a stored spec whose hook is ``parent``. A hook that is a plain name becomes a
+    mapping with that name. If the patch has a hook of another name, all keys of ``parent`` that it does not set become null in
+    it, so that the new hook inherits no parameter; a hook of the same name keeps the parent's parameters. A patch without a hook
+    is returned as it is."""
     hook = normalise_hook(patch.get("hook"))
     if not isinstance(hook, dict):
         return patch

@@ -59,10 +59,11 @@ def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> 
 
 
 def prepare(data: Any, ports: SubmissionPorts, *, code_digest: str | None = None) -> Prepared:
-    """Run ``check``, then take the snapshots of the code and of the file to start from, and return the spec with their digests.
-    Raises as ``check`` and the snapshots do.
+    """Run ``check``, then take snapshots of the code and of the file to start from, and return the checked spec. The digests of
+    the snapshots are in ``resolved``, the code's Git commit is in the spec. No job is stored.
 
-    ``code_digest``: an existing snapshot of the code, from a parent job whose spec records the Git commit; none is taken then.
+    ``code_digest``: an existing snapshot of the code, from a parent job; no snapshot is taken then, and the Git commit in the
+    spec stays. Raises ``SpecError``, and ``Refused`` (``busy``, ``disk-full``).
     """
     checked = check(data, ports, code_digest)
     spec, copies = checked.spec, {}
@@ -88,8 +89,9 @@ def _snapshot_digest(code: CodeSpec, ports: SubmissionPorts) -> str:
 
 
 def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
-    """Return what would be run: the spec with secret values masked, decisions, warnings, launch and hook memory. No job is
-    stored. The code is copied only if another user than the service's inspects it (``--run-as``). Raises as ``check`` does."""
+    """Return what a submission of this spec would run: the spec with secret values masked, the decisions, the warnings, the
+    launch, and the bytes of the hook's state per rank. No job is stored. The code is copied only if another user than the
+    service's inspects it (``--run-as``). Raises as ``check`` does."""
     checked = check(data, ports)
     resolved = checked.resolved.model_copy(update={"code_digest": _uploaded_digest(checked.spec)})
     return PlanView(

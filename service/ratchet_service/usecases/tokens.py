@@ -25,9 +25,14 @@ MAX_VALID_TOKENS: Final = 200
 
 
 def create(session: Session, caller: Principal, request: TokenRequest) -> TokenMade:
-    """Create a token and return it with its text, which cannot be read again. Raises ``SpecError`` (``not-allowed``) for rights
-    or an expiry beyond those of ``caller``, and for scopes that the role does not include; ``Refused`` (``token-revoked``) if the
-    caller's own token has been revoked meanwhile; ``Conflict`` (``too-many-tokens``)."""
+    """Create a token and return it with its text, which cannot be read again. Owner and role that ``request`` omits are the
+    caller's; scopes that it omits are all of the role's. If it omits the expiry, the token expires after the default time, but
+    not later than the caller's own token.
+
+    Raises ``SpecError`` (``not-allowed``) for rights or an expiry beyond those of ``caller``, and for scopes that the role does
+    not include; ``Refused`` (``token-revoked``) if the caller's own token has been revoked meanwhile; ``Conflict``
+    (``too-many-tokens``).
+    """
     owner, role = request.owner or caller.owner, request.role or caller.role
     scopes = frozenset(request.scopes) or SCOPES[role]
     expires = None if request.expires_days is None else now_in(session) + timedelta(days=request.expires_days)

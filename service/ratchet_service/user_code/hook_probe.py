@@ -30,8 +30,9 @@ class Probe:
     sandbox: Sandbox = NO_SANDBOX
 
     def check_hook(self, hook: CustomSpec) -> list[FieldProblem]:
-        """Import the user's own ``hook`` and return its faults; empty if there are none. Pointers are those of the spec. A
-        timeout and the end of the process are returned as faults too."""
+        """Have the interpreter import the user's own ``hook`` in a separate process, and return its faults, with pointers into
+        the spec; empty if there are none. Blocks meanwhile. If the import takes too long, or the process ends or cannot be
+        started, that is a fault, too."""
         request = {"hook": hook.hook, "state": hook.state, "state_args": hook.state_args}
         try:
             answer = self._query(request)
@@ -62,8 +63,9 @@ class Probe:
         return None if shapes is None else [[int(n) for n in shape] for shape in shapes]
 
     def _query(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the interpreter's answer to ``request``. Raises ``TimeoutError``, ``OSError`` if the process cannot be started,
-        ``ValueError`` if it ended without an answer."""
+        """Start the interpreter in a process, and return its answer to ``request``. Blocks for at most ``_START_SECONDS`` until
+        torch is imported, and then for ``seconds``. Raises ``TimeoutError`` after that, ``OSError`` if the process cannot be
+        started, ``ValueError`` if it ended without an answer."""
         return subprocess_query.query_process(
             [self.python, "-P", "-m", "ratchet_hooks.probe"],
             {**request, "path": list(self.path)},

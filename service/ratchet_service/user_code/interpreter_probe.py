@@ -92,14 +92,14 @@ os.pwrite(asked["answer"], json.dumps(out).encode(), 0)
 
 @dataclass(frozen=True)
 class Findings:
-    """The report of an interpreter about itself. If ``error`` is set, the interpreter could not be queried, and the other fields
-    have no meaning.
+    """The report of an interpreter about itself and about one module. If ``error`` is set, the interpreter could not be queried,
+    and the other fields have no meaning.
 
-    ``version``: Python's; ``protocol``: that of its Ratchet, None if ``ratchet_worker`` cannot be imported, with the reason in
-    ``worker_error``. ``missing``: the first part of the module's name that was not found; ``missing_packages``: those of
-    ``names`` that were not found. ``syntax``: the module's syntax error; ``origin``: the module's source file. ``torch``: it is
-    installed; ``torch_cuda``: it is built with CUDA; ``torch_version``: as in torch's files, with its local part
-    (``2.13.0+cpu``).
+    ``version``: Python's; ``protocol``: the protocol version of its Ratchet, None if ``ratchet_worker`` cannot be imported, with
+    the reason in ``worker_error``. ``missing``: the module or the first of its parent packages that was not found; None: all were
+    found. ``syntax``: the module's syntax error, None if there is none; ``origin``: its source file. ``missing_packages``: the
+    requested top-level modules that were not found. ``torch``: it is installed; ``torch_cuda``: it is built with CUDA;
+    ``torch_version``: as in torch's files, with its local part (``2.13.0+cpu``).
     """
 
     error: str | None = None

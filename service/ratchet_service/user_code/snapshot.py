@@ -63,12 +63,13 @@ def snapshot(
     include: Sequence[str] = (),
     allowed: Allowed = allow_all,
 ) -> str:
-    """Copy what ``inspect`` chooses of the directory ``path`` to ``code_root/<digest>``, and return the digest. Raises
-    ``SpecError`` as ``inspect`` does, and for a file that cannot be read.
+    """Copy what ``inspect`` chooses of the directory ``path`` to ``code_root/<digest>``, and return the digest. The copy is
+    read-only. If there is a copy with this digest already, it is used, and kept for another ``GRACE`` seconds.
 
-    The copy is safe against crashes (temporary directory, fsync, rename) and concurrent calls (calls wait for a lock, and use an
-    existing copy). The digest is computed from the copy, so files that change while they are copied give one consistent snapshot.
-    Raises ``Refused`` (``disk-full``) if there is not enough free space; no partial copy remains.
+    The copy is safe against crashes (temporary directory, fsync, rename) and concurrent calls, which wait for a lock. The digest
+    is computed from the copied bytes, so it is right even if files change while they are copied. Raises ``SpecError`` as
+    ``inspect`` does, and for a file that cannot be read; ``Refused`` (``disk-full``) if there is not enough free space. No
+    partial copy remains.
     """
     found = inspect(path, include, limits, allowed).entries
     try:
@@ -120,8 +121,9 @@ def _store_snapshot(entries: list[Entry], code_root: Path, allowed: Allowed) -> 
 
 
 def store_upload(archive: IO[bytes], code_digest: str, code_root: Path, limits: Limits | None = None) -> bool:
-    """Store an uploaded directory under the digest ``code_digest``, completely or not at all. ``archive``: the directory as an
-    archive. Return False if that code existed already; its time is then renewed. Raises ``BadArchive`` and ``OSError``."""
+    """Store an uploaded directory under its digest ``code_digest``, completely or not at all, and return True. ``archive``: the
+    directory as an archive. If that code exists already, the archive is not read, the code is kept for another ``GRACE`` seconds,
+    and False is returned. Raises ``BadArchive``, also if the content has another digest, and ``OSError``."""
     with _exclusive_lock(code_root):
         new = not (code_root / code_digest).is_dir()
         if new:
@@ -131,8 +133,8 @@ def store_upload(archive: IO[bytes], code_digest: str, code_root: Path, limits: 
 
 
 def keep_alive(code_digest: str, code_root: Path) -> bool:
-    """Return True if there is code under the digest ``code_digest``. It is then kept for another ``GRACE`` seconds, even if no
-    job names it."""
+    """Keep the code with the digest ``code_digest`` for another ``GRACE`` seconds, even if no job names it, and return True.
+    Return False if there is no such code."""
     if not (code_root / code_digest).is_dir():
         return False
     with _exclusive_lock(code_root):
@@ -152,11 +154,11 @@ def not_uploaded_problem(code_digest: str) -> FieldProblem:
 
 
 def remove_unreferenced(code_root: Path, referenced: Callable[[], set[str]], grace: float = GRACE) -> list[str]:
-    """Delete the snapshots that no job names, and the partial copies that a crash left. Return the names of the deleted
-    directories.
+    """Delete the snapshots whose digests ``referenced`` does not return, and the partial copies that a crash left. Return the
+    names of the deleted directories.
 
     A directory that was stored or used in the last ``grace`` seconds is kept: a submission takes its snapshot before its job's
-    row exists. ``referenced`` returns the digests that jobs name; it is called under the lock, and only if there are candidates.
+    row exists. ``referenced`` is called under the lock of ``code_root``, and only if there are older directories.
     """
     if not _expired_entries(code_root, grace):
         return []

@@ -58,8 +58,8 @@ def write(chosen: Chosen, out: BinaryIO) -> list[str]:
 
 
 def _state(chosen: Chosen) -> tuple[dict[str, Any], list[str]]:
-    """The state to export, under DCP's top-level keys, and the notes for its reader. Raises ``CheckpointError``,
-    ``StateError``."""
+    """Return the state to export as a dict with DCP's top-level keys (``model``, the optimizers, ``step``, ``ratchet``), and the
+    notes for its reader. Raises ``CheckpointError``, ``StateError``."""
     manifest = chosen.manifest
     assert manifest is not None
     model = read_model(chosen)
@@ -86,8 +86,8 @@ def _state(chosen: Chosen) -> tuple[dict[str, Any], list[str]]:
 
 
 def _optimizers(saved: Snapshot, tensors: dict[str, Any]) -> dict[str, Any]:
-    """The optimizers' states by component, with parameters by name instead of by number as in a ``state_dict``. Registered
-    objects that are no optimizers are left out."""
+    """Return the states of rank 0's optimizers by component. Parameters have their names there, instead of the numbers of a
+    ``state_dict``. Registered objects that are no optimizers are left out."""
     replicas = {n.removeprefix("model/") for n in saved.private if n.startswith("model/")}
     out: dict[str, Any] = {}
     for component in sorted(saved.state):
@@ -106,7 +106,8 @@ def _optimizers(saved: Snapshot, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _causes(error: BaseException) -> Generator[BaseException]:
-    """Yield the errors that led to ``error``: those that DCP recorded for its failures, and the chain of causes of each."""
+    """Yield the errors behind DCP's ``error``: each failure that it recorded, followed by the chain of its causes, and then the
+    chain of causes of ``error`` itself."""
     failures = getattr(error, "failures", {})
     for failure in [*failures.values(), (error.__cause__ or error.__context__,)]:
         hidden: BaseException | None = failure[0]

@@ -122,8 +122,8 @@ _WRITERS: Final = {"safetensors": _safetensors, "torch": _tar, "dcp": _dcp}
 
 
 def _save(state: Any, file: IO[bytes]) -> None:
-    """Save ``state`` to ``file`` by ``torch.save``. Raises the original ``OSError``, which torch hides in a ``RuntimeError``
-    about file positions."""
+    """Save ``state`` to ``file`` by ``torch.save``. If writing fails, torch raises a ``RuntimeError`` about file positions; the
+    ``OSError`` behind it is raised instead."""
     try:
         torch.save(state, file)
     except RuntimeError as error:

@@ -31,8 +31,8 @@ _BUILT_IN_COMPONENTS: Final = frozenset({"model", "buffers", "modules", "facts",
 
 @dataclass
 class Model:
-    """A model to export. ``tensors``: by key of its ``state_dict``, each tensor once; ``tied``: additional keys, with the key of
-    the same tensor; ``notes``: what a reader must know."""
+    """A model to export. ``tensors``: key of its ``state_dict`` -> tensor, each tensor once. ``tied``: further key of a tensor ->
+    its key in ``tensors``. ``notes``: sentences for the reader of the file."""
 
     tensors: Tensors
     tied: dict[str, str] = field(default_factory=dict)
@@ -46,7 +46,8 @@ class Model:
 
 
 def origin(manifest: Manifest) -> dict[str, Any]:
-    """The origin of an exported file, as facts by name: versions, job, checkpoint, step, number of ranks and hook."""
+    """Return the origin of an exported file, as facts by name: Ratchet's version, job, checkpoint and its digest, step, number of
+    ranks, and the hook's name."""
     return {
         "ratchet_version": RATCHET_VERSION,
         "job": manifest.job_id,
@@ -97,8 +98,9 @@ def read_model(chosen: Chosen) -> Model:
 
 
 def read_rank(chosen: Chosen, rank: int) -> dict[str, Any]:
-    """Return one rank's whole state as a dict that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads. Raises
-    ``CheckpointError``, ``StateError``."""
+    """Return one rank's whole state (model, optimizers, hook, random number generators, registered objects) as a dict that
+    ``torch.save`` writes and ``torch.load(weights_only=True)`` reads. What is read is verified. Raises ``CheckpointError``,
+    ``StateError``."""
     manifest = chosen.manifest
     assert manifest is not None
     saved = disk.read(chosen, [rank])[rank]
@@ -134,8 +136,9 @@ def read_rank(chosen: Chosen, rank: int) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """Return ``value`` without anything that ``torch.load(weights_only=True)`` refuses: numpy generators become the dict that
-    their ``set_state`` (``state``) takes, arrays become tensors or lists, sets become sorted lists."""
+    """Return ``value``, nested values included, without anything that ``torch.load(weights_only=True)`` refuses. A numpy
+    ``RandomState`` or ``Generator`` becomes its state as a dict. Arrays become tensors; those of integers or text with at most
+    one dimension become lists. Numpy scalars become Python values, and sets become sorted lists."""
     if isinstance(value, np.random.RandomState):
         return to_plain(value.get_state(legacy=False))
     if isinstance(value, np.random.Generator):
@@ -156,7 +159,8 @@ def to_plain(value: Any) -> Any:
 
 
 def _read_model(chosen: Chosen) -> tuple[Tensors, dict[str, Any]]:
-    """Read parameters and rank 0's buffers as ``model/...`` and ``buffers/...``, and rank 0's JSON state."""
+    """Read the shared parameters, and rank 0's own parameters and buffers. Return them by name (``model/...`` and
+    ``buffers/...``), and rank 0's state as JSON values. What is read is verified."""
     manifest, directory = chosen.manifest, chosen.directory
     assert manifest is not None and directory is not None
     own = f"{RANK_PREFIX}0/"
@@ -176,8 +180,9 @@ def _read_model(chosen: Chosen) -> tuple[Tensors, dict[str, Any]]:
 
 
 def state_dict_keys(stored: Tensors, state: dict[str, Any], notes: list[str]) -> list[tuple[str, str | None]]:
-    """Return pairs of ``state_dict`` key and tensor name, as recorded; the name is None for a key that is neither parameter nor
-    buffer. If none were recorded, return parameters and buffers under their own names, and append a note on that to ``notes``."""
+    """Return pairs (``state_dict`` key, tensor name) in the order of the model's ``state_dict``, as the checkpoint recorded them.
+    The name is None if the key belongs to neither a parameter nor a buffer. If the checkpoint recorded no keys, return the
+    parameters and buffers of ``stored`` under their own names, and append a note on that to ``notes``."""
     recorded = state.get(model_state.COMPONENT) or {"keys": None, "error": "none were recorded"}
     if recorded["keys"] is not None:
         return [(key, name) for key, name in recorded["keys"]]
@@ -186,7 +191,8 @@ def state_dict_keys(stored: Tensors, state: dict[str, Any], notes: list[str]) ->
 
 
 def _components(saved: Snapshot, tensors: Tensors) -> dict[str, Any]:
-    """The state of optimizers and all other registered objects, by component."""
+    """Return the state of the optimizers and of all other registered objects of one rank, by component, in plain values
+    (``to_plain``)."""
     replicas = {n.removeprefix("model/") for n in saved.private if n.startswith("model/")}
     out: dict[str, Any] = {}
     for component in set(saved.state) - _BUILT_IN_COMPONENTS:
@@ -198,8 +204,8 @@ def _components(saved: Snapshot, tensors: Tensors) -> dict[str, Any]:
 
 
 def _hook_state(manifest: Manifest, saved: Snapshot, tensors: Tensors) -> tuple[Any, dict[str, Any]]:
-    """The hook's state in torch's own form, and further values to store beside it. Raises ``StateError`` if this is not
-    possible."""
+    """Return the hook's state in torch's own form, and further values of the hook to store next to it, by key. Raises
+    ``StateError`` if this version does not know the hook, or if its state cannot be brought into that form."""
     spec = disk.recorded_hook(manifest)
     if spec is None:
         raise StateError(f"hook {manifest.hook.name} is not known to this version of Ratchet")
@@ -216,7 +222,8 @@ def _hook_state(manifest: Manifest, saved: Snapshot, tensors: Tensors) -> tuple[
 
 
 def _meta_like(tensor: torch.Tensor, strides: list[int] | None) -> torch.Tensor:
-    """A tensor without memory that has the shape, type and ``strides`` of ``tensor``; None: contiguous."""
+    """Return a tensor without memory (device ``meta``) with the shape and type of ``tensor`` and these ``strides``; None:
+    contiguous."""
     shape, dtype = tensor.shape, tensor.dtype
     return torch.empty_strided(shape, strides or torch.empty(shape, device="meta").stride(), dtype=dtype, device="meta")
 

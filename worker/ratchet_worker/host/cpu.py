@@ -30,10 +30,9 @@ _VARIABLES: Final = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC
 
 
 def keep_freed_memory() -> bool:
-    """Make the allocator of this process keep freed memory; blocks above 32 MiB are still returned to the system (mallopt(3)).
-
-    Returns False, without effect, if the environment has the user's own allocator settings or the process does not use glibc.
-    """
+    """Make the allocator of this process keep freed memory, and return True; blocks above 32 MiB are still returned to the system
+    (mallopt(3)). Return False, without effect, if the environment has the user's own allocator settings or the process does not
+    use glibc; also False if glibc refuses a setting."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     own = any(name in os.environ for name in _VARIABLES) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
     if mallopt is None or own:
@@ -58,8 +57,8 @@ _MAX_CORES: Final = 4  # more threads do not increase disk or memory throughput
 
 
 def rank_cores() -> int:
-    """Return a rank's share of the cores that it may run on, from 1 to 4; 1 outside a rank (an export runs next to others'
-    jobs)."""
+    """Return the number of cores that this rank's own threads (for disk and memory work) may use: its share of the cores that it
+    may run on, from 1 to 4. Outside a rank it is 1, since an export runs next to other jobs."""
     ranks = os.environ.get(env_vars.LOCAL_WORLD_SIZE)
     if ranks is None:
         return 1

@@ -17,10 +17,11 @@ Mode = Literal["strict", "warn", "off"]
 
 
 def apply(mode: Mode, threads: int) -> None:
-    """Set ``threads`` intra-op threads and one inter-op thread in torch and, unless ``mode`` is off, deterministic algorithms.
+    """Set ``threads`` intra-op threads and one inter-op thread in torch, and have torch.compile use torch's default generators.
+    Unless ``mode`` is ``off``, also set deterministic algorithms, those of cuDNN included.
 
-    ``strict``: an operation without a deterministic implementation raises; ``warn``: it warns. Must run before torch does
-    parallel work, since the number of inter-op threads can be set only before that; later calls leave it unchanged.
+    ``strict``: an operation without a deterministic implementation raises; ``warn``: it warns. Call it before torch does parallel
+    work: the number of inter-op threads can be set only before that, and stays as it is otherwise, without an error.
     """
     torch.set_num_threads(threads)
     if torch.get_num_interop_threads() != 1:

@@ -39,8 +39,8 @@ _PARSERS: Final = (
 
 
 class ScriptExit(RuntimeError):
-    """Raised for a script that called ``sys.exit`` with a value other than 0. ``code``: that value; ``cause``: the cause of the
-    attempt's end, user-error if the script refused its arguments, else exception."""
+    """Raised for a script that called ``sys.exit`` with a value other than 0. ``code``: that value. ``cause``: the cause of the
+    attempt's end: ``user-error`` if ``argparse`` refused the script's arguments, else ``exception``."""
 
     def __init__(self, exit_: SystemExit) -> None:
         refusal = _refused_arguments(exit_)
@@ -53,7 +53,8 @@ class ScriptExit(RuntimeError):
 
 
 def _refused_arguments(exit_: SystemExit) -> str | None:
-    """The error message of the script's ``argparse`` if that ended the script (a retry would not help), else None."""
+    """Return the error message of the script's ``argparse`` if the script ended because ``argparse`` refused its arguments, which
+    a retry would not change. None if it ended for another reason."""
     frames = {frame.f_code: frame for frame, _ in traceback.walk_tb(exit_.__traceback__)}
     error = frames.get(argparse.ArgumentParser.error.__code__)
     if error is None or not any(parse.__code__ in frames for parse in _PARSERS):  # else the script itself called it
@@ -62,14 +63,17 @@ def _refused_arguments(exit_: SystemExit) -> str | None:
 
 
 def exit_code_of(error: BaseException, cause: Cause) -> int:
-    """Return the exit code of the rank's process after ``error``: the code that user code passed to ``sys.exit``, if it may have
-    a meaning of its own (``policy.exit_codes``), else the code of ``cause``."""
+    """Return the exit code of the rank's process after ``error``. If user code has called ``sys.exit`` with an integer from 1 to
+    255 that Ratchet does not reserve, it is that integer (``policy.exit_codes`` may refer to it); otherwise it is the code of
+    ``cause`` in ``EXIT_CODES``."""
     given = script_exit_code(error.code) if isinstance(error, ScriptExit | SystemExit) else None
     return EXIT_CODES[cause] if given is None else given
 
 
 def cause_of(error: BaseException) -> tuple[Cause, str]:
-    """Return the cause of an attempt's end by ``error``, and a readable message. The causes are the keys of ``EXIT_CODES``."""
+    """Return the cause for which the rank ends with ``error``, and a message for the user. The cause is ``user-error`` if a retry
+    cannot help, ``checkpoint-error`` for an error of a checkpoint, ``oom`` for lack of memory, and ``exception`` for any other
+    error."""
     if isinstance(error, UserError):
         return Cause.USER_ERROR, error.detail
     if isinstance(error, CheckpointError):
@@ -101,8 +105,8 @@ def write_result(paths: AttemptPaths, result: RankResult) -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process with ``code`` at once, after flushing its output, without running destructors or exit handlers: at
-    interpreter shutdown, torch's threads may abort the process."""
+    """Flush the process's output and end the process with ``code`` at once. Destructors and exit handlers do not run: at
+    interpreter shutdown, torch's threads might abort the process."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

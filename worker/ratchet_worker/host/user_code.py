@@ -93,13 +93,13 @@ def shadowing_advice(error: BaseException) -> str | None:
 
 
 def _pip_install(module: str | None) -> str:
-    """The pip command that installs the package of ``module`` for this interpreter."""
+    """Return the pip command that installs the package of ``module`` for this interpreter."""
     top = (module or "").partition(".")[0]
     return shlex.join([sys.executable, "-m", "pip", "install", requirement(top)])
 
 
 def _names_in(code: Path) -> str:
-    """The names of up to 20 entries of the code directory, for messages."""
+    """Return the names of up to 20 entries of the code directory as text, for messages; "nothing" if it is empty."""
     return ", ".join(sorted(p.name for p in code.iterdir())[:20]) or "nothing"
 
 
@@ -128,9 +128,10 @@ def is_unmanaged(script: Sequence[str], code: Path) -> bool:
 
 
 def run_script(script: Sequence[str], code: Path) -> None:
-    """Run ``python script.py args ...`` in this process; ``script``: the file's path in the directory ``code``, and its
-    arguments. Raises ``UserError`` if the file is missing or is not valid Python. All exceptions of the script propagate,
-    including ``SystemExit``."""
+    """Run the script in this process, as ``python script.py args ...`` would: set ``sys.argv``, put the script's directory first
+    on ``sys.path``, and run the file as ``__main__``. ``script``: the file's path in the directory ``code``, and its arguments.
+    Raises ``UserError`` if the file is missing or is not valid Python. All exceptions of the script propagate, ``SystemExit``
+    included."""
     path = code / script[0]
     if not path.is_file():
         raise UserError(

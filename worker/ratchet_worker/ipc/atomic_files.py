@@ -19,10 +19,10 @@ def now() -> str:
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write ``data`` to ``path`` atomically: to a temporary file next to it, which is renamed. Creates missing parent
-    directories.
+    directories. ``durable``: also sync file and directory to the disk.
 
-    ``durable``: also sync file and directory to the disk. Raises ``OSError``. The temporary file is then deleted and the old
-    file stays, unless only the sync of the directory has failed.
+    Raises ``OSError``. After a failed write or rename the old file is unchanged and the temporary file is deleted. If only the
+    sync of the directory failed, the new file is in place.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -45,11 +45,9 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def reserve(path: Path) -> None:
-    """Reserve disk space for the result file ``path``, in a file next to it (``.reserve``), since the job itself may fill the
-    disk.
-
-    If the disk is full already, nothing is reserved and no error is raised: the job's checkpoint saves fail and report it.
-    """
+    """Reserve 128 KiB of disk space for the result file ``path``, in a file next to it (``.reserve``), since the job itself may
+    fill the disk; ``release`` frees the space. If the space cannot be reserved, no error is raised: on a full disk the job's
+    saves fail and report that."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".reserve").open("wb") as file:

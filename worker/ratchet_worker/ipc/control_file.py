@@ -24,8 +24,8 @@ class ControlReader:
         self._last_mark: tuple[int, int, int] | None = None
 
     def poll(self) -> Control | None:
-        """Return the desired state if the file has changed since the last call that returned one; else None. Also None if the
-        file is missing or unreadable: the next call tries again."""
+        """Return the desired state if the file has changed since the last call that returned one, or was never read. Return None
+        if it has not changed, or if it is missing or cannot be read; in the last two cases the next call tries again."""
         try:
             stat = self._path.stat()
             mark = (stat.st_mtime_ns, stat.st_ino, stat.st_size)

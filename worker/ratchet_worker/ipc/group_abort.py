@@ -48,10 +48,10 @@ class GroupAbort:
         threading.Thread(target=self._run, name="ratchet-abort", daemon=True).start()
 
     def block_if_aborting(self) -> None:
-        """Block forever if an abort has begun; otherwise return at once. May be called from any thread.
+        """Block the calling thread forever if an abort has begun; otherwise return at once. May be called from any thread.
 
-        It is called before a rank publishes anything (a step's end, reports, its part of a save, its result): an aborted NCCL
-        collective returns without an error, with arbitrary values in its output.
+        A rank calls it before it publishes anything (a step's end, reports, its part of a save, its result), since an aborted
+        NCCL collective returns without an error, with arbitrary values in its output.
         """
         if self._aborting:
             threading.Event().wait()

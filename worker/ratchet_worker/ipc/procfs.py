@@ -27,11 +27,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(expected_ppid: int) -> None:
-    """Have the kernel kill this process (SIGKILL) when its parent ends, precisely: when the parent's *thread* that forked it
-    ends. Call it first in a rank.
+    """Have the kernel kill this process (SIGKILL) when the *thread* of the parent process that forked it ends. A rank calls it
+    first of all. A later change of credentials would clear the setting (prctl(2)).
 
-    ``expected_ppid``: the parent's pid. If the parent has already ended, this process is killed at once. Raises ``OSError``. A
-    later change of credentials would clear the setting (prctl(2)).
+    ``expected_ppid``: the parent's pid. If the parent has already ended, this process kills itself at once. Raises ``OSError``.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected_ppid:
@@ -69,7 +68,8 @@ def state(pid: int) -> str | None:
 
 
 def is_exiting(pid: int) -> bool:
-    """True if the process has ended, is a zombie, or is exiting: a signal sent now is not the cause of its end."""
+    """True if the process does not exist, is a zombie, or is exiting in the kernel, so that a signal sent from now on cannot be
+    the cause of its end."""
     fields = _stat(pid)
     return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
 
@@ -107,12 +107,12 @@ def kill_group(pgid: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def kill_stragglers(variable: str, value: str, *, timeout: float = 5.0) -> list[int]:
-    """Kill (SIGKILL) every process that was started with the environment variable ``variable=value`` and every descendant of
-    this process, repeatedly until none is left.
+    """Kill (SIGKILL) every process that was started with the environment variable ``variable=value``, and every descendant of
+    this process, repeatedly until none is left. Does not kill this process. Also reaps all dead children of this process.
 
-    Requires an earlier ``become_subreaper``, to find processes that changed their session and environment. Also reaps all dead
-    children. Blocks for up to ``timeout`` seconds, and returns the pids that are still alive then (in an uninterruptible system
-    call); empty if none is. Does not kill this process.
+    Blocks for up to ``timeout`` seconds, and returns the pids that are still alive then (in an uninterruptible system call, for
+    example); empty if none is. Call ``become_subreaper`` before these processes start: only so are those found that have changed
+    their session and environment.
     """
     assignment = os.fsencode(f"{variable}={value}")
     own = os.getpid()
@@ -130,11 +130,9 @@ def kill_stragglers(variable: str, value: str, *, timeout: float = 5.0) -> list[
 
 
 def reap_orphans(owned_pids: Callable[[], set[int]]) -> None:
-    """Reap dead children of this process that it adopted as orphans, so that they do not stay zombies.
-
-    ``owned_pids``: returns the pids of children that other code reaps; these are left alone. It is called after the dead
-    children are listed, since a child that has just been adopted may belong to an owner.
-    """
+    """Reap all dead children of this process, such as adopted orphans, so that they do not stay zombies. Left out are the
+    children whose pids ``owned_pids`` returns: other code reaps them. ``owned_pids`` is called after the dead children are
+    listed, since one of them may have got its owner just before."""
     own = os.getpid()
     dead = {pid for pid in pids() if (fields := _stat(pid)) and fields[0] == "Z" and int(fields[1]) == own}
     for pid in dead - owned_pids():
@@ -152,8 +150,8 @@ class OomWatch:
         self._grew_at: float | None = None
 
     def killed_recently(self, seconds: float = 10.0) -> bool:
-        """True if the count has grown since the previous call (or since the start), or was seen to grow less than ``seconds``
-        ago."""
+        """True if the kernel has killed a process for lack of memory since the previous call (or, in the first call, since this
+        object was created), or if a call less than ``seconds`` ago found that."""
         count, now = self._count(), time.monotonic()
         if count > self._last:
             self._grew_at = now

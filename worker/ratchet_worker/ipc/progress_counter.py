@@ -84,8 +84,8 @@ class StepCounter:
         self._words[TICKS] += 1
 
     def set_saved_within(self, step: int) -> None:
-        """Record that ``checkpoint()`` has ended and has saved ``step``, while the loop body continues after it. 0: the body has
-        ended."""
+        """Record that ``checkpoint()``, called within a loop body, saves ``step`` while the rest of the body is still to run.
+        Call it before the save: a kill from then on loses that rest. ``step`` 0: the body has ended."""
         self._words[SAVED_WITHIN] = step
 
     def enter_stage(self, stage: Stage) -> None:
@@ -106,8 +106,8 @@ class CounterReader:
         self.path = path
 
     def read(self) -> Reading | None:
-        """Return the current values; None if the rank has not created the counter yet, or not completely. Raises ``OSError`` for
-        another failure to read."""
+        """Return the current values; None if the rank has not created the counter yet, or not completely. Raises ``OSError`` if
+        the file exists and cannot be read."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:

@@ -43,11 +43,11 @@ class Spool:
         self._failing = False
 
     def append(self, message: RankMessage) -> None:
-        """Append ``message`` as one line. If the disk does not take it, the line waits in memory; a later call writes the
-        waiting lines first, in order.
+        """Append ``message`` as one line; never raises. If the disk does not take the line, it waits in memory, and a later call
+        writes the waiting lines first, in order.
 
-        Above 16 MiB of waiting lines, messages of ``LOW_PRIORITY_KINDS`` are dropped. A message that JSON cannot carry is logged
-        and lost. No effect after ``close``.
+        While the waiting lines would exceed 16 MiB, further messages of ``LOW_PRIORITY_KINDS`` are dropped; other messages still
+        wait. A message that cannot be written as JSON is logged and lost. No effect after ``close``.
         """
         try:
             line = message.model_dump_json().encode() + b"\n"
@@ -72,8 +72,8 @@ class Spool:
             return not self._pending
 
     def close(self) -> None:
-        """Try once more to write the waiting lines, log how many messages are lost, and close the file. No effect if it is closed
-        already."""
+        """Try once more to write the waiting lines, and close the file. Messages that were dropped, or cannot be written now, are
+        lost, and their number is logged. No effect if the file is closed already."""
         with self._lock:
             if self._fd < 0:
                 return
@@ -158,15 +158,16 @@ class SpoolReader:
         return RankBatch(rank=self._rank, from_seq=self.acked + 1, messages=messages), sum(map(len, lines)) + len(lines)
 
     def has_more(self, size: int) -> bool:
-        """True if complete lines follow the next ``size`` bytes of unacknowledged ones. ``size``: as ``batch`` has returned it;
-        0: from the first one on."""
+        """True if there is a complete unacknowledged line after the first ``size`` bytes of unacknowledged lines. ``size``: as
+        ``batch`` has returned it; with 0 the result is True if there is any unacknowledged line."""
         return bool(read_lines(self._path, self._offset + size, 1, 1))
 
     def ack(self, seq: int) -> None:
         """Record that the service has stored all lines up to the sequence number ``seq``, so that ``batch`` continues after it.
+        Lines that the file does not have yet are not skipped.
 
-        ``seq`` may be beyond what this reader has sent. It may also be smaller than that of an earlier call: the lines after it
-        are then sent again.
+        ``seq`` may be beyond what this reader has sent. It may also be smaller than that of an earlier call: ``batch`` then
+        returns the lines after it again.
         """
         if seq < self.acked:
             self._offset = self.acked = 0

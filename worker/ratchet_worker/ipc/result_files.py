@@ -41,7 +41,8 @@ def read_rank_result(path: Path) -> tuple[RankResult, float] | None:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of one rank. ``at``: Unix seconds of its result, or of its death if that is earlier."""
+    """The end of one rank. ``end``: its result and exit code. ``at``: when it ended (Unix seconds): when its result was written
+    or its process died, whichever is earlier."""
 
     end: RankEnd
     at: float
@@ -51,13 +52,13 @@ class Ended:
 class Evidence:
     """What the agent knows in addition to the ranks' ends. Times are Unix seconds.
 
-    ``fenced``: why the attempt is fenced; None: it is not. ``hung``: the hung ranks; ``hang_message``: what is reported about
-    them; ``hung_since``: when they last made progress. ``peer_end``: the message about another node that had failed, because of
-    which ranks were killed. ``killed_at``: when the agent first ended the ranks, for any reason. ``oom``: ranks that died while
-    the kernel's out-of-memory killer was active. ``stop``: the last desired state that was written for the ranks, RUN or a stop
-    request; None: none was written. ``overdue``: the grace period of the stop has expired, and the agent killed ranks.
-    ``progressed``: some rank made progress after the stop request. ``aborts``: which ranks aborted their process groups before
-    they were killed.
+    ``fenced``: why the attempt must not continue (its attempt number is no longer the current one); None: it may. ``hung``: the
+    hung ranks; ``hang_message``: what is reported about them; ``hung_since``: when they last made progress. ``peer_end``: a
+    message about the failure of another node because of which the agent killed the ranks; None: it did not. ``killed_at``: when
+    the agent began to kill the ranks, for any reason; None: it did not. ``oom``: ranks that died while the kernel's out-of-memory
+    killer was active. ``stop``: the last desired state that the agent wrote for the ranks, RUN or a stop request; None: none.
+    ``overdue``: the grace period of the stop has expired, and the agent killed ranks. ``progressed``: some rank made progress
+    after the stop request. ``aborts``: a text that says which ranks aborted their process groups before they were killed.
     """
 
     fenced: str | None = None
@@ -97,11 +98,15 @@ class NotStarted(Exception):
 
 
 def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusion:
-    """Return the one cause of the attempt's end, with the rank it comes from, that rank's exit code, a message and a time.
+    """Return the one cause of the attempt's end on this node, with the rank that it comes from, that rank's exit code, a message
+    and a time. The first rule that applies decides:
 
-    The agent's own decisions (fenced, hang, another node's end) come first, then the failure of a rank that caused those of the
-    others (``_root_failure``), then an overdue stop, then stops and completions by ``CAUSE_PRECEDENCE``. The cause is unknown if
-    ranks ended without reporting one.
+    - the agent's own decisions: fenced (lease-lost), a hang, the failure of another node;
+    - the failure of a rank that caused the failures of the others (``_root_failure``);
+    - a stop whose grace period has expired (``_overdue_conclusion``);
+    - the cause is ``unknown`` if no rank has a cause, or only some ranks have one; the latter does not hold if a SIGTERM ended a
+      rank before its handler was installed;
+    - otherwise the rank's stop or completion that is first in ``CAUSE_PRECEDENCE``.
     """
     codes = {e.end.rank: e.end.exit_code for e in ends}
     if evidence.fenced is not None:
@@ -127,10 +132,11 @@ def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusi
 
 
 def cause_of(end: RankEnd, *, oom: bool = False) -> Cause | None:
-    """Return the cause of one rank's end; None if the agent killed the rank before it had written a result.
+    """Return the cause of one rank's end; None if the rank left no result and no exit code, because the agent killed it.
 
-    The result is authoritative. Without one, the exit code decides; 0 is no success then, since the process ended without the
-    runtime's knowledge. ``oom``: the kernel's out-of-memory killer was active when the rank died.
+    The rank's result decides. Without one, the exit code does; 0 is then no success but ``exception``, since the process ended
+    without the runtime's knowledge. ``oom``: the kernel's out-of-memory killer was active when the rank died; a SIGKILL then
+    counts as ``oom``.
     """
     if end.result is not None:
         return end.result.cause
@@ -152,11 +158,12 @@ def is_fine(end: RankEnd) -> bool:
 
 
 def _root_failure(failures: Sequence[tuple[Cause, Ended]]) -> tuple[Cause, Ended]:
-    """Return the one of ``failures`` that caused the others, with its cause.
+    """Return the one of ``failures`` that caused the others, with its cause: the earliest of those that a broken connection
+    cannot cause (a rank was killed, ran out of memory or had a user error); without such failures, the earliest of all. Of
+    failures at about the same time, ``CAUSE_PRECEDENCE`` decides.
 
     Survivors of a dead rank raise exceptions about broken connections (or abort, under NCCL), sometimes before the agent notices
-    the death itself. But no rank is killed, runs out of memory or fails to import *because of* a broken connection, so such
-    failures come before all others, and the earliest of them counts.
+    the death itself.
     """
     roots = [(c, e) for c, e in failures if c in (Cause.OOM, Cause.USER_ERROR) or _is_killed(c, e.end)]
     candidates = roots or list(failures)
@@ -171,8 +178,8 @@ def _is_killed(cause: Cause, end: RankEnd) -> bool:
 
 
 def _overdue_conclusion(stop: Control, progressed: bool, ranks: Sequence[int]) -> Conclusion:
-    """Return the conclusion for a stop whose grace period has expired: a hang if a preemption was requested and no rank made
-    progress, else the stop's cause. ``ranks``: those that were killed."""
+    """Return the conclusion for a stop whose grace period has expired, so that the agent killed ``ranks``. The cause is a hang if
+    a preemption was requested and no rank made progress after the request (``progressed``), else the stop's cause."""
     cause = stop.cause or default_cause(stop.desired)
     names = ", ".join(map(str, ranks))
     text = f"no agreed stop within the grace (policy.stop_grace); killed ranks {names}; the last checkpoint counts"

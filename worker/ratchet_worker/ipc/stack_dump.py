@@ -32,10 +32,8 @@ def install_handlers() -> None:
 
 
 def request_dump(pid: int) -> None:
-    """Request, by a signal, that process ``pid`` writes its stacks; do not wait for it. No effect if the process has ended.
-
-    A halted process is continued: the signal is handled first.
-    """
+    """Request, by a signal, that process ``pid`` writes its stacks to its log; do not wait for that. A halted process (SIGSTOP)
+    is continued, and handles the signal before anything else. No effect if the process has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, STACKS_SIGNAL)
         os.kill(pid, signal.SIGCONT)
@@ -63,11 +61,12 @@ class Target(NamedTuple):
 def capture_stacks(
     targets: Mapping[int, Target], why: str, timeout: float, quiet_seconds: float = _QUIET
 ) -> dict[int, str]:
-    """Have all ``targets`` (by rank) write their stacks to their logs, and wait until each has written them or ended, for at
-    most ``timeout`` seconds.
+    """Have all ``targets`` (by rank) write their stacks to their logs, and wait until each has written them or ended, for at most
+    ``timeout`` seconds. Return, by rank, a description of the state of each rank that wrote no stacks; the description is also
+    appended to the rank's log.
 
-    ``why``: the reason, for a heading in each log. A dump is complete when nothing more is written for ``quiet_seconds``
-    seconds. Return, for each rank that wrote no stacks, a description of its state, which is also appended to its log.
+    ``why``: the reason, for a heading in each log. A dump counts as complete when nothing more is written for ``quiet_seconds``
+    seconds. Kills no rank.
     """
     sizes = {}
     for rank, target in targets.items():

@@ -1,5 +1,5 @@
-"""A job that has adopted a run without a service, until it has a checkpoint of its own. The spec and code that the run recorded
-are compared with what the run would have recorded for this job."""
+"""Facts for the resume of a job that starts from the checkpoint of an adopted run (one without a service). The spec and code that
+the run recorded are compared with what the run would have recorded for this job."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ UNCHECKED_NOTE = (
 
 
 class Adopted:
-    """The launch file that an adopted run, which had no service, would have recorded if it had run this job's spec and code, as
-    far as a resume compares it. A resume compares it (``launch``) with the file that the run did record. ``paths``: those of the
-    copy of the run.
+    """An adopted run (one without a service), seen from the job that starts from its checkpoint. ``launch``: the launch file that
+    the run would have recorded for this job's spec and code; a resume compares it with the launch file that the run did record.
+    ``paths``: those of the copy of the run in the job's directory.
 
     Create it when the script makes its Session: the code digest covers the modules imported so far, and the run took it at the
     same point.
@@ -37,8 +37,8 @@ class Adopted:
         self.launch = launch.model_copy(update={"spec": spec, "resolved": resolved})
 
     def attempts(self) -> Iterator[AttemptPaths]:
-        """Yield the paths of the run's attempts (its starts), newest first. Their recorded steps are compared with steps that
-        this job repeats."""
+        """Yield the paths of the adopted run's attempts (each start of the run is one), newest first. The caller compares the
+        steps that they recorded with the steps that this job repeats."""
         found = [int(path.name) for path in (self.paths.root / "attempts").iterdir()]
         yield from (self.paths.attempt(number) for number in sorted(found, reverse=True))
 

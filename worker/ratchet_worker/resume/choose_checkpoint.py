@@ -39,12 +39,14 @@ Message = dict[str, Any]
 
 
 def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen:
-    """Return the newest undamaged checkpoint of the job's lineage, with this rank's part of it. If there is none: the fork's
-    source, or, for a job that is no fork, a start from scratch. The ranks together have verified every byte.
+    """Choose what the attempt starts from, and return it. That is the newest undamaged checkpoint of the job's lineage; without
+    one, the source of the fork; for a job that is no fork, a start from scratch (a ``Chosen`` without manifest). A checkpoint is
+    read meanwhile: ``loaded`` holds this rank's part, and the ranks together have verified every byte.
 
-    All ranks must call it; all agree on the result. A damaged checkpoint is moved to quarantine and reported by rank 0, and the
-    next older one is tried. Raises, on all ranks, ``CheckpointError`` if a checkpoint must not be skipped silently (it cannot be
-    read, for example), ``UserError`` for a fork whose source is damaged and for a refused file system.
+    All ranks must call it, and it blocks until all have agreed on the result. Rank 0 moves a damaged checkpoint to quarantine and
+    reports it, and the next older one is tried. Raises, on all ranks: ``CheckpointError`` if a checkpoint must not be skipped
+    silently (it cannot be read, for example); ``UserError`` if the source of a fork is damaged or missing, or the file system is
+    refused.
     """
     side = _RankZero(launch, reporter)
     timeout = 0.0 if launch.node == 0 else _VISIBILITY_TIMEOUT
@@ -72,8 +74,9 @@ def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen
 
 
 def _read_part(chosen: Chosen, exchange: Exchange) -> Snapshot:
-    """Return this rank's state in the checkpoint; in a group of another size, that of one old rank. Also verifies all files that
-    are assigned to this rank. Raises ``CheckpointError``."""
+    """Return the state that this rank saved in the checkpoint, all shared tensors included. If another number of ranks saved it,
+    return the state of one of those, rank modulo their number. Also verify the files of the old ranks that this rank is assigned,
+    so that all ranks together verify all files. Raises ``CheckpointError``."""
     assert chosen.manifest is not None
     old = chosen.manifest.world_size
     source = exchange.rank % old
@@ -81,10 +84,11 @@ def _read_part(chosen: Chosen, exchange: Exchange) -> Snapshot:
 
 
 def _read_visible(chosen: Chosen, directory: Path, digest: str, timeout: float) -> Chosen:
-    """Return ``chosen`` with the manifest, in ``directory``, that rank 0 has found. ``digest``: of that manifest.
+    """Return ``chosen`` with the manifest that rank 0 has found in ``directory``, read again on this node. ``digest``: of that
+    manifest.
 
-    While the manifest is missing or another one, or some files are missing or incomplete on this node, retry for ``timeout``
-    seconds: its file system may show them late. Raises ``CheckpointError`` if that does not change.
+    This node's file system may show the checkpoint late. So while its manifest is missing or has another digest, or files of it
+    are missing or incomplete, retry for ``timeout`` seconds (0: do not retry); then raise ``CheckpointError``.
     """
     end = time.monotonic() + timeout
     while True:
@@ -119,9 +123,10 @@ class _RankZero:
 
     def next_candidate(self, problems: list[Message | None]) -> Message:
         """Return the message to all ranks: the next checkpoint to try (``directory`` None: start from scratch), or an ``error``
-        that ends the attempt.
+        that every rank then raises. Errors of Ratchet are returned, not raised.
 
-        ``problems``: by rank, the problem with the previous candidate, or None. Damage of that candidate is handled first.
+        ``problems``: by rank, the damage that the rank found in the previous candidate, or None; empty in the first call. Such
+        damage is handled first (``_handle_damage``).
         """
         out: Message = {"error": None, "directory": None, "digest": None, "quarantined": self._quarantined, "notes": []}
         try:
@@ -137,8 +142,8 @@ class _RankZero:
         return {**out, "notes": [*read_notes(self._launch), *notes]}
 
     def _check_file_system(self) -> None:
-        """Raise ``UserError`` for a file system that cannot provide the durability that a save promises. Creates the directory of
-        checkpoints. What is only doubtful is reported as a note."""
+        """Raise ``UserError`` if the file system of the job's checkpoints cannot provide the durability that a save promises;
+        report a note if that is only doubtful, or cannot be tested. Creates the directory of checkpoints."""
         try:
             ensure_dir(self._job.checkpoints)
             verdict = check_directory(self._job.checkpoints)
@@ -182,11 +187,12 @@ class _RankZero:
         return [f"there is no {valid}checkpoint of earlier attempts; the job starts over"]
 
     def _handle_damage(self, directory: Path, manifest: Manifest, problems: list[Message | None]) -> None:
-        """Handle the damage that some rank has found in the candidate: move it to quarantine if rank 0 finds damage, too.
+        """Handle the damage that some rank has found in the candidate: move the checkpoint to quarantine and report it, if rank 0
+        finds damage in it, too.
 
-        If only another node reads it wrongly, that node is suspect, not the checkpoint, which may be the last good one: raises
-        ``CheckpointError``. Raises ``UserError`` if the checkpoint is a fork's source. No effect if it was deleted while it was
-        read.
+        If rank 0 finds no damage, the other rank's node is suspect, not the checkpoint, which may be the last good one: then
+        raise ``CheckpointError``, and move nothing. If the damaged checkpoint is a fork's source, raise ``UserError``. No effect
+        if the checkpoint was deleted while it was read.
         """
         if not (directory / MANIFEST_NAME).exists():  # deleted while it was read
             return
@@ -212,20 +218,17 @@ class _RankZero:
 
 
 def _root_base(launch: LaunchFile) -> Base | None:
-    """Return what the first checkpoint of the job's lineage continues from: for a fork its source, else nothing (an empty
-    ``Base``).
-
-    None if that is not known: the lineage begins after step 0, but the launch file names no source, as for a fork that has
-    checkpoints of its own.
-    """
+    """Return what the first checkpoint of the job's lineage continues from: the source of the fork, or an empty ``Base`` if the
+    job began from scratch. None if that is not known: the lineage begins after step 0, but the launch file names no source, as
+    for a fork that has checkpoints of its own."""
     if launch.fork is not None:
         return Base(step=launch.fork.step, attempt=launch.fork.attempt, digest=launch.fork.digest)
     return Base() if min((segment.after_step for segment in launch.lineage), default=0) == 0 else None
 
 
 def _find_damage(directory: Path, manifest: Manifest) -> str | None:
-    """Read and verify every byte of a checkpoint. Return a description of the damage, or None. A missing file is damage. Raises
-    ``CheckpointError`` if a file cannot be read."""
+    """Read and verify every byte of a checkpoint. Return a description of the damage, a missing file included; None: there is no
+    damage. Raises ``CheckpointError`` if a file cannot be read."""
     try:
         verify_files(directory, manifest)
     except CheckpointError as error:

@@ -28,10 +28,12 @@ from ratchet_worker.state.snapshot import Snapshot, byte_view, empty
 
 @dataclass(frozen=True)
 class Chosen:
-    """What this attempt starts from. ``manifest`` and ``directory`` are None if it starts from scratch.
+    """The checkpoint that this attempt starts from; ``manifest`` and ``directory`` are None if it starts from scratch. ``base``:
+    its step, attempt and digest.
 
-    The same on every rank, except ``loaded``: the part that this rank has read already, in a list so that ``take`` can empty it.
-    ``quarantined``: the damaged checkpoints that were moved away. ``notes``: for the resume report.
+    All fields are the same on every rank, except ``loaded``: the state that this rank has read already, in a list of at most one,
+    so that ``take`` can empty it. ``quarantined``: texts about the damaged checkpoints that were moved away. ``notes``: for the
+    resume report.
     """
 
     base: Base = field(default_factory=Base)
@@ -55,11 +57,12 @@ def read(
     shared: bool = True,
     verified_ranks: Collection[int] = (),
 ) -> dict[int, Snapshot]:
-    """Read the states that ``ranks`` saved; return a snapshot by rank. ``chosen`` must have a manifest.
+    """Read from the checkpoint ``chosen``, which must have a manifest, the states that ``ranks`` saved; return rank -> snapshot.
+    All bytes that are read are verified.
 
-    ``select``: returns True for the private components, by name, to read. ``shared`` False: leave out the shared tensors, which
-    otherwise are in every snapshot returned. ``verified_ranks``: ranks whose files are verified completely, including parts that
-    are not returned. Raises ``CheckpointError`` for a file that is damaged or cannot be read.
+    ``select(component)`` returns True if the tensors of this private component are to be read. ``shared`` False: leave out the
+    shared tensors, which otherwise are in every snapshot returned. ``verified_ranks``: ranks whose files are verified completely,
+    including parts that are not returned. Raises ``CheckpointError`` for a file that is damaged or cannot be read.
     """
     manifest, directory = chosen.manifest, chosen.directory
     assert manifest is not None and directory is not None
@@ -90,8 +93,8 @@ def read(
 
 @contextmanager
 def _uninitialized_tensors() -> Iterator[None]:
-    """In this block, leave new tensors uninitialised, although deterministic algorithms would fill them: all of them are
-    overwritten by the read or never used."""
+    """Within the block, have torch leave new tensors uninitialised, even if deterministic algorithms are on, which would fill
+    them. The caller overwrites these tensors or does not use them. Torch's setting is restored after the block."""
     settings: Any = deterministic  # the module's attributes are created at import
     before = settings.fill_uninitialized_memory
     if before and torch.are_deterministic_algorithms_enabled():
@@ -121,13 +124,14 @@ def differences(
     data_digest: str | None,
     own: Record | None = None,
 ) -> list[EnvironmentDifference]:
-    """Return all differences between what the checkpoint recorded and the present: environment, spec, and digests of code and
-    data. Sorted by key.
+    """Return all differences between what the checkpoint recorded and the present (environment, spec, digests of code and data),
+    sorted by key; empty if there are none.
 
-    ``directory``: the checkpoint's. ``current``: this process's facts. ``own``: what this rank itself had recorded (its GPU, the
-    digest of its share of the data); None: rank 0's facts are used. ``packages``: the packages of this process; they are not
-    compared with a checkpoint of a Ratchet version that recorded none. Specs that differ only in the number of ranks count as
-    equal: ``world_size`` and ``ranks_per_node`` show that difference.
+    ``directory``: the checkpoint's. ``current``: the facts of this process's environment. ``own``: what this rank itself had
+    recorded, its GPU and the digest of its share of the data included; None: rank 0's record in the manifest is compared.
+    ``packages``: the packages of this process; they are not compared with a checkpoint of a Ratchet version that recorded none.
+    ``data_digest``: that of this rank's data, None if unknown. Specs that differ only in the number of ranks count as equal:
+    ``world_size`` and ``ranks_per_node`` show that difference.
     """
     recorded = {
         **(own if own is not None else {**compared_facts(manifest.environment), "data_digest": manifest.data_digest}),
@@ -145,8 +149,8 @@ def differences(
 
 
 def is_same_spec_ignoring_ranks(manifest: Manifest, launch: LaunchFile, *, any_hook: bool = False) -> bool:
-    """True if the checkpoint was made under the spec of ``launch``. ``ranks_per_node`` is ignored; ``any_hook`` True: the hook,
-    too."""
+    """True if the checkpoint was made under the spec of ``launch``, apart from ``ranks_per_node``. ``any_hook`` True: the hook is
+    not compared either, if this version knows the recorded one."""
     hook = recorded_hook(manifest) if any_hook else None
     return _spec_with_recorded_ranks(manifest, launch, {"hook": hook} if hook else {}).digest() == manifest.spec_digest
 

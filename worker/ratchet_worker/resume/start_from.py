@@ -124,8 +124,9 @@ def _unsafe_globals(file: Path, error: Exception) -> str:
 
 
 def find_state_dict(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the model's state_dict in the checkpoint ``data``: under one of the usual keys, or the whole checkpoint. ``name``:
-    the file's. Raises ``UserError`` if there is none."""
+    """Return the model's state_dict in ``data``, the content of the file ``name``. It is looked for under the usual keys
+    (``state_dict``, ``model`` and the like); without them, ``data`` itself is the state_dict if it has a tensor. Raises
+    ``UserError`` if there is none."""
     for key in _MODELS:
         inner = data.get(key)
         if isinstance(inner, Mapping) and any(isinstance(v, torch.Tensor) for v in inner.values()):
@@ -140,10 +141,12 @@ def find_state_dict(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def load_into(module: nn.Module, found: dict[str, Any], name: str) -> list[str]:
-    """Copy the state_dict ``found`` into ``module``. Return notes on casts and on missing extra state, for the report.
+    """Copy the state_dict ``found``, from the file ``name``, into ``module``, and return notes for the resume report. A tensor of
+    another type is cast, and extra state that ``found`` lacks keeps its initial value; the notes say so. Prefixes of DDP and
+    torch.compile in the keys are ignored.
 
-    ``name``: the file's. Raises ``UserError``, naming keys, if a tensor is missing, unknown or of another shape, or if tensors
-    that the model ties differ.
+    Raises ``UserError``, naming keys, if a tensor is missing, unknown or of another shape, if tensors that the model ties differ
+    in the file, or if the module refuses the values.
     """
     live = module.state_dict(keep_vars=True)
     found = _match_keys(found, live)
@@ -205,8 +208,8 @@ def _tied_keys(live: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _check(key: str, value: Any, live: Any, name: str) -> None:
-    """Raises ``UserError`` if ``value`` cannot be copied into the model's ``live``: one is no tensor, the shapes differ, or only
-    one is complex. ``key``: of both; ``name``: the file's."""
+    """Raise ``UserError`` if ``value``, from the file ``name``, cannot be copied into ``live``, the model's value of the same
+    ``key``: one of them is no tensor, the shapes differ, or only one is complex."""
     if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor):
         raise _import_error(
             "import-mismatch", f"{key} of {name} is a {type(value).__name__}, in the model a {type(live).__name__}"
@@ -218,12 +221,12 @@ def _check(key: str, value: Any, live: Any, name: str) -> None:
 
 def report(imported: Imported, rank: int, optimizers: Mapping[str, Optimizer], others: Iterable[str], *, stateful_hook: bool
            ) -> list[ComponentReport]:  # fmt: skip
-    """Load the imported optimizer's state, if there is one, into the optimizer that is registered as ``optimizer``. Return a
-    report of what each component starts with.
+    """Load the imported optimizer's state, if there is one, into the optimizer that is registered as ``optimizer``. Return, for
+    the resume report of this rank, what each component starts with: imported values or its initial state.
 
-    Other optimizers start with their initial state. ``others``: further registered components, which do so, too.
-    ``stateful_hook``: the hook keeps a state. Raises ``UserError`` if the imported state does not fit, or no optimizer of that
-    name is registered.
+    Other optimizers start with their initial state, and so do ``others``, further registered components. ``stateful_hook``: the
+    hook keeps a state; it is initial, too. Raises ``UserError`` if the imported state does not fit, or if there is one and no
+    optimizer of that name is registered.
     """
 
     def of(component: str, reason: str, *, taken: bool = False) -> ComponentReport:
@@ -253,8 +256,8 @@ def report(imported: Imported, rank: int, optimizers: Mapping[str, Optimizer], o
 
 
 def _load_optimizer(optimizer: Optimizer, imported: Imported) -> None:
-    """Load the imported state into ``optimizer``. Raises ``UserError`` if it does not fit. That includes the shapes of momenta
-    and other usual state of torch's optimizers, which ``load_state_dict`` does not check."""
+    """Load the imported state into ``optimizer``. Raises ``UserError`` if the state does not fit. The shapes of momenta and other
+    usual state of torch's optimizers, which ``load_state_dict`` does not check, are checked, too, after the state was loaded."""
     try:
         optimizer.load_state_dict(dict(imported.optimizer))
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
