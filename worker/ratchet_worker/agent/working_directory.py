@@ -95,15 +95,15 @@ def _remove_leftovers(work: Path) -> None:
 def _update(code: Path, work: Path, digest: str | None) -> list[str]:
     """Update ``work`` to ``code``. Files of the old code that the new code lacks are deleted, unless the job has changed them.
     Return the paths of files that differ in the new code but that the job has changed, too: these are left as they are. The
-    result is empty if the code has not changed or ``digest`` is None. With unchanged code, the only files copied are those that
-    were left before and are gone now.
+    result is empty if the code has not changed or ``digest`` is None. With unchanged code and no interrupted update, the only
+    files copied are those that were left before and are gone now.
 
-    An update after an interrupted one, even with other code, gives the same result: the forms that may be copied are recorded
-    first, those that were copied last.
+    An update after an interrupted one, even with other code or with the old one, gives the same result: the forms that may be
+    copied are recorded first, those that were copied last.
     """
     copied = _read_record(work)
     same = copied.digest == digest
-    if digest is None or (same and all(_form_in(work, path) is not None for path in copied.left)):
+    if digest is None or (same and not copied.begun and all(_form_in(work, p) is not None for p in copied.left)):
         return []
     _remove_leftovers(work)
     found = _entries(code)

@@ -185,6 +185,33 @@ def test_working_directory_interrupted_update_can_switch_to_other_code(
     }  # fmt: skip
 
 
+def test_working_directory_interrupted_update_is_undone_by_the_old_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "job" / "work"
+    work.parent.mkdir()
+    old = snapshot_of(tmp_path, {"a": "1", "b": "1", "gone": "1", "own": "1"})
+    prepare(old[0], work, old[1])
+    (work / "own").write_text("of the job")
+    new = snapshot_of(tmp_path, {"a": "2", "added": "2", "b": "2", "own": "2"})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(working_directory, "_replace_file", _until(full, 3))
+        with pytest.raises(OSError, match="No space"):
+            prepare(new[0], work, new[1])
+    assert {path.name: path.read_text() for path in work.iterdir()} == {
+        "a": "2", "added": "2", "b": "1", "own": "of the job"
+    }  # fmt: skip
+    assert prepare(old[0], work, old[1]) == []
+    found = {path.name: path.read_text() for path in work.iterdir()}
+    assert found == {"a": "1", "b": "1", "gone": "1", "own": "of the job"}
+    (work / "a").unlink()  # by the job: the update is over now
+    assert prepare(old[0], work, old[1]) == [] and not (work / "a").exists()
+
+
 def _until(failing: Callable[..., None], calls: int) -> Callable[..., None]:
     """``_put`` that fails from the call of this number on."""
     put, done = working_directory._replace_file, []
