@@ -222,7 +222,7 @@ _ATTEMPT: Final = re.compile(r"job-[0-9a-z]{12}-a[0-9]{4,}")
 
 def _check_withheld_names(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
     """Yield (pointer, message) for each use of a name that the site withholds from jobs, or of the name of an attempt's Secret.
-    The spec's secrets, volumes, service account and pod patch are searched."""
+    The spec's secrets, volumes, service account, image pull secrets and pod patch are searched."""
     used: list[tuple[str, Any]] = []
     used += [
         (f"/secrets/{name}", source.from_secret.name) for name, source in spec.secrets.items() if source.from_secret
@@ -231,6 +231,8 @@ def _check_withheld_names(site: Site, spec: JobSpec, launcher: KubernetesLaunche
         used += [(f"/volumes/{i}/{kind}", getattr(volume, kind)) for kind in ("claim", "config_map", "secret")]
     if "service_account" in spec.launcher.model_fields_set:
         used.append(("/launcher/service_account", launcher.service_account))
+    if "image_pull_secrets" in spec.launcher.model_fields_set:
+        used += [(f"/launcher/image_pull_secrets/{i}", name) for i, name in enumerate(launcher.image_pull_secrets)]
     used += [
         (json_pointer("launcher", "pod_patch", *path, key), value) for path, key, value in _walk(launcher.pod_patch, ())
     ]

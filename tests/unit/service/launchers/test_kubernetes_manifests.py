@@ -375,6 +375,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "withheld account": (
         {"launcher": {"service_account": "reconciler"}}, "/launcher/service_account", "reserved for the service",
     ),
+    "withheld Secret for images": (
+        {"launcher": {"image_pull_secrets": ["registry", "database"]}}, "/launcher/image_pull_secrets/1",
+        "reserved for the service",
+    ),
     "withheld Secret by patch": (
         {"launcher": container(envFrom=[{"secretRef": {"name": "database"}}])},
         "/launcher/pod_patch/spec/containers/0/envFrom/0/secretRef/name", "reserved for the service",
@@ -422,6 +426,11 @@ def test_unsupported_spec_is_refused_with_pointer_and_advice(case: str) -> None:
     _, problems = launcher(withheld=["database", "reconciler"]).check(spec_of(SMALL, **changes))
     assert [problem.pointer for problem in problems] == [pointer]
     assert words in problems[0].detail and problems[0].code == "launcher-cannot"
+
+
+def test_withheld_names_in_the_sites_own_defaults_are_not_refused() -> None:
+    defaults = {"image_pull_secrets": ["registry"], "service_account": "pods"}
+    assert launcher(withheld=["registry", "pods"], defaults=defaults).check(spec_of(SMALL))[1] == []
 
 
 def test_a_job_without_any_image_is_refused() -> None:
