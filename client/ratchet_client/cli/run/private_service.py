@@ -160,11 +160,11 @@ def _owner(paths: HomePaths) -> str | None:
 
 
 def unfinished_elsewhere(paths: HomePaths, name: str) -> list[str]:
-    """Return the ``ratchet run`` commands, as typed, that have an unfinished job in another run directory next to ``paths`` whose
-    name begins with ``name`` and "-"; sorted."""
+    """Return the ``ratchet run`` commands, as typed, that have an unfinished job named ``name`` in another run directory next to
+    ``paths``; sorted. A run directory's name is that of its job, "-" and a digest."""
     found = []
     for file in paths.home.parent.glob(f"{name}-*/{COMMAND_FILE}"):
-        if file.parent != paths.home:
+        if file.parent != paths.home and file.parent.name.rpartition("-")[0] == name:
             with suppress(OSError):
                 found.append(file.read_text(encoding="utf-8"))
     return sorted(found)
