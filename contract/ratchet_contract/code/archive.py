@@ -12,6 +12,7 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Final
 
@@ -200,9 +201,10 @@ def _make_read_only(root: Path, entries: list[Entry]) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Delete a directory, read-only ones in it too; errors of the deletion are ignored."""
+    """Delete a directory, read-only ones in it too; errors are ignored."""
     for below, _, _ in os.walk(folder):
-        Path(below).chmod(0o755)
+        with suppress(OSError):
+            Path(below).chmod(0o755)
     shutil.rmtree(folder, ignore_errors=True)
 
 

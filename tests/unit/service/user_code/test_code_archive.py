@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import stat
 import tarfile
 from collections.abc import Callable
@@ -132,6 +133,22 @@ def test_refused_archive_leaves_no_files(sent: Callable[[], io.BytesIO], says: s
     with pytest.raises(BadArchive, match=says):
         unpack(sent(), "0" * 64, place, limits=Limits(max_bytes=1000, max_files=3))
     assert [p.name for p in tmp_path.rglob("*")] == ["below"]
+
+
+def test_directory_that_disappears_during_cleanup_does_not_hide_why_the_archive_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when another program cleans up there; it acts at the worst moment, just before a directory's mode is changed."""
+    chmod = Path.chmod
+
+    def vanish(path: Path, mode: int) -> None:
+        if path.is_dir():
+            shutil.rmtree(path)
+        chmod(path, mode)
+
+    monkeypatch.setattr(Path, "chmod", vanish)
+    with pytest.raises(BadArchive, match="its digest is"):
+        unpack(tar(member("pkg/other.py", b"x")), "0" * 64, tmp_path / "code")
 
 
 def test_unpack_never_writes_through_a_symlink(tmp_path: Path) -> None:
