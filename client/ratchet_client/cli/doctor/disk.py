@@ -41,7 +41,8 @@ _TRY_LOCK: Final = (
 
 
 def nearest_directory(home: Path) -> Path:
-    """Return ``home``, the run directory, if it exists, else its nearest parent that does. Nothing is created."""
+    """Return ``home``, the run directory, if it exists, else its nearest parent that does. Nothing is created. Raises ``OSError``
+    if that cannot be determined, as below a directory without permission."""
     while not home.is_dir() and home != home.parent:
         home = home.parent
     return home
@@ -50,7 +51,10 @@ def nearest_directory(home: Path) -> Path:
 def probe(home: Path) -> list[Finding]:
     """Return all findings about the disk of the run directory ``home``. For the tests a temporary directory is created in it, or
     in its nearest existing parent, and removed. What the disk cannot do is a finding, not an exception."""
-    place = nearest_directory(home)
+    try:
+        place = nearest_directory(home)
+    except OSError as error:
+        return [_failed_check("run directory", home, error)]
     there = "" if place == home else f"{home} does not exist yet: checked {place}"
     found = [_kind(place), _free_space(place)]
     try:
@@ -92,8 +96,11 @@ def _failed_check(name: str, place: Path, error: OSError) -> Finding:
 
 
 def _free_space(place: Path) -> Finding:
-    """Return the finding on free disk space; a warning below ``MIN_FREE_BYTES``."""
-    usage = shutil.disk_usage(place)
+    """Return the finding on free disk space; a warning below ``MIN_FREE_BYTES``, a failure if it is unknown."""
+    try:
+        usage = shutil.disk_usage(place)
+    except OSError as error:
+        return _failed_check("disk space", place, error)
     value = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
     if usage.free < MIN_FREE_BYTES:
         return warning(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from ratchet_client.cli import doctor
-from ratchet_client.cli.doctor import probes
+from ratchet_client.cli.doctor import disk, probes
 from ratchet_client.cli.doctor.disk import file_system
 from ratchet_client.cli.doctor.machine import CgroupLimits, cgroup_limits, cores, shared_memory
 from ratchet_contract.doctor.findings import Finding, not_checked, ok, warning
@@ -37,6 +40,26 @@ MOUNTS = r"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 )  # fmt: skip
 def test_file_system_returns_type_of_mount_containing_directory(place: str, kind: str) -> None:
     assert file_system(Path(place), MOUNTS) == kind
+
+
+def test_run_directory_that_cannot_be_looked_up_is_a_failed_finding(tmp_path: Path) -> None:
+    """The name is too long: an error for root too, unlike a parent directory without permission."""
+    (found,) = disk.probe(tmp_path / ("n" * 300) / "home")
+    assert (found.name, found.status, found.value) == ("run directory", "failed", "not possible")
+    assert "File name too long" in str(found.detail) and "--home DIR" in str(found.cure)
+
+
+def test_unknown_free_space_is_a_finding_beside_the_other_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a FUSE file system that cannot tell its free space."""
+
+    def disk_usage(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    found = {f.name: f for f in disk.probe(tmp_path)}
+    space = found["disk space"]
+    assert (space.status, space.detail) == ("failed", f"{tmp_path}: Input/output error") and space.cure
+    assert {found[name].status for name in ("run directory", "rename", "sqlite", "file locks")} == {"ok"}
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
