@@ -53,7 +53,7 @@ class ResumeRequest(View):
     )
     hook: dict[str, Any] | str | None = Field(
         None,
-        description="Continue with another hook, wrapper or parameters: merged over the job's hook (RFC 7386), or replacing "
+        description="Continue with another hook, wrapper or parameters: merged over the job's hook (RFC 7396), or replacing "
         "it if the name differs. A name alone stands for a mapping with that name: the job's own keeps its parameters, "
         "and null gives one of them its default. policy.on_hook_mismatch must allow the recorded "
         "state to be carried over or reset, and the resume report lists what was carried over.",
@@ -77,7 +77,7 @@ class ForkRequest(View):
 
     checkpoint_id: str | None = Field(None, description="Default: the newest committed one.")
     name: str | None = None
-    spec: dict[str, Any] = Field({}, description="Merged over the parent's spec, key by key (RFC 7386).")
+    spec: dict[str, Any] = Field({}, description="Merged over the parent's spec, key by key (RFC 7396).")
 
 
 class PatchRequest(View):

@@ -159,7 +159,7 @@ def resume(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     summary="New job from a checkpoint",
 )
 def fork_job(service: ServiceDep, post: SpecPost, caller: Caller, job_id: str) -> Response:
-    """Creates a new job with the parent's spec and `spec` merged over it (RFC 7386; another hook replaces the parent's whole
+    """Creates a new job with the parent's spec and `spec` merged over it (RFC 7396; another hook replaces the parent's whole
     hook). It starts from a checkpoint of the parent, which is pinned.
 
     The code is the parent's snapshot; set `code` in `spec`, even to the same path, to take a new one.
