@@ -30,7 +30,7 @@ def process_name(pid: int) -> str:
 def is_alive(name: str) -> bool:
     """True if the process that ``name`` (from ``process_name``) identifies exists and is not a zombie."""
     pid, _, started = name.partition(":")
-    return pid.isdigit() and str(start_time(int(pid))) == started
+    return pid.isdigit() and started.isdigit() and str(start_time(int(pid))) == started
 
 
 def end_with_parent(environ: Mapping[str, str]) -> None:
