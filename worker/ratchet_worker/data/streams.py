@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from ratchet_hooks.algorithms.state_version import same_bits
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.state.encode import encode
 from ratchet_hooks.torch_compat import forget_workers
@@ -444,10 +445,10 @@ def _copy_value(value: Any) -> Any:
 
 
 def _is_same(a: Any, b: Any, where: str) -> bool:
-    """True if two states are equal; tensors are compared by value, so a NaN differs from a NaN. Raises ``TypeError`` for a
-    state that cannot be stored; ``where``: its name in the error."""
+    """True if two states are equal bit for bit. Raises ``TypeError`` for a state that cannot be stored; ``where``: its name in
+    the error."""
     try:
         (left, one), (right, other) = encode(a, root=where), encode(b, root=where)
     except HookStateError as error:
         raise TypeError(f"{error.key}: {error.detail}") from error
-    return one == other and all(torch.equal(left[name], right[name]) for name in left)
+    return one == other and all(same_bits(left[name], right[name]) for name in left)

@@ -22,9 +22,9 @@ from torch import nn
 from torchmetrics import Metric
 
 from ratchet_contract.errors import UserError
+from ratchet_hooks.algorithms.state_version import same_bits
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.state.encode import Tensors, decode, encode
-from ratchet_worker.state.snapshot import digest
 
 State = dict[str, Any]
 
@@ -234,8 +234,7 @@ def _is_same(before: tuple[Tensors, Any] | None, value: Any) -> bool:
     if before is None:
         return False
     tensors, data = encode(value, root="")
-    same = data == before[1] and tensors.keys() == before[0].keys()
-    return same and digest(tensors.values()) == digest(before[0].values())
+    return data == before[1] and all(same_bits(tensor, before[0][name]) for name, tensor in tensors.items())
 
 
 # --- on_save_checkpoint ------------------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -131,3 +133,55 @@ def test_incompatible_stream_state_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"Tensors.state_dict\(\).lock\[0\]: a builtins.object cannot be stored"):
         TrainStream(Tensors(3)).state_dict()
+
+
+class Carrying(Counting):
+    """Has a value in its state besides the position, which no ``load_state_dict`` restores."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(4)
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return {"next": self.next, "value": self.value}
+
+
+def reached(recorded: Any, now: Any) -> TrainStream:
+    """A stream, moved to the position that another one has recorded; ``recorded`` and ``now``: the values they carry."""
+    first, again = TrainStream(Carrying(recorded)), TrainStream(Carrying(now))
+    take(first, 2)
+    again.load_state_dict(first.state_dict())
+    again.reach()
+    return again
+
+
+VALUES: dict[str, Callable[[float], Any]] = {
+    "float": float,
+    "tensor": lambda value: torch.tensor([value]),
+    "complex tensor": lambda value: torch.tensor([1j * value]),
+    "nested tensor": lambda value: [{"in": torch.tensor(value, dtype=torch.bfloat16)}],
+    "array": lambda value: np.array([value]),
+    "numpy number": np.float32,
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_stream_state_is_compared_by_bits_at_resume(kind: str) -> None:
+    make = VALUES[kind]
+    assert reached(make(math.nan), make(math.nan)).exact
+    zero = reached(make(0.0), make(-0.0))
+    assert zero.inexact_reason is not None and "is not what was recorded there" in zero.inexact_reason
+
+
+def test_stream_state_of_another_dtype_or_shape_is_inexact() -> None:
+    zeros = torch.zeros(2)
+    assert not reached(zeros, zeros.int()).exact and not reached(zeros, zeros.reshape(2, 1)).exact
+
+
+def test_stream_state_that_is_always_nan_is_detected_at_first_batch() -> None:
+    class Constant(Counting):
+        def state_dict(self) -> Any:
+            return {"mean": torch.tensor(math.nan)}
+
+    with pytest.raises(TypeError, match="advance the position before the batch is yielded"):
+        take(TrainStream(Constant(4)), 1)
