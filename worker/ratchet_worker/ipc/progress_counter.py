@@ -106,15 +106,16 @@ class CounterReader:
         self.path = path
 
     def read(self) -> Reading | None:
-        """Return the current values; None if the rank has not created the counter yet, or not completely. Raises ``OSError`` if
-        the file exists and cannot be read."""
+        """Return the current values; None if there are none that can be read: the rank has not created the counter yet, or not
+        completely, or the file cannot be read or holds an unknown stage. To the agent, None means no news of the rank, so that
+        one read error on a shared file system does not end a healthy attempt."""
         try:
             data = self.path.read_bytes()
-        except FileNotFoundError:
+        except OSError:
             return None
         if len(data) != COUNTER_SIZE:
             return None
         words = COUNTER_WORDS.unpack(data)
-        if words[0] != COUNTER_MAGIC:
+        if words[0] != COUNTER_MAGIC or words[STAGE] not in {*Stage}:
             return None
         return Reading(words[TICKS], words[STARTED], words[FINISHED], Stage(words[STAGE]))

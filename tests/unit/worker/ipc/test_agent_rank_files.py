@@ -148,6 +148,17 @@ def test_step_counter_reports_steps_and_stage(tmp_path: Path) -> None:
     assert reader.read() is None
 
 
+def test_unreadable_counter_is_no_news_and_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "rank.bin"
+    counter = StepCounter.create(path)
+    counter.enter_stage(99)  # type: ignore[arg-type]
+    assert CounterReader(path).read() is None
+    counter.close()
+    path.unlink()
+    path.mkdir()  # a read error that even root gets
+    assert CounterReader(path).read() is None
+
+
 def test_control_reader_returns_each_change_once(tmp_path: Path) -> None:
     path = tmp_path / "control.json"
     reader = ControlReader(path)
