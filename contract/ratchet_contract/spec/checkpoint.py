@@ -17,59 +17,68 @@ class BestSpec(SpecModel):
 
     metric: str = Field(min_length=1, max_length=200, description="Name of a metric that the job logs.")
     mode: Literal["min", "max"] = Field("min", description="Whether the smallest or the largest value is the best.")
-    count: int = Field(1, ge=1, le=1000, description="How many.")
+    count: int = Field(1, ge=1, le=1000, description="How many of these checkpoints are kept.")
 
 
 class CheckpointSpec(SpecModel):
     every_steps: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         100,
-        description="Steps between scheduled checkpoints. auto: as many as `max_overhead` allows, by the measured durations "
-        "of saves and steps; null: none by steps. With `every_seconds` it is null unless set; with both, the earlier one "
-        "counts.",
+        description="Steps between scheduled checkpoints. auto: Ratchet computes the interval from `max_overhead` and "
+        "the measured durations of saves and steps. null: no checkpoints by steps. If only `every_seconds` is set, "
+        "this key is null. If both are set, the checkpoint that is due first counts.",
     )
-    every_seconds: Seconds | None = Field(None, description="Time between scheduled checkpoints; null: none by time.")
+    every_seconds: Seconds | None = Field(
+        None, description="Time between scheduled checkpoints; null: no checkpoints by time."
+    )
     first: Annotated[int, Field(ge=1)] | Literal["auto", "off"] = Field(
         "auto",
-        description="A save before the first scheduled one, while the job has no checkpoint. auto: after the first step if "
-        "it is expected to take less than 2 s, else after training for 20 times its expected duration; a number: after "
-        "that step; off: none. It does not shift scheduled ones, and is deleted when two others exist.",
+        description="An extra save before the first scheduled one, if the job has no checkpoint yet. auto: after the "
+        "first step if the save is expected to take less than 2 s, else after training for 20 times the save's "
+        "expected duration. A number: after that step. off: no extra save. The extra save does not shift scheduled "
+        "saves, and is deleted when two other checkpoints exist.",
     )
     max_overhead: float = Field(
         0.03, gt=0, le=0.5, description="With every_steps auto: the share of the training time that saves may cost."
     )
     staging: Literal["auto", "overlapped", "blocking"] = Field(
         "auto",
-        description="overlapped: the state is copied while the next step computes, parameters and optimizer before its "
-        "optimizer.step(); blocking: before the next step. auto: overlapped for a task, blocking for a script, whose code may "
-        "change parameters at any time. In both, writing continues concurrently with training.",
+        description="When a save copies the state. overlapped: during the next step; parameters and optimizer are "
+        "copied before its optimizer.step(). blocking: before the next step. auto: overlapped for a task; blocking "
+        "for a script, since a script's code may change parameters at any time. In all cases the copy is written "
+        "while training continues.",
     )
     when_busy: Literal["wait", "skip"] = Field(
         "wait",
-        description="What to do if a checkpoint is due while the previous one is still being written. wait: training waits, "
-        "so none is skipped; skip: it is skipped, and an event reports it.",
+        description="What to do if a checkpoint is due while the previous one is still being written. wait: training "
+        "waits for the previous one. skip: the due checkpoint is skipped, and an event reports this.",
     )
     keep_last: int = Field(
         3,
         ge=2,
         le=10_000,
-        description="Newest checkpoints kept; never fewer than two. Those of earlier attempts stay until the running one ends.",
+        description="Number of newest checkpoints that are kept. Checkpoints of earlier attempts stay until the "
+        "running attempt ends.",
     )
     keep_every: int | None = Field(
-        None, ge=1, description="Checkpoints of steps that are multiples of this are kept for good; null: none."
+        None,
+        ge=1,
+        description="A checkpoint whose step is a multiple of this number is kept for good. null: no such checkpoints.",
     )
     keep_best: BestSpec | None = Field(None, description="Also keep the checkpoints with the best values of a metric.")
     uri: str | None = Field(
         None,
         max_length=1000,
-        description="s3://BUCKET/PREFIX, gs:// or az://CONTAINER/PREFIX: every checkpoint is copied there in the background, "
-        "and fetched from there if the local disk has none. Credentials come from the environment.",
+        description="Object store: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX. Every checkpoint "
+        "is copied there in the background. If the local disk has lost a checkpoint, it is fetched from there. "
+        "Credentials come from the environment.",
     )
 
     ignore: dict[str, str] = Field(
         {},
         max_length=100,
-        description="Attributes and variables that training does not depend on, by path as a resume report names it, each with "
-        'the reason: {"model.history": "a log"}. They are neither saved nor reported, and every resume report says so.',
+        description="Attributes and variables on which training does not depend. Each key is a path, as in a resume "
+        'report; its value is the reason: {"model.history": "a log"}. They are not saved, and do not count as '
+        "missing; every resume report lists them as ignored.",
     )
 
     @model_validator(mode="before")
@@ -83,8 +92,8 @@ class CheckpointSpec(SpecModel):
     @field_validator("every_steps", mode="before")
     @classmethod
     def _steps(cls, value: Any) -> Any:
-        """Convert and check ``every_steps``. The error is one clear message; pydantic's union would report an error for each
-        of its members."""
+        """Return ``every_steps`` as a number, "auto" or None. Raises ``ValueError`` with one clear message for any other value;
+        pydantic's union would report an error for each of its members."""
         if value is None or value == "auto":
             return value
         if (steps := _positive_int(value)) is not None:
@@ -94,7 +103,8 @@ class CheckpointSpec(SpecModel):
     @field_validator("first", mode="before")
     @classmethod
     def _first(cls, value: Any) -> Any:
-        """Convert and check ``first``; False counts as ``off``, since YAML parses a bare off as False."""
+        """Return ``first`` as a number, "auto" or "off". False counts as "off", since YAML parses a bare off as False. Raises
+        ``ValueError`` for any other value."""
         if value is False:  # YAML parses a bare off as False
             return "off"
         if value in ("auto", "off"):
@@ -106,7 +116,8 @@ class CheckpointSpec(SpecModel):
     @field_validator("uri")
     @classmethod
     def _uri(cls, value: str | None) -> str | None:
-        """Check the URI and remove a ``/`` at its end."""
+        """Return the URI without a ``/`` at its end. Raises ``ValueError`` if it is not like ``s3://BUCKET/PREFIX`` (or gs, az),
+        or if it has credentials or options."""
         if value is None:
             return None
         scheme, separator, rest = value.partition("://")

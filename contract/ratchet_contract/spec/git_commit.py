@@ -1,8 +1,9 @@
 """The git commit that a directory of code is at, and its differences from that commit.
 
-Git itself only reads its own objects (``rev-parse``, ``ls-tree``): without the user's and the system's configuration, without
-filters, hooks and the network, within ten seconds. The content of the code's files is that of the snapshot, byte by byte, so that
-the facts never contradict the snapshot's digest: files that it leaves out do not count, untracked ones that it has do.
+Git only reads its own objects (``rev-parse``, ``ls-tree``), for at most ten seconds: without the user's and the system's
+configuration, filters, hooks and the network. The content of the files is read from the snapshot, byte by byte. So the result
+never contradicts the snapshot's digest: untracked files in the snapshot count as added, and files that exist but are not in the
+snapshot do not count.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class GitFacts(SpecModel):
 
     @model_validator(mode="after")
     def _known_or_not(self) -> GitFacts:
-        """Check that either ``reason`` is set alone, or ``commit`` and ``changed`` are, with ``diff`` if ``changed`` is not 0."""
+        """Raise ``ValueError`` unless either ``reason`` is set alone, or ``commit`` and ``changed`` are set, with ``diff`` if and
+        only if ``changed`` is not 0."""
         if self.reason is not None:
             fits = (self.commit, self.changed, self.diff) == (None, None, None)
         else:
@@ -133,7 +135,8 @@ class _Look:
         return GitFacts(commit=commit, changed=len(differ), diff=digest if differ else None)
 
     def _commit(self, root: Path) -> str:
-        """Return the id of the commit at HEAD of the repository of ``root``, if its directories may be read."""
+        """Return the id of the commit at HEAD of the repository of ``root``. Raises ``_Unknown`` if a directory of the repository
+        may not be read (``is_allowed``)."""
         told = self._run_git(
             root, "rev-parse", "--show-toplevel", "--absolute-git-dir", "--git-common-dir", "HEAD^{commit}"
         )
@@ -161,7 +164,8 @@ class _Look:
         return found
 
     def _run_git(self, root: Path, *arguments: str) -> bytes:
-        """Run a git command in ``root`` and return its standard output."""
+        """Run a git command in ``root`` and return its standard output. Raises ``_Unknown`` if git is missing, fails, is still
+        running at the deadline (it is then killed), or prints too much."""
         program = shutil.which("git")
         if program is None:
             raise _Unknown("git is not installed where the code was read")

@@ -1,7 +1,7 @@
 """The job spec: everything that a user may request. Unknown keys are refused; unsupported values are refused with an error that
 names them.
 
-``parse_spec`` is the only entry point: it turns JSON or YAML data into a ``JobSpec`` or raises ``SpecError`` with one
+``parse_spec`` (``spec.parse``) turns a user's JSON or YAML data into a ``JobSpec``. It raises ``SpecError`` with one
 ``FieldProblem`` (JSON pointer, code, sentence) per fault.
 """
 
@@ -79,13 +79,16 @@ EnvName = Annotated[str, AfterValidator(_env_name)]
 class TaskSpec(SpecModel):
     """A task class and its arguments; Ratchet runs the loop."""
 
-    entrypoint: str = Field(description="module:attribute, found on the snapshot of `code` and the interpreter's path.")
+    entrypoint: str = Field(
+        description="module:attribute. The module is found in the snapshot of `code` or on the interpreter's path."
+    )
     args: dict[str, JsonValue] = Field({}, description="Keyword arguments of the task, JSON values.")
 
     @field_validator("entrypoint")
     @classmethod
     def _syntax(cls, value: str) -> str:
-        """Check the form of the entrypoint; the error suggests a correct one."""
+        """Raise ``ValueError`` if the entrypoint is not like ``package.module:ClassName``; the message suggests a correct one
+        where possible."""
         if not _ENTRYPOINT.fullmatch(value):
             module, _, name = value.rpartition(".")
             likely = f"{module}:{name if name != 'py' else 'ClassName'}" if module and ":" not in value else ""
@@ -100,14 +103,15 @@ class CodeSpec(SpecModel):
     )
     source: Literal["snapshot", "nodes"] = Field(
         "snapshot",
-        description="nodes: path is a directory that every node has (in the image, or on a volume). It is used in place, not "
-        "snapshotted; each attempt computes its digest, and the resume report shows if it has changed.",
+        description="snapshot: path is copied at submission. nodes: path is a directory that every node has (in the "
+        "image, or on a volume), and is used in place. Each attempt then computes the digest of the directory, and "
+        "the resume report shows a change.",
     )
     digest: str | None = Field(
         None,
         pattern=DIGEST,
-        description="Digest of a directory uploaded to the service, as `ratchet submit FILE --upload` does; path then only "
-        "records its origin. Not together with source nodes.",
+        description="Digest of a directory that was uploaded to the service, as by `ratchet submit FILE --upload`. "
+        "path then only records the directory's origin. Not allowed together with source nodes.",
     )
     include: list[str] = Field(
         [],
@@ -117,8 +121,8 @@ class CodeSpec(SpecModel):
     )
     git: GitFacts | None = Field(
         None,
-        description="Set by Ratchet: the git commit of the snapshot; null: path is in no git repository. A value in a spec "
-        "is used only together with digest, since only the uploader knows it.",
+        description="The git commit of the snapshot, set by Ratchet. null: path is in no git repository. A value in a "
+        "spec is used only together with digest, since then only the uploader knows the commit.",
     )
 
 
@@ -138,45 +142,47 @@ class StartSpec(SpecModel):
 
 
 class SecretKey(SpecModel):
-    name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$", description="Of the Secret.")
-    key: str = Field(pattern=r"^[-._A-Za-z0-9]{1,253}$", description="Within it.")
+    name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$", description="Name of the Secret.")
+    key: str = Field(pattern=r"^[-._A-Za-z0-9]{1,253}$", description="Key in the Secret.")
 
 
 class SecretSpec(SpecModel):
     from_env: str | None = Field(
         None,
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
-        description="Variable of the launcher's environment; the value is never stored or shown. Ratchet's own and the "
-        "database's credentials cannot be named.",
+        description="Name of a variable in the launcher's environment. Its value is never stored or shown. Variables "
+        "with credentials of Ratchet or of the database are refused.",
     )
     from_secret: SecretKey | None = Field(None, description="Kubernetes: a key of a Secret in the job's namespace.")
 
     @model_validator(mode="after")
     def _one_source(self) -> SecretSpec:
-        """Check that exactly one source is set."""
+        """Raise ``ValueError`` unless exactly one of the two sources is set."""
         if (self.from_env is None) == (self.from_secret is None):
             raise ValueError("set exactly one of from_env and from_secret")
         return self
 
 
 class WorldSpec(SpecModel):
-    nodes: int = Field(1, ge=1, le=1024, description="Machines (pods, Slurm nodes); the local launcher has one.")
+    nodes: int = Field(
+        1, ge=1, le=1024, description="Number of machines (pods, Slurm nodes); the local launcher has one."
+    )
     ranks_per_node: int = Field(
         1,
         ge=1,
         le=1024,
-        description="Training processes per node. One device per rank: on CUDA each gets a GPU of its own.",
+        description="Training processes per node. One device per rank: on CUDA each rank gets a GPU of its own.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="auto: CUDA where the machine has a GPU and torch can use it; on an engine, if resources.gpu is set. "
-        "Decided once per job.",
+        description="auto: CUDA if the machine has a GPU that torch can use (on an engine: if resources.gpu is set), "
+        "else CPU. auto is decided once per job.",
     )
     interface: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9_.@-]{1,15}$",
-        description="Network interface by which several nodes connect (rendezvous, gloo, NCCL); null: that of the route to "
-        "the service.",
+        description="Network interface by which several nodes connect (rendezvous, gloo, NCCL). null: the interface "
+        "of the route to the service.",
     )
 
     @property
@@ -186,19 +192,20 @@ class WorldSpec(SpecModel):
 
 class ResourcesSpec(SpecModel):
     cpus_per_rank: int | None = Field(
-        None, ge=1, le=1024, description="Threads per rank; on CPU the exact result depends on it."
+        None, ge=1, le=1024, description="Threads per rank. On CPU the exact result depends on this number."
     )
     memory: Size | None = Field(
         None,
-        description="Memory of each node, like 16Gi. On the local launcher, for jobs with device cpu, each process of a rank "
-        "is limited to an equal share of it (RLIMIT_DATA).",
+        description="Memory of each node, like 16Gi. The local launcher allows this key only with device cpu. It "
+        "divides the memory equally among the ranks, and limits each process of a rank to the rank's share "
+        "(RLIMIT_DATA).",
     )
     open_files: int | None = Field(
         None,
         ge=128,
         le=1_048_576,
-        description="Limit of open files of each process of a rank (RLIMIT_NOFILE); null: inherited from the process that "
-        "starts it.",
+        description="Limit of open files of each process of a rank (RLIMIT_NOFILE). null: the limit of the process "
+        "that starts the rank.",
     )
     gpu: str | None = Field(
         None,
@@ -215,15 +222,16 @@ class DdpSpec(SpecModel):
         None, gt=0, le=100_000, allow_inf_nan=False, description="MiB of gradients per bucket; null: torch's default."
     )
     static_graph: bool = Field(
-        False, description="Every step uses the same parameters. Not together with find_unused_parameters."
+        False, description="Every step uses the same parameters. Not allowed together with find_unused_parameters."
     )
     gradient_as_bucket_view: bool = Field(
         False,
-        description="Gradients are views into the buckets, which saves a copy of them. detach_() "
-        "fails on them; use zero_grad().",
+        description="Gradients are views into the buckets, so that no second copy of the gradients is needed. "
+        "detach_() fails on such gradients; use zero_grad().",
     )
     find_unused_parameters: bool = Field(
-        False, description="Needed if a step may not use all parameters; costs a pass over the graph per step."
+        False,
+        description="Needed if some parameters may be unused in a step. This costs a pass over the graph per step.",
     )
     broadcast_buffers: bool = Field(True, description="Rank 0's buffers go to all ranks before each forward pass.")
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: NCCL on CUDA, else gloo.")
@@ -234,27 +242,29 @@ class JobSpec(SpecModel):
 
     name: str = Field(pattern=_NAME, description="RFC 1035 label: lower case, digits, '-', up to 63 characters.")
     task: TaskSpec | None = Field(None, description="A task class; Ratchet runs the loop.")
-    script: list[str] | None = Field(None, min_length=1, description="A Python file below `code` and its arguments.")
-    code: CodeSpec | None = Field(None, description="The user's directory; on the import path of every rank.")
+    script: list[str] | None = Field(None, min_length=1, description="A Python file below `code`, and its arguments.")
+    code: CodeSpec | None = Field(None, description="The user's directory, which is on the import path of every rank.")
     start_from: StartSpec | None = Field(
         None, description="A model to start from, instead of the weights that the code initialises."
     )
     python: str | None = Field(
         None,
-        description="The user's interpreter or virtual environment; it needs ratchet-train[worker]. null: the agents', which "
-        "is the current one of the service.",
+        description="The user's interpreter or virtual environment, with ratchet-train[worker] installed. null: the "
+        "agents' interpreter, which is that of the current service.",
     )
     env: dict[EnvName, Annotated[str, AfterValidator(_env_value)]] = Field(
-        {}, description="Variables of every rank. Stored and shown, except those named in secret_env."
+        {},
+        description="Variables of every rank. Their values are stored and shown; those named in secret_env are not "
+        "shown.",
     )
     secret_env: list[str] = Field(
         [],
         max_length=64,
-        description="Names of env whose values the API, command line and plan do not show. Unlike those of secrets they are "
-        "stored: in the database and in launch.json.",
+        description="Names of variables in env. The API, the command line and the plan do not show their values. "
+        "Unlike values of secrets, these values are stored, in the database and in launch.json.",
     )
     secrets: dict[EnvName, SecretSpec] = Field(
-        {}, description="Variables of every rank whose values are read at launch, never stored."
+        {}, description="Variables of every rank. Their values are read at launch and never stored."
     )
     world: WorldSpec = WorldSpec()
     resources: ResourcesSpec = ResourcesSpec()
@@ -265,15 +275,16 @@ class JobSpec(SpecModel):
     )
     nccl: dict[Annotated[str, AfterValidator(_nccl_name)], str] = Field(
         {},
-        description="NCCL_* variables; a warning when the backend is not NCCL. AWS and GCP set NCCL_NSOCKS_PERTHREAD, "
-        "NCCL_SOCKET_NTHREADS and NCCL_MIN_NCHANNELS already: set those only on your own clusters.",
+        description="NCCL_* variables. Submission warns if the backend is not NCCL. AWS and GCP already set "
+        "NCCL_NSOCKS_PERTHREAD, NCCL_SOCKET_NTHREADS and NCCL_MIN_NCHANNELS: set these three only on your own "
+        "clusters.",
     )
     checkpoint: CheckpointSpec = CheckpointSpec()
     policy: PolicySpec = PolicySpec()
     determinism: Literal["strict", "warn", "off"] = Field(
         "warn",
-        description="strict: refuse what cannot be exact; warn: deterministic algorithms, and the resume report lists what "
-        "is not exact; off: torch's defaults.",
+        description="strict: Ratchet refuses everything that cannot be exact. warn: deterministic algorithms, and the "
+        "resume report lists everything that is not exact. off: torch's defaults.",
     )
     launcher: LauncherSpec = LocalLauncherSpec()
     image: str | None = Field(
@@ -282,7 +293,9 @@ class JobSpec(SpecModel):
         max_length=512,
         description="Container image of the ranks, on Kubernetes and Slurm; null: the service's.",
     )
-    volumes: list[VolumeSpec] = Field([], max_length=64, description="Mounted into the ranks' containers.")
+    volumes: list[VolumeSpec] = Field(
+        [], max_length=64, description="Volumes that are mounted into the ranks' containers."
+    )
     labels: dict[Annotated[str, AfterValidator(_label_key)], Annotated[str, AfterValidator(_label_value)]] = Field(
         {}, max_length=64, description="Labels for people and filters; can be changed later."
     )
@@ -290,17 +303,20 @@ class JobSpec(SpecModel):
         0,
         ge=-1000,
         le=1000,
-        description="Higher starts first. If slots are short, a job of lower priority may be stopped with a checkpoint and "
-        "continue later (its policy.preemptible).",
+        description="Jobs with a higher priority start first. If such a job finds no free slots, a job of lower "
+        "priority may be stopped: it saves a checkpoint first, and continues later. Jobs with policy.preemptible: "
+        "false are not stopped.",
     )
     seed: int = Field(
         0, ge=0, le=2**63 - 1, description="Seed of every generator, of the order of the data and of augmentation."
     )
     ttl: Seconds | None = Field(
-        None, description="Seconds after the end until the job, its logs and its checkpoints are deleted."
+        None, description="Time from the end of the job until the job, its logs and its checkpoints are deleted."
     )
     ttl_outputs: bool = Field(
-        False, description="With `ttl`: the files in the job's working directory are deleted too; else they stay."
+        False,
+        description="true: when `ttl` deletes the job, the files in its working directory are deleted too. false: "
+        "these files stay.",
     )
     trial: TrialSpec | None = Field(
         None,
@@ -320,7 +336,7 @@ class JobSpec(SpecModel):
     @field_validator("env")
     @classmethod
     def _lengths(cls, value: dict[str, str]) -> dict[str, str]:
-        """Check that each ``NAME=value`` of ``env`` is short enough for a process."""
+        """Raise ``ValueError`` if a ``NAME=value`` of ``env`` is longer than Linux allows for a process (128 KiB)."""
         if long := [name for name, text in value.items() if _byte_length(name) + 1 + _byte_length(text) > _MAX_STRING]:
             raise ValueError(
                 f"the value of {', '.join(long)} is longer than the operating system allows for a process: put it into a file"
@@ -330,8 +346,8 @@ class JobSpec(SpecModel):
     @field_validator("script")
     @classmethod
     def _arguments(cls, value: list[str] | None) -> list[str] | None:
-        """Check that each item of ``script``, the Python file and its arguments, can be passed to a process: that it has no NUL
-        character and is not too long."""
+        """Raise ``ValueError`` if an item of ``script`` (the Python file and its arguments) cannot be passed to a process, since
+        it has a NUL character or is too long."""
         for i, argument in enumerate(value or ()):
             if "\0" in argument or _byte_length(argument) > _MAX_STRING:
                 raise ValueError(
@@ -341,7 +357,7 @@ class JobSpec(SpecModel):
 
     @model_validator(mode="after")
     def _one_of(self) -> JobSpec:
-        """Check that exactly one of ``task`` and ``script`` is set."""
+        """Raise ``ValueError`` unless exactly one of ``task`` and ``script`` is set."""
         if (self.task is None) == (self.script is None):
             found = "neither is given" if self.task is None else "both are set: remove one"
             raise ValueError(
@@ -351,7 +367,8 @@ class JobSpec(SpecModel):
 
     @model_validator(mode="after")
     def _secret_env(self) -> JobSpec:
-        """Check that each name in ``secret_env`` is in ``env``, with a value that is not the mask."""
+        """Raise ``ValueError`` if a name in ``secret_env`` is not in ``env``, or if its value there is the mask that the API
+        shows in place of it."""
         absent = [repr(name) for name in self.secret_env if name not in self.env]
         if absent:
             raise ValueError(f"secret_env names variables that are not in env: {', '.join(absent)}")
@@ -369,8 +386,9 @@ class JobSpec(SpecModel):
 
     @property
     def memory_per_rank(self) -> int | None:
-        """Memory limit in bytes of each process of a rank, under the local launcher; None: no limit is requested, or the
-        engine sets one."""
+        """Memory limit in bytes of each process of a rank: an equal share of ``resources.memory``. None: no limit is requested,
+        or the launcher is not the local one. At submission, the local launcher refuses a limit unless ``world.device`` is
+        ``cpu``."""
         if self.launcher.kind != "local" or self.resources.memory is None:
             return None
         return size_in_bytes(self.resources.memory) // self.world.ranks_per_node
@@ -381,8 +399,9 @@ class JobSpec(SpecModel):
         return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def canonical(self) -> dict[str, Any]:
-        """Return the spec as JSON values without the keys that do not change the result of training, such as ``name`` and
-        ``policy``, and without secret values."""
+        """Return the spec as JSON values, without secret values and without the keys that do not change the result of training.
+        These are ``name``, ``labels``, ``priority``, ``ttl``, ``policy``, ``launcher``, ``secrets``, ``checkpoint``, ``trial``,
+        ``image``, ``volumes``, and single keys of ``code``, ``world`` and ``resources`` (its memory is None there)."""
         irrelevant = {
             "name",
             "labels",

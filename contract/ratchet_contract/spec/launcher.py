@@ -27,7 +27,8 @@ _OPTION = re.compile(r"[a-z][a-z-]*")
 
 
 def _option(name: str) -> str:
-    """Return ``name``. Raises ``ValueError`` if it is not the form of a long option of sbatch, or is one that Ratchet sets."""
+    """Return ``name``. Raises ``ValueError`` if it does not have the form of a long option of sbatch, or if Ratchet sets this
+    option itself."""
     if not _OPTION.fullmatch(name):
         raise ValueError(f"{name!r} is not the long name of an option of sbatch")
     if name in OWNED_OPTIONS:
@@ -48,12 +49,10 @@ class VolumeSpec(SpecModel):
     host_path: str | None = Field(None, pattern=_PATH, description="A directory that exists on every node.")
     claim: str | None = Field(None, pattern=_DNS, description="Kubernetes: a PersistentVolumeClaim.")
     config_map: str | None = Field(None, pattern=_DNS, description="Kubernetes: a ConfigMap.")
-    secret: str | None = Field(None, pattern=_DNS, description="Kubernetes: a Secret, its keys as files.")
+    secret: str | None = Field(None, pattern=_DNS, description="Kubernetes: a Secret, whose keys appear as files.")
     empty_dir: Size | None = Field(None, description="Kubernetes: scratch space of this size on the node.")
     sub_path: str | None = Field(None, description="Kubernetes: a directory within the source.")
-    read_only: bool = Field(
-        True, description="false: the ranks may write there, as they may in an empty_dir by default."
-    )
+    read_only: bool = Field(True, description="false: the ranks may write there. This is the default for an empty_dir.")
 
     @property
     def source(self) -> str:
@@ -75,7 +74,7 @@ class VolumeSpec(SpecModel):
 
     @model_validator(mode="after")
     def _one_source(self) -> VolumeSpec:
-        """Check that exactly one source is set."""
+        """Raise ``ValueError`` unless exactly one source is set."""
         if len(self._set_sources()) != 1:
             raise ValueError("set exactly one of host_path, claim, config_map, secret and empty_dir")
         return self
@@ -91,7 +90,8 @@ class EngineSpec(SpecModel):
         return {key: value for key, value in data.items() if key == "kind" or key in self.model_fields_set}
 
     def with_defaults(self, defaults: Self) -> Self:
-        """Return the spec with the values of ``defaults`` for the keys that are not set here."""
+        """Return the spec with the values of ``defaults``, a spec of the same class, for the keys that are not set here. A key
+        that is set here replaces the default as a whole, also if it is a list or a mapping."""
         return type(self).model_validate(defaults.model_dump() | self.model_dump())
 
 
@@ -105,7 +105,9 @@ class KubernetesLauncherSpec(EngineSpec):
     """One Indexed Job per attempt, a pod per node. Omitted keys come from the service's launchers file."""
 
     kind: Literal["kubernetes"] = "kubernetes"
-    namespace: str | None = Field(None, pattern=_DNS, description="null: the service's.")
+    namespace: str | None = Field(
+        None, pattern=_DNS, description="Namespace of the Job; null: the namespace of the service."
+    )
     queue: str | None = Field(
         None, pattern=_DNS, description="Kueue's LocalQueue; the Job is created suspended, and Kueue starts it."
     )
@@ -118,7 +120,9 @@ class KubernetesLauncherSpec(EngineSpec):
         "`required: cloud.provider.com/topology-rack`.",
     )
     priority_class: str | None = Field(
-        None, pattern=_DNS, description="Priority class; Kubernetes may preempt pods of lower classes for it."
+        None,
+        pattern=_DNS,
+        description="Priority class of the pods; Kubernetes may preempt pods of lower classes for them.",
     )
     service_account: str | None = Field(
         None, pattern=_DNS, description="Service account of the pods; null: the namespace's default."
@@ -130,8 +134,8 @@ class KubernetesLauncherSpec(EngineSpec):
     affinity: dict[str, Any] = Field({}, description="As in a pod's spec.")
     topology_spread: list[dict[str, Any]] | None = Field(
         None,
-        description="As a pod's topologySpreadConstraints; the labelSelector may be left out. null: pods of one attempt are "
-        "spread over machines as far as there are any.",
+        description="As a pod's topologySpreadConstraints; the labelSelector may be left out. null: pods of one "
+        "attempt are spread over as many machines as possible.",
     )
     image_pull_secrets: list[str] = Field([], description="Names of Secrets.")
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
@@ -139,9 +143,11 @@ class KubernetesLauncherSpec(EngineSpec):
         None, description="Size of /dev/shm; null: the pod's memory, or 8Gi if that is not set."
     )
     tmp_size: Size = Field("10Gi", description="Size limit of /tmp, on the machine's disk. A pod that fills it fails.")
-    run_as_user: int | None = Field(None, ge=1, le=2**31 - 1, description="null: the service's own user.")
+    run_as_user: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="User id in the pods; null: the service's own user id."
+    )
     labels: dict[str, str] = Field({}, description="Labels of Job and pods, in addition to Ratchet's own.")
-    annotations: dict[str, str] = Field({}, description="Of the pods.")
+    annotations: dict[str, str] = Field({}, description="Annotations of the pods.")
     ttl_seconds_after_finished: int = Field(3600, ge=0, description="Time until Kubernetes deletes the ended Job.")
     pod_patch: dict[str, Any] = Field(
         {},
@@ -159,25 +165,29 @@ class SlurmLauncherSpec(EngineSpec):
     qos: str | None = Field(None, pattern=_SLURM_WORD)
     constraint: str | None = Field(None, pattern=_SLURM_WORD)
     reservation: str | None = Field(None, pattern=_SLURM_WORD)
-    gres: str | None = Field(None, pattern=_SLURM_WORD, description="null: gpu, of resources.gpu's type, one per rank.")
+    gres: str | None = Field(
+        None,
+        pattern=_SLURM_WORD,
+        description="Generic resources of Slurm; null: one gpu per rank, of the type in resources.gpu.",
+    )
     time_limit: Seconds | None = Field(
         None,
         ge=120,
         description="Time limit of one attempt. The job saves before it is reached and continues in the next attempt.",
     )
-    exclusive: bool = Field(False, description="Whole nodes.")
+    exclusive: bool = Field(False, description="true: the attempt gets whole nodes.")
     container: Literal["apptainer", "pyxis"] = Field(
         "apptainer", description="Container runtime for `image`, if one is set."
     )
     setup: list[str] = Field([], description="Shell lines before srun, such as `module load cuda`.")
     options: dict[Annotated[str, AfterValidator(_option)], Annotated[str, AfterValidator(_line)] | None] = Field(
-        {}, description="More options of sbatch, without `--`; null: no value."
+        {}, description="More options of sbatch, without `--`; null: an option without a value."
     )
 
     @field_validator("setup")
     @classmethod
     def _lines(cls, value: list[str]) -> list[str]:
-        """Check that no line of ``setup`` has a NUL character."""
+        """Raise ``ValueError`` if a line of ``setup`` has a NUL character."""
         if any("\0" in line for line in value):
             raise ValueError("a line has a NUL character")
         return value
@@ -199,7 +209,8 @@ class OtherLauncherSpec(EngineSpec):
 
 
 def _launcher_kind(value: Any) -> str:
-    """Return the tag of the union's member for a launcher's value; ``other`` for a launcher of another package."""
+    """Return the union's tag for a launcher's value, a mapping or a model: its ``kind`` (``local`` if it has none), or ``other``
+    for a launcher of another package."""
     kind = value.get("kind", "local") if isinstance(value, dict) else getattr(value, "kind", "local")
     return kind if isinstance(kind, str) and kind in LAUNCHER_SPECS and kind != "other" else "other"
 

@@ -78,8 +78,8 @@ def parse_spec(data: Any) -> JobSpec:
 
 
 def examine_spec(data: Any) -> Examined:
-    """Find the faults of a spec that can be found without a machine. The faults are in the result. ``SpecError`` is raised only
-    for data that are not a mapping."""
+    """Return the spec in ``data`` and the faults of it that can be found without a machine. Faults are not raised; ``SpecError``
+    is raised only for ``data`` that is not a mapping."""
     if not isinstance(data, dict):
         raise SpecError("a job spec is a mapping (JSON object or YAML mapping)", code="invalid-spec")
     problems = _hook_problems(data.get("hook"))
@@ -115,8 +115,8 @@ def spec_error(problems: Sequence[FieldProblem], data: Any) -> SpecError:
 
 
 def _position_in(data: Any, pointer: str) -> list[int]:
-    """Return the position of a pointer's value in ``data``, an index per level, by which problems are sorted; a missing key
-    counts as the last."""
+    """Return the position in ``data`` of the value at a JSON pointer, by which problems are sorted: the index of each of the
+    pointer's keys in its mapping or list. A missing key counts as the last of its mapping."""
     place = list[int]()
     for part in pointer.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
@@ -177,8 +177,8 @@ class _Mended:
         return any(places) or len(self.uncertain_keys) > known
 
     def _blank_arguments(self, locations: Sequence[tuple[str | int, ...]]) -> bool:
-        """Replace the faulty arguments of the script by empty texts, if nothing else of it is faulty, since its file is then
-        known. Returns whether it did."""
+        """Replace the faulty arguments of the script by empty texts and return True. Return False, and change nothing, if no
+        argument is faulty, or if the script's file or the whole list is: then the script is not known."""
         wrong = [loc[1:] for loc in locations if loc[:1] == ("script",)]
         arguments = (
             [index for (index, *rest) in wrong if isinstance(index, int) and index > 0 and not rest]
@@ -204,7 +204,8 @@ class _Mended:
         self.uncertain_keys |= keys.union(*(group for group in _RELATED_KEYS if group & keys))
 
     def _place(self, loc: Sequence[str | int]) -> list[Any]:
-        """Return the keys in ``data`` that lead to ``loc``, as far as they exist and without entering a list."""
+        """Return the keys in ``data`` that lead to ``loc``, as far as they exist and without entering a list. Only the first key
+        is returned if the fault makes everything below that key uncertain: in ``code``, ``hook.name`` and ``launcher.kind``."""
         place, value = list[Any](), self.data
         for i, part in enumerate(loc):
             keys = [key for key in value if str(key) == str(part)] if isinstance(value, dict) else []
@@ -342,7 +343,8 @@ def _is_tag(loc: Sequence[str | int], i: int) -> bool:
 
 
 def problem_of(error: Any, model: type[BaseModel]) -> FieldProblem:
-    """Return a pydantic error as a ``FieldProblem``. For an unknown key the text suggests the most similar known one."""
+    """Return a pydantic error as a ``FieldProblem``. ``error``: one item of ``ValidationError.errors()``; ``model``: the model
+    that was validated. For an unknown key the text suggests the most similar known one."""
     loc, kind = error["loc"], error["type"]
     detail = error["msg"].removeprefix("Value error, ")
     if kind in _UNKNOWN:
@@ -400,12 +402,12 @@ def _description(model: type[BaseModel], loc: Sequence[str | int]) -> str:
 
 
 def _known_keys(model: type[BaseModel], loc: Sequence[str | int]) -> list[str]:
-    """Return the keys of the model at ``loc``."""
+    """Return the keys of the model at ``loc``, a pydantic location in ``model``; empty if there is no model."""
     return list(_keys(_model_at(model, loc)))
 
 
 def _model_at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseModel | HookSpecBase] | None:
-    """Return the model of the value at ``loc``; None if it has none."""
+    """Return the model of the value at ``loc``, a pydantic location in ``model``; None if the value has no model, as a number."""
     current: type[BaseModel | HookSpecBase] | None = model
     for part in loc:
         if part in HOOKS or part in LAUNCHER_SPECS:
@@ -513,7 +515,8 @@ def _check_volumes(spec: JobSpec, add_problem: Any) -> None:
 
 
 def _check_script(spec: JobSpec, add_problem: Any, *, code_is_certain: bool) -> None:
-    """Report a script without ``code``, or one that is no ``.py`` file below it."""
+    """Report a script that is no ``.py`` file, or whose path is absolute or has "..". With ``code_is_certain``, also report a
+    script without ``code``."""
     assert spec.script is not None
     path = PurePosixPath(spec.script[0])
     if code_is_certain and spec.code is None:

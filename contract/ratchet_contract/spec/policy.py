@@ -16,7 +16,8 @@ MAX_CODE: Final = 255
 
 
 def _codes(value: Any) -> Any:
-    """Check one item of ``ExitRule.codes``: a number, or a range as text."""
+    """Check one item of ``ExitRule.codes``, and return it unchanged: a number, or a range as text like ``10-19``. Raises
+    ``ValueError`` for anything else; ``exit_code_problems`` checks which numbers are permitted."""
     if isinstance(value, str):
         match = _RANGE.fullmatch(value)
         if match is None or int(match[1]) > int(match[2]):
@@ -41,7 +42,7 @@ class ExitRule(SpecModel):
     codes: list[Annotated[int | str, BeforeValidator(_codes)]] = Field(
         min_length=1,
         max_length=64,
-        description="Numbers from 2 to 255, or ranges like '10-19'; not those used by Ratchet itself.",
+        description="Numbers from 2 to 255, or ranges like '10-19'. Codes that Ratchet uses itself are refused.",
     )
     action: Literal["retry", "fail", "preempted"] = Field(
         description="retry: another attempt, which counts against nothing; fail: the job ends at once; preempted: another "
@@ -53,55 +54,62 @@ class ExitRule(SpecModel):
 
 
 class PolicySpec(SpecModel):
-    max_preemptions: int | None = Field(None, ge=0, description="null: unlimited.")
+    max_preemptions: int | None = Field(
+        None, ge=0, description="Number of preemptions that are allowed; one more ends the job. null: unlimited."
+    )
     preemptible: bool = Field(
         True,
-        description="May be stopped, with a checkpoint, for a job of higher priority that waits for slots. A script without "
-        "a Session is never stopped.",
+        description="true: if a job of higher priority waits for slots, the service may stop this job, which saves a "
+        "checkpoint first. A script without a Session is never stopped in this way.",
     )
     max_failures: int = Field(
         3,
         ge=0,
-        description="Failed or lost attempts before the job fails; reset by real progress. Three attempts in a row without a "
-        "new step end it as well (if the last was killed, out of memory or lost: this number, if larger), and two "
-        "that end with the same exception at the same line before their first step, unless it names a connection or a time-out.",
+        description="Number of failed or lost attempts that are allowed; one more ends the job. Real progress resets "
+        "the count. Two other rules also end the job. First, three attempts in a row without a new step. If the last "
+        "of them was killed, out of memory or lost, the limit is the larger of three and max_failures. Second, two "
+        "attempts in a row with the same exception at the same line before their first step. Exceptions that name a "
+        "connection or a time-out are exempt from the second rule.",
     )
     exit_codes: list[ExitRule] = Field(
         [],
         max_length=32,
-        description="The meaning of exit codes of your own code: a script's `sys.exit(42)`, a process that ends itself. "
-        "Codes without a rule are "
-        "failures. Three attempts in a row without a new step still end the job; not that of a script without a "
-        "Session, whose steps are unknown: timeout limits it. Retries are spaced like failures, with a growing back-off.",
+        description="The meaning of your own code's exit codes, such as `sys.exit(42)` in a script. Codes without a "
+        "rule are failures. Three attempts in a row without a new step still end the job. A script without a Session "
+        "is exempt, since its steps are unknown: use timeout to limit its job. A retry waits as after a failure, with "
+        "a growing back-off.",
     )
     on_hook_mismatch: Literal["fail", "reset", "redistribute"] = Field(
         "fail",
-        description="What to do with a checkpoint whose hook state does not fit. fail: end the job; redistribute: carry over "
-        "what is possible, by parameter name; reset: reset the hook's state. The resume report shows the result.",
+        description="What to do if a checkpoint's hook state does not fit the job. fail: end the job. redistribute: "
+        "carry over as much as possible, by parameter name. reset: reset the hook's state. The resume report shows "
+        "the result.",
     )
     timeout: Seconds | None = Field(None, description="Wall-clock limit over all attempts' running time.")
     startup_deadline: Seconds | None = Field(
         None,
-        description="Longest time from launch to the first step; then the attempt ends as a hang. null: 300 s, or twice the "
-        "longest start so far if that is more.",
+        description="Longest time from launch to the first step. After this time, the attempt ends as a hang. null: "
+        "300 s, or twice the longest start so far if that is more.",
     )
     step_deadline: Seconds | None = Field(
         None,
-        description="Longest time without progress of a rank; then the attempt ends as a hang. null: derived from the job's "
-        "own pace. "
-        "300 s at first; after an hour of training ten times the longest silence so far, but at least 120 s and at most 300 s, "
-        "or twice an earlier attempt's longest silence where that is more.",
+        description="Longest silence (time without progress) of a rank. After this time, the attempt ends as a hang. "
+        "null: Ratchet derives the deadline from the silences so far. At first the deadline is its upper limit: 300 "
+        "s, or twice the longest silence of an earlier attempt if that is more. After an hour of training it is ten "
+        "times the longest silence, but at least 120 s and at most the upper limit.",
     )
     stop_grace: Seconds = Field(120.0, description="Time from a stop request until ranks are killed.")
     preemption_notice: Seconds | None = Field(
         None,
-        description="Time from SIGTERM until the machine is gone, if that is less than stop_grace (spot instances: 30 to 120 "
-        "s). A checkpoint that would take longer, by the measured duration of saves, is not begun. null: stop_grace.",
+        description="Time from SIGTERM until the machine is gone, if that is less than stop_grace (spot instances: 30 "
+        "to 120 s). If a save is expected to take longer than the rest of this time, it is not begun. null: the value "
+        "of stop_grace.",
     )
     backoff: Seconds = Field(
         1.0,
-        description="First delay after a failure; doubles, with jitter, up to 5 minutes. The first rank-killed, oom or exception "
-        "since the last progress is tried again at once.",
+        description="First delay after a failure. The delay doubles with each failure, with jitter, up to 5 minutes. "
+        "If the cause of the first failure since the last progress is rank-killed, oom or exception, it is retried at "
+        "once.",
     )
 
 

@@ -1,5 +1,5 @@
-"""The spec that a run without a service (a Session under plain python or torchrun) records, and the part of a job's spec that it
-would have recorded. A job that adopts such a run compares the two."""
+"""The spec that a run without a service (a Session under plain python or torchrun) records, and, from a job's spec, the spec that
+such a run of the job's script would record. A job that adopts such a run compares the two."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ def spec_data(
 
 
 def standalone_spec(spec: JobSpec, device: Literal["cpu", "cuda"]) -> JobSpec:
-    """Return the spec that a run of the job's script without a service would have recorded. ``device``: as resolved for the
-    job. Values from a run's environment (variables, interpreter, cores) are not in it: the recorded facts contain them."""
+    """Return the spec that a run of the job's script without a service would have recorded; ``spec`` must have a script, not a
+    task. ``device``: as resolved for the job. Values from a run's environment (variables, interpreter, cores) are not in it: the
+    recorded facts contain them."""
     assert spec.script is not None
     data = spec_data(spec.script, spec.world.nodes, spec.world.ranks_per_node, device)
     return parse_spec({**data, **spec.model_dump(mode="json", include={*_SESSION_KEYS})})
 
 
 def differing_leaves(path: str, left: Any, right: Any) -> list[tuple[str, Any, Any]]:
-    """Return the leaves in which two values of a spec differ, as ``(path, left value, right value)``. ``path``: that of the
-    two values. Hooks with different names are one leaf."""
+    """Return where two values of a spec differ, as ``(path, left value, right value)``; empty if they are equal. Mappings are
+    compared key by key; a key that one of them lacks counts as None. Any other pair of values, also two mappings with different
+    ``name`` (hooks), is one leaf. ``path``: the path of the two values in the spec, which the result's paths begin with."""
     same_kind = isinstance(left, dict) and isinstance(right, dict) and left.get("name") == right.get("name")
     if not same_kind:
         return [] if left == right else [(path, left, right)]

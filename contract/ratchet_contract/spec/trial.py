@@ -12,12 +12,17 @@ from ratchet_contract.spec.types import SpecModel
 class FaultSpec(SpecModel):
     """A fault that a rank, or an agent, injects into its own attempt."""
 
-    attempt: int = Field(ge=1, description="Number of the attempt in which it happens.")
+    attempt: int = Field(ge=1, description="Number of the attempt in which the fault happens.")
     rank: int = Field(ge=0, description="The affected rank; for kill-agent, the agent of its node.")
-    step: int = Field(ge=0, description="It happens after this many steps of the job, after the saves begun by then.")
+    step: int = Field(
+        ge=0,
+        description="Number of steps of the job after which the fault happens. A save that is in progress then is "
+        "completed first.",
+    )
     kind: Literal["kill-rank", "kill-agent", "kill-in-evaluation", "preempt"] = Field(
-        description="kill-rank: SIGKILL of the rank, as the next step begins; kill-agent: of its node's agent, with all its "
-        "ranks; kill-in-evaluation: of the rank, as the evaluation after that step begins; preempt: a stop as by SIGTERM."
+        description="kill-rank: SIGKILL to the rank when the next step begins. kill-agent: SIGKILL to the agent of "
+        "its node, with all ranks there. kill-in-evaluation: SIGKILL to the rank when the evaluation after that step "
+        "begins. preempt: a stop as by SIGTERM."
     )
 
 
@@ -27,7 +32,8 @@ class TrialSpec(SpecModel):
 
     end_at: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
-        description="Step after which the job ends, with a checkpoint, unless it ends before. auto: a few steps after the "
-        "first end of an epoch, the first evaluation and the start of the hook, 1000 at most.",
+        description="Step after which the job saves a checkpoint and ends, if it has not ended before. auto: a few "
+        "steps after the last of three steps (the first end of an epoch, the first evaluation, the start of the "
+        "hook), at most 1000.",
     )
-    faults: list[FaultSpec] = Field([], max_length=100, description="At most one per attempt.")
+    faults: list[FaultSpec] = Field([], max_length=100, description="Faults to inject, at most one per attempt.")

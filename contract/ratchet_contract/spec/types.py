@@ -27,7 +27,7 @@ def _duration(value: Any) -> Any:
 
 
 def _size(value: Any) -> Any:
-    """Check the form of a size such as ``16Gi``, and return it unchanged."""
+    """Return a size such as ``16Gi`` unchanged. Raises ``ValueError`` for any other form, and for a size of 0."""
     if not isinstance(value, str) or _SIZE.fullmatch(value) is None or size_in_bytes(value) == 0:
         raise ValueError(f"a size is a whole number with Ki, Mi, Gi or Ti, like 16Gi, not {value!r}")
     return value
