@@ -183,9 +183,8 @@ class _Run:
         self._paths: AttemptPaths | None = None
         self._restore_signal_handlers: Callable[[], None] = lambda: None
         self._closed = self._ended = self._own_group = False
-        self._error_before = id(
-            _last_cell_error()
-        )  # the error itself would hold its frames, and an earlier model in them
+        # Before the first step; the error itself would hold its frames, and an earlier model in them.
+        self._error_before = id(_last_cell_error())
         self.runtime: Runtime | None = None
 
     @property
@@ -199,10 +198,13 @@ class _Run:
 
     @property
     def has_failed_at_prompt(self) -> bool:
-        """True if an error has ended a cell since this run was created, and the run has begun to train. A Session that is made in
-        a later cell is then another start. Always False if the process runs a script."""
-        begun, error = self.runtime is not None and self.runtime.restored, _last_cell_error()
-        return begun and not self._place.owns_process and error is not None and id(error) != self._error_before
+        """True if an error has ended a cell of the training: after the state was restored and before the last step was saved. A
+        Session that is made in a later cell is then another start. Errors from before the first step do not count once the run
+        has begun that step. Always False if the process runs a script."""
+        runtime, error = self.runtime, _last_cell_error()
+        if runtime is None or not runtime.restored or runtime.loop_ended or self._place.owns_process:
+            return False
+        return error is not None and id(error) != self._error_before
 
     def open(self) -> Runtime:
         """Start the run and return its runtime; every rank must call it. If it fails, the run is ended on this rank, and the
@@ -238,7 +240,7 @@ class _Run:
             launch, identity, self._clients, _TIMEOUT, hold, self._agreement, counter, self._reporter
         )
         runtime.on_begin, runtime.on_nothing_left, runtime.on_exit = (
-            self._delete_surplus,
+            self._on_begin,
             self._report_nothing_left,
             self.on_exit,
         )
@@ -369,6 +371,12 @@ class _Run:
         print_line(text)
         sign_off(self._clients.side, self._place.identity, _SIGN_OFF_SECONDS)
         exit_process(EXIT_PREEMPTED)
+
+    def _on_begin(self) -> None:
+        """Called before the first step: delete surplus checkpoints, and record the last error of a cell so far as none of the
+        training's."""
+        self._error_before = id(_last_cell_error())
+        self._delete_surplus()
 
     def _all_ranks_proved(self) -> bool:
         """Count this rank as one that has compared all its redone steps. Return True if all ranks are counted now."""

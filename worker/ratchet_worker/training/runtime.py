@@ -113,6 +113,7 @@ class Runtime:
         self._unit = position(self.step)  # the last unit begun
         self._reported_variables = set[str]()  # variables of the script's loops that were reported
         self._ended = False  # the last step is done and the final checkpoint saved
+        self.loop_ended = False  # the loop over steps has ended by itself, neither by an error nor by ``break``
         self._step_open = False  # between begin_step and end_step
         self._iteration = 0  # the hook's iteration count when the open step began
         self._has_stepped = False  # this attempt has done a step
@@ -323,7 +324,7 @@ class Runtime:
     def mark_nothing_left(self) -> None:
         """Record that the script's loop has no step to do, since the job's last step was done by an earlier attempt.
         ``check_not_ended`` then refuses a further loop, as it does in the attempt that has done the last step."""
-        self._ended = True
+        self._ended = self.loop_ended = True
         if self._is_base_finished and self.on_nothing_left is not None:
             self.on_nothing_left()
 
@@ -370,6 +371,7 @@ class Runtime:
         self._report_progress(always=self._ended)
         if self._ended:
             self._save("end", finished=True)
+            self.loop_ended = True
         else:
             if not self._has_stepped:  # state that appears only in a first step
                 self._has_stepped = True

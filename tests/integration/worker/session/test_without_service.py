@@ -534,6 +534,23 @@ prompt = code.InteractiveInterpreter(globals())
 prompt.runcode("cell(error=3)")
 prompt.runcode("print(cell())")
 """
+CELLS = """
+session = Session()
+net = torch.nn.Linear(4, 1)
+model, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+def train():
+    for step in session.steps(2):
+        print(Session().step, Session().resumed)
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+prompt = code.InteractiveInterpreter(globals())
+prompt.runcode("missing_before")
+prompt.runcode("train()")
+prompt.runcode("missing_after")
+prompt.runcode("print(Session().step, Session().resumed)")
+prompt.runcode("session.finish()")
+"""
 
 
 def test_interrupted_training_at_a_python_prompt_resumes(place: Path) -> None:
@@ -559,6 +576,16 @@ def test_failed_training_at_a_python_prompt_resumes(place: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (0, "(6, True)\n"), done.stderr
     assert "a_word_that_is_not_there" in done.stderr and "the next start continues from" in done.stderr, done.stderr
+
+
+def test_error_outside_of_the_training_at_a_python_prompt_leaves_the_run_open(place: Path) -> None:
+    text = AT_A_PROMPT + CELLS
+    done = subprocess.run(
+        [sys.executable], input=text, cwd=place, env=_environ(), capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "0 False\n1 False\n2 False\n"), done.stderr
+    assert "missing_before" in done.stderr and "missing_after" in done.stderr, done.stderr
+    assert "not ended" not in done.stderr and "nothing is left to do" not in done.stderr, done.stderr
 
 
 def test_start_without_training_deletes_no_checkpoint(place: Path) -> None:
