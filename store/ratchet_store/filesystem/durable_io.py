@@ -230,8 +230,7 @@ def remove_tree(folder: Path) -> None:
     that another process removes meanwhile. Raises ``OSError``, also if another process moves one of the directories
     meanwhile."""
     try:
-        folder.chmod(0o700)
-        here = os.open(folder, _DIRECTORY_FLAGS)
+        here = _open_for_removal(folder)
     except FileNotFoundError:
         return
     # For each level down to ``here``: its name, the names left in its parent, and the parent's identity.
@@ -242,8 +241,7 @@ def remove_tree(folder: Path) -> None:
             if left:
                 name = left.pop()
                 try:
-                    os.chmod(name, 0o700, dir_fd=here)
-                    inner = os.open(name, _DIRECTORY_FLAGS, dir_fd=here)
+                    inner = _open_for_removal(name, here)
                 except FileNotFoundError:
                     continue
                 way.append((name, left, _identity(here)))
@@ -263,6 +261,23 @@ def remove_tree(folder: Path) -> None:
         os.close(here)
     with suppress(FileNotFoundError):
         folder.rmdir()
+
+
+def _open_for_removal(name: Path | str, parent: int | None = None) -> int:
+    """Open a directory of any mode, so that its content can be deleted. Raises ``OSError``, for a link too.
+
+    A privileged service changes no mode by name: user code may put a link there after the directory was listed."""
+    try:
+        fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent)
+    except PermissionError:
+        os.chmod(name, 0o700, dir_fd=parent)
+        fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent)
+    try:
+        os.fchmod(fd, 0o700)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _identity(fd: int) -> tuple[int, int]:

@@ -13,7 +13,6 @@ import typer
 from ratchet_client.cli.shared import output
 from ratchet_client.cli.shared.exit_codes import Exit
 from ratchet_client.cli.shared.options import RUN, UNMANAGED, open_client
-from ratchet_contract.errors import Refused
 
 if TYPE_CHECKING:
     from ratchet_client.init.advice import Note
@@ -65,6 +64,8 @@ def init(
 
     Every torchrun option is applied, reported as not needed, or refused with an alternative.
     """
+    from ratchet_contract.errors import Refused
+
     if patch:
         if any((file, code, name, sets, force, to_stdout, as_json)):
             raise Refused("--patch takes only a script: leave out the other options")
@@ -112,6 +113,7 @@ def _patch(words: list[str]) -> None:
     from ratchet_client.init.command_line import parse_command
     from ratchet_client.init.patch.diff import patch_of, remaining_remarks
     from ratchet_client.init.read_script import read_script
+    from ratchet_contract.errors import Refused
     from ratchet_contract.script.unmanaged_script import is_unmanaged
 
     place = project.locate(parse_command(words, os.environ).script, None)

@@ -24,7 +24,6 @@ from ratchet_client.cli.shared.options import (
     reason_text,
     steps,
 )
-from ratchet_contract.api.roles import LOCAL_OWNER
 from ratchet_contract.plural import pluralize, short_digests
 
 if TYPE_CHECKING:
@@ -78,6 +77,8 @@ def list_jobs(
     if as_json:
         output.emit(jobs)
         return
+    from ratchet_contract.api.roles import LOCAL_OWNER
+
     team = any(job.owner != LOCAL_OWNER for job in jobs)
     output.table(
         ["ID", "NAME", *(["OWNER"] if team else []), "PHASE", "HOOK", "STEP", "ATTEMPT", "AGE", "WHY"],
@@ -98,6 +99,8 @@ def get(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> None:
     if as_json:
         output.emit(found)
         return
+    from ratchet_contract.api.roles import LOCAL_OWNER
+
     budgets, unmanaged = found.budgets, steps(found) == "-"
     output.fields(
         [

@@ -108,13 +108,15 @@ def _step_loop(patching: Patching) -> StepLoop | None:
 
 def _runs_once(source: Source, scope: ast.AST) -> bool:
     """Return True if the code in ``scope`` runs once: for the module, and for a function that is called at exactly one place of
-    the file, outside loops, by code that runs once."""
-    if not isinstance(scope, Function):
-        return isinstance(scope, ast.Module)
-    calls = [n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and called_as(n) == scope.name]
-    if len(calls) != 1 or any(isinstance(n, ast.For | ast.While) for n in source.ancestors(calls[0])):
-        return False
-    return _runs_once(source, source.scope(calls[0]))
+    the file, outside loops, by code that runs once. Functions that call each other do not."""
+    called: list[ast.AST] = []
+    while isinstance(scope, Function) and scope not in called:
+        called.append(scope)
+        calls = [n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and called_as(n) == scope.name]
+        if len(calls) != 1 or any(isinstance(n, ast.For | ast.While) for n in source.ancestors(calls[0])):
+            return False
+        scope = source.scope(calls[0])
+    return isinstance(scope, ast.Module)
 
 
 def _counted(source: Source, loop: ast.While) -> Counted | None:

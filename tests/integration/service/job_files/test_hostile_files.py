@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,14 @@ def test_remove_tree_removes_any_depth_and_does_not_follow_links(tmp_path: Path)
     remove_tree(tmp_path / "gone")
     remove_tree(tmp_path / "gone")
     assert [path.name for path in tmp_path.iterdir()] == ["kept"] and (tmp_path / "kept" / "file").exists()
+
+
+def test_remove_tree_of_a_link_changes_nothing_behind_it(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir(mode=0o755)
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    with pytest.raises(NotADirectoryError):
+        remove_tree(tmp_path / "link")
+    assert stat.S_IMODE((tmp_path / "kept").stat().st_mode) == 0o755
 
 
 def test_sweep_deleted_continues_after_a_job_that_cannot_be_removed(

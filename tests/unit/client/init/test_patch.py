@@ -333,6 +333,7 @@ def within(head: str, start: str, text: str = LOOP) -> str:
         (LOOP + "for epoch in range(9):\n    for x in loader: x.backward()\n", 22, "one of 2 training loops"),
         ("import torch.multiprocessing as mp\nmp.spawn(f, nprocs=2)\n" + LOOP, 2, "it starts its ranks itself"),
         (within("class Fit:\n  def fit(self):\n", "for epoch in range(3)"), 17, "is made in another function"),
+        (within("def fit():\n    fit()\n", "while True", STEPS), 12, "no loop over epochs around a loop over batches"),
     ],
 )  # fmt: skip
 def test_unpatchable_script_reports_lines_and_has_no_diff(text: str, line: int, said: str) -> None:
