@@ -77,7 +77,7 @@ class Learner:
         seconds = self.deadline(stage)
         if seconds < self.deadlines.step:
             longest = self._longest_silences[stage]
-            return f"step_deadline ({seconds:.3g} s, learned: the longest pause before was {longest:.2g} s)"
+            return f"step_deadline ({seconds:.3g} s; the longest pause so far was {longest:.2g} s)"
         return f"step_deadline ({seconds:g} s)"
 
     def pace(self, *, hung: bool) -> Pace | None:
@@ -285,8 +285,8 @@ class Watch:
             reading = self._readings[rank]
             how = "stopped by a signal (SIGSTOP), " if rank in halted else ""
             where = f"in step {reading.started}" if reading.started > reading.finished else f"after {reading.finished}"
-            still = f"still for {now - self._progress_at[rank]:.0f} s"
-            parts.append(f"rank {rank} ({how}{reading.stage.name.lower()}, {where}, {still})")
+            silence = f"silent for {now - self._progress_at[rank]:.0f} s"
+            parts.append(f"rank {rank} ({how}{reading.stage.name.lower()}, {where}, {silence})")
         return f"{', '.join(parts)} {limit}"
 
 

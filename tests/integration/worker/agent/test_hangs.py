@@ -48,7 +48,7 @@ def test_hang_writes_stacks_of_every_rank_that_can_be_reached(attempts: list[Att
         assert "wrote no stacks" not in told and "most recent call first" not in heading
     assert "ratchet: rank 4 wrote no stacks: State: S (sleeping)" in log_of(attempt, 4)
     message = result.message or ""
-    assert "rank 1 (stopped by a signal (SIGSTOP), training, in step 4, still for 1 s)" in message
+    assert "rank 1 (stopped by a signal (SIGSTOP), training, in step 4, silent for 1 s)" in message
     assert "ratchet logs job-1 --attempt 1" in message and "rank 4 wrote none (State: S (sleeping)" in message
     assert attempt.rank_pids() == [] and result.pace is not None and result.pace.hung
 
@@ -61,7 +61,7 @@ def test_hang_message_names_the_longest_stalled_rank_first(attempts: list[Attemp
     attempt.start()
     result = attempt.wait()
     assert (result.cause, result.rank) == (Cause.HANG, 1)
-    assert (result.message or "").startswith("rank 1 (training, in step 2, still for 1 s)"), result.message
+    assert (result.message or "").startswith("rank 1 (training, in step 2, silent for 1 s)"), result.message
 
 
 def test_script_keeps_an_own_sigusr1_handler(attempts: list[Attempt], tmp_path: Path) -> None:
