@@ -1,4 +1,5 @@
-"""The command line ``ratchet``. Commands import heavy modules in their functions, so that ``ratchet --help`` stays fast."""
+"""The command line ``ratchet``. Commands import heavy modules (httpx, pydantic) in their functions, so that
+``ratchet --help`` stays fast."""
 
 from __future__ import annotations
 

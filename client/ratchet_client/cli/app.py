@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 
 class _Group(TyperGroup):
-    """The group of all commands. It prints an error of a command as one message on stderr and converts it to an exit code; its
-    help ends with a list of the exit codes."""
+    """The group of all commands. It prints a command's ``RatchetError`` as one message on standard error and converts it to an
+    exit code; other exceptions are raised unchanged. Its help ends with a list of the exit codes."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)

@@ -172,8 +172,9 @@ def _is_already_applied(job: Job, event: Event) -> bool:
 
 
 def _checkpoint_at(session: Session, job: Job, step: int) -> dict[str, int]:
-    """Return step and attempt of the committed checkpoint of ``step`` in the job's lineage. Raises ``NotFound`` if there is
-    none."""
+    """Return step and attempt of the job's own committed checkpoint of ``step`` from which its next attempt could start. Raises
+    ``NotFound`` if there is none. Checkpoints of abandoned branches, and of the job that this one was forked from, do not
+    count."""
     committed = committed_in_lineage(session, job)
     found = next((row for row in committed if row.step == step), None)
     if found is None:

@@ -71,11 +71,12 @@ class Step(NamedTuple):
 
 
 class Mirror:
-    """Copies the local checkpoints to the object store, and deletes copies there, for one attempt and in one thread. The
-    caller calls ``step`` repeatedly.
+    """Copies local checkpoints to the object store, and deletes the copies of checkpoints that retention has deleted here. Runs
+    for one attempt, in one thread. The caller calls ``step`` repeatedly.
 
-    ``lineage``: checkpoints of earlier attempts that are copied, too. ``attempt``: the attempt's number; all of its own
-    checkpoints are copied.
+    ``attempt``: the attempt's number; all of its own checkpoints are copied. ``lineage``: checkpoints of earlier attempts that
+    are copied, too. Copies are deleted whatever attempt they are of, except pinned copies and the newest complete one.
+    Incomplete copies of earlier attempts' checkpoints that are not on this disk are deleted as well.
     """
 
     def __init__(

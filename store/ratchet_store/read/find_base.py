@@ -151,9 +151,9 @@ def _check_parent(directory: Path, manifest: Manifest, lineage: Sequence[Segment
 
 
 def _check_parent_digest(directory: Path, sibling: Path, parent: Base) -> None:
-    """Check that the parent's directory ``sibling`` has the digest that the checkpoint in ``directory`` recorded for its
-    parent. Nothing is checked if no valid manifest can be read there: retention may have deleted it. Raises ``CheckpointError``
-    (``checkpoint-damaged``)."""
+    """Check that the manifest in ``sibling``, the parent's directory, has the digest ``parent.digest``, which the checkpoint in
+    ``directory`` recorded. Nothing is checked if ``sibling`` has no valid manifest: retention may have deleted it. Raises
+    ``CheckpointError`` (``checkpoint-damaged``) if the digests differ. ``directory``: named in the message."""
     try:
         there = read_manifest(sibling)
     except CheckpointError:

@@ -47,7 +47,8 @@ class RankProcess(Protocol):
         """Send SIGKILL to the whole process group."""
 
     def request_stacks(self) -> None:
-        """Have the rank write the stacks of all its threads to its log (``stack_dump``); a halted rank is continued for it."""
+        """Request, by a signal, that the rank writes the stacks of all its threads to its log (``stack_dump``). A halted rank is
+        continued for it."""
 
     def reap(self) -> None:
         """Reap the ended process and close its descriptor."""
@@ -127,7 +128,9 @@ class Child:
             procfs.kill_group(self.pid)
 
     def request_stacks(self) -> None:
-        """Have the process write the stacks of its threads to its log; does nothing if it has ended."""
+        """Request, by a signal, that the process writes the stacks of its threads to its log; do not wait for that. A halted
+        process is continued, and one that has no handler for the signal yet is ended by it. Does nothing if the process has
+        ended."""
         if self.exit_code() is None:
             stack_dump.request_dump(self.pid)
 

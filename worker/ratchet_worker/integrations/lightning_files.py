@@ -28,9 +28,12 @@ _WORKDIR_PLACEHOLDER: Final = "{workdir}"
 
 
 class CheckpointFiles:
-    """Tracks the checkpoint files that Lightning's callbacks write; used only on the rank that writes them. ``journal``: a file
-    in the job's directory; each line names a checkpoint file and the step that wrote or removed it. ``step``: returns the open
-    step. Files outside local file systems are not tracked."""
+    """Records the checkpoint files that Lightning's callbacks write and remove, and rewinds them to the step that an attempt
+    begins with: it hides, moves aside, puts back and deletes files. Used only on the rank that writes them.
+
+    ``journal``: a file in the job's directory. A line records a file that a step wrote, removed or lost, the versions of the
+    loggers' directories, or the end of a training. ``step``: returns the open step. Files outside local file systems are not
+    recorded."""
 
     def __init__(self, journal: Path, step: Callable[[], int]) -> None:
         self._journal, self._step = journal, step

@@ -66,7 +66,7 @@ def capture_stacks(
     appended to the rank's log.
 
     ``why``: the reason, for a heading in each log. A dump counts as complete when nothing more is written for ``quiet_seconds``
-    seconds. Kills no rank.
+    seconds. A rank that has no handler for the signal yet is ended by it; no other rank is.
     """
     sizes = {}
     for rank, target in targets.items():

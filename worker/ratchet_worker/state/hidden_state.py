@@ -838,7 +838,8 @@ class _Restorer:
             _set(item, name, self._resolve(reference))
 
     def _pairs(self, content: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-        """Return the stored keys and values of a dictionary, in their order."""
+        """Return, in the stored order, the keys and values that a dictionary's stored references stand for. Objects that
+        training made are created. Raises ``StateError`` if an object does not exist in this attempt."""
         return [*zip(self._resolve_all(content["keys"]), self._resolve_all(content["items"]), strict=True)]
 
     def _resolve_all(self, references: References) -> list[Any]:

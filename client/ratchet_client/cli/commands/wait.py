@@ -136,8 +136,9 @@ def _exit_by_result(job: JobView, rank: int | None, until: Collection[JobPhase] 
 
 
 def _resume_hint(job: JobView) -> str:
-    """Return, as text, the commands that resume a failed or cancelled job: with the same code, which is its snapshot, and with
-    changed code."""
+    """Return, as text, the commands that continue a failed or cancelled job: ``resume`` with the same code, which is its
+    snapshot, and ``resume --code`` with changed code. Strict determinism refuses changed code for a job with a checkpoint: the
+    second command is then a ``fork``, which makes a new job. A job without a snapshot gets only the first command."""
     again, code = f"ratchet resume {job.id}", job.spec.get("code")
     if code is None or code.get("source") == "nodes":
         return f"continue: {again}"
