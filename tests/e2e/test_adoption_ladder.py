@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,30 +107,42 @@ def _live(server: Server, rung: str, kill: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Lives:
-    """What is left of them: job ids, and what rung 1 printed under torchrun."""
+class PlainLives:
+    """What is left of rungs 0 and 1: ids of the script's jobs, and what rung 1 printed under torchrun."""
 
     script_undisturbed: str
     script: str
-    session_undisturbed: str
-    session: str
-    task: str
     hooks: str
 
 
+@dataclass(frozen=True)
+class Lives:
+    """The ids of the jobs of rungs 2 and 3."""
+
+    session_undisturbed: str
+    session: str
+    task: str
+
+
 @pytest.fixture(scope="module")
-def lives(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Lives:
-    """All at once: most of their time is the import of torch."""
-    jobs = [("0_torchrun", False), ("0_torchrun", True), ("2_session", False), ("2_session", True), ("3_task", True)]
+def plain_lives(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainLives]:
     ranks = torchrun("1_hooks", tmp_path_factory.mktemp("torchrun"))
     try:
-        with ThreadPoolExecutor(len(jobs) + 1) as threads:
+        with ThreadPoolExecutor(3) as threads:
             hooks = threads.submit(kill_rank_1, ranks)
-            ids = list(threads.map(lambda job: live(server, *job), jobs))
+            ids = threads.map(lambda kill: live(server, "0_torchrun", kill), (False, True))
             hooks.result()
-        return Lives(*ids, hooks=ranks.wait())
+        yield PlainLives(*ids, hooks=ranks.wait())
     finally:
         ranks.close()
+
+
+@pytest.fixture(scope="module")
+def lives(server: Server) -> Lives:
+    """All at once: most of their time is the import of torch."""
+    jobs = [("2_session", False), ("2_session", True), ("3_task", True)]
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        return Lives(*threads.map(lambda job: live(server, *job), jobs))
 
 
 def told_by(server: Server, job_id: str, attempt: int) -> str:
@@ -137,21 +150,22 @@ def told_by(server: Server, job_id: str, attempt: int) -> str:
 
 
 @full
-def test_rung_0_is_restarted_but_ends_in_different_weights(server: Server, lives: Lives) -> None:
-    first, second = server.attempts(lives.script)
+def test_rung_0_is_restarted_but_ends_in_different_weights(server: Server, plain_lives: PlainLives) -> None:
+    first, second = server.attempts(plain_lives.script)
     assert first["cause"] == "rank-killed" and second["outcome"] == "succeeded"
     assert second["resume_report"]["verdict"] == "unmanaged"
-    said = told_by(server, lives.script, 2)
+    said = told_by(server, plain_lives.script, 2)
     assert "epoch 1:" not in said and f"epoch {EPOCHS}:" in said, "it went on from its own checkpoint"
-    assert (server.paths.job(lives.script).work_dir / "checkpoint.pt").is_file()
-    assert weights(said) != weights(told_by(server, lives.script_undisturbed, 1))
+    assert (server.paths.job(plain_lives.script).work_dir / "checkpoint.pt").is_file()
+    assert weights(said) != weights(told_by(server, plain_lives.script_undisturbed, 1))
 
 
-def test_rung_1_restarted_by_torchrun_ends_in_weights_of_rung_0(server: Server, lives: Lives) -> None:
-    assert lives.hooks.count("epoch 1:") == 1 and "exitcode: -9" in lives.hooks, (
+@full
+def test_rung_1_restarted_by_torchrun_ends_in_weights_of_rung_0(server: Server, plain_lives: PlainLives) -> None:
+    assert plain_lives.hooks.count("epoch 1:") == 1 and "exitcode: -9" in plain_lives.hooks, (
         "killed, and went on from its own files"
     )
-    assert weights(lives.hooks) == weights(told_by(server, lives.script_undisturbed, 1))
+    assert weights(plain_lives.hooks) == weights(told_by(server, plain_lives.script_undisturbed, 1))
 
 
 @pytest.mark.parametrize("rung", ["session", "task"])

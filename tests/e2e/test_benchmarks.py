@@ -65,6 +65,7 @@ def test_startup_benchmark_prints_control_plane_figures(tmp_path: Path, capsys: 
     assert "libtorch in its maps: no" in capsys.readouterr().out
 
 
+@full
 @pytest.mark.slow
 def test_interrupted_benchmark_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
     """With its service up, and a rank that is about to train: torch's compiler makes a directory when it is imported."""

@@ -46,8 +46,9 @@ def test_chaos_loses_no_job_runs_none_twice_and_all_end_exactly(tmp_path: Path, 
     assert verdict.tensors >= 5 * verdict.compared
 
 
+@full
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=full), signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_signalled_chaos_run_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     """While clients try again and again: the service that they ask is stopped. Nor a directory, but for SIGKILL."""
     log = tmp_path / "log"

@@ -99,6 +99,7 @@ def test_doctor_row_is_green_on_cpu(environ: dict[str, str], tmp_path: Path) -> 
 REFUSAL = "nll_loss2d_forward_out_cuda_template does not have a deterministic implementation, but you set more words"
 
 
+@full
 def test_throughput_row_names_operation_refused_by_strict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA refuses the loss of images: in the measurement, and in the row."""
     import torch

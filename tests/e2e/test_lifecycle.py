@@ -20,6 +20,7 @@ import pytest
 from ratchet_contract.paths import AttemptPaths
 from ratchet_store.read.compare import compare, render
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
+from tests.support.full_matrix import full
 from tests.support.launch import wait_freeze
 from tests.support.server import Server, processes_below, rank_pid, wait_for
 from tests.support.user_projects import make_project
@@ -203,6 +204,7 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
+@full
 @pytest.mark.slow
 def test_stopped_damaged_and_rewound_job_ends_like_the_undisturbed_run(world: World, tmp_path: Path) -> None:
     server, gate = world.server, Gate(tmp_path / "gate")

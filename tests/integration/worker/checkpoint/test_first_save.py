@@ -16,6 +16,7 @@ from ratchet_contract.protocol.messages import ForkSource
 from ratchet_store.format.manifest_file import read_manifest
 from ratchet_store.object_store.remote_checkpoints import open_job_checkpoints
 from ratchet_store.read.compare import compare, render
+from tests.support.full_matrix import full
 from tests.support.launch import Attempt, Job
 from tests.support.object_stores import BUCKET, PATIENT, S3Server, s3, s3_server  # noqa: F401
 from tests.support.server import wait_for
@@ -137,6 +138,7 @@ def test_first_save_is_deleted_after_two_others_and_moves_no_schedule(home: Path
     assert not any(name.startswith("step-000000000001.") for name in one.checkpoints())
 
 
+@full
 def test_fork_and_lost_disk_resume_from_first_save(home: Path, jobs: list[Job], s3: S3Server) -> None:
     hook = {"name": "allreduce"}
     whole = job(home, "whole", hook, first="off", every_steps=12)

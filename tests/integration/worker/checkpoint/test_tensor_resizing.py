@@ -127,6 +127,7 @@ def returned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(64 << 10))
 
 
+@full
 @pytest.mark.timeout(120 + 2 * STEPS)
 @pytest.mark.usefixtures("returned_at_once")
 def test_tensor_freed_during_save_fails_the_save_but_not_the_training(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def test_torch_seed_set_before_importing_ratchet_is_kept(place: Path) -> None:
     assert drawn(place)[0] == of_a_job(["torch"])
 
 
+@full
 def test_unseeded_draws_before_the_session_are_named_at_resume(place: Path) -> None:
     stopped = start(place, "drawn", "torch", "numpy", STOPPED="yes")
     assert stopped.returncode == EXIT_PREEMPTED, stopped.stderr

@@ -553,6 +553,7 @@ prompt.runcode("session.finish()")
 """
 
 
+@full
 def test_interrupted_training_at_a_python_prompt_resumes(place: Path) -> None:
     done = subprocess.run(
         [sys.executable],
