@@ -25,27 +25,29 @@ HEAD: Final = """\
 {names}
 
 Training code uses [`Session`](#session) or [`Task`](#task), with [`TrainLoader`](#trainloader) for its data; scripts and
-notebooks use [`Client`](#client) and the [`Job`](#job) that it gives. How the client is used, as a text:
-[python-client.md](python-client.md); whether a Session or a Task: [adoption.md](adoption.md). `ratchet.lightning` has
-`SessionStrategy` and `SessionLogger`, for a script with Lightning: [integrations.md](integrations.md#scripts-as-ratchet-jobs).
+notebooks use [`Client`](#client) and the [`Job`](#job) that it returns. [python-client.md](python-client.md) introduces the
+client, and [adoption.md](adoption.md) compares Session and Task. For scripts with Lightning, `ratchet.lightning` has
+`SessionStrategy` and `SessionLogger` ([integrations.md](integrations.md#scripts-as-ratchet-jobs)).
 
-Made from the code by `python docs/make_python.py`. The examples are parts of [`examples/reference`](../examples/reference) and of
-the docstrings; tests run them. `job_id` is the id of a job that has ended, `directory` a directory, `key` any text.
+This page is made from the code by `python docs/make_python.py`. The examples are parts of
+[`examples/reference`](../examples/reference) and of the docstrings; tests run them. In the examples, `job_id` is the id of a job
+that has ended, `directory` a directory, and `key` any text.
 """
 COMMON: Final = {
-    "job": "a `Job`, the job's id, or its name, where one job alone has it or has it and has not ended; else `AmbiguousName`, or "
-    "`NotFound`",
+    "job": "a `Job`, the job's id, or its name. If several jobs have the name, the name means the only one that has not ended. "
+    "Raises `AmbiguousName` if none or several of them have not ended, and `NotFound` if no job has the name",
     "spec": "the path of a YAML or JSON file, a mapping, or a `JobSpec`",
-    "checkpoint_id": "as `checkpoints` gives it: `step-000000000120.a0001`",
-    "owner": "name of an owner; None: of all, or the caller",
-    "page_size": "how many one request asks for; all are given in any case",
-    "rank": "of this rank alone; None: of all",
-    "attempt": 'number of an attempt, `"all"`, or None: the newest',
-    "tail": "only the last lines of each rank, so many",
-    "grep": "only lines with this text",
-    "since": "only lines written since then (RFC 3339)",
-    "upload": "send the directory `code.path` of this machine (True) or not (False); None: if the service is on another",
-    "note": "called with sentences while much is sent",
+    "checkpoint_id": "`id` of a checkpoint that `checkpoints` yields, such as `step-000000000120.a0001`",
+    "owner": "name of an owner; None: all owners, or in `create_token` the caller",
+    "page_size": "number of items that one request asks for; the iterator yields all items in any case",
+    "rank": "only this rank; None: all ranks",
+    "attempt": 'number of an attempt, or `"all"`. None: the newest attempt (all attempts in `events`)',
+    "tail": "number of lines: only the last lines of each rank",
+    "grep": "only lines that contain this text",
+    "since": "only lines written since this time (RFC 3339)",
+    "upload": "True: send the directory `code.path` of this machine. False: do not send it. None: send it if the service is on "
+    "another machine and the directory exists here",
+    "note": "function that receives sentences about files that are left out, and about the progress of a large upload",
 }
 """Arguments that several methods of the client have."""
 FIRST: Final[dict[str, tuple[str, ...]]] = {
@@ -226,10 +228,11 @@ def errors() -> Iterator[tuple[str, type[ratchet.RatchetError]]]:
 
 def _errors() -> str:
     about = (
-        "All have a `detail`, a sentence with the cure, and a `code`, which never changes ([api.md](api.md#errors))."
+        "Every error has a `detail`, which describes the problem and the cure, and a `code`, which never changes "
+        "([api.md](api.md#errors)). A more specific `code` may replace the default."
     )
     rows = [(name, cls.code, " ".join(_prose(cls.__doc__ or "").split())) for name, cls in errors()]
-    return f"## Errors\n\n{about}\n\n{_table(('error', 'code, unless there is a closer one', 'when'), rows)}"
+    return f"## Errors\n\n{about}\n\n{_table(('error', 'default `code`', 'when'), rows)}"
 
 
 def _script(file: str) -> str:
@@ -238,7 +241,7 @@ def _script(file: str) -> str:
 
 
 def _task() -> Iterator[str]:
-    yield f"{_class('Task')}\nA whole one:\n"
+    yield f"{_class('Task')}\nA complete example:\n"
     yield _script("classifier.py")
     yield _part_of(task, "What Ratchet does")
     for name, member in public(ratchet.Task):

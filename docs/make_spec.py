@@ -24,12 +24,12 @@ PAGE = Path(__file__).with_name("spec.md")
 HEAD = """\
 # The job spec
 
-YAML or JSON. Unknown keys are refused with the nearest known one. A duration is a number of seconds, or text: a number with `s`,
-`m`, `h` or `d`. A size is a whole number with `Ki`, `Mi`, `Gi` or `Ti`. `ratchet submit FILE --dry-run` checks a spec against the
-machine, or against what its launcher can do, and shows
-what would run; what it may say, and the cure: [troubleshooting.md](troubleshooting.md).
+A job spec is YAML or JSON. Ratchet refuses an unknown key, and names the nearest known one. A duration is a number of seconds, or
+a number with `s`, `m`, `h` or `d`. A size is a whole number with `Ki`, `Mi`, `Gi` or `Ti`. `ratchet submit FILE --dry-run` checks
+a spec and shows what would run, without starting it. A local job is checked against the service's machine, any other job against
+what its launcher can do. [troubleshooting.md](troubleshooting.md) explains the messages of the check, with the cure.
 
-Made from the models by `python docs/make_spec.py`.
+This page is made from the models by `python docs/make_spec.py`.
 """
 _LARGE = 1_000_000
 """A bound above is a machine's, and no news to anybody."""

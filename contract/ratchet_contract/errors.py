@@ -55,8 +55,8 @@ class RatchetError(Exception):
 
 
 class SpecError(RatchetError):
-    """A job's spec cannot be honoured. ``errors``: the wrong fields; empty if the problem is not one of a field, such as
-    invalid YAML. ``parse_spec`` reports at most 50 of them."""
+    """A job's spec is invalid or cannot be run. ``errors`` has the wrong fields; it is empty if no single field is wrong, for
+    instance at invalid YAML. ``parse_spec`` reports at most 50 fields."""
 
     code = "invalid-spec"
 
@@ -81,7 +81,8 @@ class Conflict(RatchetError):
 
 
 class Refused(RatchetError):
-    """Not allowed, too large, or invalid: a missing token, a role without the permission, a wrong setting."""
+    """The request is not allowed, too large or invalid. Examples: a missing token, a role without the permission, a wrong
+    setting."""
 
     code = "refused"
 

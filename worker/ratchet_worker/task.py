@@ -39,12 +39,12 @@ A complete task, in a file ``mine.py`` of the directory named by ``code.path``; 
             x, y = batch
             return {"test_accuracy": (float((model(x).argmax(1) == y).sum()), float(len(y)))}
 
-What Ratchet does with it, in this order, at every step ``n`` (counted from 1):
+What Ratchet does at every step ``n`` (counted from 1), in this order:
 
-1. ``accumulate`` times: take a batch, move it to the device, ``loss(model, batch)``, backward (all but the last without
-   synchronisation); the loss of each is divided by ``accumulate``.
+1. ``accumulate`` times: take a batch, move it to the device, call ``loss(model, batch)``, divide the loss by ``accumulate``, and
+   run the backward pass. Only the last backward pass synchronises the gradients.
 2. ``before_step`` if the task has it, ``optimizer.step()`` (through the scaler), ``scheduler.step()``, ``zero_grad()``.
-3. The step boundary: the only place where state is captured. A checkpoint if one is due, then an evaluation if one is due.
+3. The step boundary, the only place where state is captured: a checkpoint if one is due, then an evaluation if one is due.
 
 The model is built on every rank and rank 0's weights are broadcast, so all ranks begin equal. Generators of torch, CUDA, numpy
 and ``random`` are seeded per rank before ``build``. Everything with state belongs into ``Parts``. Of other state, a resume
@@ -70,8 +70,8 @@ Sums: TypeAlias = dict[str, tuple[float, float]]
 @dataclass(frozen=True)
 class TaskContext:
     """What a task receives in ``build``. ``rank``: number of this process among all ``world_size`` processes of the job;
-    ``local_rank``: its number among those of its node; ``device``: the device for the model. ``seed``: the job's seed; derive
-    random streams from it with rank, epoch and sample."""
+    ``local_rank``: number of this process on its node; ``device``: the device for the model. ``seed``: the job's seed; derive
+    random streams from the seed, the rank, the epoch and the sample."""
 
     rank: int
     world_size: int
@@ -131,15 +131,15 @@ class TrainData(Protocol):
 class Parts:
     """What a task builds. Everything with state is named here, and is restored bit for bit after a kill.
 
-    ``model``: a module on ``ctx.device``, without DDP; ``optimizer`` over its parameters; ``train``: this rank's data, a
-    ``TrainLoader``, a ``TrainStream`` or an object that implements ``TrainData``; ``scaler``: for automatic mixed precision in 16
-    bits. ``accumulate``: number of batches whose gradients make one step.
+    ``model``: a module on ``ctx.device``, without DDP; ``optimizer``: over the model's parameters; ``train``: this rank's data, a
+    ``TrainLoader``, a ``TrainStream`` or an object that implements ``TrainData``; ``scaler``: the gradient scaler for automatic
+    mixed precision in 16 bits. ``accumulate``: number of batches in one step, whose gradients are averaged.
 
-    Exactly one of ``total_steps`` (optimizer steps) and ``epochs`` must be set; epochs need ``train.steps_per_epoch`` and make
-    ``epochs * steps_per_epoch // accumulate`` steps. ``evaluate_every`` is in steps (None: only at the end). ``scheduler.step()``
-    runs once per optimizer step. ``stateful`` holds further objects by name, each with ``state_dict`` and ``load_state_dict`` (an
-    exponential moving average, a tokenizer's counters ...); their state is saved per rank. ``digest`` identifies the data (for
-    instance a digest of the files); it is recorded and compared at a resume.
+    Exactly one of ``total_steps`` (optimizer steps) and ``epochs`` must be set; ``epochs`` needs ``train.steps_per_epoch``, and
+    means ``epochs * steps_per_epoch // accumulate`` steps. ``evaluate_every`` is in steps (None: only at the end).
+    ``scheduler.step()`` runs once per optimizer step. ``stateful`` holds further objects by name, each with ``state_dict`` and
+    ``load_state_dict`` (an exponential moving average, a tokenizer's counters ...); their state is saved per rank. ``digest``
+    identifies the data (for instance a digest of the files); it is recorded and compared at a resume.
     """
 
     model: nn.Module
@@ -177,12 +177,13 @@ class Task(Protocol):
     """A training task, constructed as ``TaskClass(**spec.task.args)``. Optional methods, found by name:
 
     - ``evaluation() -> Iterable[batch]``: this rank's share of the evaluation data; called again for each evaluation.
-    - ``evaluate(model, batch) -> dict[str, (sum, weight)]``: the batch's contribution; over all batches and ranks the metric is
-      ``sum of sums / sum of weights``. It runs without gradients, in eval mode, with rank 0's buffers when DDP broadcasts
-      buffers, on the module inside DDP; afterwards mode, buffers and generators are as before.
+    - ``evaluate(model, batch) -> dict[str, (sum, weight)]``: the batch's contribution to each metric. The metric is
+      ``sum of sums / sum of weights`` over all batches and ranks. ``model`` is the module inside DDP, in eval mode. The method
+      runs without gradients, and with rank 0's buffers if DDP broadcasts buffers. Afterwards mode, buffers and generators are as
+      before.
     - ``batch_to_device(batch, device) -> batch``: the default moves tensors inside lists, tuples and dicts.
     - ``before_step(model, optimizer, step) -> None``: called after the gradients are averaged (and unscaled), before
-      ``optimizer.step()``: for gradient clipping.
+      ``optimizer.step()``; for gradient clipping.
     - ``parameter_shapes() -> list[tuple[int, ...]]``: shapes of the trained parameters, without building the model (a model built
       under ``torch.device("meta")`` takes no memory). With it, a dry run shows what the hook's state will hold.
     """
@@ -192,8 +193,8 @@ class Task(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> LossResult:
-        """The loss of one ``batch`` of the data, on the device; ``model`` is wrapped in DDP. Returns the loss (a scalar tensor),
-        or the loss and metrics to log, by name."""
+        """Return the loss of ``batch``, which is on the device already: a scalar tensor, or a pair of the loss and the metrics to
+        log, by name. ``model`` is wrapped in DDP."""
         ...
 
 

@@ -31,7 +31,7 @@ class ServiceUnreachable(RatchetError):
 
 
 class ServiceFault(RatchetError):
-    """The service responded with a 5xx status, or the response is not from its API."""
+    """The service responded with a 5xx status, or the response is not from Ratchet's API."""
 
     code = "service-fault"
 

@@ -31,14 +31,14 @@ __all__ = ["TERMINAL", "Job", "RatchetClient", "Series", "Snapshot", "WhichAttem
 
 
 class RatchetClient(Following, Access):
-    """A client of one service, which it finds as the command line does.
+    """A client of one service. It finds the service in the same way as the command line.
 
     ``base_url``: the service's address. ``home``: the run directory whose ``service.json`` has the address. If neither is given,
     the first of these applies: ``RATCHET_SERVER``, ``RATCHET_HOME``, the configuration file's server, ``./.ratchet`` if it
-    exists, this user's only running service. ``service.json`` is read at each request, so that a restarted service is found.
-    ``token``: sent as bearer token; default ``RATCHET_TOKEN``, else the configuration file's token, which is sent only to its
-    server. ``timeout``: seconds for one request. ``retry_for``: seconds for which one call is retried while the service does not
-    respond.
+    exists, this user's only running service. The client reads ``service.json`` at each request, so it finds a restarted service.
+    ``token``: sent as bearer token. Default: ``RATCHET_TOKEN``, else the configuration file's ``token``, which is sent only to
+    the file's ``token_server``. ``timeout``: seconds for one request. ``retry_for``: seconds for which one call is retried if the
+    service does not respond.
 
     Methods can raise the errors of ``ratchet_contract.errors`` and ``ratchet_client.errors``. Methods that return an iterator
     read the list page by page while it is consumed. Retries are safe. A POST is sent again with the same Idempotency-Key, so that
@@ -70,19 +70,20 @@ class RatchetClient(Following, Access):
 
     def submit(self, spec: Spec, *, adopt: str | os.PathLike[str] | None = None, idempotency_key: str | None = None,
                upload: bool | None = None, note: Note | None = None) -> Job:  # fmt: skip
-        """Create a job from the path of a YAML or JSON file, a mapping or a ``JobSpec``; return it without waiting for its start.
-        Raises ``SpecError`` with every invalid field.
+        """Create a job from ``spec``: the path of a YAML or JSON file, a mapping, or a ``JobSpec``. Return the job without
+        waiting for its start. Raises ``SpecError`` with every invalid field.
 
-        Relative paths in the spec are relative to the file's directory, or to the current one if there is no file. The same
-        ``idempotency_key`` with the same spec returns the same job again.
+        Relative paths in the spec are relative to the file's directory. Without a file, they are relative to the current
+        directory. The same ``idempotency_key`` with the same spec returns the same job again.
 
-        ``adopt``: the directory, on the service's machine, of a run of the spec's script without a service. The job continues
-        from a copy of the run's newest checkpoint; the directory is not changed.
+        ``adopt``: a directory on the service's machine, where the spec's script has run without a service. The job continues from
+        a copy of this run's newest checkpoint; the directory is not changed.
 
-        ``upload``: True: upload the directory ``code.path`` of this machine first; False: it is a directory of the service's
-        machine; None: upload it if the service's address is not this machine's and the directory exists here. A directory that
-        the service has already is not uploaded again. ``note``: a function that receives sentences about what ignore files leave
-        out (without it a ``UserWarning``), and about the progress of a large upload.
+        ``upload``: True: upload the directory ``code.path`` of this machine first. False: ``code.path`` is a directory of the
+        service's machine. None: upload the directory if it exists here and the service's address belongs to another machine. A
+        directory that the service already has is not uploaded again. ``note``: a function that receives sentences about files
+        that are left out of the upload, and about the progress of a large upload. Without ``note``, a ``UserWarning`` reports the
+        files that are left out.
 
         >>> task = {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 1}}
         >>> job = client.submit({"name": "from-python", "task": task, "world": {"device": "cpu"}}, idempotency_key=key)
@@ -98,8 +99,8 @@ class RatchetClient(Following, Access):
 
     def job(self, job: str | Job) -> Job:
         """Return the job with this id or name, with its current state. If several jobs have the name, return the only one that
-        has not ended. Raises ``NotFound``, and ``AmbiguousName`` if several jobs have the name and none or several have not
-        ended.
+        has not ended; raise ``AmbiguousName`` if none or several of them have not ended. Raises ``NotFound`` if no job has the id
+        or name.
 
         >>> client.job(job_id).phase.value
         'SUCCEEDED'
@@ -108,8 +109,8 @@ class RatchetClient(Following, Access):
 
     def plan(self, spec: Spec, *, adopt: str | os.PathLike[str] | None = None, upload: bool | None = None,
              note: Note | None = None) -> views.PlanView:  # fmt: skip
-        """Return what ``submit`` would run for ``spec``, after all checks, including those of ``adopt``. No job is stored; code
-        is uploaded as by ``submit``, and the service keeps it for ten minutes.
+        """Check ``spec`` as ``submit`` does, including ``adopt``, and return what would run. No job is stored. Code is uploaded
+        as by ``submit``, and the service keeps it for ten minutes.
 
         >>> client.plan("examples/digits-powersgd.yaml").resolved.backend
         'gloo'
@@ -119,9 +120,9 @@ class RatchetClient(Following, Access):
 
     def jobs(self, *, phase: Collection[str] = (), label: Mapping[str, str] | None = None, name: str | None = None,
              sort: str | None = None, owner: str | None = None, page_size: int = PAGE) -> Iterator[views.JobView]:  # fmt: skip
-        """Yield all matching jobs, newest first unless ``sort`` is set (``created``, ``name``, ``priority``; prefixed with ``-``:
-        descending); pages are fetched while iterating. ``phase``: in one of these phases; ``label``: with all of these labels;
-        ``name``: with this name; ``owner``: of this owner.
+        """Yield all matching jobs, newest first. Pages are fetched while iterating. ``sort``: order by ``created``, ``name`` or
+        ``priority`` instead; a ``-`` in front means descending. ``phase``: only jobs in one of these phases. ``label``: only jobs
+        with all of these labels. ``name``, ``owner``: only jobs with this name, or of this owner.
 
         >>> job_id in [job.id for job in client.jobs(phase=["SUCCEEDED"])]
         True
@@ -138,23 +139,23 @@ class RatchetClient(Following, Access):
         return self._pages("/v1/jobs", views.JobView, params)
 
     def suspend(self, job: str | Job) -> views.JobView:
-        """Request that the job saves a checkpoint, stops, and stays stopped until ``resume``. Returns without waiting for that.
-        Like all actions, raises ``Conflict`` in an unsuitable phase."""
+        """Request that the job saves a checkpoint, stops, and stays stopped until ``resume``. Returns without waiting for the
+        stop. Like all actions, raises ``Conflict`` in an unsuitable phase."""
         return self._act(job, "suspend")
 
     def resume(self, job: str | Job, from_step: int | None = None, *, world: int | None = None, nodes: int | None = None,
                hook: dict[str, Any] | str | None = None, on_hook_mismatch: str | None = None,
                code: str | os.PathLike[str] | None = None, include: Sequence[str] | None = None,
                upload: bool | None = None, note: Note | None = None) -> views.JobView:  # fmt: skip
-        """Resume a suspended, failed or cancelled job, and return its new state before it trains. Without other arguments it
-        continues from its newest checkpoint, with its own world, hook and code.
+        """Resume a suspended, failed or cancelled job. Return its new state without waiting for the training. Without further
+        arguments the job continues from its newest checkpoint, with the same world, hook and code as before.
 
-        ``from_step``: the step of an older checkpoint to start from. ``world``: another number of ranks (per node), optionally
-        with another number of ``nodes``. ``hook``: another hook by name, or a mapping that is merged over the job's hook.
-        ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute). ``code``: a directory with other code, of
-        which a new snapshot is taken. ``include``: with ``code``, the job's ``code.include`` from now on. ``upload``, ``note``:
-        as in ``submit``, for ``code``. The resume report describes what these changes did. Raises ``Conflict`` in an unsuitable
-        phase.
+        ``from_step``: the step of an older checkpoint to start from. ``world``: the new number of ranks per node. ``nodes``: with
+        ``world``, the new number of nodes. ``hook``: the name of a new hook, or a mapping that is merged over the job's hook.
+        ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute). ``code``: a directory with new code; the
+        job continues with a snapshot of it. ``include``: with ``code``, the job's ``code.include`` from now on. ``upload``,
+        ``note``: as in ``submit``, for ``code``. The resume report describes what these changes did. Raises ``Conflict`` in an
+        unsuitable phase.
         """
         job = self.job_id(job)
         given: dict[str, Any] = {"from_step": from_step, "hook": hook, "on_hook_mismatch": on_hook_mismatch}
@@ -174,7 +175,7 @@ class RatchetClient(Following, Access):
 
     def preempt(self, job: str | Job) -> views.JobView:
         """Request that the running attempt saves a checkpoint and stops; the job is then queued again. Returns without waiting
-        for that."""
+        for the stop."""
         return self._act(job, "preempt")
 
     def checkpoint_now(self, job: str | Job) -> views.JobView:
@@ -184,7 +185,7 @@ class RatchetClient(Following, Access):
 
     def fork(self, job: str | Job, request: requests.ForkRequest, *, upload: bool | None = None,
              note: Note | None = None) -> Job:  # fmt: skip
-        """Create and return a new job that starts from a checkpoint of this job with a changed spec. ``request`` has the id of
+        """Create and return a new job that starts from a checkpoint of this job, with a changed spec. ``request`` has the id of
         the checkpoint (default: the newest), the new job's name, and the keys of the spec that change. ``upload``, ``note``: as
         in ``submit``, for a ``code.path`` in the request.
 
@@ -199,7 +200,8 @@ class RatchetClient(Following, Access):
         return Job(self, self._act(job, "fork", request))
 
     def patch(self, job: str | Job, request: requests.PatchRequest) -> views.JobView:
-        """Change labels and priority of the job as in ``request``; what it does not set stays unchanged. Returns the changed job.
+        """Change labels and priority of the job as in ``request``. Fields that ``request`` does not set stay unchanged. Returns
+        the changed job.
 
         >>> client.patch(job_id, ratchet.PatchRequest(labels={"team": "vision"})).labels["team"]
         'vision'
@@ -208,9 +210,9 @@ class RatchetClient(Following, Access):
         return views.JobView.model_validate(self._transport.request("PATCH", self._path(job), json=body).json())
 
     def delete(self, job: str | Job, *, keep_checkpoints: bool = False, outputs: bool = False) -> views.DeleteResult:
-        """Delete a job that has ended, its logs, and its checkpoints unless ``keep_checkpoints`` is true. The files in its
-        working directory are kept, and the result has their path. ``outputs``: delete these files too; a later call with the id
-        of a deleted job also does this. Raises ``Conflict`` for a job that has not ended."""
+        """Delete an ended job and its logs. Its checkpoints are deleted, too, unless ``keep_checkpoints`` is true. The files in
+        its working directory are kept, and the result has their path. ``outputs=True`` deletes these files too, also in a later
+        call with the id of the deleted job. Raises ``Conflict`` for a job that has not ended."""
         params: Params = {
             "keep_checkpoints": "true" if keep_checkpoints else None,
             "outputs": "true" if outputs else None,
@@ -243,13 +245,13 @@ class RatchetClient(Following, Access):
         return self._job_pages(views.CheckpointView, {"limit": PAGE}, job, "checkpoints")
 
     def checkpoint(self, job: str | Job, checkpoint_id: str) -> views.CheckpointDetail:
-        """Return one checkpoint with its manifest, which is None if it cannot be read. Raises ``NotFound``."""
+        """Return one checkpoint and its manifest; the manifest is None if it cannot be read. Raises ``NotFound``."""
         return self._get(self._path(job, "checkpoints", checkpoint_id), views.CheckpointDetail)
 
     def verify(self, job: str | Job, checkpoint_id: str) -> views.VerifyResult:
-        """Verify a checkpoint: the service reads every byte and compares it with the digests. Blocks until it is done. A damaged
-        checkpoint is a result (``verification``), not an exception. The service moves it to the quarantine if no attempt can be
-        using it (``state`` of the result).
+        """Verify a checkpoint: the service reads every byte and compares it with the digests. Blocks until it is done. If the
+        checkpoint is damaged, ``verification`` of the result says so; no exception is raised. The service moves a damaged
+        checkpoint to the quarantine if no attempt can be using it; ``state`` of the result shows this.
 
         >>> client.verify(job_id, client.job(job_id).last_checkpoint).verification
         'ok'
@@ -258,10 +260,10 @@ class RatchetClient(Following, Access):
 
     def compare(self, job: str | Job, with_job: str | Job, *, checkpoint: str | None = None,
                 with_checkpoint: str | None = None) -> views.ComparisonView:  # fmt: skip
-        """Compare every tensor and every rank's state of two jobs' checkpoints. The result is for the first step at which they
-        differ, among the steps of which both have a checkpoint; if they are all equal, for the newest one. ``checkpoint`` (of
-        ``job``) and ``with_checkpoint`` (of ``with_job``) select two checkpoints instead; one of them alone is compared with the
-        other job's checkpoint of the same step. Raises ``Conflict`` if there is no step in common.
+        """Compare every tensor and every rank's state of two jobs' checkpoints. By default, the steps at which both jobs have a
+        checkpoint are compared, oldest first. The result is for the first step that differs, or for the newest step if all are
+        equal. ``checkpoint`` (of ``job``) and ``with_checkpoint`` (of ``with_job``) select two checkpoints instead. If only one
+        of them is given, the other job's checkpoint of the same step is used. Raises ``Conflict`` if there is no common step.
 
         >>> client.compare(job_id, job_id).identical
         True
@@ -271,9 +273,9 @@ class RatchetClient(Following, Access):
 
     def export(self, job: str | Job, checkpoint_id: str, target: str | os.PathLike[str], *,
                format: ExportFormat = "safetensors") -> list[str]:  # fmt: skip
-        """Write a checkpoint as files for other programs to ``target``, which must not exist. Blocks until all bytes have arrived
-        and are verified. Returns notes for the reader of the files; an empty list if there are none. Raises ``Refused`` if
-        ``target`` exists or cannot be written.
+        """Export a checkpoint to ``target``, as files for other programs. ``target`` must not exist. Blocks until all bytes have
+        arrived and are verified. Returns notes for the reader of the files; an empty list if there are none. Raises ``Refused``
+        if ``target`` exists or cannot be written.
 
         ``format``: ``safetensors``: one file, only the model. ``torch``: a directory with one file per rank, for ``torch.load``.
         ``dcp``: a directory for ``torch.distributed.checkpoint.load``.
@@ -284,7 +286,7 @@ class RatchetClient(Following, Access):
         return fetch(self._transport, self._path(job, "checkpoints", checkpoint_id, "export"), format, Path(target))
 
     def pin(self, job: str | Job, checkpoint_id: str, pinned: bool = True) -> views.CheckpointView:
-        """Exempt a checkpoint from deletion by retention, or with ``pinned=False`` end this exemption. Returns the changed
+        """Pin a checkpoint, so that retention does not delete it. ``pinned=False`` removes the pin. Returns the changed
         checkpoint.
 
         >>> client.pin(job_id, client.job(job_id).last_checkpoint).pinned
@@ -294,8 +296,8 @@ class RatchetClient(Following, Access):
         return self._post(self._path(job, "checkpoints", checkpoint_id, "pin"), views.CheckpointView, json=body)
 
     def prune(self, job: str | Job, *, dry_run: bool = False, quarantined: bool = False) -> views.PruneResult:
-        """Delete checkpoints that no attempt will start from: those of branches that a resume from an earlier step abandoned.
-        Returns what was deleted.
+        """Delete checkpoints from which no attempt will start. A resume from an earlier step, for instance, abandons the
+        checkpoints of later steps. Returns what was deleted.
 
         ``dry_run``: only return what would be deleted. ``quarantined``: also delete damaged checkpoints that were quarantined.
 
@@ -309,8 +311,8 @@ class RatchetClient(Following, Access):
 
     def files(self, job: str | Job, path: str = "", *, recursive: bool = True, everything: bool = False,
               page_size: int = 1000) -> Iterator[views.FileView]:  # fmt: skip
-        """Yield the files and directories below ``path`` in the job's working directory, each directory before its contents; with
-        ``recursive=False`` without the contents of directories. ``everything``: include unchanged files of the job's code.
+        """Yield the files and directories below ``path`` in the job's working directory, each directory before its contents.
+        ``recursive=False``: only the direct entries of ``path``. ``everything``: include unchanged files of the job's code.
 
         >>> [file.path for file in client.files(job_id)]
         []
@@ -324,10 +326,11 @@ class RatchetClient(Following, Access):
         return self._job_pages(views.FileView, params, job, "files")
 
     def read_file(self, job: str | Job, path: str, start: int = 0, end: int | None = None) -> bytes:
-        """Return the bytes of the file ``path`` from ``start`` up to ``end`` (not included; default: the current end of the
-        file), in memory.
+        """Return the bytes of the file ``path`` from ``start`` up to but not including ``end`` (default: the current end of the
+        file).
 
-        Raises ``NotFound`` (``file-not-found``), ``Refused`` (``range-not-satisfiable``: no such bytes, ``symbolic-link`` ...).
+        Raises ``NotFound`` (``file-not-found``), and ``Refused`` with a code such as ``range-not-satisfiable`` (the file has no
+        such bytes) or ``symbolic-link``.
         """
         if end is not None and end <= start:
             return b""
@@ -338,9 +341,10 @@ class RatchetClient(Following, Access):
     def fetch_files(self, job: str | Job, target: str | os.PathLike[str], path: str = "", *, everything: bool = False,
                     force: bool = False, bar: Callable[[int], Bar] = no_progress) -> Fetched:  # fmt: skip
         """Download the file or directory ``path`` of the job's working directory into the directory ``target``, under its own
-        name; without ``path`` the whole directory. Blocks until all is written. No file is replaced without ``force``: an
-        existing one raises ``Refused``. Nothing is written unless everything has arrived. ``everything``: include the unchanged
-        files of the job's code. ``bar``: a progress display (``job_files.fetch``).
+        name. Without ``path``, download the whole working directory. Blocks until all is written. Files are written only after
+        everything has arrived. If a file exists already, the call writes nothing and raises ``Refused``; with ``force`` it
+        replaces the file. ``everything``: include the unchanged files of the job's code. ``bar``: opens a progress display, as
+        ``job_files.fetch`` describes.
 
         >>> client.fetch_files(job_id, directory / "outputs").files
         []
@@ -351,7 +355,8 @@ class RatchetClient(Following, Access):
     # --- queue and quotas ---------------------------------------------------------------------------------------------
 
     def queue(self, limit: int = 50) -> list[api_queue.QueuedView]:
-        """Return the first ``limit`` queued jobs of all owners, in the order in which they start, and why each waits.
+        """Return the first ``limit`` queued jobs of all owners, in the order in which they start. Each item says why the job
+        waits.
 
         >>> [one.position for one in client.queue()] in ([], [1])
         True
@@ -359,9 +364,9 @@ class RatchetClient(Following, Access):
         return list(islice(self._pages("/v1/queue", api_queue.QueuedView, {"limit": min(limit, 100)}), limit))
 
     def queue_view(self, limit: int = 50, job: str | Job | None = None) -> api_queue.QueueView:
-        """Return one page of at most ``limit`` (maximum 100) queued jobs. Its ``waiting`` is the number of all jobs in the queue,
-        without those in back-off. With ``job``, return only the place of this job instead; the page has no item if the job is not
-        queued."""
+        """Return one page with at most ``limit`` (maximum 100) queued jobs. The page's ``waiting`` is the number of all jobs in
+        the queue, without those in back-off. With ``job``, the page has only this job, with its place in the queue; the page is
+        empty if the job is not queued."""
         params: Params = {"limit": limit} if job is None else {"job_id": self.job_id(job)}
         return self._get("/v1/queue", api_queue.QueueView, params)
 
@@ -370,8 +375,8 @@ class RatchetClient(Following, Access):
         return self._pages("/v1/quotas", api_quotas.QuotaView, {})
 
     def quota(self, owner: str) -> api_quotas.QuotaView:
-        """Return the quota that applies to ``owner``, with the owner's current usage. It is the owner's own, else that of ``*``,
-        else one without limits.
+        """Return the quota that applies to ``owner``, with the owner's current usage. This is the owner's own quota. If the owner
+        has none, it is the quota of ``*``; if that is not set either, it is a quota without limits.
 
         >>> client.quota("local").in_use.jobs >= 0
         True
@@ -379,8 +384,8 @@ class RatchetClient(Following, Access):
         return self._get(quota_path(owner), api_quotas.QuotaView)
 
     def set_quota(self, owner: str, request: api_quotas.QuotaRequest) -> api_quotas.QuotaView:
-        """Replace the quota of ``owner``, and return it; ``*`` stands for each owner without a quota of its own. A limit that
-        ``request`` omits is removed. Running jobs are not stopped."""
+        """Replace the quota of ``owner``, and return the new quota. The owner ``*`` stands for every owner without a quota of its
+        own. A limit that ``request`` omits is removed. Running jobs are not stopped."""
         body = request.model_dump(mode="json")
         return api_quotas.QuotaView.model_validate(self._transport.request("PUT", quota_path(owner), json=body).json())
 
@@ -403,8 +408,8 @@ class RatchetClient(Following, Access):
         return self._get(f"/v1/hooks/{quote(name, safe='')}", views.HookInfo)
 
     def ready(self) -> bool:
-        """Return True if the service responds that it is ready, which means that its database responds, too. Return False if it
-        does not respond or is not ready, after retries for ``retry_for`` seconds."""
+        """Return True if the service reports that it is ready; its database then responds, too. Return False if the service does
+        not respond or is not ready, also after retries for ``retry_for`` seconds."""
         try:
             self._transport.request("GET", "/readyz")
         except (ServiceUnreachable, ServiceFault):

@@ -50,7 +50,7 @@ class Following(Calls):
         return self._get(self._path(job, "hook"), views.HookView)
 
     def hook_history(self, job: str | Job, *, rank: int | None = None) -> Iterator[views.HookSampleView]:
-        """Yield the stored hook summaries by step and rank, oldest first; with ``rank`` only those of one rank.
+        """Yield the stored hook summaries by step and rank, oldest first; with ``rank``, only those of this rank.
 
         >>> {sample.summary.phase for sample in client.hook_history(job_id, rank=0)} == {"warm-up", "compressing"}
         True
@@ -59,8 +59,9 @@ class Following(Calls):
         return self._job_pages(views.HookSampleView, params, job, "hook", "history")
 
     def hook_series(self, job: str | Job, figure: str = "residual_norm") -> dict[int, Series]:
-        """Return ``figure`` of ``HookSummary`` (``compression_rate``, ``bytes_after`` ...) over the steps, by rank; without steps
-        at which the hook has no value. Raises ``AttributeError`` for an unknown figure.
+        """Return one curve per rank: the values of ``figure`` over the steps. ``figure``: a field of ``HookSummary``
+        (``compression_rate``, ``bytes_after`` ...). Steps at which the hook has no value are left out. Raises ``AttributeError``
+        for an unknown figure.
 
         >>> norms = client.hook_series(job_id)
         >>> sorted(norms), len(norms[0].steps) == len(norms[0].values) > 0
@@ -80,14 +81,15 @@ class Following(Calls):
     def metrics(
         self, job: str | Job, *, name: Collection[str] = (), max_points: int | None = None
     ) -> views.MetricsView:
-        """Return series over steps with attempt and time of each point, for the names ``name`` or all. A series longer than
-        ``max_points`` (default: 1000) is thinned, but always has its last point."""
+        """Return the series with the names ``name``, or all series. Each point has step, value, attempt and time. A series with
+        more than ``max_points`` points (default: 1000) is thinned, but always has its last point."""
         params: Params = {"name": list(name), "max_points": max_points}
         return self._get(self._path(job, "metrics"), views.MetricsView, params)
 
     def series(self, job: str | Job, *names: str) -> dict[str, Series]:
-        """Return curves by name, all of them without ``names``; thinned beyond 10000 points. Steps that a later attempt redid
-        occur once. A name that has not been reported (yet) has an empty curve.
+        """Return the curves ``names``, or all curves without ``names``, as a dict by name. A curve with more than 10000 points is
+        thinned. A step that a later attempt repeated occurs only once. A name that has not been reported (yet) has an empty
+        curve.
 
         >>> loss = client.series(job_id, "loss")["loss"]
         >>> loss.steps[-1] == client.job(job_id).progress.step, len(loss.steps) == len(loss.values)
@@ -101,7 +103,7 @@ class Following(Calls):
     def events(
         self, job: str | Job, *, attempt: int | None = None, type: str | None = None, page_size: int = PAGE
     ) -> Iterator[views.EventView]:
-        """Yield the events so far, oldest first; optionally of one ``attempt`` or one ``type``.
+        """Yield the events so far, oldest first. ``attempt``, ``type``: only events of this attempt, or of this type.
 
         >>> next(client.events(job_id)).type
         'submitted'
@@ -111,17 +113,18 @@ class Following(Calls):
 
     def logs(self, job: str | Job, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
              grep: str | None = None, since: str | None = None) -> Iterator[views.LogLine]:  # fmt: skip
-        """Yield the lines of the ranks' logs so far, of all ranks or of ``rank``. ``attempt``: a number or "all"; None: the
-        newest. ``tail``: only this many last lines of each rank; ``grep``: only lines with this text; ``since`` (RFC 3339): only
-        lines written since then, to within about six seconds. If the middle of a log was discarded, a line with ``left_out`` has
-        the number of bytes."""
+        """Yield the lines of the ranks' logs so far, of all ranks or only of ``rank``. ``attempt``: a number or "all"; None: the
+        newest. ``tail``: only the last ``tail`` lines of each rank. ``grep``: only lines that contain this text. ``since`` (RFC
+        3339): only lines written since then, to within about six seconds. If the middle of a log was discarded, a line in its
+        place has the number of missing bytes in ``left_out``."""
         params: Params = {"rank": rank, "attempt": attempt, "tail": tail, "grep": grep, "since": since}
         return self._job_pages(views.LogLine, params, job, "logs")
 
     def download_logs(self, job: str | Job, file: str | os.PathLike[str], *, rank: int | None = None,
                       attempt: WhichAttempt = "all") -> Path:  # fmt: skip
-        """Write the current logs to ``file``, which appears once the download is complete; without ``rank``, each line begins
-        with ``[attempt.rank]``. An interrupted download is restarted within the client's ``retry_for``.
+        """Write the current logs to ``file``, and return its path. The file appears once the download is complete. Without
+        ``rank``, each line begins with ``[attempt.rank]``. If the download is interrupted, it is started again, for at most
+        ``retry_for`` seconds.
 
         >>> client.download_logs(job_id, directory / "job.log", rank=0).name
         'job.log'
@@ -156,8 +159,8 @@ class Following(Calls):
 
     def follow_events(self, job: str | Job, *, after: int | None = None,
                       on_gap: Callable[[str], None] | None = None) -> Generator[views.EventView]:  # fmt: skip
-        """Yield events from the first (or after the event with id ``after``) until the job has ended, across restarts of the
-        service. ``on_gap`` is called once per interruption, with the error text.
+        """Yield events until the job has ended, across restarts of the service. ``after``: the id of an event; yield only later
+        events, not all from the first. ``on_gap`` is called once per interruption, with the error text.
 
         >>> seen = [event.id for event in client.follow_events(job_id)]
         >>> [event.id for event in client.follow_events(job_id, after=seen[2])] == seen[3:]
@@ -170,8 +173,8 @@ class Following(Calls):
                     grep: str | None = None, since: str | None = None, after: Collection[str] = (),
                     on_gap: Callable[[str], None] | None = None) -> Generator[views.LogLine]:  # fmt: skip
         """Yield log lines as they are written, until the job has ended. ``rank``, ``tail``, ``grep``, ``since``: as for ``logs``.
-        ``attempt``: a number or "all"; None: the newest and later ones. ``after``: continue after these lines, given as the
-        ``id`` of the last line read of each rank. ``on_gap`` is called once per interruption, with the error text.
+        ``attempt``: a number or "all"; None: the newest and later ones. ``after``: for each rank, the ``id`` of the last line
+        that you have read; the result begins after these lines. ``on_gap`` is called once per interruption, with the error text.
 
         >>> read = [line.id for line in client.follow_logs(job_id, rank=0, attempt="all")]
         >>> [line.id for line in client.follow_logs(job_id, rank=0, attempt="all", after=read[:1])] == read[1:]
@@ -198,8 +201,9 @@ class Following(Calls):
              on_change: Callable[[views.JobView], None] | None = None) -> views.JobView:  # fmt: skip
         """Wait until the job's phase is one of ``until``, or the job has ended, and return the job.
 
-        Raises ``DeadlineReached`` after ``deadline`` seconds. An unreachable service is waited for until then; without a
-        deadline, for ``retry_for`` seconds. ``on_change`` is called at every new phase or reason.
+        Raises ``DeadlineReached`` after ``deadline`` seconds. Until then the call waits for an unreachable service. Without a
+        deadline, it raises ``ServiceUnreachable`` once the service has not responded for ``retry_for`` seconds. ``on_change`` is
+        called at every new phase or reason.
 
         >>> client.wait(job_id, deadline=60).phase.value
         'SUCCEEDED'
@@ -213,11 +217,12 @@ class Following(Calls):
 
     def poll(self, job: str | Job, every: float = 1.0, until: Collection[JobPhase] | None = None,
              deadline: float | None = None) -> Iterator[Snapshot]:  # fmt: skip
-        """Yield a snapshot every ``every`` seconds, for a plot that refreshes; the last one shows the job ended, or in a phase of
-        ``until``. A loop body that takes longer than ``every`` delays the next snapshot.
+        """Yield a snapshot of the job every ``every`` seconds, for instance for a plot that is redrawn. In the last snapshot, the
+        job has ended or is in a phase of ``until``. A loop body that takes longer than ``every`` delays the next snapshot.
 
-        Raises ``DeadlineReached`` after ``deadline`` seconds. A restarted service is found again; an unreachable one is waited
-        for until the deadline or, without one, for two minutes, after which ``ServiceUnreachable`` is raised.
+        Raises ``DeadlineReached`` after ``deadline`` seconds. A restarted service is found again. Until the deadline, ``poll``
+        waits for an unreachable service. Without a deadline, it raises ``ServiceUnreachable`` once the service has not responded
+        for two minutes.
 
         >>> for now in client.poll(job_id, every=0.5, deadline=60):
         ...     print(now.job.phase.value, now.hook.phase, "loss" in now.metrics)

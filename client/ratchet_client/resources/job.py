@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Job:
     """One job, and the client that accesses it.
 
-    ``view`` and the properties are the job's state when it was last read: by ``refresh``, ``wait``, ``poll`` or an action.
-    Methods without a description call the client's methods of the same name. ``suspend``, ``cancel``, ``preempt`` and
+    ``view`` and the properties show the job's state at the last read. ``refresh``, ``wait``, ``poll`` and the actions read the
+    state again. Most methods call the client's method of the same name. ``suspend``, ``cancel``, ``preempt`` and
     ``checkpoint_now`` return this ``Job`` with its new state.
 
     >>> job = client.job(job_id)
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def id(self) -> str:
-        """``job-`` and twelve letters and digits; never changes, and is never reused."""
+        """``job-`` and twelve letters or digits. The id never changes, and is never reused."""
         return self.view.id
 
     @property
@@ -72,7 +72,8 @@ class Job:
 
     @property
     def progress(self) -> views.ProgressView:
-        """``step`` of ``total_steps``, ``data_epoch``, ``steps_at_risk`` since the last checkpoint, ``steps_per_second``."""
+        """``step`` of ``total_steps``, ``data_epoch``, ``steps_at_risk`` (steps since the last checkpoint) and
+        ``steps_per_second``."""
         return self.view.progress
 
     @property
@@ -94,8 +95,8 @@ class Job:
 
     def wait(self, until: Collection[JobPhase] = TERMINAL, deadline: float | None = None,
              on_change: Callable[[views.JobView], None] | None = None) -> Job:  # fmt: skip
-        """Wait until the job's phase is one of ``until``, or it has ended, and return this ``Job``. Raises ``DeadlineReached``
-        after ``deadline`` seconds. ``on_change`` is called at every new phase or reason."""
+        """Wait until the job's phase is one of ``until``, or the job has ended, and return this ``Job``. Raises
+        ``DeadlineReached`` after ``deadline`` seconds. ``on_change`` is called at every new phase or reason."""
         self.view = self._client.wait(self.id, until, deadline, on_change)
         return self
 
@@ -106,7 +107,8 @@ class Job:
             yield now
 
     def metrics(self, *names: str) -> dict[str, Series]:
-        """Return curves by name, all of them without ``names``: ``plt.plot(*job.metrics()["loss"])``."""
+        """Return the curves ``names``, or all curves without ``names``, as a dict by name. ``plt.plot(*job.metrics()["loss"])``
+        draws one curve."""
         return self._client.series(self.id, *names)
 
     def hook(self) -> views.HookView:
@@ -117,13 +119,13 @@ class Job:
 
     def logs(self, *, follow: bool = False, rank: int | None = None, attempt: WhichAttempt = None,
              tail: int | None = None, grep: str | None = None, since: str | None = None) -> Iterator[views.LogLine]:  # fmt: skip
-        """Yield the log lines so far, or with ``follow`` as they are written until the job has ended. ``rank``, ``attempt``,
-        ``tail``, ``grep``, ``since``: as in the client's ``logs``."""
+        """Yield the log lines so far. With ``follow``, also yield new lines as they are written, until the job has ended.
+        ``rank``, ``attempt``, ``tail``, ``grep``, ``since``: as in the client's ``logs``."""
         read = self._client.follow_logs if follow else self._client.logs
         return read(self.id, rank=rank, attempt=attempt, tail=tail, grep=grep, since=since)
 
     def events(self, *, follow: bool = False) -> Iterator[views.EventView]:
-        """Yield the events so far, oldest first, or with ``follow`` until the job has ended."""
+        """Yield the events so far, oldest first. With ``follow``, also yield new events, until the job has ended."""
         return self._client.follow_events(self.id) if follow else self._client.events(self.id)
 
     def attempts(self) -> list[views.AttemptView]:
@@ -139,8 +141,8 @@ class Job:
 
     def fetch_files(self, target: str | os.PathLike[str], path: str = "", *, force: bool = False) -> Fetched:
         """Download the file or directory ``path`` of the job's working directory into the directory ``target``, under its own
-        name; without ``path`` the whole directory. No file is replaced without ``force``; nothing is written unless everything
-        has arrived."""
+        name. Without ``path``, download the whole working directory. Files are written only after everything has arrived. If a
+        file exists already, the call writes nothing and raises ``Refused``; with ``force`` it replaces the file."""
         return self._client.fetch_files(self.id, target, path, force=force)
 
     # --- actions -------------------------------------------------------------------------------------------------------
@@ -149,8 +151,8 @@ class Job:
         return self._now(self._client.suspend(self.id))
 
     def resume(self, from_step: int | None = None, **changes: Any) -> Job:
-        """Resume the job, and return this ``Job`` before it trains. ``from_step``: from the older checkpoint of this step.
-        ``changes``: further keyword arguments of the client's ``resume``."""
+        """Resume the job, and return this ``Job`` without waiting for the training. ``from_step``: the step of an older
+        checkpoint to start from. ``changes``: further keyword arguments of the client's ``resume``."""
         return self._now(self._client.resume(self.id, from_step, **changes))
 
     def cancel(self) -> Job:
@@ -174,19 +176,20 @@ class Job:
 
     def verify(self, checkpoint_id: str | None = None) -> views.VerifyResult:
         """Verify the checkpoint ``checkpoint_id`` (default: the newest): the service reads every byte and compares it with the
-        digests. Damage is a result, not an exception, as in the client's ``verify``. Raises ``NotFound`` if the job has no
-        checkpoint."""
+        digests. If the checkpoint is damaged, the result says so, as in the client's ``verify``. Raises ``NotFound`` if the job
+        has no checkpoint."""
         return self._client.verify(self.id, self._checkpoint(checkpoint_id))
 
     def export(self, target: str | os.PathLike[str], checkpoint_id: str | None = None, *,
                format: ExportFormat = "safetensors") -> list[str]:  # fmt: skip
-        """Write the checkpoint ``checkpoint_id`` (default: the newest) as files for other programs, and return notes for their
-        reader. ``target``, ``format``: as in the client's ``export``. Raises ``NotFound`` if the job has no checkpoint."""
+        """Export the checkpoint ``checkpoint_id`` (default: the newest) as files for other programs, and return notes for the
+        reader of these files. ``target``, ``format``: as in the client's ``export``. Raises ``NotFound`` if the job has no
+        checkpoint."""
         return self._client.export(self.id, self._checkpoint(checkpoint_id), target, format=format)
 
     def pin(self, checkpoint_id: str | None = None, pinned: bool = True) -> views.CheckpointView:
-        """Exempt the checkpoint ``checkpoint_id`` (default: the newest) from deletion by retention, or with ``pinned=False`` end
-        this exemption. Raises ``NotFound`` if the job has no checkpoint."""
+        """Pin the checkpoint ``checkpoint_id`` (default: the newest), so that retention does not delete it. ``pinned=False``
+        removes the pin. Raises ``NotFound`` if the job has no checkpoint."""
         return self._client.pin(self.id, self._checkpoint(checkpoint_id), pinned)
 
     def _checkpoint(self, checkpoint_id: str | None) -> str:

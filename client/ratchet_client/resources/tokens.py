@@ -16,8 +16,8 @@ class Access(Calls):
     """The methods of ``RatchetClient`` for tokens."""
 
     def whoami(self) -> api_tokens.WhoAmI:
-        """Return the caller's owner, role and scopes: those of the token that this client sends. Where the service needs no
-        token, they are those of the owner ``local``, an admin.
+        """Return the caller's owner, role and scopes, which are those of the token that this client sends. If the service needs
+        no token, the caller is the owner ``local`` with the role admin.
 
         >>> client.whoami().role.value
         'admin'
@@ -28,11 +28,12 @@ class Access(Calls):
                      scopes: Collection[Scope | str] = (), expires_days: float | Literal["never"] | None = None
                      ) -> api_tokens.TokenMade:  # fmt: skip
         """Create a token called ``name`` and return it. ``owner`` and ``role`` are by default the caller's own. ``scopes``: the
-        token has only these; by default all scopes of its role. ``expires_days``: the lifetime in days, or "never"; by default
-        90, but no longer than that of the caller's token.
+        token has only these; by default all scopes of its role. ``expires_days``: the lifetime in days, or "never". The default
+        is 90; if the caller's token expires earlier, the new token expires at the same time.
 
         ``token`` of the result is the token's text, which is returned only once. It is None if this call was retried after its
-        first response was lost. Raises ``Refused`` (``not-allowed``) for more rights or a longer life than the caller has.
+        first response was lost. Raises ``Refused`` (``not-allowed``) if the new token would have more rights or a later expiry
+        than the caller's.
 
         >>> made = client.create_token("notebook", role="viewer", expires_days=1)
         >>> client.revoke_token(made.id).revoked_at is not None
@@ -44,8 +45,8 @@ class Access(Calls):
         return self._post("/v1/tokens", api_tokens.TokenMade, json=body)
 
     def tokens(self, *, owner: str | None = None, gone: bool = False) -> Iterator[api_tokens.TokenView]:
-        """Yield tokens without their text, newest first: the caller's own; for an admin those of all owners, or of ``owner``.
-        ``gone``: include revoked and expired tokens."""
+        """Yield tokens without their text, newest first. The result has the caller's own tokens; an admin gets the tokens of all
+        owners, or only those of ``owner``. ``gone``: include revoked and expired tokens."""
         params: Params = {"owner": owner, "gone": "true" if gone else None, "limit": PAGE}
         return self._pages("/v1/tokens", api_tokens.TokenView, params)
 

@@ -43,9 +43,9 @@ class CheckpointSpec(SpecModel):
     staging: Literal["auto", "overlapped", "blocking"] = Field(
         "auto",
         description="When a save copies the state. overlapped: during the next step; parameters and optimizer are "
-        "copied before its optimizer.step(). blocking: before the next step. auto: overlapped for a task; blocking "
-        "for a script, since a script's code may change parameters at any time. In all cases the copy is written "
-        "while training continues.",
+        "copied before that step's optimizer.step(). blocking: before the next step. auto: overlapped for "
+        "a task; blocking for a script, since a script's code may change parameters at any time. In all "
+        "cases the copy is written while training continues.",
     )
     when_busy: Literal["wait", "skip"] = Field(
         "wait",

@@ -99,7 +99,9 @@ class TaskSpec(SpecModel):
 
 class CodeSpec(SpecModel):
     path: str = Field(
-        min_length=1, description="A directory on the service's machine, snapshotted by digest at submission."
+        min_length=1,
+        description="A directory on the service's machine. Ratchet copies it at submission, and stores the copy under "
+        "its digest. Other cases: source, digest.",
     )
     source: Literal["snapshot", "nodes"] = Field(
         "snapshot",
@@ -110,7 +112,7 @@ class CodeSpec(SpecModel):
     digest: str | None = Field(
         None,
         pattern=DIGEST,
-        description="Digest of a directory that was uploaded to the service, as by `ratchet submit FILE --upload`. "
+        description="Digest of a directory that was uploaded to the service; `ratchet submit FILE --upload` sets it. "
         "path then only records the directory's origin. Not allowed together with source nodes.",
     )
     include: list[str] = Field(
@@ -121,8 +123,9 @@ class CodeSpec(SpecModel):
     )
     git: GitFacts | None = Field(
         None,
-        description="The git commit of the snapshot, set by Ratchet. null: path is in no git repository. A value in a "
-        "spec is used only together with digest, since then only the uploader knows the commit.",
+        description="The git commit of the snapshot, set by Ratchet. null: path is in no git repository. Ratchet uses "
+        "a value from the spec only together with digest: only the uploader knows the commit of uploaded "
+        "code.",
     )
 
 
@@ -175,14 +178,14 @@ class WorldSpec(SpecModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="auto: CUDA if the machine has a GPU that torch can use (on an engine: if resources.gpu is set), "
-        "else CPU. auto is decided once per job.",
+        description="auto: CUDA if the machine has a GPU that torch can use (on Slurm and Kubernetes: if resources.gpu "
+        "is set), else CPU. auto is decided once per job.",
     )
     interface: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9_.@-]{1,15}$",
         description="Network interface by which several nodes connect (rendezvous, gloo, NCCL). null: the interface "
-        "of the route to the service.",
+        "with the address that the engine gives the node, else the interface of the route to the service.",
     )
 
     @property
@@ -250,18 +253,19 @@ class JobSpec(SpecModel):
     python: str | None = Field(
         None,
         description="The user's interpreter or virtual environment, with ratchet-train[worker] installed. null: the "
-        "agents' interpreter, which is that of the current service.",
+        "interpreter of the agent, which starts the ranks. This is the `python` of the job's image, else "
+        "by default the service's own interpreter.",
     )
     env: dict[EnvName, Annotated[str, AfterValidator(_env_value)]] = Field(
         {},
-        description="Variables of every rank. Their values are stored and shown; those named in secret_env are not "
-        "shown.",
+        description="Variables of every rank. Their values are stored, and are shown if secret_env does not name the "
+        "variable.",
     )
     secret_env: list[str] = Field(
         [],
         max_length=64,
-        description="Names of variables in env. The API, the command line and the plan do not show their values. "
-        "Unlike values of secrets, these values are stored, in the database and in launch.json.",
+        description="Names of variables in env. The API, the command line and the plan do not show their values. But "
+        "the values are stored in the database and in launch.json; values of secrets are not.",
     )
     secrets: dict[EnvName, SecretSpec] = Field(
         {}, description="Variables of every rank. Their values are read at launch and never stored."
@@ -320,7 +324,8 @@ class JobSpec(SpecModel):
     )
     trial: TrialSpec | None = Field(
         None,
-        description="An early end and faults, as used by `ratchet prove`. Not for jobs whose result is needed.",
+        description="Ends the job early and injects faults; `ratchet prove` uses it. Not for jobs whose result is "
+        "needed.",
     )
 
     @field_validator("env", "nccl", mode="before")

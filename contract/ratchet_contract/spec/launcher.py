@@ -102,7 +102,7 @@ class LocalLauncherSpec(EngineSpec):
 
 
 class KubernetesLauncherSpec(EngineSpec):
-    """One Indexed Job per attempt, a pod per node. Omitted keys come from the service's launchers file."""
+    """Each attempt is one Indexed Job with one pod per node. Omitted keys come from the service's launchers file."""
 
     kind: Literal["kubernetes"] = "kubernetes"
     namespace: str | None = Field(
@@ -116,8 +116,9 @@ class KubernetesLauncherSpec(EngineSpec):
         None,
         min_length=1,
         max_length=1,
-        description="Kueue places the pods within one domain of this node label, such as "
-        "`required: cloud.provider.com/topology-rack`.",
+        description="`required` or `preferred`, and a node label, such as `required: "
+        "cloud.provider.com/topology-rack`. Kueue places the pods within one domain of this label (one "
+        "rack); with `preferred`, only if it can.",
     )
     priority_class: str | None = Field(
         None,
@@ -140,7 +141,7 @@ class KubernetesLauncherSpec(EngineSpec):
     image_pull_secrets: list[str] = Field([], description="Names of Secrets.")
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     shm_size: Size | None = Field(
-        None, description="Size of /dev/shm; null: the pod's memory, or 8Gi if that is not set."
+        None, description="Size of /dev/shm. null: as much as resources.memory, or 8Gi if resources.memory is not set."
     )
     tmp_size: Size = Field("10Gi", description="Size limit of /tmp, on the machine's disk. A pod that fills it fails.")
     run_as_user: int | None = Field(
@@ -157,7 +158,7 @@ class KubernetesLauncherSpec(EngineSpec):
 
 
 class SlurmLauncherSpec(EngineSpec):
-    """One batch job per attempt, one agent per node by srun. Omitted keys come from the service's launchers file."""
+    """Each attempt is one batch job; srun starts one agent per node. Omitted keys come from the service's launchers file."""
 
     kind: Literal["slurm"] = "slurm"
     partition: str | None = Field(None, pattern=_SLURM_WORD)
@@ -173,7 +174,8 @@ class SlurmLauncherSpec(EngineSpec):
     time_limit: Seconds | None = Field(
         None,
         ge=120,
-        description="Time limit of one attempt. The job saves before it is reached and continues in the next attempt.",
+        description="Time limit of one attempt. The job saves before the limit is reached, and continues in the next "
+        "attempt.",
     )
     exclusive: bool = Field(False, description="true: the attempt gets whole nodes.")
     container: Literal["apptainer", "pyxis"] = Field(

@@ -66,18 +66,19 @@ class PolicySpec(SpecModel):
         3,
         ge=0,
         description="Number of failed or lost attempts that are allowed; one more ends the job. Real progress resets "
-        "the count. Two other rules also end the job. First, three attempts in a row without a new step. If the last "
-        "of them was killed, out of memory or lost, the limit is the larger of three and max_failures. Second, two "
-        "attempts in a row with the same exception at the same line before their first step. Exceptions that name a "
-        "connection or a time-out are exempt from the second rule.",
+        "the count. Two other rules also end the job. First, three attempts in a row without a new step. "
+        "If the last of these attempts was killed, ran out of memory or was lost, a larger max_failures "
+        "replaces the three. Second, two attempts in a row with the same exception at the same line before "
+        "their first step. Exceptions that name a connection or a time-out are exempt from the second "
+        "rule.",
     )
     exit_codes: list[ExitRule] = Field(
         [],
         max_length=32,
         description="The meaning of your own code's exit codes, such as `sys.exit(42)` in a script. Codes without a "
-        "rule are failures. Three attempts in a row without a new step still end the job. A script without a Session "
-        "is exempt, since its steps are unknown: use timeout to limit its job. A retry waits as after a failure, with "
-        "a growing back-off.",
+        "rule are failures. Three attempts in a row without a new step still end the job. A script without "
+        "a Session is exempt, since its steps are unknown: use timeout to limit its job. A retry is "
+        "delayed as after a failure (backoff).",
     )
     on_hook_mismatch: Literal["fail", "reset", "redistribute"] = Field(
         "fail",
@@ -85,7 +86,9 @@ class PolicySpec(SpecModel):
         "carry over as much as possible, by parameter name. reset: reset the hook's state. The resume report shows "
         "the result.",
     )
-    timeout: Seconds | None = Field(None, description="Wall-clock limit over all attempts' running time.")
+    timeout: Seconds | None = Field(
+        None, description="Limit on the running time of all attempts together. Time in a queue does not count."
+    )
     startup_deadline: Seconds | None = Field(
         None,
         description="Longest time from launch to the first step. After this time, the attempt ends as a hang. null: "
@@ -108,8 +111,8 @@ class PolicySpec(SpecModel):
     backoff: Seconds = Field(
         1.0,
         description="First delay after a failure. The delay doubles with each failure, with jitter, up to 5 minutes. "
-        "If the cause of the first failure since the last progress is rank-killed, oom or exception, it is retried at "
-        "once.",
+        "There is no delay after the first failure since the last progress, if its cause is rank-killed, "
+        "oom or exception.",
     )
 
 

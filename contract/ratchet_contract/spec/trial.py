@@ -13,16 +13,17 @@ class FaultSpec(SpecModel):
     """A fault that a rank, or an agent, injects into its own attempt."""
 
     attempt: int = Field(ge=1, description="Number of the attempt in which the fault happens.")
-    rank: int = Field(ge=0, description="The affected rank; for kill-agent, the agent of its node.")
+    rank: int = Field(ge=0, description="The rank that the fault hits. kill-agent hits the agent of this rank's node.")
     step: int = Field(
         ge=0,
-        description="Number of steps of the job after which the fault happens. A save that is in progress then is "
-        "completed first.",
+        description="The fault happens after this number of steps of the job. A save that is in progress at that time "
+        "is completed first.",
     )
     kind: Literal["kill-rank", "kill-agent", "kill-in-evaluation", "preempt"] = Field(
-        description="kill-rank: SIGKILL to the rank when the next step begins. kill-agent: SIGKILL to the agent of "
-        "its node, with all ranks there. kill-in-evaluation: SIGKILL to the rank when the evaluation after that step "
-        "begins. preempt: a stop as by SIGTERM."
+        description="kill-rank: SIGKILL to the rank when the next step begins. kill-agent: SIGKILL to the agent (the "
+        "process that starts the ranks of a node); all its ranks die too. kill-in-evaluation: SIGKILL to "
+        "the rank when the evaluation after that step begins. preempt: the job saves and stops, as after a "
+        "SIGTERM."
     )
 
 
@@ -33,7 +34,7 @@ class TrialSpec(SpecModel):
     end_at: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
         description="Step after which the job saves a checkpoint and ends, if it has not ended before. auto: a few "
-        "steps after the last of three steps (the first end of an epoch, the first evaluation, the start of the "
-        "hook), at most 1000.",
+        "steps after the last of these events: the first end of an epoch, the first evaluation, the start "
+        "of the hook. The trial ends after 1000 steps at the latest.",
     )
     faults: list[FaultSpec] = Field([], max_length=100, description="Faults to inject, at most one per attempt.")

@@ -92,16 +92,17 @@ class CustomSpec(HookSpecBase):
         None,
         pattern=_IMPORT_PATH,
         max_length=512,
-        description="Import path of the state's class. Its objects offer __getstate__ and __setstate__, or state_dict and "
-        "load_state_dict, made of tensors, numbers, strings, lists and dicts. null: the hook gets the process group.",
+        description="Import path of the state's class. Its objects offer __getstate__ and __setstate__, or state_dict "
+        "and load_state_dict. The state consists of tensors, numbers, strings, lists and dicts. null: the "
+        "hook gets the process group.",
     )
     state_args: dict[str, Any] = field(
         default_factory=dict, metadata={"description": "Keyword arguments of the state's class."}
     )
     replicas: Literal["equal", "rank"] = option(
         "equal",
-        description="equal: all ranks get the same averaged gradients, so their parameters stay equal (checked at every save); "
-        "rank: they may differ, and every rank's are saved.",
+        description="equal: all ranks get the same averaged gradients, so their parameters stay equal (checked at "
+        "every save). rank: parameters may differ between ranks, and those of every rank are saved.",
     )
 
     def __post_init__(self) -> None:

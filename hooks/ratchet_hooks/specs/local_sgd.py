@@ -26,22 +26,27 @@ class PostLocalSGDSpec(HookSpecBase):
     subgroup_size: int | None = option(
         None,
         ge=1,
-        description="Ranks that continue to average gradients at every step; null: those of one node (of a single node: all).",
+        description="Number of ranks that continue to average gradients with each other at every step. null: the ranks "
+        "of one node.",
     )
     post_local_gradient_allreduce: bool = option(
-        True, description="Average gradients over the subgroup after the start; off: each rank uses its own."
+        True,
+        description="What each rank uses after the first start_localSGD_iter iterations. true: gradients averaged over "
+        "its subgroup. false: its own gradients.",
     )
     model_averaging_period: int | None = option(
         None,
         ge=1,
-        description="Steps from one averaging of the parameters over all ranks to the next (PeriodicModelAverager); null with "
-        "period_group_size_dict, else 4. 1 sends as much as all-reduce does.",
+        description="Steps from one averaging of the parameters over all ranks to the next (PeriodicModelAverager). "
+        "null: 4. Not allowed together with period_group_size_dict. 1 sends as much as all-reduce does.",
     )
     period_group_size_dict: dict[int, int] | None = option(
         None,
         min_length=1,
-        description="Averaging in levels (HierarchicalModelAverager): steps of a period -> ranks of its groups, both rising; the "
-        "last group is the whole world. After a step, the largest period that divides its number (from 0) decides.",
+        description="Averaging of the parameters in levels (HierarchicalModelAverager). Each key is a period in steps; "
+        "its value is the number of ranks of a group. Both rise, and the last value is the number of all "
+        "ranks. After a step, Ratchet averages with the largest period that divides the step's number "
+        "(counted from 0).",
     )
 
     @property

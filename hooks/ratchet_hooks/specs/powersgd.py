@@ -20,14 +20,15 @@ class _LowRankSpec(HookSpecBase):
     start_powerSGD_iter: int = option(
         1000,
         ge=0,
-        description="Iterations of plain all-reduce before compression; > 1 with error feedback or warm start. Counted "
-        "over all attempts of a job.",
+        description="Iterations of plain all-reduce before compression starts, counted over all attempts of a job. "
+        "Must be > 1 with error feedback or warm start.",
     )
     min_compression_rate: float = option(
         2.0,
         gt=0,
         allow_inf_nan=False,
-        description="Compress a tensor of n x m only if (n + m) * rank * min_compression_rate < n * m.",
+        description="Compress a tensor of n x m only if (n + m) * r * min_compression_rate < n * m, with r = "
+        "matrix_approximation_rank.",
     )
     use_error_feedback: bool = option(
         True,
@@ -39,8 +40,8 @@ class _LowRankSpec(HookSpecBase):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Added to the norms when orthogonalising; > 0 guards zero gradients. Above rank 2 (float32, float64) a QR "
-        "factorisation orthogonalises, which ignores it.",
+        description="Added to the norms when orthogonalising; > 0 guards zero gradients. Without effect on float32 and "
+        "float64 if r > 2: then a QR factorisation orthogonalises.",
     )
     random_seed: int = option(0, ge=0, le=2**32 - 1, description="Seed of the generator that draws the first Q.")
     compression_stats_logging_frequency: int = option(
@@ -68,7 +69,8 @@ class PowerSGDSpec(_LowRankSpec):
     name: Literal["powerSGD"] = "powerSGD"
     batch_tensors_with_same_shape: bool = option(
         False,
-        description="Compress tensors of equal shape in one batched matmul; the bits differ from compression one by one.",
+        description="Compress tensors of equal shape in one batched matmul. The bits of the result differ from those "
+        "without batching.",
     )
 
 
@@ -85,6 +87,6 @@ class BatchedPowerSGDSpec(_LowRankSpec):
         2.0,
         gt=0,
         allow_inf_nan=False,
-        description="Without effect, as with torch: every bucket is compressed as a whole. It is a parameter of the state that "
-        "both hooks share.",
+        description="Without effect, as with torch: every bucket is compressed as a whole. The key exists since both "
+        "PowerSGD hooks use the same class of state.",
     )

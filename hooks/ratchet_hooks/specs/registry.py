@@ -85,10 +85,7 @@ _EIGHT_BITS = (
         "Every rank receives all ranks' gradients: with many ranks that is more traffic than an all-reduce.",
         _never_applies,
     ),
-    Caution(
-        "Float32 gradients only. The steps of a scale are never finer than 1.2e-7: scale the loss up where gradients are that "
-        "small."
-    ),
+    Caution("Float32 gradients only. Gradients below 6e-8 become 0: scale the loss up if gradients are that small."),
 )
 
 HOOKS: dict[str, HookEntry] = {
@@ -212,8 +209,8 @@ HOOKS: dict[str, HookEntry] = {
             True,
             (
                 Caution(
-                    "Exact only if its state has everything that it carries from step to step. The traffic is known only if "
-                    "the state reports it."
+                    "Exact only if the state has everything that the hook carries from step to step. The traffic is known "
+                    "only if the state reports it."
                 ),
             ),
         ),

@@ -63,16 +63,16 @@ class _Cursor:
 class TrainLoader:
     """This rank's batches of a map-style data set; implements ``TrainData``.
 
-    ``dataset``: has ``__len__`` and ``__getitem__(index)``; equal on all ranks. ``batch_size``: samples per rank
+    ``dataset``: an object with ``__len__`` and ``__getitem__(index)``, the same on all ranks. ``batch_size``: samples per rank
     (``batch_is="per_rank"``) or per step of the whole group (``"global"``, which stays the same when the world size changes).
     ``seed`` and the epoch determine the order; ``shuffle=False``: the samples come in the order of their indices. ``rank`` and
     ``world_size``: those of the Session or the ``TaskContext``. ``augment(sample, generator)`` draws from a generator seeded by
-    (seed, epoch, sample); the process-wide generators of ``random``, NumPy and torch (CPU) are seeded by the same three for each
-    sample that is loaded. ``num_workers``, ``prefetch_factor`` and ``collate_fn`` are as in torch's ``DataLoader``; workers pass
-    batches through /dev/shm and use one thread each. ``ratchet_worker.data.order`` defines the order and where an epoch ends,
-    ``ratchet_worker.data.dataloader_workers`` describes the workers. Iterating consumes none of the rank's own random numbers.
-    Generators that ``dataset``, ``augment`` or ``collate_fn`` hold themselves are saved with the position; with workers they are
-    not, and ``exact`` is False.
+    (seed, epoch, sample); the process-wide generators of ``random``, NumPy and torch (CPU) are seeded by the same three values
+    before each sample is loaded. ``num_workers``, ``prefetch_factor`` and ``collate_fn`` are as in torch's ``DataLoader``;
+    workers pass batches through /dev/shm and use one thread each. ``ratchet_worker.data.order`` defines the order and where an
+    epoch ends; ``ratchet_worker.data.dataloader_workers`` describes the workers. Iterating consumes none of the rank's own random
+    numbers. ``dataset``, ``augment`` and ``collate_fn`` may have generators of their own. Without workers, these generators are
+    saved with the position. With workers they are not saved, and ``exact`` is False.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TrainLoader:
         prefetch_factor: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        """Raises ``UserError`` for numbers that do not fit together."""
+        """Raises ``UserError`` for invalid arguments, and if the data set does not fill one global batch."""
         if num_workers < 0 or (prefetch_factor is not None and (num_workers == 0 or prefetch_factor < 1)):
             raise UserError("num_workers is >= 0; prefetch_factor is >= 1 and needs num_workers > 0")
         rule = BatchRule(len(dataset), batch_size, batch_is, rank, world_size)
@@ -126,7 +126,7 @@ class TrainLoader:
 
     @property
     def position(self) -> int:
-        """Number of samples of this epoch's global order that all ranks together have consumed."""
+        """Number of samples that all ranks together have consumed in this epoch."""
         return self._cursor.position
 
     @property
@@ -136,7 +136,8 @@ class TrainLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of this rank in one epoch, equal on all ranks; a remainder that does not fill a global batch is dropped."""
+        """Number of this rank's batches in one epoch, equal on all ranks. Samples at the end that do not fill a global batch are
+        dropped."""
         return self._cursor.rule.batches_per_epoch
 
     def __len__(self) -> int:
@@ -201,8 +202,8 @@ class TrainLoader:
         self._loader = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON, with what identifies the order. The position is that after the last batch yielded;
-        prefetched batches do not count as consumed."""
+        """Return the position and the values that determine the order, as JSON. The position is the one after the last batch that
+        was yielded; prefetched batches do not count as consumed."""
         rule = self._cursor.rule
         return {
             "kind": "map",
@@ -219,7 +220,7 @@ class TrainLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the sample recorded in ``state``, and end the current iterator. The batch size may differ. Raises
-        ``ValueError`` for another order, data set length or number of ranks."""
+        ``ValueError`` if the order, the length of the data set or the number of ranks differs."""
         recorded = state.get("world_size")
         if recorded != self._cursor.rule.world_size:
             raise ValueError(
@@ -229,9 +230,9 @@ class TrainLoader:
         self._load(state)
 
     def load_resized(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continue at the next sample of the global order that was not used, after the number of ranks has changed. ``states``:
-        the old ranks' states, in rank order. Raises ``ValueError`` if they do not belong to the same step, or if the order is
-        another one."""
+        """Continue at the first unused sample of the global order, after the number of ranks has changed. ``states``: the states
+        of the old ranks, in rank order. Raises ``ValueError`` if the states do not belong to the same step, or if the order
+        differs."""
         if not states:
             raise ValueError("there is no recorded data position to continue from")
         if any(other != states[0] for other in states):

@@ -110,10 +110,10 @@ class StandaloneDirectory:
         return made
 
     def delete_surplus(self, spec: CheckpointSpec) -> list[str]:
-        """Delete the checkpoints that the spec does not keep, except pinned ones, and unfinished checkpoints of earlier starts.
-        The caller calls it before a start trains and after its last save; in between, a start deletes only what it wrote itself.
-        Return one sentence for each checkpoint that could not be deleted. If the directory cannot be read, return one sentence,
-        and delete no complete checkpoint."""
+        """Delete the checkpoints of the lineage that the spec does not keep, except pinned ones, and every start's unfinished
+        checkpoints, those of this start included. The caller calls it before a start trains and after its last save; in between,
+        a start deletes only what it wrote itself. Return one sentence for each checkpoint that could not be deleted. If the
+        directory cannot be read, return one sentence, and delete no complete checkpoint."""
         notes, bases = [], self._run.bases()
         try:
             sweep(self.paths.checkpoints, dead_attempts=[*self._run.attempt_numbers()])

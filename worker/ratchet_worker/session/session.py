@@ -32,24 +32,25 @@ The rules:
   ``scaler`` and ``data`` are free. Values derived from ``step`` need no registration.
 - The state is restored when the first step is requested (or by ``restore()``): register before that, and iterate over the data
   through ``batches()``.
-- The body of the loop is one step. Everything that the body changes, down to its last line, belongs to the step, which is saved
-  when the next step is requested. Take batches in the body, none in advance. End the body with ``optimizer.step()`` and
+- The body of the loop is one step. Everything that the body changes, down to the last line, belongs to the step. The step is
+  saved when the next step is requested. Take batches in the body, none in advance. End the body with ``optimizer.step()`` and
   ``zero_grad()``; gradients that are left are saved too, and make the checkpoint larger by their size. After ``checkpoint()``
   nothing that has state may change in the same body.
-- All ranks do the same number of steps, in one loop: after its ``total`` the job has ended, and no further step can be requested.
-  For phases of a training write ``if step < 500`` in the body. ``break`` on all ranks in the same step ends the job early; the
-  step counts if its backward pass was done. A fork may request more steps than the original job, unless a schedule has a fixed
-  length (``OneCycleLR``): it is restored with its original length, and after that length torch's own error ends the attempt.
-- Under ``post_localSGD`` parameters are averaged over the ranks at the end of the body, every few steps: when the next step is
-  requested they differ from what ``optimizer.step()`` left. The script must not have an averager of its own.
-- A stop that the ranks agreed on leaves ``steps`` as ``Stopped`` (a ``SystemExit``): do not catch it.
-- Every attempt runs the script again from its first line. Its current directory is the job's copy of the code, kept over all
-  attempts; the code itself is imported from a read-only snapshot.
-- ``Session()`` starts the process group: do not call ``init_process_group``, neither before nor after it.
-- A thread of the script may do the steps. A stop, an error or ``sys.exit`` in the loop ends the attempt at once, as
-  in the main thread: code of the main thread after its ``join`` does not run. Where the loop does not reach its ``total``,
-  that thread marks the job as done: with the Session's block around the loop, or with ``finish()`` after a ``break``. A thread
-  pool keeps an error in its future: call its ``result()``.
+- All ranks do the same number of steps, in one loop. After the last of the loop's ``total`` steps the job has ended, and no
+  further step can be requested. For phases of a training write ``if step < 500`` in the body. ``break`` on all ranks in the same
+  step ends the job early; the step counts if its backward pass was done. A fork may request more steps than the original job. A
+  schedule of a fixed length (``OneCycleLR``) does not allow this: its original length is restored, and after that length torch's
+  own error ends the attempt.
+- The hook ``post_localSGD`` averages the parameters over the ranks every few steps, when the next step is requested. The
+  averaging replaces the parameters that ``optimizer.step()`` has set. The script must not have an averager of its own.
+- If the ranks agree on a stop, ``steps`` raises ``Stopped`` (a ``SystemExit``): do not catch it.
+- Every attempt runs the script again from its first line. The current directory is the job's copy of the code, which all attempts
+  share. Modules are imported from a read-only snapshot of the code.
+- ``Session()`` starts the process group: do not call ``init_process_group`` before or after it.
+- A thread of the script may do the steps. A stop, an error or ``sys.exit`` in the loop then ends the attempt at once, as in the
+  main thread. The main thread does not continue after ``thread.join()``. If the loop ends before its ``total``, the thread that
+  does the steps must mark the job as done: with the Session's ``with`` block around the loop, or with ``finish()`` after a
+  ``break``. A thread pool stores an error in the future: call the future's ``result()``, which raises the error.
 
 Evaluating inside the loop, at the end of a step::
 
@@ -94,16 +95,16 @@ _OWN_NAMES = frozenset({"optimizer", "scheduler", "scaler", "data"})
 
 
 class Session:
-    """A training script's interface to its job. The first ``Session()`` joins the job's process group; every rank must make one,
-    in any thread. Further ones refer to the same run. An error ends the attempt if it ends the thread that does the steps or,
-    before the first step, the thread that made the first Session.
+    """A training script's interface to its job. The first ``Session()`` joins the job's process group; every rank must make a
+    Session, in any thread. Further Sessions refer to the same run. If an error ends the thread that does the steps, it also ends
+    the attempt. Before the first step, this applies to the thread that made the first Session.
 
-    Without a service (``python``, ``torchrun``, a debugger, a notebook, a test) the Session is a run of its own, one per
-    directory. Leaving the block ends the run in this process; the next Session is another start.
+    Without a service (``python``, ``torchrun``, a debugger, a notebook, a test) the Session is a run of its own. Each directory
+    has one run. The end of the ``with`` block ends the run in this process; the next Session starts the run again.
 
-    Raises ``UserError`` where the script has already started a process group. Without a service it is also raised where
-    ``directory`` is in use or holds something else, in a thread other than the main one, and while a Session with other arguments
-    is open.
+    Raises ``UserError`` if the script has already started a process group. Without a service, ``UserError`` is also raised if a
+    run would begin outside the main thread, if ``directory`` is in use or is not the directory of such a run, and while a Session
+    with different arguments is open (``Session()`` without arguments refers to the open one).
     """
 
     # Set by the rank's process before the script starts, as a class attribute since threads inherit no context. Its first call is
@@ -121,11 +122,11 @@ class Session:
         determinism: str | None = None,
         on_hook_mismatch: str | None = None,
     ) -> None:
-        """The arguments are for a run without a service, which saves to ``directory`` and resumes from there. In a job the job's
-        spec takes precedence, and an event reports arguments that differ from it. The others are keys of the spec, with the
-        spec's defaults: ``hook``, ``seed`` and ``determinism``, the mappings ``checkpoint`` and ``ddp``, and ``on_hook_mismatch``
-        of ``policy``. ``seed`` seeds the generators that the script has not seeded itself, as in a job, and the order of the data
-        (``session.seed``)."""
+        """The arguments are for a run without a service, which saves to ``directory`` and resumes from there. In a job, the job's
+        spec takes precedence, and an event reports arguments that differ from the spec. All arguments except ``directory`` are
+        keys of the spec, with the same defaults: ``hook``, ``seed``, ``determinism``, the mappings ``checkpoint`` and ``ddp``,
+        and ``policy.on_hook_mismatch``. ``seed`` determines the order of the data (``session.seed``). As in a job, it also seeds
+        the generators that the script has not seeded itself."""
         given = {"hook": hook, "seed": seed, "checkpoint": checkpoint, "ddp": ddp, "determinism": determinism}
         given["on_hook_mismatch"] = on_hook_mismatch
         if Session._opener is None:
@@ -170,9 +171,11 @@ class Session:
         return loop
 
     def finish(self) -> None:
-        """Mark the job as done and save the final checkpoint. Every rank calls it after the same step; leaving the block without
-        an exception does it, too. Does nothing if the state was never restored. In a thread other than the one that does the
-        steps it blocks until the last of ``total`` steps is done, and raises ``RuntimeError`` if that thread ends earlier."""
+        """Mark the job as done and save the final checkpoint. Every rank calls it after the same step. The Session's ``with``
+        block also calls it at its end, except after an exception. Does nothing if the state was never restored. A thread that
+        does not do the steps waits in this call until the last of ``total`` steps is done. The call raises ``RuntimeError`` if
+        the thread that does the steps ends earlier, ``Stopped`` if the ranks have agreed to stop, and ``CheckpointError`` if the
+        final save fails. In a fork that has done no step it raises ``UserError``."""
         if self._runtime.restored:
             self._runtime.finish()
 
@@ -190,7 +193,7 @@ class Session:
 
     @property
     def local_rank(self) -> int:
-        """Number of this process among those of its node, from 0."""
+        """Number of this process among the job's processes on its node, from 0."""
         return self._runtime.local_rank
 
     @property
@@ -200,19 +203,20 @@ class Session:
 
     @property
     def seed(self) -> int:
-        """The job's seed. torch, CUDA, numpy and ``random`` are already seeded from it and the rank; seeds that the script sets
-        itself, before or after ``Session()``, take precedence."""
+        """The job's seed. torch, CUDA, numpy and ``random`` are already seeded from this seed and the rank; seeds that the script
+        sets itself, before or after ``Session()``, take precedence."""
         return self._runtime.launch.spec.seed
 
     @property
     def step(self) -> int:
-        """Number of completed steps of the job, including those of earlier attempts."""
+        """Number of completed steps, including those of earlier attempts and, in a fork, those of the checkpoint that it started
+        from."""
         return self._runtime.step
 
     @property
     def resumed(self) -> bool:
-        """True if this attempt continues from a checkpoint: one of this job or, at the start of a fork, one of the job that was
-        forked."""
+        """True if this attempt continues from a checkpoint. At the start of a fork or an adopted run, this is a checkpoint of the
+        original job or run."""
         return self._runtime.chosen.manifest is not None
 
     @property
@@ -228,35 +232,37 @@ class Session:
         their place, in the same order, or the object alone if there is only one.
 
         The model becomes ``wrap(model)``. These are registered and returned as they are: optimizers, schedulers, a scaler,
-        modules without trainable parameters (moved to this rank's device) and other objects with ``state_dict``. So are dicts,
-        lists, ``SimpleNamespace`` and objects of your own, of which the items and attributes are restored. The training's
-        DataLoader becomes a loader whose batches are the steps of ``epochs``. It has the DataLoader's ``len`` and attributes, and
-        one of its own, ``start``: the number of the first batch of this epoch's pass, 0 except after a resume within the epoch.
+        modules without trainable parameters (moved to this rank's device) and other objects with ``state_dict``. Dicts, lists,
+        ``SimpleNamespace`` and objects of your own are also registered and returned as they are; a resume restores their items
+        and attributes. The training's DataLoader becomes a loader whose batches are the steps of ``epochs``. This loader has the
+        DataLoader's ``len`` and attributes. It also has the attribute ``start``: the number of the first batch that it yields in
+        this epoch, which is 0 except after a resume within the epoch.
 
-        Raises ``UserError`` after the first step, and for a second model or loader.
+        Raises ``UserError`` once the state is restored, for a second model or loader, for a model that is in DDP already, and for
+        an object that is none of these.
         """
         found = self._epoch_loop.prepare(objects)
         return found[0] if len(found) == 1 else found
 
     def keep(self, **values: Any) -> SimpleNamespace:
-        """Return an object with ``values`` as attributes, saved in every checkpoint: for variables that a loop carries from one
-        pass to the next. ``kept = session.keep(best=0.0)`` before the loop, ``kept.best = max(kept.best, accuracy)`` in it.
-        Values may be tensors, numbers, strings, lists, dicts and objects of your own. Raises ``UserError`` after the first
-        step."""
+        """Return an object with ``values`` as attributes, which are saved in every checkpoint. Use it for variables that a loop
+        carries from one pass to the next: write ``kept = session.keep(best=0.0)`` before the loop, and
+        ``kept.best = max(kept.best, accuracy)`` in the loop. Values may be tensors, numbers, strings, lists, dicts and objects of
+        your own. Raises ``UserError`` once the state is restored."""
         return self._epoch_loop.keep(SimpleNamespace(**values))
 
     def wrap(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
         """Return ``module`` on this rank's device, in DDP with the spec's settings and hook. Call it once, on every rank.
 
-        Raises ``UserError`` at a second call, and where the hook does not support the model."""
+        Raises ``UserError`` at a second call, and where the hook or the checkpoint does not fit the model."""
         return self._runtime.wrap(module)
 
     def register(self, **objects: Any) -> None:
         """Register ``objects`` by name, so that checkpoints contain their state. An object may have ``state_dict`` and
-        ``load_state_dict``, or be a ``torch.Generator``. Of a dict, a list, a ``SimpleNamespace`` or an object of your own, the
-        items and attributes are saved and restored. The names ``optimizer``, ``scheduler`` and ``scaler`` are meant for objects
-        of that kind; ``data`` is for a ``TrainLoader``, a ``TrainStream``, or an object that implements ``TrainData``; other
-        names are free. Raises ``UserError`` after the first step, for a name that is registered already, and for objects without
+        ``load_state_dict``, or be a ``torch.Generator``. For a dict, a list, a ``SimpleNamespace`` or an object of your own, its
+        items or attributes are saved and restored. The names ``optimizer``, ``scheduler`` and ``scaler`` are meant for objects of
+        that kind; ``data`` is for a ``TrainLoader``, a ``TrainStream``, or an object that implements ``TrainData``; other names
+        are free. Raises ``UserError`` once the state is restored, for a name that is registered already, and for objects without
         state."""
         if self._runtime.restored:
             raise UserError("call register before the first step: the state has already been restored")
@@ -264,10 +270,10 @@ class Session:
             self._runtime.state.register(name if name in _OWN_NAMES else f"user:{name}", item)
 
     def ignore(self, path: str, reason: str) -> None:
-        """Exclude the attribute at ``path``, on which training does not depend, and everything reachable only through the
-        attribute, from what is saved and reported. ``path``: as a resume report names the attribute
-        (``model.layers.0.history``). Every resume report states the exclusion, with the ``reason``. Raises ``UserError`` after
-        the first step."""
+        """Ignore the attribute at ``path``: neither save its value nor report that it is unsaved. Training must not depend on
+        this attribute. Everything that is reachable only through the attribute is ignored, too. ``path``: the attribute's name in
+        a resume report (``model.layers.0.history``). Every resume report lists the ignored ``path`` with the ``reason``. Raises
+        ``UserError`` once the state is restored."""
         if self._runtime.restored:
             raise UserError("call ignore before the first step: the state has already been restored")
         self._runtime.state.hidden.ignored[path] = reason
@@ -281,11 +287,14 @@ class Session:
         return self._runtime.batches(data)
 
     def restore(self, total_steps: int | None = None) -> None:
-        """Restore the state now; otherwise ``steps`` does it. A collective: every rank calls it, at most once, after the model is
-        wrapped and everything is registered. Without a checkpoint nothing is restored, and training begins. ``total_steps``: as
-        ``total`` of ``steps``; the same on all ranks. Raises ``UserError`` at a second call, without a wrapped model, if the
-        ranks' ``total_steps`` differ, for state that does not fit the registered objects, and for a difference that
-        ``determinism: strict`` forbids; ``StateError`` if the restored tensors are not those that were saved."""
+        """Restore the state now; without this call, the first call of ``steps`` restores it. A collective: every rank calls it,
+        at most once, after the model is wrapped and everything is registered. Without a checkpoint nothing is restored, and
+        training begins. ``total_steps``: the number that ``steps`` gets as ``total``, equal on all ranks.
+
+        Raises ``UserError`` at a second call, without a wrapped model, and if ``total_steps`` differs between the ranks. It also
+        raises ``UserError`` for state that does not fit the registered objects, and for a difference that ``determinism: strict``
+        forbids. Raises ``StateError`` if the restored tensors are not those that were saved.
+        """
         digest = getattr(self._runtime.state.data, "data_digest", None)
         self._runtime.data_digest = digest() if callable(digest) else None
         self._runtime.restore(total_steps)
@@ -294,11 +303,12 @@ class Session:
     # --- the loop ------------------------------------------------------------------------------------------------------
 
     def steps(self, total: int | None = None) -> Iterator[int]:
-        """Yield the numbers of the steps to do, from the restored one to ``total`` - 1 (None: until the script breaks). The first
-        call restores the state, if ``restore`` was not called. A step ends when the next one is requested: it is then counted, a
-        due checkpoint is saved, and the loop stops if the ranks have agreed to stop. Raises ``Stopped``, a ``SystemExit`` that
-        ends the script, for such a stop; ``UserError`` for a ``total`` below 1 and for a second loop after the last step; and the
-        errors of ``restore``."""
+        """Yield the numbers of the steps to do, from the restored one to ``total`` - 1 (None: until the script leaves the loop).
+        The first call restores the state, if ``restore`` was not called. A step ends when the next one is requested: it is then
+        counted, a due checkpoint is saved, and the loop stops if the ranks have agreed to stop. At such a stop, ``steps`` raises
+        ``Stopped``, a ``SystemExit`` that ends the script. It raises ``UserError`` for a ``total`` below 1, for a second loop
+        after the last step, and for a loop within a step. It raises ``CheckpointError`` after three failed saves in a row. It
+        also raises the errors of ``restore``."""
         runtime = self._runtime
         if total is not None and total < 1:
             raise UserError(f"total must be at least 1, not {total}")
@@ -316,29 +326,34 @@ class Session:
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the epochs to do, from the restored one to ``total`` - 1. Iterate over the prepared loader once in
-        each; a further pass over it is not training and belongs to the open step. The step of an epoch's last batch ends when the
-        next epoch is requested, or after the last epoch: the code after the loop over its batches belongs to it. The epoch is set
-        on samplers (``set_epoch``). ``break`` on all ranks ends the job early. Raises the same errors as ``steps``."""
+        each epoch. A further pass over the loader is not training, and belongs to the open step. Code after the loop over the
+        batches belongs to the step of the epoch's last batch. This step ends when the next epoch is requested, or after the last
+        epoch. After the last epoch the job is finished, as by ``finish``. Samplers get the epoch's number (``set_epoch``).
+        ``break`` on all ranks ends the job early. Raises the same errors as ``steps``. Also raises ``UserError`` without a
+        prepared loader, at a second call, and for an epoch that trains without the loader."""
         return self._epoch_loop.epochs(total, self.restore)
 
     def enumerate(self, batches: Iterable[Item], start: int = 0) -> Iterator[tuple[int, Item]]:
-        """Yield (number, batch) for ``batches``, which is the prepared loader or a progress bar around it. Numbers are those in
-        the epoch, counted from ``start``, and continue after a resume. (So do those of Python's ``enumerate`` directly around the
-        loader.)"""
+        """Yield (number, batch) for ``batches``, which is the prepared loader or a progress bar around it. The numbers count the
+        epoch's batches from ``start``, and continue after a resume. (The numbers of Python's own ``enumerate`` also continue, if
+        it is directly around the loader.)"""
         return self._epoch_loop.enumerate_batches(batches, start)
 
     def checkpoint(self) -> bool:
-        """Save now, unless this step is saved already; every rank calls it after the same step, after ``zero_grad``. In the body
-        of the loop it ends the step. Return True if the step is saved; False if the save failed, which is also reported. Raises
+        """Save a checkpoint now; do nothing if this step is saved already. Every rank calls it after the same step, after
+        ``zero_grad``. A call in the body of the loop ends the step, after its backward pass; before that it saves the previous
+        step. Return True if the step is saved, and False if the save failed. A failed save is also reported. Raises
         ``CheckpointError`` at the third failed save in a row."""
         self._epoch_loop.on_checkpoint()
         return self._runtime.checkpoint()
 
     def evaluation(self) -> AbstractContextManager[Evaluation]:
-        """Return a context manager for an evaluation: eval mode, no gradients, rank 0's buffers; the training state is unchanged
-        afterwards. Every rank enters it after the same step. The object that ``as`` binds has ``batches(items)``, which checks
-        for a stop before each item, ``gather(value)`` (every rank's JSON value, in rank order) and
-        ``averages({name: (sum, weight)})`` (sum of sums / sum of weights over all ranks)."""
+        """Return a context manager for an evaluation. Its block runs in eval mode, without gradients and, if DDP broadcasts
+        buffers, with rank 0's buffers. The training state is unchanged afterwards. Every rank enters the block after the same
+        step. The object that ``as`` binds has three methods. ``batches(items)`` yields the items, and checks for a stop before
+        each item. ``gather(value)`` returns every rank's JSON value, in rank order. ``averages({name: (sum, weight)})`` returns
+        the sum of sums / sum of weights over all ranks, by name. Between two steps a stop leaves the block early, without an
+        exception."""
         return self._runtime.evaluating()
 
     @overload
@@ -350,15 +365,16 @@ class Session:
     def all_gather(self, value: Any) -> list[Any]: ...
 
     def all_gather(self, value: Any, group: ProcessGroup | None = None, sync_grads: bool = True) -> Any:
-        """Gather ``value`` from every rank, in rank order; every rank calls it. JSON values are returned as a list, tensors
-        stacked: (ranks, *shape).
+        """Gather ``value`` from every rank, in rank order; every rank calls it. JSON values are returned as a list. Tensors are
+        stacked into one tensor with the shape (ranks, *shape).
 
-        For tensors, ``group`` has the ranks that take part (None: all). Gradients flow back: each rank's tensor gets the sum,
-        over the ranks, of the gradients of its slice; so every rank must use the result in its loss. ``sync_grads=False``
-        detaches the result. Tensors that differ in shape, dtype or need of a gradient between the ranks raise ``UserError`` on
-        all of them.
+        For tensors, ``group`` has the ranks that take part (None: all). Gradients flow back through the result: each rank's
+        tensor gets the gradients of its slice, summed over the ranks. So every rank must use the result in its loss.
+        ``sync_grads=False`` detaches the result. Raises ``UserError`` on all ranks if the ranks' tensors differ in shape or
+        dtype, or if only some of them need a gradient.
 
-        A step waits for it, and a stop waits for the step. In an evaluation that a stop may cut short use ``ev.gather`` instead.
+        A stop does not interrupt this call, since a stop waits for the end of the step. Between two steps, a stop may cut an
+        evaluation short: use ``ev.gather`` there.
         """
         runtime = self._runtime
         if isinstance(value, torch.Tensor):
@@ -377,6 +393,6 @@ class Session:
         return values
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
-        """Log metrics of the current step: ``values`` are numbers or tensors of one element, by name (1 to 200 characters). Only
-        rank 0's values are kept; on other ranks the call does nothing. Raises ``UserError`` for another name or value."""
+        """Log metrics of the current step. ``values``: numbers or tensors of one element, by name (1 to 200 characters). Only
+        rank 0's values are kept; on other ranks the call does nothing. Raises ``UserError`` for an invalid name or value."""
         self._runtime.log(values)

@@ -114,8 +114,8 @@ class Place:
 
 
 class Standalone:
-    """The runs of this process without a service, one after the other. A run ends when its Session's block is left, or with the
-    process. There is one object per process."""
+    """The runs of this process without a service, one after the other. A run ends when its Session's block is left, when the next
+    run begins, or with the process. There is one object per process."""
 
     def __init__(self) -> None:
         self._run: _Run | None = None
@@ -129,8 +129,11 @@ class Standalone:
 
     def open(self, arguments: SessionArguments) -> Runtime:
         """Return the runtime of the current run. A new run is begun if there is no run, if the last one is over, or if an error
-        has ended it at a prompt. A new run must be begun by every rank, on the main thread. Raises ``UserError`` and
-        ``CheckpointError``; ``UserError`` also if a run with other arguments is still open."""
+        has ended it at a prompt; the last one is then ended. A new run must be begun by every rank, on the main thread. Raises
+        ``UserError`` and ``CheckpointError``.
+
+        While a run is open, ``arguments`` that differ from its own raise ``UserError``; default ones return the open run. With
+        ``yields_to_script`` the open run is returned, also after an error at a prompt, and rank 0 prints the differences."""
         run = self._run
         failed = run is not None and not arguments.yields_to_script and run.has_failed_at_prompt
         if run is not None and run.runtime is not None and not run.is_over and not failed:
@@ -249,8 +252,9 @@ class _Run:
         return runtime
 
     def _seed(self, seed: int) -> None:
-        """Seed the generators that the script has not seeded. If the script also passed a ``seed`` to ``Session()``, rank 0
-        prints which generators the script has seeded."""
+        """Seed the generators that the script has not seeded. If the script has seeded some, and passed ``Session()`` a ``seed``
+        other than torch's current one, rank 0 prints which it has seeded. From now on, imports also undo their draws
+        (``import_draws``)."""
         script = self._seeds.seed_others(seed, self._place.identity.rank)
         import_draws.undo_import_draws()
         if (
@@ -344,9 +348,10 @@ class _Run:
     # --- stops ---------------------------------------------------------------------------------------------------------
 
     def _listen(self, seconds: float) -> StopRequests:
-        """Wait at most ``seconds``, and return the stop and checkpoint requests received so far by signals. A first interrupt
-        (Ctrl-C) is a stop request. A second one ends the process at once, with exit code 130; at a prompt or under a program
-        (pytest) interrupts are then passed on to Python instead. Called on the side thread."""
+        """Wait at most ``seconds``, and return the stop that signals have requested up to now, if any; nothing requests a
+        checkpoint here. A first interrupt (Ctrl-C) and a SIGTERM are stop requests. A second interrupt ends the process at once,
+        with exit code 130; at a prompt or under a program (pytest) interrupts are then passed on to Python instead. Called on the
+        side thread."""
         before = self._listener.interrupt_count
         cause, requests = self._listener.wait(seconds)
         if before == 0 < self._listener.interrupt_count and self._place.identity.rank == 0:
@@ -385,9 +390,9 @@ class _Run:
     # --- ends ----------------------------------------------------------------------------------------------------------
 
     def on_exit(self, error: BaseException | None) -> None:
-        """Act on the end of the Session's block. ``error``: the exception that ended it, None for none. After a finished run the
-        result is written and the process group is kept, for the script's further use; otherwise the whole run ends on this rank
-        (``end``)."""
+        """Act on the end of the Session's block. ``error``: the exception that ended it, None for none. A run that has finished
+        without an error is closed (``_close``), and its process group is kept for the script's further use. Otherwise the whole
+        run ends on this rank (``end``)."""
         if error is None and self.runtime is not None and self.runtime.finished:
             self._close(Cause.COMPLETED, None)
         else:
@@ -450,9 +455,10 @@ class _Run:
         return Cause.EXCEPTION, "the process continued without ending the run: its Session's block was not left"
 
     def _close(self, cause: Cause, message: str | None) -> None:
-        """Write the result, restore the signal handlers (on the main thread only), delete surplus checkpoints (after a stop or
-        completion) and release the directory. If the run trained and did not complete, rank 0 prints where the next start
-        continues. Does nothing at a second call."""
+        """Write the result, restore the signal handlers (on the main thread only) and release the directory. Delete surplus
+        checkpoints if this start did a step and then was stopped or completed. If the state was restored and the run did not
+        complete, rank 0 prints where the next start continues. After a stop of the script's own process, SIGTERM is ignored from
+        now on. Does nothing at a second call."""
         if self._closed:
             return
         self._closed = True
@@ -476,8 +482,8 @@ class _Run:
             self._directory.close()
 
     def _report_next_start(self, runtime: Runtime) -> None:
-        """Print, on rank 0, from which checkpoint the next start continues. With one rank it first waits for an unfinished
-        save."""
+        """Print, on rank 0, from which checkpoint the next start continues. With one rank, and without a stop, it first waits for
+        an unfinished save."""
         if runtime.stopped is not None:
             text, at = f"stopped after step {runtime.step}", f"step {runtime.checkpointer.last.step} of"
         else:
