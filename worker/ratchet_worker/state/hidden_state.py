@@ -5,10 +5,9 @@ save. A checkpoint stores what has changed in between, under the path of the cha
 attempt puts the stored content into its own object at that path. Two attributes that held the same object do so again.
 
 A change is stored if the new content consists of numbers, strings, containers, tensors, numpy arrays, generators, ``nn.Module``
-objects and objects of the user's classes. A function or class is stored if it replaced another one in an attribute and can be
-found by its name. Of any other change the checkpoint has only the path: an iterator that moved on, a lambda that replaced a
-function, and every variable of a module, a class or a function (``train:COUNT``, ``train:Net.calls``,
-``model.layer._forward_hooks[0].calls``).
+objects and objects of the user's classes. A function or class that was put into an attribute is stored if it can be found by its
+name. Of any other change the checkpoint has only the path: an iterator that moved on, a lambda that replaced a function, and
+every variable of a module, a class or a function (``train:COUNT``, ``train:Net.calls``, ``model.layer._forward_hooks[0].calls``).
 """
 
 from __future__ import annotations
@@ -179,13 +178,16 @@ class HiddenState:
     def begin(self, roots: Roots) -> None:
         """Record the current contents of everything that ``roots`` hold, as the state at the beginning of training.
 
-        Unstorable changes count from this call. Storable changes of an object that ``note_built`` has noted count from that
-        earlier call, those of any other object from this call. All later walks start from ``roots``.
+        Unstorable changes count from this call. Storable changes do so, too, unless ``note_built`` was called: then they count
+        from that earlier call, for the objects that it has noted. An object that only a new root reaches, one that ``note_built``
+        did not get, is noted now. Any other later object is stored only as a part of a noted one that refers to it. All later
+        walks start from ``roots``.
         """
-        self._roots = roots
+        before, self._roots = self._roots, roots
         self._built = self._walk_roots()
         self._roots = replace(roots, separate_optimizers=frozenset(self._built.separate_optimizers))
-        if self._noted is not None:  # other objects that state may refer to
+        if self._noted is not None:  # roots that hooks have added, and other objects that state may refer to
+            self._add(self._noted, self._new_nodes(roots, before))
             self._add(self._noted, {p: n for p, n in self._built.nodes.items() if n.region == "registered"})
 
     @staticmethod
@@ -438,8 +440,8 @@ class _Recorder:
     def _attributes(self, path: str, before: Node, now: Node) -> Any:
         """Return the changed attributes of an object as a dict: ``set``, references to the new values by name, and ``gone``,
         names of removed attributes. Return None if there is nothing to store. Adds the paths of changed attributes that cannot be
-        stored to ``_unsaved``. Exception: if such an attribute is new and the object has a ``state_dict``, return None and add
-        nothing."""
+        stored to ``_unsaved``. Exception: if the object has a ``state_dict``, such an
+        attribute that is new (or was None), as a lazily made iterator, is left out, together with changed flags (booleans)."""
         names = [
             n for n, value in now.children.items() if n not in before.children or not is_same(before.children[n], value)
         ]
@@ -449,6 +451,7 @@ class _Recorder:
             names = [name for name in names if name not in noted]
         gone = [name for name in before.children if name not in now.children]
         found: dict[str, Reference] = {}
+        made = False
         for name in names:
             at, value, old = f"{path}.{name}", now.children[name], before.children.get(name)
             if _is_other_code(old, value) or (_is_code(old) and value is None) or (old is None and _is_code(value)):
@@ -463,8 +466,11 @@ class _Recorder:
                 found[name] = self._reference(at, value)
             except _Unstorable as error:
                 if old is None and path in self._with_state:
-                    return None  # created when it is needed, and its position is in the state
+                    made = True  # created when it is needed, and its position is in the state
+                    continue
                 self._unsaved.add(str(error))
+        if made:  # a flag would say that the iterator exists
+            found = {name: reference for name, reference in found.items() if not isinstance(now.children[name], bool)}
         return {"set": found, "gone": gone} if found or gone else None
 
     def _has_state(self, value: Any) -> bool:
@@ -843,7 +849,8 @@ class _Restorer:
         return [*zip(self._resolve_all(content["keys"]), self._resolve_all(content["items"]), strict=True)]
 
     def _resolve_all(self, references: References) -> list[Any]:
-        """Return the objects that the references of a container's items stand for."""
+        """Return a list of the objects that the references of a container's items stand for. Objects that training made are
+        created. Raises ``StateError`` if an object does not exist in this attempt."""
         if isinstance(references, list):
             return [*map(self._resolve, references)]
         if "plain" in references:

@@ -88,6 +88,22 @@ def test_saved_hidden_state_is_independent_of_attempt_start_epoch() -> None:
     assert str(second.changes()) == str(first)
 
 
+def test_object_that_an_early_hook_registers_is_saved_and_restored() -> None:
+    """``session.register(counts=...)`` in ``on_train_start``: the script's own objects were noted before."""
+
+    def attempt() -> tuple[HiddenState, dict[str, int], SimpleNamespace]:
+        hidden, counts, kept = HiddenState(), {"seen": 0}, SimpleNamespace(best=0.0)
+        hidden.note_built(Roots({"it": built()}), undo=False)
+        hidden.begin(Roots({"it": built(), "counts": counts, "kept": kept}))
+        return hidden, counts, kept
+
+    first, counts, kept = attempt()
+    counts["seen"], kept.best = 5, 0.5
+    second, restored, kept_again = attempt()
+    assert second.restore(first.changes().stored) == {}
+    assert restored == {"seen": 5} and kept_again.best == 0.5
+
+
 def test_unstorable_value_made_by_early_hook_is_left_in_place() -> None:
     """It is not named, either: each attempt makes it."""
     one = built()

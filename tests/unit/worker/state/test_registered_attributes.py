@@ -361,6 +361,16 @@ def test_lazily_created_iterator_is_left_to_state_dict() -> None:
     assert again.next() == item.next()
 
 
+def test_changes_beside_a_lazily_created_iterator_are_saved() -> None:
+    item = Lazy()
+    item.count = 0  # type: ignore[attr-defined]
+    hidden = _begun(item)
+    item.next()
+    item.count = 7  # type: ignore[attr-defined]
+    content = _saved(hidden, item)[1].stored["changed"]["user:it"]["content"]
+    assert content == {"set": {"count": ("value", 7)}, "gone": []}
+
+
 class Switching(lr_scheduler.LRScheduler):
     """Calls another function from some step on."""
 
