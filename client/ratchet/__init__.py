@@ -1,7 +1,8 @@
 """Ratchet in Python: ``import ratchet``.
 
 ``ratchet.Client`` is the client of the service; ``Session``, ``TrainLoader``, ``TrainStream`` and ``Task`` with its parts are
-for training code. Importing the package is cheap: each name's module, and torch with it, is imported at the name's first use.
+for training code. Importing the package is cheap: each name's module is imported at the name's first use, and for training code
+torch with it.
 """
 
 from __future__ import annotations

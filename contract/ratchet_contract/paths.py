@@ -1,4 +1,4 @@
-"""Paths of all files below the run directory. Pure path arithmetic; nothing here touches the disk.
+"""Paths of files below the run directory. Pure path arithmetic; nothing here touches the disk.
 
 <home>/service.json                      url, pid, protocol of the running service (loopback only)
 <home>/ratchet.db
@@ -117,7 +117,7 @@ class HomePaths:
 
     @property
     def runs(self) -> Path:
-        """Directory with a separate run directory for each command of ``ratchet run``."""
+        """Directory with the run directories of the private services that ``ratchet run`` starts, one for each job."""
         return self.home / "run"
 
     @property
@@ -228,7 +228,8 @@ class AttemptPaths(NodePaths):
     @property
     def fence_file(self) -> Path:
         """Empty file. The service writes it to end the attempt, before it looks for processes that are still alive. An agent that
-        finds the file at its start ends at once. A running agent ends its ranks, and these commit and delete no checkpoint."""
+        finds the file at its start ends at once. A running agent ends its ranks, and these commit no checkpoint; a deletion of
+        older ones after the last commit may still go on."""
         return self.root / "FENCED"
 
     @property

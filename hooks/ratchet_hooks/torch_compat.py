@@ -326,8 +326,8 @@ def reduces_in_python(ddp: DistributedDataParallel) -> bool:
 
 
 def push_all_parameters(reducer: Any) -> None:
-    """Tell the reducer that all gradients became ready in the order of its parameters, so that its next rebuild uses that
-    order."""
+    """Make the reducer's next rebuild use the order of its parameters, as if their gradients had become ready in it. No effect
+    if a backward pass has recorded an order already, or if no rebuild is due any more."""
     _get_part(reducer, "_push_all_rebuilt_params")()
 
 

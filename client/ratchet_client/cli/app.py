@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 class _Group(TyperGroup):
     """The group of all commands. It prints a command's ``RatchetError`` as one message on standard error and converts it to an
-    exit code; other exceptions are raised unchanged. Its help ends with a list of the exit codes."""
+    exit code. Ctrl-C and a closed standard output also become exit codes; other exceptions are raised unchanged. Its help ends
+    with a list of the exit codes."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)

@@ -52,10 +52,10 @@ class TokenInClearWarning(UserWarning):
 
 
 class Transport:
-    """Sends requests to one service, whose address is determined again for every request.
+    """Sends requests to one service. If no server is specified, its address is read from ``service.json`` for every request.
 
-    ``timeout``: seconds for one request (at most ten for the connection). ``retry_for``: seconds for all retries of one call.
-    ``token`` is sent as bearer token, and only to the server that it belongs to (``discovery.Target``).
+    ``timeout``: seconds without a byte after which one request fails (at most ten for the connection). ``retry_for``: seconds for
+    all retries of one call. ``token`` is sent as bearer token, and only to the server that it belongs to (``discovery.Target``).
     """
 
     def __init__(
@@ -103,9 +103,10 @@ class Transport:
 
     def request(self, method: str, path: str, *, params: Params | None = None, json: Any = None,
                 idempotency_key: str | None = None, body: Body | None = None) -> httpx.Response:  # fmt: skip
-        """Send a request and return the 2xx response. While the service does not respond, or responds 429, 502, 503 or 504, the
-        call blocks and retries for ``retry_for`` seconds. A DELETE is sent again only if it cannot have arrived. There are no
-        retries if the run directory has no ``service.json`` and no service has responded to this client before.
+        """Send a request and return the 2xx response. While the service does not respond, or responds 429, 502, 503, 504 or
+        ``idempotency-in-progress``, the call blocks and retries for ``retry_for`` seconds. A DELETE is sent again only if it
+        cannot have arrived. There are no retries if the run directory has no ``service.json`` and no service has responded to
+        this client before.
 
         A POST has an Idempotency-Key (a random one by default), so that it takes effect once. ``body``: sent instead of ``json``.
         Raises the service's problem as a ``RatchetError``, ``ServiceUnreachable``, ``ServiceFault`` if another program responds,

@@ -181,7 +181,8 @@ class _Reader:
             self.facts.session = self.facts.session or self._place(node)
 
     def _managed(self, node: ast.Call) -> None:
-        """Record a call of ``managed_ddp``, and the hook that its second argument describes."""
+        """Record a call of ``managed_ddp``, and the hook that its second argument describes: ``powerSGD`` or ``fp16_compress``;
+        any other spec class is recorded as ``allreduce``."""
         self.facts.managed = self.facts.managed or self._place(node)
         spec = self._value(node.args[1] if len(node.args) > 1 else None)
         if isinstance(spec, ast.Call) and self._name(spec.func).endswith("Spec"):

@@ -23,8 +23,8 @@ class Place:
 
 @dataclass(frozen=True)
 class HookUse:
-    """A communication hook that the script registers. ``name``: as in the script. ``parameters``: its arguments that are
-    literals; ``open``: the others, with their source text."""
+    """A communication hook that the script registers. ``name``: that of its Python function, and for ``managed_ddp`` Ratchet's
+    name. ``parameters``: its arguments that are literals; ``open``: the others, with their source text."""
 
     place: Place
     name: str
@@ -69,9 +69,10 @@ class Facts:
     no task. ``frameworks``, ``hooks``, ``options``: what the script uses, registers and declares of these.
 
     Lists of places: ``saves``: where checkpoints are written; ``writes``, ``reads``: where files or directories are written or
-    read; ``backends``: where the process group's backend is named; ``cuda``: where a GPU is used. ``modules``: the top-level
-    names of all other modules that are needed; ``perhaps``: those of them that are imported only in a function or under a
-    condition. ``files``: the files that were read.
+    read; ``backends``: the calls of ``init_process_group``, with the backend as ``value`` (None: not given as a literal);
+    ``cuda``: the calls ``x.cuda()`` and strings like ``"cuda:0"``. ``modules``: the top-level names of all other modules that are
+    needed; ``perhaps``: those of them that are imported only in a function or under a condition. ``files``: the files that were
+    read.
     """
 
     session: Place | None = None

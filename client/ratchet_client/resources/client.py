@@ -35,10 +35,11 @@ class RatchetClient(Following, Access):
 
     ``base_url``: the service's address. ``home``: the run directory whose ``service.json`` has the address. If neither is given,
     the first of these applies: ``RATCHET_SERVER``, ``RATCHET_HOME``, the configuration file's server, ``./.ratchet`` if it
-    exists, this user's only running service. The client reads ``service.json`` at each request, so it finds a restarted service.
-    ``token``: sent as bearer token. Default: ``RATCHET_TOKEN``, else the configuration file's ``token``, which is sent only to
-    the file's ``token_server``. ``timeout``: seconds for one request. ``retry_for``: seconds for which one call is retried if the
-    service does not respond.
+    exists, this user's only running service. If only ``service.json`` has the address, the client reads it at each request, so it
+    finds a restarted service. ``token``: sent as bearer token; to an address from ``service.json`` only if it is this machine's.
+    Default: ``RATCHET_TOKEN``, else the configuration file's ``token``, which is sent only to the file's ``token_server``.
+    ``timeout``: seconds without a byte after which one request fails. ``retry_for``: seconds for which one call is retried if the
+    service does not respond. ``export``, ``fetch_files`` and ``read_file`` are not retried.
 
     Methods can raise the errors of ``ratchet_contract.errors`` and ``ratchet_client.errors``. Methods that return an iterator
     read the list page by page while it is consumed. Retries are safe. A POST is sent again with the same Idempotency-Key, so that
@@ -76,8 +77,9 @@ class RatchetClient(Following, Access):
         Relative paths in the spec are relative to the file's directory. Without a file, they are relative to the current
         directory. The same ``idempotency_key`` with the same spec returns the same job again.
 
-        ``adopt``: a directory on the service's machine, where the spec's script has run without a service. The job continues from
-        a copy of this run's newest checkpoint; the directory is not changed.
+        ``adopt``: a directory on the service's machine, where the spec's script has run without a service. A relative path is
+        made absolute with this process's current directory. The job continues from a copy of this run's newest checkpoint; the
+        directory is not changed.
 
         ``upload``: True: upload the directory ``code.path`` of this machine first. False: ``code.path`` is a directory of the
         service's machine. None: upload the directory if it exists here and the service's address belongs to another machine. A
@@ -140,7 +142,7 @@ class RatchetClient(Following, Access):
 
     def suspend(self, job: str | Job) -> views.JobView:
         """Request that the job saves a checkpoint, stops, and stays stopped until ``resume``. Returns without waiting for the
-        stop. Like all actions, raises ``Conflict`` in an unsuitable phase."""
+        stop. A suspended job stays as it is. Like all actions, raises ``Conflict`` in an unsuitable phase."""
         return self._act(job, "suspend")
 
     def resume(self, job: str | Job, from_step: int | None = None, *, world: int | None = None, nodes: int | None = None,
@@ -148,14 +150,15 @@ class RatchetClient(Following, Access):
                code: str | os.PathLike[str] | None = None, include: Sequence[str] | None = None,
                upload: bool | None = None, note: Note | None = None) -> views.JobView:  # fmt: skip
         """Resume a suspended, failed or cancelled job. Return its new state without waiting for the training. Without further
-        arguments the job continues from its newest checkpoint, with the same world, hook and code as before.
+        arguments the job continues from its newest checkpoint, with the same world, hook and code as before. A job that is queued
+        or running then stays as it is.
 
         ``from_step``: the step of an older checkpoint to start from. ``world``: the new number of ranks per node. ``nodes``: with
         ``world``, the new number of nodes. ``hook``: the name of a new hook, or a mapping that is merged over the job's hook.
         ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute). ``code``: a directory with new code; the
         job continues with a snapshot of it. ``include``: with ``code``, the job's ``code.include`` from now on. ``upload``,
         ``note``: as in ``submit``, for ``code``. The resume report describes what these changes did. Raises ``Conflict`` in an
-        unsuitable phase.
+        unsuitable phase, as for a change while an attempt may be alive, and ``NotFound`` for a step without a checkpoint.
         """
         job = self.job_id(job)
         given: dict[str, Any] = {"from_step": from_step, "hook": hook, "on_hook_mismatch": on_hook_mismatch}
@@ -186,8 +189,8 @@ class RatchetClient(Following, Access):
     def fork(self, job: str | Job, request: requests.ForkRequest, *, upload: bool | None = None,
              note: Note | None = None) -> Job:  # fmt: skip
         """Create and return a new job that starts from a checkpoint of this job, with a changed spec. ``request`` has the id of
-        the checkpoint (default: the newest), the new job's name, and the keys of the spec that change. ``upload``, ``note``: as
-        in ``submit``, for a ``code.path`` in the request.
+        the checkpoint (default: the newest), the new job's name, and the keys of the spec that change. The service pins this
+        checkpoint. ``upload``, ``note``: as in ``submit``, for a ``code.path`` in the request.
 
         >>> fork = client.fork(job_id, ratchet.ForkRequest(spec={"task": {"args": {"epochs": 3}}}))
         >>> fork.view.forked_from.startswith(job_id), fork.cancel().id == fork.id
@@ -200,8 +203,8 @@ class RatchetClient(Following, Access):
         return Job(self, self._act(job, "fork", request))
 
     def patch(self, job: str | Job, request: requests.PatchRequest) -> views.JobView:
-        """Change labels and priority of the job as in ``request``. Fields that ``request`` does not set stay unchanged. Returns
-        the changed job.
+        """Change labels and priority of the job as in ``request``. Fields and labels that ``request`` does not set stay
+        unchanged; a label with the value None is removed. Returns the changed job.
 
         >>> client.patch(job_id, ratchet.PatchRequest(labels={"team": "vision"})).labels["team"]
         'vision'
@@ -212,7 +215,8 @@ class RatchetClient(Following, Access):
     def delete(self, job: str | Job, *, keep_checkpoints: bool = False, outputs: bool = False) -> views.DeleteResult:
         """Delete an ended job and its logs. Its checkpoints are deleted, too, unless ``keep_checkpoints`` is true. The files in
         its working directory are kept, and the result has their path. ``outputs=True`` deletes these files too, also in a later
-        call with the id of the deleted job. Raises ``Conflict`` for a job that has not ended."""
+        call with the id of the deleted job. Raises ``Conflict`` for a job that has not ended, or whose checkpoint a fork that has
+        not started yet needs."""
         params: Params = {
             "keep_checkpoints": "true" if keep_checkpoints else None,
             "outputs": "true" if outputs else None,
@@ -241,7 +245,7 @@ class RatchetClient(Following, Access):
         return self._get(self._path(job, "attempts", str(number)), views.AttemptView)
 
     def checkpoints(self, job: str | Job) -> Iterator[views.CheckpointView]:
-        """Yield the stored checkpoints, newest step first."""
+        """Yield the stored checkpoints, also quarantined ones, newest step first."""
         return self._job_pages(views.CheckpointView, {"limit": PAGE}, job, "checkpoints")
 
     def checkpoint(self, job: str | Job, checkpoint_id: str) -> views.CheckpointDetail:
@@ -251,7 +255,8 @@ class RatchetClient(Following, Access):
     def verify(self, job: str | Job, checkpoint_id: str) -> views.VerifyResult:
         """Verify a checkpoint: the service reads every byte and compares it with the digests. Blocks until it is done. If the
         checkpoint is damaged, ``verification`` of the result says so; no exception is raised. The service moves a damaged
-        checkpoint to the quarantine if no attempt can be using it; ``state`` of the result shows this.
+        checkpoint to the quarantine if no attempt can be using it; ``state`` of the result shows this. Raises ``Conflict`` if the
+        checkpoint is in the quarantine or deleted already.
 
         >>> client.verify(job_id, client.job(job_id).last_checkpoint).verification
         'ok'
@@ -263,7 +268,8 @@ class RatchetClient(Following, Access):
         """Compare every tensor and every rank's state of two jobs' checkpoints. By default, the steps at which both jobs have a
         checkpoint are compared, oldest first. The result is for the first step that differs, or for the newest step if all are
         equal. ``checkpoint`` (of ``job``) and ``with_checkpoint`` (of ``with_job``) select two checkpoints instead. If only one
-        of them is given, the other job's checkpoint of the same step is used. Raises ``Conflict`` if there is no common step.
+        of them is given, the other job's checkpoint of the same step is used. Raises ``Conflict`` if there is no common step, or
+        if a named checkpoint is in the quarantine or deleted.
 
         >>> client.compare(job_id, job_id).identical
         True
@@ -296,10 +302,11 @@ class RatchetClient(Following, Access):
         return self._post(self._path(job, "checkpoints", checkpoint_id, "pin"), views.CheckpointView, json=body)
 
     def prune(self, job: str | Job, *, dry_run: bool = False, quarantined: bool = False) -> views.PruneResult:
-        """Delete checkpoints from which no attempt will start. A resume from an earlier step, for instance, abandons the
-        checkpoints of later steps. Returns what was deleted.
+        """Delete checkpoints from which no attempt will start, and unfinished ones; pinned ones stay. A resume from an earlier
+        step, for instance, abandons the checkpoints of later steps. Returns what was deleted.
 
-        ``dry_run``: only return what would be deleted. ``quarantined``: also delete damaged checkpoints that were quarantined.
+        ``dry_run``: only return what would be deleted. ``quarantined``: also delete damaged checkpoints that were quarantined,
+        even pinned ones.
 
         >>> client.prune(job_id, dry_run=True).checkpoints
         []
@@ -343,8 +350,9 @@ class RatchetClient(Following, Access):
         """Download the file or directory ``path`` of the job's working directory into the directory ``target``, under its own
         name. Without ``path``, download the whole working directory. Blocks until all is written. Files are written only after
         everything has arrived. If a file exists already, the call writes nothing and raises ``Refused``; with ``force`` it
-        replaces the file. ``everything``: include the unchanged files of the job's code. ``bar``: opens a progress display, as
-        ``job_files.fetch`` describes.
+        replaces the file. ``everything``: include the unchanged files of the job's code. Links and unreadable files are left out,
+        as ``notes`` of the result say. Raises ``NotFound`` for a missing ``path``, or if no attempt has created the working
+        directory yet. ``bar``: opens a progress display, as ``job_files.fetch`` describes.
 
         >>> client.fetch_files(job_id, directory / "outputs").files
         []
@@ -355,8 +363,8 @@ class RatchetClient(Following, Access):
     # --- queue and quotas ---------------------------------------------------------------------------------------------
 
     def queue(self, limit: int = 50) -> list[api_queue.QueuedView]:
-        """Return the first ``limit`` queued jobs of all owners, in the order in which they start. Each item says why the job
-        waits.
+        """Return the first ``limit`` queued jobs of all owners, in the order in which they start, without those in back-off. Each
+        item says why the job waits.
 
         >>> [one.position for one in client.queue()] in ([], [1])
         True
@@ -364,14 +372,14 @@ class RatchetClient(Following, Access):
         return list(islice(self._pages("/v1/queue", api_queue.QueuedView, {"limit": min(limit, 100)}), limit))
 
     def queue_view(self, limit: int = 50, job: str | Job | None = None) -> api_queue.QueueView:
-        """Return one page with at most ``limit`` (maximum 100) queued jobs. The page's ``waiting`` is the number of all jobs in
-        the queue, without those in back-off. With ``job``, the page has only this job, with its place in the queue; the page is
-        empty if the job is not queued."""
+        """Return one page with at most ``limit`` (maximum 100) queued jobs, without those in back-off. The page's ``waiting`` is
+        the number of all such jobs. With ``job``, the page has only this job, with its place in the queue; the page is empty if
+        the job is not queued."""
         params: Params = {"limit": limit} if job is None else {"job_id": self.job_id(job)}
         return self._get("/v1/queue", api_queue.QueueView, params)
 
     def quotas(self) -> Iterator[api_quotas.QuotaView]:
-        """Yield all quotas that are set, each with the current usage of its owner."""
+        """Yield all quotas that are set, each with the current usage of its owner; ``*`` has none."""
         return self._pages("/v1/quotas", api_quotas.QuotaView, {})
 
     def quota(self, owner: str) -> api_quotas.QuotaView:

@@ -72,7 +72,8 @@ def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> 
 def temporary_sibling(target: Path) -> Iterator[Path]:
     """Yield a new temporary directory next to ``target``, which is removed after the block. During the block this process holds a
     lock on it, which also ends if the process is killed. Temporary directories for the same ``target`` that no process has locked
-    are left over from killed processes, and are removed here."""
+    are left over from killed processes, and are removed here. On a file system without locks, nothing is locked and none of
+    them is removed."""
     parent, prefix = target.absolute().parent, f".{target.name[:100]}."
     left = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}\.tmp", re.ASCII)
     for path in [path for path in parent.iterdir() if left.fullmatch(path.name)]:
@@ -101,7 +102,7 @@ def temporary_sibling(target: Path) -> Iterator[Path]:
 
 def _locked(directory: Path) -> int:
     """Lock the directory without waiting, and return the file descriptor that holds the lock; closing it releases the lock.
-    Raises ``BlockingIOError`` if another process holds the lock, ``FileNotFoundError`` if the directory was replaced meanwhile,
+    Raises ``BlockingIOError`` if another process holds the lock, ``FileNotFoundError`` if it was removed or replaced meanwhile,
     and ``OSError`` if locking is not possible."""
     if fcntl is None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -50,7 +50,8 @@ class Following(Calls):
         return self._get(self._path(job, "hook"), views.HookView)
 
     def hook_history(self, job: str | Job, *, rank: int | None = None) -> Iterator[views.HookSampleView]:
-        """Yield the stored hook summaries by step and rank, oldest first; with ``rank``, only those of this rank.
+        """Yield the stored hook summaries in order of steps and ranks; with ``rank``, only those of this rank. Those of steps
+        that a later attempt does again are left out.
 
         >>> {sample.summary.phase for sample in client.hook_history(job_id, rank=0)} == {"warm-up", "compressing"}
         True
@@ -60,8 +61,8 @@ class Following(Calls):
 
     def hook_series(self, job: str | Job, figure: str = "residual_norm") -> dict[int, Series]:
         """Return one curve per rank: the values of ``figure`` over the steps. ``figure``: a field of ``HookSummary``
-        (``compression_rate``, ``bytes_after`` ...). Steps at which the hook has no value are left out. Raises ``AttributeError``
-        for an unknown figure.
+        (``compression_rate``, ``bytes_after`` ...). Steps at which the hook has no value are left out, and ranks without any
+        value. Raises ``AttributeError`` for an unknown figure if there is a summary.
 
         >>> norms = client.hook_series(job_id)
         >>> sorted(norms), len(norms[0].steps) == len(norms[0].values) > 0
@@ -114,17 +115,17 @@ class Following(Calls):
     def logs(self, job: str | Job, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
              grep: str | None = None, since: str | None = None) -> Iterator[views.LogLine]:  # fmt: skip
         """Yield the lines of the ranks' logs so far, of all ranks or only of ``rank``. ``attempt``: a number or "all"; None: the
-        newest. ``tail``: only the last ``tail`` lines of each rank. ``grep``: only lines that contain this text. ``since`` (RFC
-        3339): only lines written since then, to within about six seconds. If the middle of a log was discarded, a line in its
-        place has the number of missing bytes in ``left_out``."""
+        newest. ``tail``: only the last ``tail`` lines of each rank in each attempt. ``grep``: of these, only lines that contain
+        this text. ``since`` (RFC 3339): only lines written since then, to within about six seconds. If the middle of a log was
+        discarded, a line in its place has the number of missing bytes in ``left_out``."""
         params: Params = {"rank": rank, "attempt": attempt, "tail": tail, "grep": grep, "since": since}
         return self._job_pages(views.LogLine, params, job, "logs")
 
     def download_logs(self, job: str | Job, file: str | os.PathLike[str], *, rank: int | None = None,
                       attempt: WhichAttempt = "all") -> Path:  # fmt: skip
-        """Write the current logs to ``file``, and return its path. The file appears once the download is complete. Without
-        ``rank``, each line begins with ``[attempt.rank]``. If the download is interrupted, it is started again, for at most
-        ``retry_for`` seconds.
+        """Write the current logs to ``file``, and return its path. The file appears, or replaces an existing one, once the
+        download is complete. Without ``rank``, each line begins with ``[attempt.rank]``. If the download is interrupted, it is
+        started again, for at most ``retry_for`` seconds.
 
         >>> client.download_logs(job_id, directory / "job.log", rank=0).name
         'job.log'
@@ -160,7 +161,8 @@ class Following(Calls):
     def follow_events(self, job: str | Job, *, after: int | None = None,
                       on_gap: Callable[[str], None] | None = None) -> Generator[views.EventView]:  # fmt: skip
         """Yield events until the job has ended, across restarts of the service. ``after``: the id of an event; yield only later
-        events, not all from the first. ``on_gap`` is called once per interruption, with the error text.
+        events, not all from the first. ``on_gap`` is called once per interruption, with the error text. Raises
+        ``ServiceUnreachable`` or ``ServiceFault`` if an interruption lasts longer than ``retry_for`` seconds.
 
         >>> seen = [event.id for event in client.follow_events(job_id)]
         >>> [event.id for event in client.follow_events(job_id, after=seen[2])] == seen[3:]
@@ -172,9 +174,10 @@ class Following(Calls):
     def follow_logs(self, job: str | Job, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,
                     grep: str | None = None, since: str | None = None, after: Collection[str] = (),
                     on_gap: Callable[[str], None] | None = None) -> Generator[views.LogLine]:  # fmt: skip
-        """Yield log lines as they are written, until the job has ended. ``rank``, ``tail``, ``grep``, ``since``: as for ``logs``.
-        ``attempt``: a number or "all"; None: the newest and later ones. ``after``: for each rank, the ``id`` of the last line
-        that you have read; the result begins after these lines. ``on_gap`` is called once per interruption, with the error text.
+        """Yield the log lines so far, then new ones as they are written, until the job has ended. ``rank``, ``tail``, ``grep``,
+        ``since``: as for ``logs``. ``attempt``: a number or "all"; None: the newest and later ones. ``after``: for each rank, the
+        ``id`` of the last line that you have read; the result begins after these lines. ``on_gap`` is called once per
+        interruption, with the error text.
 
         >>> read = [line.id for line in client.follow_logs(job_id, rank=0, attempt="all")]
         >>> [line.id for line in client.follow_logs(job_id, rank=0, attempt="all", after=read[:1])] == read[1:]
@@ -203,7 +206,7 @@ class Following(Calls):
 
         Raises ``DeadlineReached`` after ``deadline`` seconds. Until then the call waits for an unreachable service. Without a
         deadline, it raises ``ServiceUnreachable`` once the service has not responded for ``retry_for`` seconds. ``on_change`` is
-        called at every new phase or reason.
+        called with the first state, and at every new phase or reason.
 
         >>> client.wait(job_id, deadline=60).phase.value
         'SUCCEEDED'
@@ -220,9 +223,9 @@ class Following(Calls):
         """Yield a snapshot of the job every ``every`` seconds, for instance for a plot that is redrawn. In the last snapshot, the
         job has ended or is in a phase of ``until``. A loop body that takes longer than ``every`` delays the next snapshot.
 
-        Raises ``DeadlineReached`` after ``deadline`` seconds. A restarted service is found again. Until the deadline, ``poll``
-        waits for an unreachable service. Without a deadline, it raises ``ServiceUnreachable`` once the service has not responded
-        for two minutes.
+        Raises ``DeadlineReached`` once the next snapshot would come later than ``deadline`` seconds after the start, so up to
+        ``every`` seconds early. A restarted service is found again. Until the deadline, ``poll`` waits for an unreachable
+        service. Without a deadline, it raises ``ServiceUnreachable`` once the service has not responded for two minutes.
 
         >>> for now in client.poll(job_id, every=0.5, deadline=60):
         ...     print(now.job.phase.value, now.hook.phase, "loss" in now.metrics)

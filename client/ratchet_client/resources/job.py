@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Job:
     """One job, and the client that accesses it.
 
-    ``view`` and the properties show the job's state at the last read. ``refresh``, ``wait``, ``poll`` and the actions read the
-    state again. Most methods call the client's method of the same name. ``suspend``, ``cancel``, ``preempt`` and
-    ``checkpoint_now`` return this ``Job`` with its new state.
+    ``view`` and the properties show the job's state at the last read. ``refresh``, ``wait``, ``poll``, ``resume``, ``suspend``,
+    ``cancel``, ``preempt`` and ``checkpoint_now`` update this state, and all but ``poll`` return this ``Job``. Most methods call
+    the client's method of the same name.
 
     >>> job = client.job(job_id)
     >>> job.phase.value, job.progress.step == job.metrics("loss")["loss"].steps[-1]
@@ -142,7 +142,8 @@ class Job:
     def fetch_files(self, target: str | os.PathLike[str], path: str = "", *, force: bool = False) -> Fetched:
         """Download the file or directory ``path`` of the job's working directory into the directory ``target``, under its own
         name. Without ``path``, download the whole working directory. Files are written only after everything has arrived. If a
-        file exists already, the call writes nothing and raises ``Refused``; with ``force`` it replaces the file."""
+        file exists already, the call writes nothing and raises ``Refused``; with ``force`` it replaces the file. Raises as the
+        client's ``fetch_files`` does."""
         return self._client.fetch_files(self.id, target, path, force=force)
 
     # --- actions -------------------------------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ def fetch(
     The files are in a temporary directory in ``folder`` until all are complete; then each gets its name. ``force``: existing
     files are replaced; without it nothing is written if a file with one of the names exists. Raises ``Refused``
     (``output-exists``, ``output-not-written``), ``ServiceUnreachable`` for a truncated response, ``ServiceFault`` for one that
-    would write elsewhere, and the service's errors. A ``folder`` that was created here and is empty is removed again.
+    would write elsewhere, and the service's errors. ``output-not-written`` may come after some files have got their names. A
+    ``folder`` that was created here and is empty is removed again.
     """
     made = not folder.exists()
     try:

@@ -64,7 +64,7 @@ class Series(NamedTuple):
 class Pace:
     """The timing of polls, in seconds. ``first``: the interval from the start of one poll to the start of the next, after the
     job's phase has changed. While the phase stays the same, the interval grows up to ``longest``. ``patience``: how long the
-    service may be unreachable without a deadline, in addition to the retries of one call."""
+    service may be unreachable if there is no deadline, the retries of one call included; these are always made."""
 
     first: float
     longest: float
@@ -103,8 +103,8 @@ def poll_until(
     """Yield the results of ``fetch``, up to and including the one in which the job's phase is one of ``until`` or the job has
     ended. Sleeps between two calls of ``fetch``, as ``pace`` sets. ``job_of``: returns the job in a result.
 
-    Raises ``DeadlineReached`` after ``deadline`` seconds, or ``ServiceUnreachable`` after ``pace.patience`` seconds without a
-    response if there is no deadline.
+    Raises ``DeadlineReached`` once the next call would come later than ``deadline`` seconds after the start, or
+    ``ServiceUnreachable`` after ``pace.patience`` seconds without a response if there is no deadline.
     """
     begin = started = time.monotonic()
     delay, phase, last = pace.first, None, ""

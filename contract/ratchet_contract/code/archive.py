@@ -38,8 +38,9 @@ class BadArchive(Exception):
 
 
 def write_archive(entries: list[Entry]) -> Iterator[bytes]:
-    """Yield the bytes of a tar of the sorted ``entries``, which are the same whenever and wherever it is made. It contains no
-    directories. Raises ``OSError``, also for a file whose size has changed since it was listed."""
+    """Yield the bytes of a tar of ``entries``, which the caller has sorted by path. The bytes are the same whenever and wherever
+    the tar is made. It contains no directories. Raises ``OSError``, also for a file whose size has changed since it was
+    listed."""
     for entry in entries:
         yield _header(entry)
         if entry.link is None:
@@ -152,7 +153,7 @@ class _Member(tarfile.TarInfo):
 
 def _extract(tar: tarfile.TarFile, target: Path, limits: Limits | None) -> int:
     """Extract all files, and after them all links, so that no file is written through a link. Returns the number of entries.
-    ``limits`` None: no limits. Raises ``BadArchive``."""
+    ``limits`` None: no limits. Raises ``BadArchive``, ``tarfile.TarError`` and ``OSError``."""
     links: list[tuple[Path, str]] = []
     count = total = 0
     for member in tar:

@@ -84,8 +84,8 @@ class Choice:
 
 def iter_chosen(root: Path) -> Iterator[Entry]:
     """Yield the entries that a snapshot of ``root`` without ``code.include`` would have, unsorted and without limits on their
-    number and size. Raises ``TreeError`` while iterating: ``too-large`` after 100000 names, ``ignore-file``, and the codes of
-    ``code.tree.walk``."""
+    number and size. Raises ``TreeError``: ``ignore-file``, at the call or while iterating; ``too-large`` after 100000 names and
+    the codes of ``code.tree.walk``, while iterating."""
     return walk(root.resolve(), _Rules(root.resolve(), []).is_included)
 
 
@@ -194,8 +194,9 @@ def _compile_patterns(lines: list[str]) -> GitIgnoreSpec:
 
 
 def _read_patterns(path: Path) -> list[str]:
-    """Return the lines of an ignore file that git accepts; empty if there is no file, or only a symbolic link. Raises
-    ``TreeError`` (``ignore-file``) for a file that is too long, or a pattern that may take minutes to match."""
+    """Return the lines of an ignore file that git accepts; empty if it cannot be opened: it does not exist, is a symbolic link,
+    or may not be read. Raises ``TreeError`` (``ignore-file``) for a file that is too long, or a pattern that may take minutes to
+    match; ``OSError`` if reading fails, or for a directory."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # none, or a link, which git does not follow either

@@ -101,8 +101,8 @@ def file_entry(path: Path) -> Entry:
 
 
 def tree_digest(entries: Iterable[Entry], content_digest: Callable[[Entry], bytes] | None = None) -> str:
-    """Return the digest of sorted entries, in hex. ``content_digest`` returns the SHA-256 of a file's bytes; None: they are
-    read from the entry's source. Raises ``OSError``, and the errors of ``content_digest``."""
+    """Return the digest, in hex, of ``entries``, which the caller has sorted by path. ``content_digest`` returns the SHA-256 of a
+    file's bytes; None: they are read from the entry's source. Raises ``OSError``, and the errors of ``content_digest``."""
     out = hashlib.sha256(b"ratchet-code-1\0")
     for entry in entries:
         kind = "link" if entry.link is not None else "file"
@@ -147,7 +147,7 @@ def _content_digest(entry: Entry) -> bytes:
 def walk(root: Path, is_included: Callable[[str, bool], bool]) -> Iterator[Entry]:
     """Yield the entries below ``root``, a real path, that count as code, in no particular order. ``is_included(path, is_dir)`` is
     called for each path, relative to ``root``: True if a file is included, or if a directory is searched. Raises
-    ``TreeError``."""
+    ``TreeError`` (``unreadable``, ``special-file``, ``link-outside``)."""
     folders = [root]
     while folders:
         folder = folders.pop()

@@ -2,9 +2,9 @@
 
 They are in the user's runtime directory: in ``ratchet`` below ``XDG_RUNTIME_DIR``, else below ``/run/user/UID``, else in
 ``/tmp/ratchet-UID``. They do not contain the address, which is in the run directory's ``service.json``. A service creates its
-file when it starts and removes it when it ends. A file that a killed service left names no running service, since no process has
-its pid and start time; the next service removes the file. A directory that belongs to another user, or that others may write to,
-is neither written to nor read.
+file when it starts and removes it when it ends; a service that ends together with a command, as for ``ratchet run``, has none. A
+file that a killed service left names no running service, since no process has its pid and start time; the next service removes
+the file. A directory that belongs to another user, or that others may write to, is neither written to nor read.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def remove_pointer(pointer: Path) -> None:
 
 
 def running_services() -> list[Path]:
-    """Return the run directories of this user's services that run on this machine, sorted."""
+    """Return the run directories of this user's services that run on this machine, sorted. Services without a pointer, such as
+    those that ``ratchet run`` starts, are not found."""
     directory = pointers_directory()
     if not _is_own(directory):
         return []
@@ -69,8 +70,8 @@ def running_services() -> list[Path]:
 
 
 def killed_services() -> list[Path]:
-    """Return the run directories, sorted, of this user's services that ended without cleaning up: their ``service.json`` still
-    exists."""
+    """Return the run directories, sorted, of this user's services that ended without cleaning up: their pointer and their
+    ``service.json`` still exist. The start of any later service of this user deletes the pointer (``create_pointer``)."""
     directory = pointers_directory()
     if not _is_own(directory):
         return []

@@ -23,14 +23,14 @@ from ratchet_contract.protocol.messages import ForkSource
 def lineage(
     bases: Mapping[int, Base], *, resume_from: Base | None = None, fork: ForkSource | None = None
 ) -> list[Segment]:
-    """Return the segments of checkpoints that the next attempt may start from, newest first; empty if it starts from scratch
-    or from the fork's source.
+    """Return the segments of checkpoints that the next attempt may start from, newest first. Empty if no attempt has recorded a
+    base, or if ``resume_from`` requests a start from scratch; then none of the job's own checkpoints may be used.
 
     - ``bases``: the recorded base by attempt number; attempts that died before they recorded one are missing.
     - ``resume_from``: an explicit request that no attempt has used yet: the chain begins at exactly that checkpoint.
     - ``fork``: the source of a forked job. It is another job's checkpoint, so the chain ends there.
 
-    Raises ``ValueError`` if an attempt recorded a base of a later attempt.
+    Raises ``ValueError`` if an attempt of the chain recorded a base of its own or of a later attempt.
     """
     if resume_from is not None:
         attempt, until = resume_from.attempt, resume_from.step

@@ -38,13 +38,13 @@ _COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.Generator
 
 
 def carried_variables(loop: Loop, scope: ast.AST | None = None) -> dict[str, ast.Name]:
-    """Return the local variables that ``loop`` carries from one pass to the next: for each name, the syntax node where the body
-    first reads the value of the previous pass.
+    """Return the local variables that ``loop`` carries from one pass to the next: for each name, the syntax node where the body,
+    or the condition of a ``while`` loop, first reads the value of the previous pass.
 
     With ``scope``, the function or module that contains the loop, two more kinds of variables count. These are variables that
     only some passes assign and that ``scope`` reads after the loop, and containers that the loop fills and that are read in or
-    after it. For a variable that only the code after the loop reads, the node is there. Variables computed from a clock are left
-    out.
+    after it. For a variable that only the code after the loop reads, the node is there. Variables to which the loop assigns
+    values from a clock are left out; containers that it fills with such values are not.
     """
     flow = _Flow()
     if isinstance(loop, ast.While):
@@ -82,8 +82,8 @@ def _reads_except_fills(loop: Loop) -> dict[str, ast.Name]:
 
 
 def _read_after(loop: Loop, scope: ast.AST) -> dict[str, ast.Name]:
-    """Return, for each name that ``scope`` reads after the loop before it assigns the name there, the first node after the loop
-    that reads it."""
+    """Return the names whose first occurrence in ``scope`` after the loop, in the order of the text, is a read, each with that
+    node. In ``x = x + 1`` the first occurrence of ``x`` is the assignment."""
     end = loop.end_lineno or loop.lineno
     later = (node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.lineno > end)
     first: dict[str, ast.Name] = {}
@@ -156,8 +156,8 @@ def only_displayed(scope: ast.AST, names: Collection[str]) -> set[str]:
 
 
 def _used(node: ast.AST, displayed: set[str]) -> set[str]:
-    """Return the names that are read in ``node``, except where they are only displayed, or only used to compute the
-    ``displayed`` names."""
+    """Return the names that are read in ``node``, or declared global or nonlocal there, except where they are only displayed, or
+    only used to compute the ``displayed`` names."""
     if isinstance(node, (ast.Global, ast.Nonlocal)):
         return {*node.names}  # other code may read them
     if _is_display_call(node):

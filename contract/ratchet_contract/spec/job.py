@@ -207,14 +207,14 @@ class ResourcesSpec(SpecModel):
         None,
         ge=128,
         le=1_048_576,
-        description="Limit of open files of each process of a rank (RLIMIT_NOFILE). null: the limit of the process "
-        "that starts the rank.",
+        description="Maximum number of open files for each process of a rank (RLIMIT_NOFILE). null: the limit of the "
+        "process that starts the rank.",
     )
     gpu: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_./]{0,251}[A-Za-z0-9])?$",
-        description="Kind of GPU, one per rank. Kubernetes: the resource's name, such as nvidia.com/gpu; Slurm: the gres type, "
-        "such as a100, or gpu for any.",
+        description="Kind of GPU; each rank gets one. Kubernetes: the resource's name, such as nvidia.com/gpu; Slurm: "
+        "the gres type, such as a100, or gpu for any.",
     )
 
 
@@ -295,7 +295,8 @@ class JobSpec(SpecModel):
         None,
         min_length=1,
         max_length=512,
-        description="Container image of the ranks, on Kubernetes and Slurm; null: the service's.",
+        description="Container image of the ranks, on Kubernetes and Slurm. null: on Kubernetes the image that the "
+        "service's launchers file names; on Slurm no container.",
     )
     volumes: list[VolumeSpec] = Field(
         [], max_length=64, description="Volumes that are mounted into the ranks' containers."
@@ -312,7 +313,10 @@ class JobSpec(SpecModel):
         "false are not stopped.",
     )
     seed: int = Field(
-        0, ge=0, le=2**63 - 1, description="Seed of every generator, of the order of the data and of augmentation."
+        0,
+        ge=0,
+        le=2**63 - 1,
+        description="Seed for every random generator, for the order of the data and for augmentation.",
     )
     ttl: Seconds | None = Field(
         None, description="Time from the end of the job until the job, its logs and its checkpoints are deleted."

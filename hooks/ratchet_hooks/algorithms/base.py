@@ -42,8 +42,8 @@ class Setup:
 @dataclass
 class Report:
     """The part of a summary that only the algorithm knows; ``HookSummary`` describes the fields. ``elements_before`` or
-    ``elements_after`` None: the number without compression. ``compression_rate`` None: it is not known what is sent.
-    ``iteration`` None: the hook's own count."""
+    ``elements_after`` None: the number without compression. ``compression_rate`` None: it is not known what is sent, and a
+    None in ``elements_after`` then means unknown. ``iteration`` None: the count of ``ManagedHook`` is used."""
 
     phase: HookPhase = "steady"
     iteration: int | None = None
@@ -85,7 +85,7 @@ class Algorithm:
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
         """Continue from the result of ``capture``; ``state`` is its JSON part. Raises ``HookStateError`` naming the key that
-        does not fit; nothing is changed then."""
+        does not fit. Nothing is changed then, except the state object of a custom hook whose class cannot load the value."""
         if tensors or state is not None:
             raise HookStateError(min(tensors, default="state"), "recorded, but this hook keeps no state")
 

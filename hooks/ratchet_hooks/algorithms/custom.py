@@ -1,9 +1,10 @@
 """A user's own hook: any function that ``register_comm_hook`` accepts, with its state saved and restored.
 
-The function receives DDP's bucket as it is (in static graph's first iteration a wrapper with the right index), and its state
-object, or the process group where it has none, like torch's stateless hooks.
+The function receives its state object and DDP's bucket as it is (in static graph's first iteration a wrapper with the right
+index). A spec without a state: the function receives the process group in its place, like torch's stateless hooks.
 
-``ExistingObjectsHook`` is a user's hook made of existing objects, in place of import paths.
+``ExistingObjectsHook`` is a user's hook made of existing objects, in place of import paths. Its function receives the ``state``
+that was given with it, also None.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class Custom(Algorithm):
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """Return the state as its class saves it: tensors by name, and a JSON part. The tensors are always copies, whatever
         ``copy`` is, since it is unknown when the user's code changes them. The JSON part also contains the layout, since a
-        state may use bucket indices as keys. For a hook without a state: no tensors, and None."""
+        state may use bucket indices as keys. For a hook without a state: no tensors, and None. Raises
+        ``HookStateError`` for a state that cannot be saved."""
         if self._state_class is None:
             return {}, None
         tensors, data = self._encode_state()
@@ -219,7 +221,8 @@ def redistribute(
 
     The user's class merges them: its class method ``redistribute(saved)`` receives a list with the value that each rank's
     object had saved (by ``__getstate__`` or ``state_dict``), and returns one value of that kind. For a hook without a state the
-    result is empty. Raises ``HookStateError`` if there is no such method, or it fails.
+    result is empty. Raises ``HookStateError`` if there is no such method, if it fails, or if a state is not one of this class.
+    Raises ``CustomHookError`` if the class cannot be used.
     """
     if spec.state is None:
         return {}, None

@@ -87,7 +87,8 @@ def constructor_arguments(kind: type, args: Mapping[str, Any], group: Any) -> di
 
 def error_summary(error: BaseException) -> str:
     """Return an exception's type, message and the place where it was raised, such as ``KeyError: 'x' (/code/hooks.py, line
-    12)``. Of a message with several lines only the last line is used, up to 500 characters."""
+    12)``. Of a message with several lines only the last line is used, without the type. At most 500 characters before the
+    place; no place for an exception that was never raised."""
     said = "".join(traceback.format_exception_only(error)).strip().splitlines() or [type(error).__name__]
     frames = traceback.extract_tb(error.__traceback__)
     text = said[-1][:500]

@@ -33,8 +33,8 @@ Layout = list[list[str]]
 
 
 class ManagedDDP(DistributedDataParallel):
-    """DDP whose reducer uses the bucket layout ``recorded`` from the first iteration on; None: DDP's own layout. Construction
-    is a collective."""
+    """DDP whose reducer uses the bucket layout ``recorded`` from the first iteration on; None: DDP's own layout, or
+    under static graph the one of reversed registration order. Construction is a collective."""
 
     _recorded: Layout | None
     _names: dict[int, str]
@@ -98,7 +98,8 @@ class ManagedDDP(DistributedDataParallel):
         register it again.
 
         A collective, before the first forward with gradients of this process. Raises ``RuntimeError`` after that forward,
-        ``LayoutMismatch`` for a layout that is impossible here, and ``UnsupportedModel`` for sparse gradients.
+        ``LayoutMismatch`` for a layout that is impossible here, and ``UnsupportedModel`` for sparse gradients. After a
+        ``LayoutMismatch`` the reducer may be a new one without a hook, which averages gradients as DDP does.
         """
         if self._trains:
             raise RuntimeError(

@@ -52,9 +52,10 @@ class Averager:
     ``next_group``, as torch's averagers count theirs.
 
     ``groups``: by period in steps, the group to average over; None: this rank alone, so that nothing is averaged. After a step,
-    the largest period that divides the count of steps decides. Steps are counted from the end of the warm-up
-    (``PeriodicModelAverager``) or, with ``hierarchical``, from step 0 (``HierarchicalModelAverager``). ``warm_up``: number of
-    calls before the first that may average; while it is None, it is unknown and nothing is averaged.
+    the largest period that divides the step's number decides. The number is 0 for the first step after the warm-up, which
+    therefore averages (``PeriodicModelAverager``); with ``hierarchical`` it is 0 for the first step of all
+    (``HierarchicalModelAverager``). ``warm_up``: number of calls before the first that may average; while it is None, it is
+    unknown and nothing is averaged.
     """
 
     def __init__(self, groups: Mapping[int, dist.ProcessGroup | None], *, hierarchical: bool) -> None:

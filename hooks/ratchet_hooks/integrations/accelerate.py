@@ -8,8 +8,8 @@
 Accelerate registers torch's hook in ``prepare`` and saves none of its state: after ``load_state`` it starts at iteration 0,
 without residuals and without a warning. ``manage`` replaces it by Ratchet's implementation, with the same parameters. In addition
 to Accelerate's files ``save_state`` then writes ``ratchet_hook_<rank>.safetensors`` on every rank: hook, buckets, buffers, and
-the whole replica under post_localSGD, whose parameters are averaged automatically after the optimizer's steps. Accelerate saves
-the generators.
+the whole replica under a hook whose replicas differ (post_localSGD, noop). The parameters of post_localSGD are averaged
+automatically after the optimizer's steps. Accelerate saves the generators.
 """
 
 from __future__ import annotations

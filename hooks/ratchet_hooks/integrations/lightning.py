@@ -7,7 +7,8 @@ In place of ``DDPStrategy(ddp_comm_hook=..., ddp_comm_state=..., ddp_comm_wrappe
 arguments it accepts as well. Lightning's own strategy silently registers no hook on a device other than CUDA, and saves no hook
 state in a checkpoint. This one registers it everywhere. It adds one entry to Lightning's file, ``ratchet_hooks``: a uint8 tensor
 per rank (``ratchet_hooks.files.unpack_state`` reads it) with the hook's state and buckets, buffers, generators, and the whole
-replica under post_localSGD. Rank 0 gathers them; the file still loads with ``weights_only=True``.
+replica under a hook whose replicas differ (post_localSGD, noop). Rank 0 gathers them; the file still loads with
+``weights_only=True``.
 
 A resume is exact from a checkpoint at the end of an epoch, or from one within an epoch if the data loader has ``state_dict`` and
 ``load_state_dict``, as Lightning requires.
@@ -120,8 +121,8 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Add all ranks' states to ``checkpoint`` and save it. Lightning calls it on all ranks; a collective. A checkpoint of
-        weights alone is saved unchanged."""
+        """Gather all ranks' states, add them to ``checkpoint`` on rank 0, and save it. Lightning calls it on all ranks; a
+        collective. A checkpoint of weights alone is saved unchanged, and so is one while no ``Trainer.fit`` runs."""
         if "optimizer_states" in checkpoint and isinstance(self.model, ManagedDDP):
             ranks = self._gather_rank_states(self.model)
             if ranks is not None:

@@ -27,8 +27,9 @@ _NO_STATE = "not the state of a rank: this entry is missing"
 
 def capture_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """Return this rank's state, for ``files.save_state`` or ``files.pack_state``: the hook's state, the buffers and the
-    generators; under a hook whose replicas differ (such as post_localSGD) also parameters and optimizers. A collective, between
-    two steps."""
+    generators; under a hook whose replicas differ (such as post_localSGD) also parameters and optimizers. Buffers, parameters
+    and the optimizers' tensors are not copied: store the result before the next step changes them. A collective, between two
+    steps."""
     hook = hook_of(ddp)
     state: dict[str, Any] = {
         "version": VERSION,
@@ -82,7 +83,7 @@ def restore_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[
     training continues: what draws from the generators in between would move them.
 
     A collective, after model and optimizers were loaded and before the first forward. Raises ``HookStateError`` for a state of
-    another rank, number of ranks, hook or model.
+    another rank, number of ranks, hook or model; a part of the state may be restored by then.
     """
     check_rank(ddp, state)
     restore(ddp, state["hook"])
@@ -122,8 +123,8 @@ class RankFile:
         collective, after model and optimizers were loaded and before the first forward.
 
         If another number of ranks saved the files and ``redistribute`` is set, the files of all of those ranks are read. Raises
-        ``HookStateError`` if the state is missing or invalid (the message names the file), or does not fit the ranks, the hook
-        or the model.
+        ``HookStateError`` if a file is missing or incomplete (the message names it), or if its state is malformed or does not
+        fit the ranks, the hook or the model; a part of the state may be restored by then.
         """
         first = self.path(directory, 0)
         recorded = self._state(first)["world_size"] if self._redistribute and first.exists() else None

@@ -6,7 +6,8 @@
 
 The Trainer cannot register a hook. ``manage`` adds a ``TrainerCallback`` that puts the DDP of every ``train`` under one, and
 writes ``ratchet_hook_<rank>.safetensors`` into each ``checkpoint-<step>`` on every rank: hook, buckets, buffers, and the whole
-replica under post_localSGD. The Trainer itself handles data order and generators (do not set ``ignore_data_skip``).
+replica under a hook whose replicas differ (post_localSGD, noop). The Trainer itself handles data order and generators (do not
+set ``ignore_data_skip``).
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ def convert_state(
     result of ``hook_change`` for these two hooks.
 
     ``parameters``: the trained ones by name; without a wrapper a residual has its parameter's dtype. Raises ``HookStateError``
-    in three cases: values do not fit into the new dtype, ``new`` cannot use any part of the state, or only ``new`` has a state.
+    for a state that is malformed or not of ``old``, for a tensor of a parameter that the model does not have, and in three more
+    cases: values do not fit into the new dtype, ``new`` cannot use any part of the state, or only ``new`` has a state.
     """
     checked = check_data(data, old)
     if change.state == "lost" or (change.state == "none" and is_stateful(new)):

@@ -62,8 +62,8 @@ def spec_of(state: object, function: Callable[..., Any], group: dist.ProcessGrou
     """Return the values of the spec that corresponds to torch's hook ``function`` with ``state``; None if the function is not
     torch's. A spec's values are a dict with the hook's name and parameters.
 
-    ``group``: DDP's process group. Raises ``UnsupportedModel`` for a state of another class, a state that has been used, and a
-    state or stateless hook of another process group.
+    ``group``: DDP's process group. Raises ``UnsupportedModel`` for a state of another class, a state that has been used, a state
+    or stateless hook of another process group, and a subgroup of ranks that are not consecutive.
     """
     if function in _WITHOUT_STATE:
         _check_same_group(state, group)

@@ -73,8 +73,8 @@ def managed_ddp(
     layout. ``recorded_layout``: instead of it, the ``ManagedHook.layout()`` of the run that is continued, for callers that
     call ``ManagedHook.restore`` themselves; the reducer uses it from the first iteration. Raises ``LayoutMismatch`` if that is
     impossible, ``HookStateError`` for a captured state of another hook or model, ``UnsupportedModel`` for a model or option
-    that the hook cannot handle, ``RuntimeError`` without an initialised process group, ``ValueError`` if both ``captured`` and
-    ``recorded_layout`` are given.
+    that the hook cannot handle, ``CustomHookError`` for a user's own hook that cannot be used, ``RuntimeError`` without an
+    initialised process group, ``ValueError`` if both ``captured`` and ``recorded_layout`` are given.
     """
     kwargs = _ddp_kwargs(ddp or {})
     if captured is not None:
@@ -107,7 +107,8 @@ def attach(
 
     ``build``: builds the algorithm from objects that no spec can name; None: the spec's own builder. ``node_ranks``: as in
     ``managed_ddp``. For a custom hook with a state the bucket layout is made final. Raises ``UnsupportedModel`` if the hook is
-    not available or cannot work with this model and these ranks.
+    not available or cannot work with this model and these ranks. For a user's own hook it raises ``CustomHookError`` if the
+    hook or its state cannot be used, and ``HookStateError`` if the state cannot be saved.
     """
     group = ddp.process_group
     setup = Setup(

@@ -94,7 +94,7 @@ class ManagedHook:
         registered on it.
 
         A collective, before the first forward with gradients. Raises ``LayoutMismatch`` for a layout that is impossible here,
-        ``RuntimeError`` after that forward.
+        ``RuntimeError`` after that forward. Do not use the DDP after a ``LayoutMismatch``: it may have lost this hook.
         """
         self._ddp.set_layout(recorded)
         self.register()
@@ -131,8 +131,9 @@ class ManagedHook:
 
     def capture(self, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """Return this rank's whole state: tensors by name, and a JSON part. Call it between steps, on every rank: the first
-        call may be a collective, as ``layout`` is. Raises ``RuntimeError`` inside a backward pass. ``copy`` False: the tensors
-        may be views of live ones, valid until the next backward pass, which calls ``before_change`` first."""
+        call may be a collective, as ``layout`` is. Raises ``RuntimeError`` inside a backward pass and after one that ended
+        early, and ``HookStateError`` for a state that cannot be saved. ``copy`` False: the tensors may be views of live ones,
+        valid until the next backward pass, which calls ``before_change`` first."""
         layout = self.layout()
         data: dict[str, JsonValue] = {
             "version": STATE_VERSION,
@@ -149,8 +150,8 @@ class ManagedHook:
 
         The DDP must have the recorded layout (``managed_ddp(recorded_layout=...)``), unless ``relayout`` is True. The call is
         then a collective that makes DDP's own layout final. If that layout differs from the recorded one, residuals, P and Q are
-        copied into it by parameter name, so later bits differ; of batched_powerSGD only the residuals are kept, and a custom
-        hook's state is refused.
+        copied into it by parameter name, so later bits differ; of batched_powerSGD the residuals are kept, P and Q are not, and a
+        custom hook's state is refused.
 
         Raises ``HookStateError`` naming the key that does not fit, or ``LayoutMismatch`` for another layout. The hook's state is
         then unchanged, except that a custom hook whose class cannot load the value has a new state object. Raises

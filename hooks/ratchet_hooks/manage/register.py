@@ -58,8 +58,10 @@ def register(
     ``model_averaging_period`` for post_localSGD, whose ``average_parameters()`` must be called after every optimizer step in
     place of torch's averager.
 
-    ``ddp_model`` stays the same object; its class becomes ``ManagedDDP``, and it gets a new reducer. Raises
-    ``UnsupportedModel`` for a DDP, a model or a hook that cannot be managed, ``ValueError`` for parameters that do not fit.
+    ``ddp_model`` stays the same object; its class becomes ``ManagedDDP``, and it gets a new reducer without the hook that was
+    registered before. Raises ``UnsupportedModel`` for a DDP, a model or a hook that cannot be managed, ``ValueError`` for
+    parameters that do not fit. For a user's own hook it raises ``CustomHookError`` if the hook or its state cannot be used, and
+    ``HookStateError`` if the state cannot be saved.
     """
     if isinstance(ddp_model, ManagedDDP) and ddp_model.hook is not None:
         raise UnsupportedModel(f"hook {ddp_model.hook.spec.name} is registered on this DDP; one DDP has one hook")
@@ -79,7 +81,7 @@ def capture(ddp_model: torch.nn.Module) -> tuple[Tensors, JsonValue]:
     counters.
 
     Call it between two steps, on every rank: the first call may let DDP rebuild its buckets, which is a collective. Each rank
-    keeps its own result. Raises ``UnsupportedModel`` if there is no managed hook.
+    keeps its own result. Raises ``UnsupportedModel`` if there is no managed hook, and the errors of ``ManagedHook.capture``.
     """
     return hook_of(ddp_model).capture()
 
@@ -90,6 +92,7 @@ def restore(ddp_model: torch.nn.Module, captured: Captured) -> None:
 
     A collective, before the first forward with gradients. The caller restores model, optimizer, buffers and generators, before
     or after this call. Raises ``HookStateError`` naming the entry that does not fit, ``RuntimeError`` after that forward.
+    Do not use ``ddp_model`` after a ``LayoutMismatch``, a subclass of ``HookStateError``: it may have lost its hook.
     """
     hook = hook_of(ddp_model)
     tensors, data = captured
@@ -117,8 +120,9 @@ def resolve(
     wrapper: str | Callable[..., Any] | None = None,
     **parameters: Any,
 ) -> HookSpec:
-    """Return the spec that ``register`` would use for ``ddp_model`` with the same arguments. Nothing is registered. Raises the
-    errors of ``register`` for these arguments."""
+    """Return the spec that ``register`` would use for ``ddp_model`` with the same arguments. Nothing is registered. Raises
+    ``UnsupportedModel`` for a hook, state or wrapper that no spec can describe, ``ValueError`` for parameters that do not fit.
+    The model and a user's own hook are not checked."""
     values: Any
     hook = _registered_hook(ddp_model) if hook is None else hook
     if isinstance(hook, HookSpecBase):

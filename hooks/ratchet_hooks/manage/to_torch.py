@@ -34,7 +34,7 @@ def plain_state(
     ``PostLocalSGDState`` without its groups, for a user's own hook the state that its class had saved; None for hooks without
     state. ``rest``: for post_localSGD the averager's settings and counters under the key ``averager``, else empty.
     ``parameters``: of the model by name; only shapes, strides and dtypes are read. Raises ``HookStateError`` for a state that
-    does not fit ``spec`` and these parameters.
+    is malformed or of another hook or wrapper, and for a PowerSGD state that does not fit ``spec`` or these parameters.
     """
     checked = check_data(data, spec)
     state = checked["state"]

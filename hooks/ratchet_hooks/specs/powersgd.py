@@ -15,7 +15,7 @@ class _LowRankSpec(HookSpecBase):
 
     wrapper: Wrapper | None = wrapper_option()
     matrix_approximation_rank: int = option(
-        1, ge=1, le=4096, description="Rank r of the approximation; a higher rank is more accurate."
+        1, ge=1, le=4096, description="r, the rank of the approximating matrices; a higher r is more accurate."
     )
     start_powerSGD_iter: int = option(
         1000,
@@ -35,7 +35,7 @@ class _LowRankSpec(HookSpecBase):
         description="Keep what compression lost and add it to the next gradient. Takes memory of the size of the gradients; "
         "without it training seldom converges as well.",
     )
-    warm_start: bool = option(True, description="Start each power iteration from the previous step's Q.")
+    warm_start: bool = option(True, description="Start each power iteration from the factor Q of the previous step.")
     orthogonalization_epsilon: float = option(
         0.0,
         ge=0,
@@ -43,7 +43,7 @@ class _LowRankSpec(HookSpecBase):
         description="Added to the norms when orthogonalising; > 0 guards zero gradients. Without effect on float32 and "
         "float64 if r > 2: then a QR factorisation orthogonalises.",
     )
-    random_seed: int = option(0, ge=0, le=2**32 - 1, description="Seed of the generator that draws the first Q.")
+    random_seed: int = option(0, ge=0, le=2**32 - 1, description="Seed of the generator that draws the first factor Q.")
     compression_stats_logging_frequency: int = option(
         10_000, ge=1, description="Iterations between torch's own log lines about the compression rate."
     )

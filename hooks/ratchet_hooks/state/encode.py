@@ -8,8 +8,9 @@ its tag (``{"float": "0x1.8p+1"}``, ``{"dict": [[key, value], ...]}``, ``{"tenso
 and the type of dictionary keys, independent of how a JSON writer treats objects.
 
 Restored are the same types, values, dictionary order, dtypes, dense strides (channels-last stays channels-last), and sharing
-between tensors (two views of one storage are two views again). Tensors are restored without autograd history on the CPU, or, if
-they were on an accelerator, on the reader's device. A container that appears twice is restored as two equal containers.
+between tensors (two views of one storage are two views again). Tensors are restored without autograd history, and a ``Parameter``
+as a plain tensor. They are restored on the CPU, or, if they were on an accelerator and the reader names a device, on that device.
+A container that appears twice is restored as two equal containers.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _KEY: Final = "ratchet_state"
 
 def save_state(path: str | os.PathLike[str], state: object) -> None:
     """Write ``state`` to the file ``path``, atomically and durably. ``state``: anything that ``encode`` accepts, such as the
-    result of ``ManagedHook.capture()``. Missing directories are created.
+    result of ``ManagedHook.capture()``. Missing directories are created; their own names are not synced.
 
     A process that is killed meanwhile leaves the previous file unchanged. One process at a time may write a path, since the
     temporary file is ``<path>.tmp``. Raises ``HookStateError`` that names a value which cannot be stored, and ``OSError``.

@@ -1,5 +1,5 @@
 """Applies messages about checkpoints to the database. A job may save at every step, so one report can hold many such messages.
-Their rows are read with one statement, and the changes are written in one flush together with the report's other changes."""
+Their rows are read with few statements, and the changes are written in one flush together with the report's other changes."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ def ingest(
     where possible.
 
     Raises ``Refused`` (``token-missing``, ``token-wrong``, ``invalid-report``) and ``NotFound``. Raises ``Stale`` (409
-    ``stale-attempt``) for an attempt that is not the newest one or has ended; such a report is counted, and recorded as an event.
-    A result in the report is stored, but does not end the attempt: the reconciler does.
+    ``stale-attempt``) for an attempt that is not the newest one or has ended; such reports are counted, and some add an event
+    (``count_stale_requests``). A result in the report is stored, but does not end the attempt: the reconciler does.
     """
     with count_stale_requests(database, report.job_id, report.attempt, "a report"):
         ack = _ingest(database, report, token, homes, bounds, acknowledged)
@@ -264,8 +264,8 @@ def _add_result_event(session: Session, attempt: Attempt, result: AttemptResult)
 def _ack(
     session: Session, job: Job | JobRow, attempt: Attempt | AttemptRow, node: AttemptNode | NodeRow, shape: Shape
 ) -> ReportAck:
-    """Return the answer to a report: the acknowledged sequence numbers, the desired state, and, for several nodes, which nodes
-    have reported their address and whether another node has failed."""
+    """Return the answer to a report: the acknowledged sequence numbers, the desired state, the number of the newest request for a
+    checkpoint, and, for several nodes, which nodes have reported their address and whether another node has failed."""
     several = shape.nodes > 1
     peer = _peer_end(attempt, node.node) if several else None
     control = Control(

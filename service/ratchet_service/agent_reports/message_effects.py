@@ -176,8 +176,8 @@ class Effects:
 
     def _apply_training(self, message: Training) -> None:
         """Store the attempt's base (the checkpoint that it started from), and that the attempt has begun to train. If it is the
-        newest attempt of an active job, also set the job's step and committed step to those of the base, and its phase to
-        running."""
+        newest attempt of an active job, also set the job's step and committed step to those of the base and its phase to running
+        (a job that is stopping keeps its phase), and clear its request to resume from a certain checkpoint."""
         attempt, job, base = self._attempt, self._job, message.base
         attempt.base_step, attempt.base_attempt = base.step, base.attempt
         attempt.base_digest = None if base.digest is None else sanitize_text(base.digest)[:64]

@@ -89,7 +89,7 @@ class Idempotency:
         The answer is stored in the transaction of ``effect``. Raises what the two functions raise. A ``RatchetError`` with a
         client's status (4XX) is stored as the answer, too. After a server error, or an error that a retry of the same request may
         avoid (``_is_retryable``), nothing is stored, and the key is released. Also raises ``Conflict`` and ``Refused`` as
-        ``_claim_key`` does.
+        ``_claim_key`` does, and ``Conflict`` as ``_record`` does.
         """
         if call.key is None:
             prepared = prepare()
@@ -192,7 +192,7 @@ class Idempotency:
 
 def _is_retryable(error: RatchetError, status: int) -> bool:
     """Return True if a retry of the same request may succeed: after a server error, too many requests, a claim that another
-    request took over, or a quota or limit of tokens that is used up now."""
+    request took over, or an exceeded quota or limit of tokens, which may be raised or free again by then."""
     codes = {error.code, *(problem.code for problem in error.errors)}
     return status >= 500 or status == 429 or bool(codes & {"idempotency-claim-lost", EXCEEDED, TOO_MANY_TOKENS})
 

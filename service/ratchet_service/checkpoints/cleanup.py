@@ -105,8 +105,9 @@ def mark_surplus(
 ) -> None:
     """Mark as deleted the checkpoints that the spec's rules (``ratchet_store.retention.rules``) do not keep, over the whole
     lineage; ``removal`` deletes their files later. A checkpoint is also kept if it is pinned, requested by a resume, or the
-    newest verified one. Damaged checkpoints are quarantined, and rows whose files are lost get the state ``deleted``. Each error
-    in ``on_disk`` adds an event. Called in the transaction that ends attempt ``attempt``, with the job's row locked."""
+    newest verified one. Damaged checkpoints are quarantined (``quarantine``). Rows whose files are lost get the state
+    ``deleted``, unless the object store has a copy. Each error in ``on_disk`` adds an event. Called in the transaction that ends
+    attempt ``attempt``, with the job's row locked."""
     aside = {
         (row.step, row.attempt)
         for row in committed_of(session, job.id)
@@ -138,8 +139,9 @@ def mark_surplus(
 
 def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> bool:
     """Move a checkpoint that was found damaged to the quarantine, set its row's state and add an event. Return True if it was
-    moved. False if its directory no longer exists, if a fork that has not begun yet has to detect the damage itself, or if the
-    system refuses, which adds an event. The caller has locked the job's row, and no attempt of the job is alive."""
+    moved. False if its directory no longer exists, if a fork without a checkpoint of its own may still have to read it and to
+    detect the damage itself, or if the system refuses, which adds an event. The caller has locked the job's row, and no attempt
+    of the job is alive."""
     directory = paths.checkpoint(row.step, row.attempt)
     try:
         if not directory.is_dir() or waiting_forks(session, job.id, {row.name}):

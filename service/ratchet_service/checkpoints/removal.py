@@ -40,7 +40,8 @@ def delete_marked(database: Database, paths: JobPaths, job_id: str) -> set[str]:
     deleted checkpoints. Called in no transaction, and with the job's row not locked.
 
     A checkpoint becomes committed again if it is still complete: the system refused to delete it, which adds an event, or it has
-    a marker file ``PINNED`` although its row is not pinned.
+    a marker file ``PINNED`` although its row is not pinned. One that is deleted only in part keeps the state ``deleted``, adds an
+    event, and is not in the result.
     """
     marked = sa.select(Checkpoint.step, Checkpoint.attempt).where(
         Checkpoint.job_id == job_id, Checkpoint.removing_since.is_not(None)

@@ -31,8 +31,8 @@ _MAX_NAMES: Final = 10
 @dataclass(frozen=True)
 class Next:
     """The number of a job's next attempt. ``on_disk`` True: the directory of an attempt with this number exists, so that attempt
-    is recorded in the database (``adopt_attempt``) and not launched. ``skipped``: lower numbers that the disk has seen, and that
-    have no directory any more."""
+    is recorded in the database (``adopt_attempt``) and not launched. ``skipped``: the numbers before it that are not assigned,
+    since the disk has a checkpoint of the last of them; none of them has a directory."""
 
     number: int
     on_disk: bool = False

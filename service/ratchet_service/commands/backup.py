@@ -55,7 +55,7 @@ def add_parsers(commands: Any, database_options: argparse.ArgumentParser) -> Non
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
     """Run ``backup`` or ``restore``, print the results and return 0. Raises ``StartError`` if the command cannot be carried out.
-    Nothing is changed then, with one exception: if only the comparison after a restore fails, the database stays restored."""
+    The database keeps its content then, with one exception: if only the comparison after a restore fails, it stays restored."""
     if options.command == "backup":
         backup(settings, options.file.expanduser().absolute(), replace=options.replace)
         print(f"written: {options.file}")
@@ -101,7 +101,8 @@ def backup(settings: Settings, file: Path, *, replace: bool = False) -> None:
 def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | None:
     """Check the backup ``file`` and put a copy of it in the place of the database. Return the path to which an existing database
     was moved; None: there was none. Raises ``StartError`` if a service runs or a process has the database open, if a database
-    exists without ``replace``, or if the file is damaged or from a newer Ratchet."""
+    exists without ``replace``, if the file is missing, damaged, or of a Ratchet whose schema this one cannot use, if the settings
+    name a database server, or if the disk fails."""
     target = database_file(settings)
     if not file.is_file():
         raise StartError(f"there is no file {file}")
@@ -139,7 +140,8 @@ def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | 
 
 def describe_differences(settings: Settings) -> Iterator[str]:
     """Yield sentences about the differences between database and run directory, and one about tokens that are not revoked; none
-    if there is nothing to say. Raises ``StartError`` if the database cannot be read."""
+    if there is nothing to say. Raises, while iterating, ``StartError`` if the database cannot be read, and ``OSError`` if the
+    directory of all jobs cannot be read."""
     database = Database(settings.url)
     try:
         migrate.check_revision(database)

@@ -41,7 +41,8 @@ _RESTORE: Final = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the arguments, check the database and the user that jobs run as, print the findings as JSON, and return 0."""
+    """Parse the arguments, check the database and the user that jobs run as, print the findings as JSON, and return 0, also if
+    checks have failed."""
     parser = argparse.ArgumentParser(prog="python -m ratchet_service.doctor", description=__doc__)
     parser.add_argument("--home", type=Path, required=True)
     options = parser.parse_args(argv)

@@ -36,8 +36,8 @@ def check_run_directory(
     newest_attempts: Callable[[Collection[str]], dict[str, int]],
     begun_jobs: Callable[[], Iterator[str]],
 ) -> Finding:
-    """Return the finding of comparing run directory and database; a warning if they differ. The parameters are as in
-    ``run_directory_scan.difference``."""
+    """Return the finding of comparing run directory and database: a warning if they differ, ``not-checked`` if the directory of
+    all jobs cannot be read. The parameters are as in ``run_directory_scan.difference``."""
     try:
         found = difference(home, newest_attempts, begun_jobs)
     except OSError as error:

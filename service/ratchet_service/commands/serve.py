@@ -355,5 +355,6 @@ def _log_auth_mode(settings: Settings, listen: Listening, url: str, database: Da
 
 
 def _torch_has_cuda(machine: Machine, settings: Settings) -> bool:
-    """True if torch of the machine's interpreter can use CUDA; starts that interpreter."""
+    """True if torch of the machine's interpreter is built with CUDA. Starts that interpreter and waits for its report; False if
+    that fails."""
     return Interpreters(settings.sandbox).query(machine.python).torch_cuda

@@ -43,7 +43,7 @@ def add_parser(commands: Any, database_options: argparse.ArgumentParser) -> None
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
     """Run ``create``, ``list`` or ``revoke``, print the result and return 0. The text of a new token goes to standard output, and
-    is shown only once. Raises ``StartError``."""
+    is shown only once. ``revoke`` also revokes the tokens that were made with the named one. Raises ``StartError``."""
     database = _open(settings)
     try:
         if options.action == "list":

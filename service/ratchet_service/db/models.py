@@ -1,4 +1,4 @@
-"""The database's tables. Only ``transitions`` writes phases; every row that an attempt writes has its attempt number.
+"""The database's tables. Only ``transitions`` changes a job's phase; every row that an attempt writes has its attempt number.
 
 Steps, attempts and sizes are 64-bit. JSON columns hold what pydantic's ``model_dump(mode="json")`` gives, never NaN.
 """
@@ -290,8 +290,9 @@ class IdempotencyKey(Base):
 
 
 class MetricSeries(Base):
-    """Which points of one metric of a job are stored: those at steps with ``step % stride == phase``, and the newest one. The
-    stride is a power of two and only grows, so that a step that is redone replaces its own earlier point."""
+    """Which points of one metric of a job are stored: those at steps with ``step % stride == phase``, and the newest one; of the
+    metric that ``keep_best`` compares also others (``metric_series``). The stride is a power of two and only grows, so that a
+    step that is redone replaces its own earlier point."""
 
     __tablename__ = "metric_series"
 

@@ -1,4 +1,4 @@
-"""The only writer of a job's phase: one guarded UPDATE, and the row of its event in the same transaction.
+"""The only place that changes a job's phase: one guarded UPDATE, and the row of its event in the same transaction.
 
 Every writer of a job's events holds the lock on the job's row (``lock_job`` or an UPDATE of it). So the ids of one job's events
 grow in commit order, and a follower that remembers the last id misses none.

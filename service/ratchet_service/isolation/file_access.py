@@ -6,9 +6,10 @@ write what only root may. The kernel checks a thread's file accesses against its
 change that owner. Where the service is not root, or the directory is root's, nothing changes.
 
 The rights belong to the thread, so a block that stays open would lend them to whatever the thread runs next. Entering a block
-therefore raises where an event loop runs, whose other tasks would have the rights. No database is used within a block, since
-SQLite opens its files at any time; ``raise_if_impersonating`` checks this, and so also detects a thread that was started within a
-block, or in which a generator is suspended within one. A block must end in the thread that began it, inner blocks first.
+therefore raises where an event loop runs, whose other tasks would have the rights, if the block changes the rights. No database
+is used within a block, since SQLite opens its files at any time; ``raise_if_impersonating`` checks this, and so also detects a
+thread that was started within a block, or in which a generator is suspended within one. A block must end in the thread that
+began it, inner blocks first.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ MAX_NAMES: Final = 200_000
 @contextmanager
 def as_owner(path: Path) -> Iterator[None]:
     """During the block, make this thread's file accesses as the owner of a job's directory. ``path``: the job's directory, or a
-    path in it. Nothing changes if the service is not root, if the directory is root's, or if ``path`` is in no job's directory.
-    The block must not contain a ``yield``; a thread that is started within it keeps these rights. Raises ``PermissionError`` if
-    the kernel does not change the user, and ``RuntimeError`` in an event loop, whose other tasks would get the rights."""
+    path in it. Nothing changes, and nothing is raised, if the service is not root, if the directory is root's, or if ``owner_of``
+    returns None. The block must not contain a ``yield``; a thread that is started within it keeps these rights.
+
+    Raises ``PermissionError`` if the kernel does not change the user; ``RuntimeError`` in an event loop, whose other tasks would
+    get the rights, and if another thread ends the block, or an outer block ends first."""
     owner = owner_of(path) if os.geteuid() == 0 else None
     if owner is None or owner[0] == 0:
         yield

@@ -49,8 +49,8 @@ sys.stdin.read()
 
 def parse_user(text: str | None) -> User | None:
     """Return the user that ``USER[:GROUP]`` names, each by name or number. None if ``text`` is None, or if it names the user and
-    group that the service runs as. Raises ``StartError`` if the user or group does not exist or is root's, and if the service is
-    not root and so cannot start processes as that user."""
+    group that the service runs as. Raises ``StartError`` for an unknown name, for the number of an unknown user without GROUP,
+    if the user or group is root's, and if the service is not root and so cannot start processes as that user."""
     if text is None:
         return None
     user, _, group = text.partition(":")
@@ -105,7 +105,7 @@ def _is_number(text: str) -> bool:
 def restrict_process() -> None:
     """Set this process's umask so that no other user can read the files that it creates, and drop its supplementary groups: with
     them, file accesses as another user (``file_access``) could read what only root may. It changes the whole process, so only a
-    program's entry point calls it."""
+    program's entry point calls it. Raises ``PermissionError`` if the process is not root."""
     os.umask(_UMASK)
     os.setgroups([])
 
@@ -118,10 +118,11 @@ def _is_process_restricted() -> bool:
 
 
 def prepare_run_directory(paths: HomePaths, user: User | None, database: Path | None) -> None:
-    """Prepare the run directory so that ``user`` can reach the jobs' directories and no other file, check that ``user`` can run
-    the agent, and record ``user`` in a file. Changes modes of files. Called before anything is started. ``user`` None: only an
-    existing record is emptied. ``database``: the database's file, None if it is not a file. Raises ``StartError``, also if this
-    process has supplementary groups or an open umask: the process itself is not changed here."""
+    """Prepare the run directory so that ``user`` can reach the directories of jobs and code, but not the other files in the run
+    directory; record ``user`` in a file; and check, by a process as ``user``, that ``user`` can run the agent. Changes modes of
+    files (``_restrict_permissions``). Called before anything is started. ``user`` None: only an existing record is emptied.
+    ``database``: the database's file, None if it is not a file. Raises ``StartError``, also if this process has supplementary
+    groups or an open umask: the process itself is not changed here. Raises ``OSError`` if the directory cannot be prepared."""
     if user is None:
         if paths.run_as_file.exists():  # directories of jobs still belong to the previous user
             paths.run_as_file.write_text("", encoding="utf-8")
@@ -281,7 +282,8 @@ def parse_limits(text: str) -> Limits:
 
 def with_defaults(limits: Limits, user: User | None) -> Limits:
     """Return ``limits``. If there is a user and ``limits.processes`` is None, it is set to half of what the machine allows, at
-    least 16. Raises ``StartError`` for limits without a user, and for limits above the service's own."""
+    least 16. Raises ``StartError`` for limits without a user, for limits above the service's own, and if it is unknown what the
+    machine allows."""
     if user is None:
         if limits != Limits():
             raise StartError(

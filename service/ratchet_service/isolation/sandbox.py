@@ -1,5 +1,6 @@
-"""Starts every process that runs users' code or their interpreter: as the jobs' user if there is one, within limits, and unable
-to gain rights by setuid programs. Agents, probes of hooks and interpreters, and exports are all started through it.
+"""Makes the commands of all processes that run users' code or their interpreter: agents, probes of hooks and interpreters, and
+exports. Such a process runs as the jobs' user if there is one, within limits, and cannot gain rights by setuid programs. With
+neither a user nor limits, as for agents without ``--run-as``, the command is started as it is.
 
 It also defines which variables of the service's own environment no job gets, neither inherited nor as a secret by another name.
 """

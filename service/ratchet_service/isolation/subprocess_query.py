@@ -1,8 +1,8 @@
-"""Queries a process of the job's interpreter within a time limit. No process is left behind, even if either side is killed.
+"""Queries a process of the job's interpreter within a time limit, and leaves no process behind.
 
-The process receives the pid of the service's process, and ends when that process ends. Everything that it starts is killed once
-it has answered: its process group, and processes that left the group but still have the marker variable. Question and answer are
-files without a name, so a service that is killed leaves none.
+The process receives the pid of the service's process, so that it can end when that process is killed. Once it has ended, or its
+time is up, everything that it has started is killed: its process group, and processes that left the group but have the marker
+variable. Question and answer are files without a name, so a service that is killed leaves none.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def query_process(
     sandbox: Sandbox = NO_SANDBOX,
     limits: Limits | None = None,
 ) -> dict[str, Any]:
-    """Start ``command``, return its answer to ``question``, and kill everything that it has started. Blocks until then. The
-    process reads the question as JSON from standard input, with the added keys ``asker`` (the pid of this process) and ``answer``
-    (a descriptor to which it writes the answer as JSON). It runs as ``sandbox`` specifies, within ``limits``, in ``cwd`` and with
-    the environment ``env``.
+    """Start ``command``, wait until its process has ended, kill everything that it has started, and return its answer to
+    ``question``. If an error is raised, the process is killed, too. The process reads the question as JSON from standard input,
+    with the added keys ``asker`` (the pid of this process) and ``answer`` (a descriptor to which it writes the answer as JSON).
+    It runs as ``sandbox`` specifies, within ``limits``, in ``cwd`` and with the environment ``env``.
 
     ``timeout_seconds``: the time limit from the start, or, with ``start_timeout_seconds``, from the first byte of the answer. The
     process may write a blank as that byte. ``start_timeout_seconds``: the time limit from the start to that byte.

@@ -61,13 +61,15 @@ def delete(
     homes: HomePaths,
     caller: Principal | None = None,
 ) -> DeleteResult:
-    """Delete the job's row, history, logs and checkpoints, and return what stays. ``keep_checkpoints``: the checkpoints stay on
-    the disk. ``outputs``: True: also delete the files in the job's working directory; None: only if the job's ``ttl_outputs``
-    says so. For a job that was deleted before without these files, ``outputs`` True deletes them now; that needs a ``caller``,
-    who must be its owner or an admin. ``if_match``: the request's If-Match header.
+    """Delete the job's row, history, logs and checkpoints, and return what stays. ``keep_checkpoints``: the checkpoints stay, on
+    the disk and in the object store. ``outputs``: True: also delete the files that the job made in its working directory; None:
+    only if the job's ``ttl_outputs`` says so. Unchanged files of the code are deleted there in any case. For a job that was
+    deleted before without its outputs, ``outputs`` True deletes these now; that needs a ``caller``, who must be its owner or an
+    admin. ``if_match``: the request's If-Match header.
 
-    Raises ``NotFound``; ``Conflict`` while the job has not ended, or while a fork that has not started yet needs its checkpoints
-    (``checkpoint-in-use``); ``Refused`` (``not-allowed``, ``precondition-failed``).
+    Raises ``NotFound``; ``Conflict`` while the job has not ended, or, without ``keep_checkpoints``, while a fork that has no
+    checkpoint of its own yet needs the job's (``checkpoint-in-use``); ``Refused`` (``not-allowed``, ``precondition-failed``).
+    Raises ``OSError`` if files cannot be deleted: if the row is gone by then, the next start of the service deletes the rest.
 
     A deletion frees space on a full disk, but needs some itself: then the space that is reserved for it is released, and reserved
     again later.
@@ -130,8 +132,9 @@ def _delete(
 
 
 def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
-    """Finish deletions that a crash interrupted, and return the ids of the jobs for which that was done. A marker file whose job
-    still has its row has no effect: its deletion was never committed. A job whose files cannot be deleted is logged and left."""
+    """Finish deletions that a crash interrupted, and return the ids of the jobs for which that was done, also of those whose
+    copies in the object store could not be deleted. A marker file whose job still has its row has no effect: its deletion was
+    never committed. A job whose files cannot be deleted is logged and left."""
     done = []
     for mark in sorted(homes.jobs.glob(f"*/{MARKER_NAME}")):
         job_id = mark.parent.name

@@ -40,7 +40,7 @@ class LogFilter:
 
 def log_files(job: JobPaths, log_filter: LogFilter) -> list[tuple[int, int, Path]]:
     """Return ``(attempt, rank, file)`` of the logs that the filter selects, by attempt and rank. Only ``first``, ``last``,
-    ``rank`` and ``since`` are applied."""
+    ``rank`` and ``since`` are applied. At most the newest ``_MAX_ATTEMPTS`` of the requested attempts are searched."""
     with as_owner(job.root):
         return _log_files(job, log_filter)
 

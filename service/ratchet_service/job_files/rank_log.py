@@ -29,10 +29,10 @@ class Piece(NamedTuple):
 
 
 def lines_of(path: Path, attempt: int, rank: int, start: int, grep: str | None, *, partial: bool) -> Iterator[LogLine]:
-    """Yield the lines of the log ``path`` from byte ``start``, each with its id and time; a gap is one line. Yields nothing if
-    the file does not exist or may not be read. ``partial``: also yield a last line without a line end; otherwise a later call
-    yields it once it is complete. With ``grep``, only lines that contain this text, and those that stand for a gap, are
-    yielded."""
+    """Yield the lines of the log ``path`` from byte ``start``, each with its id and time; a gap is one line, and a line longer
+    than ``MAX_LINE`` bytes is several. Yields nothing if the file does not exist or may not be read. ``partial``: also yield a
+    last line without a line end; otherwise a later call yields it once it is complete. With ``grep``, only lines that contain
+    this text, and those that stand for a gap, are yielded."""
     try:
         with open_read(path) as handle:
             times: LogTimes | None = None

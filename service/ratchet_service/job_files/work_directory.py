@@ -161,7 +161,8 @@ def _open_error(name: str, folder_fd: int | None, path: str, error: OSError) -> 
 def stat_entry(name: str, folder_fd: int, path: str) -> DirEntry:
     """Return the entry ``name`` of the directory ``folder_fd`` as it is now. A link, a special file or an unreadable file is
     returned, too, with the code of the refusal. A file that is not readable by everybody is opened briefly to find out whether it
-    can be read. ``path``: the entry's path, for the result. Raises ``NotFound`` (``file-not-found``)."""
+    can be read. ``path``: the entry's path, for the result. Raises ``NotFound`` (``file-not-found``), and ``Refused``
+    (``file-unreadable``) if the directory may not be searched."""
     try:
         seen = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     except OSError as error:
@@ -180,8 +181,9 @@ def walk(
 ) -> Iterator[DirEntry]:
     """Yield the entries below the directory ``folder_fd``: each directory before its content, names in byte order. ``prefix``:
     that directory's path, for the entries' paths. ``after``: only entries after this path (relative to ``folder_fd``) are
-    yielded. ``recursive``: descend into subdirectories. Entries that vanish meanwhile are skipped. Raises ``Refused``
-    (``too-many-files``) for a directory with more than ``MAX_NAMES`` names."""
+    yielded. ``recursive``: descend into subdirectories. Entries that vanish meanwhile are skipped. Raises ``Refused``:
+    ``too-many-files`` for a directory with more than ``MAX_NAMES`` names, ``file-unreadable`` for one that may be listed but not
+    searched."""
     for name in _names(folder_fd, prefix):
         passed = after[:1] == (name,)
         if after and not passed and os.fsencode(name) < os.fsencode(after[0]):

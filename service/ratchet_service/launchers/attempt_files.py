@@ -209,7 +209,8 @@ def read_message(path: Path, model: type[M]) -> M | None:
 def lock_is_held(path: Path) -> bool:
     """True if a live process of this machine holds the lock on the file. The kernel releases the lock when the last process that
     has it open ends. False if the file does not exist. Also False if another user owns the file and it cannot be opened: that
-    user's processes can be found by their environment instead. Other errors raise ``OSError``."""
+    user's processes can be found by their environment instead. Other errors raise ``OSError``. The call itself holds a shared
+    lock for a moment: call it only for an agent that has started, since a starting one could not take its lock then."""
     try:
         with as_owner(path):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

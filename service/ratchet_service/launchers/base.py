@@ -170,7 +170,8 @@ class AttemptState:
 class Launcher(Protocol):
     """One engine. No call blocks forever: each request to the engine has a deadline. No call raises because an attempt is gone.
     ``plan`` and ``check`` do not contact the engine; any other call may raise ``EngineUnreachable``. If the engine is not this
-    machine (``slots`` is false), the service makes these other calls one at a time on a thread per launcher (``engine_thread``).
+    machine (``slots`` is false), or an agent host starts its agents, the service makes these other calls one at a time on a
+    thread per launcher (``engine_thread``).
 
     ``max_nodes``: most nodes of a job; None for no limit. ``slots``: jobs get CPU slots and GPU indices of the service's machine.
     ``same_files``: its nodes see the files of the service's machine (interpreters, the user's environment) at the same paths.

@@ -2,8 +2,8 @@
 
 Calls run one at a time, in the order in which they were made. The caller waits only briefly (``WAIT_SECONDS``), in which a
 healthy engine answers. A later answer is kept for a repeated call. Until that answer is there, calls raise ``EngineBusy``, and
-after ``UNREACHABLE_AFTER_SECONDS`` ``EngineUnreachable``; the caller concludes nothing meanwhile. Answers to calls made before an
-action (submit, stop, kill) are discarded.
+after ``UNREACHABLE_AFTER_SECONDS`` ``EngineUnreachable``; the caller concludes nothing meanwhile. An action on an attempt
+(submit, stop, kill) discards the attempt's earlier calls and their answers.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ class CallQueue:
         ``WAIT_SECONDS``. Without an answer by then, raises ``EngineBusy``, or ``EngineUnreachable`` once the call is older than
         ``UNREACHABLE_AFTER_SECONDS``. The caller repeats the call to get the late answer.
 
-        ``must_run``: the call is made even if it is not repeated. ``keep_seconds``: how long a late answer is kept, in place of
-        ``KEEP_ANSWER_SECONDS``. ``is_final``: returns True for an answer that stays valid, and is therefore reused for longer.
+        ``must_run``: the call is made even if it is not repeated, unless a later action on the attempt discards it or the queue
+        is closed. ``keep_seconds``: how long a late answer is kept, in place of ``KEEP_ANSWER_SECONDS``. ``is_final``: returns
+        True for an answer that stays valid, and is therefore reused for longer.
         """
         now = time.monotonic()
         with self._changed:
@@ -249,7 +250,8 @@ class ThreadedLauncher:
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
         """As ``Launcher.stop``, on the engine's thread. Once requested, the call is made however late, even if the caller does
-        not repeat it: the job's history already records the stop."""
+        not repeat it: the job's history already records the stop. Only a later ``kill`` or ``submit`` of the attempt discards it,
+        if it has not started."""
         self._call_queue.call(("stop", ref.name), partial(self._launcher.stop, ref, grace), must_run=True)
 
     def kill(self, ref: AttemptRef) -> Sequence[str]:

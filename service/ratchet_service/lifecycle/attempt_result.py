@@ -33,9 +33,10 @@ class Evidence:
 
     ``state``: the launcher's last poll, with the agents' results. ``forced_cause``: the cause that the reconciler itself set when
     it stopped or killed the attempt, or when it could not or must not start it; None: it set none. ``message``: the attempt's
-    message if its agents left no result; None: a default text. ``killed``: the reconciler recorded that it kills the rest of the
-    attempt. ``logs``: the last output of the agents, if none of them began; else empty. ``ran_seconds``: seconds since the first
-    agent began, up to now, by the monotonic clock (``monotonic_deadlines``); None: no agent began.
+    message if ``forced_cause`` decides, or if neither agents nor engine report an end (None: then a default text). ``killed``:
+    the reconciler recorded that it kills the rest of the attempt. ``logs``: the last output of the agents, if none of them began;
+    else empty. ``ran_seconds``: seconds since the first agent began, up to now, by the monotonic clock
+    (``monotonic_deadlines``); None: no agent began.
     """
 
     state: AttemptState
@@ -116,8 +117,8 @@ def cause_of(job: Job, evidence: Evidence) -> EndSeen:
 
 def _requested_cause(cause: Cause, job: Job, evidence: Evidence) -> Cause:
     """Return ``cause`` as it counts for the job. It stays as it is if the service did not stop the attempt, or if the attempt did
-    not end as preempted. Otherwise the cause of the stop replaces it: timeout; else that of the user's request; else upgrade.
-    ``unknown`` after a stop for an upgrade counts as upgrade."""
+    not end as preempted. Otherwise the cause of the stop replaces it: timeout; else that of the request (by a user or the
+    scheduler); else upgrade. ``unknown`` after a stop for an upgrade counts as upgrade."""
     if (
         evidence.forced_cause is Cause.UPGRADE and cause is Cause.UNKNOWN
     ):  # another version's result, with a cause unknown here
@@ -193,9 +194,9 @@ def _running_seconds(attempt: Attempt, ended_at: datetime, ran_seconds: float | 
 
 
 def job_values(job: Job, attempt: Attempt, decision: Decision, facts: Facts, seconds: float) -> dict[str, Any]:
-    """Return the columns of the job's row that the attempt's end changes, with their new values, except for phase and desired
-    state. They include those that release the lease. If the attempt did not begin to train, the job's steps and checkpoint are
-    not among them. ``seconds``: how long the attempt ran. Changes no row."""
+    """Return the columns of the job's row that the attempt's end changes, with their new values, except for phase, desired state,
+    reason and message. They include those that release the lease. If the attempt did not begin to train, the job's steps,
+    checkpoint and resume request are not among them. ``seconds``: how long the attempt ran. Changes no row."""
     values: dict[str, Any] = {
         "preemptions": decision.counters.preemptions,
         "failures": decision.counters.failures,

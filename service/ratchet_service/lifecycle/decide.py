@@ -4,24 +4,26 @@
 
 The rules for an attempt that has ended:
 
-1. A fault that cannot heal (budget ``fatal``) ends the job at once, unless a cancel was requested.
+1. A fault that cannot heal (budget ``fatal``) ends the job as failed, even if a suspend was requested. If a cancel was requested,
+   the job ends as cancelled.
 2. If the final checkpoint is committed and the end was clean or a graceful stop, the job has succeeded, whatever was requested.
    For a script the end must have been clean, since code may follow its last step.
-3. A clean exit while a stop was requested, without the final checkpoint, counts as that stop and not as success.
+3. A clean exit without the final checkpoint counts as success if no stop was requested, and else as that stop.
 4. A requested suspend or cancel takes effect once nothing runs, however the attempt ended; the budgets still count the end.
-5. Otherwise the cause's budget decides between another attempt (failures: the first at once, then after a back-off) and the end
-   of the job:
+5. Otherwise the cause's budget decides between another attempt and the end of the job. After a failure the next attempt waits for
+   a back-off; only the first failure since the last progress is retried at once, if its cause need not recur
+   (``RETRIED_AT_ONCE``).
    - The spec decides what an exit code of the job's own code counts as (``treatment``).
    - An exception ends the job if it also ended the previous attempt, at the same line and before the first step of the rank that
-     raised it: a third attempt would end likewise.
+     raised it: a third attempt would end in the same way. Errors that may pass, such as those of a network, are excepted.
    - Three attempts in a row that commit no new step end the job. If the last one was ended from outside, the limit is
      ``max_failures``, where that is more. A suspended attempt is a requested pause, not an attempt without progress: it neither
      continues the series nor breaks it. The same holds for one that was taken out of its engine's queue, or stopped here for a
      job of higher priority or because its agent is of another version. An unmanaged attempt (a script without a Session) breaks
      the series: it ran, and only the script knows whether it made progress.
-   - Failures of an unmanaged script count as usual, and since its progress is not visible, none is forgiven. One that repeatedly
-     gets a SIGTERM which this service did not send may be sending it itself: its starts are spaced as if it had failed, minus the
-     time it ran, so that one that ran for longer than the delay does not wait.
+   - Failures of an unmanaged script count as usual, and since its progress is not visible, none is forgiven. One that ends by a
+     SIGTERM which this service did not send, or by a rule ``preempted``, may cause that itself: its next attempt waits for a
+     back-off that grows with its preemptions, minus the time it ran, so that one that ran for longer does not wait.
    - Attempts that end by a rule ``retry`` (of scripts with and without a Session), and those that the job's own interpreter or
      image refuses because it has another protocol, are spaced in the same way: later each time, until one commits a new step or
      runs for longer than the longest back-off.
@@ -109,9 +111,13 @@ def _decide_queued(view: JobView, now: datetime) -> Decision:
 
 
 def _decide_alive(view: JobView, attempt: Alive) -> Decision:
-    """Decide for a job whose attempt has not ended: stop it (SIGTERM), kill it, or do nothing. It is stopped if the ranks have
-    not followed a stop request in time, at ``policy.timeout``, or if its agent has another protocol. It is killed if it has not
-    ended in time after the SIGTERM, if no agent began within the launch deadline, or to take it out of its engine's queue."""
+    """Decide for a job whose attempt has not ended: stop it (SIGTERM), kill it, or do nothing.
+
+    It is stopped if the ranks have not followed a stop request in time, at ``policy.timeout``, or if its agent has another
+    protocol (a script without a Session only if a stop is requested). It is killed if it has not ended in time after the SIGTERM,
+    or if no agent began within the launch deadline. If no agent has begun, it is also killed instead of stopped for another
+    protocol, and if a stop is requested while it is in its engine's queue.
+    """
     if attempt.signalled_seconds is not None:
         if attempt.signalled_seconds >= attempt.killable_after:
             return Decision(Action.KILL, cause=attempt.signal_cause, counters=view.counters)
@@ -185,8 +191,9 @@ def update_counters(counters: Counters, treated: Treatment, end: AttemptEnd, *, 
     """Return the counters after an attempt that ended with ``end`` and counts as ``treated``; ``counters`` is not changed.
 
     An attempt that committed a new step first resets the failures and the attempts without progress, but not the preemptions. Any
-    other attempt counts as one without progress, with the exceptions in the module's text. Then the end is counted against its
-    budget. ``displaced``: this service stopped the attempt for another job.
+    other attempt counts as one without progress, with the exceptions in the module's text. ``retries`` counts ends in a row that
+    need spacing; any other end resets it. Then the end is counted against its budget. ``displaced``: this service stopped the
+    attempt for another job.
     """
     displaced = displaced or treated.cause is Cause.UPGRADE
     left_queue = (
@@ -320,8 +327,8 @@ def _requeue(view: JobView, treated: Treatment, counters: Counters, end: Attempt
 
 def _delay(view: JobView, treated: Treatment, counters: Counters, end: AttemptEnd) -> float:
     """Return the seconds until the next attempt may start; 0 or less: at once. After a failure it is the back-off, which grows
-    with each failure. After other ends that must be spaced, the time that the attempt ran is subtracted from it. All others are
-    tried again at once."""
+    with each failure; after the first one it is 0 if the cause is in ``RETRIED_AT_ONCE``. After other ends that must be spaced,
+    the time that the attempt ran is subtracted from the back-off. All others are tried again at once."""
     first = view.limits.backoff * (LOST_FACTOR if treated.outcome is Outcome.LOST else 1.0)
     if treated.budget is Budget.FAILURES:
         nth = counters.failures - (treated.cause in RETRIED_AT_ONCE)
@@ -335,8 +342,8 @@ def _delay(view: JobView, treated: Treatment, counters: Counters, end: AttemptEn
 
 def _needs_spacing(treated: Treatment, end: AttemptEnd) -> bool:
     """True if the end counts against no budget and may recur at once: by a rule ``retry``, or by an upgrade before the attempt
-    began to train, as when an interpreter that was not upgraded with the service refuses it. The next attempt is then delayed
-    like one after a failure."""
+    began to train, as when an interpreter that was not upgraded with the service refuses it. The next attempt then waits for the
+    back-off, minus the time that this one ran."""
     refused = treated.cause is Cause.UPGRADE and end.base_step is None
     return treated.budget is Budget.NONE and (treated.rule is not None or refused)
 

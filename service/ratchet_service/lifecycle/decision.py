@@ -140,7 +140,8 @@ class Decision:
     """What to do with a job.
 
     ``cause``: the attempt's cause, for STOP, KILL and END. ``outcome`` and ``rule``: the attempt's, for END; ``rule`` is a
-    sentence that says which rule of ``policy.exit_codes`` applied (None: none). ``not_before``: when a back-off ends, for WAIT
+    sentence that says which rule of ``policy.exit_codes`` applied (None: none). For the END of a queued job, which has no
+    attempt, ``cause`` and ``outcome`` are None. ``not_before``: when a back-off ends, for WAIT
     and END; None: there is no back-off. ``event``, ``counters``, ``reason`` and ``message``: for END, the event to apply to the
     job, and its new counters, reason and message.
     """

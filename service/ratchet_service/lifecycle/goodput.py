@@ -130,7 +130,7 @@ def notice_used(
     checkpoint that the stop led to (``saved``). If it led to no checkpoint because nothing was left to save, return the seconds
     to the attempt's end (``ended``).
 
-    None if no stop was requested. Also None if the stop led to no checkpoint and steps remained ``unsaved``, or the attempt
+    None if no stop was requested. If the stop led to no checkpoint, also None if steps remained ``unsaved``, or if the attempt
     failed, was lost or has not ended.
     """
     if stop is None:

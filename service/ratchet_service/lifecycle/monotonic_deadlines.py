@@ -3,8 +3,9 @@
 Stored times are wall-clock times of whichever machine wrote them, and wall clocks are set: by NTP, by hand, when a virtual
 machine is resumed. So deadlines are counted by monotonic clocks alone. The count is kept in the attempt's row as a ``Count``
 (``persisted_deadlines``), and the next process continues from it: a monotonic clock continues across processes until the machine
-reboots. Time in which possibly no reconciler polled the attempt is not counted: a deadline may be late, but it is never early and
-never starts again from 0.
+reboots. Time in which possibly no reconciler polled the attempt is not counted for a deadline: it may be late, never early.
+Only the launch deadline can start again from 0 (``supervision_rules.record_poll``). The run time that ``policy.timeout`` limits
+includes the time without a reconciler, unless the machine reboots or another one takes over.
 """
 
 from __future__ import annotations

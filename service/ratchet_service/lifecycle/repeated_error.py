@@ -37,8 +37,9 @@ class Raised(NamedTuple):
 
 def repeated_error_step(end: EndSeen, results: Iterable[AttemptResult], previous: Attempt | None) -> int | None:
     """Return the last step that the rank which raised the error had finished, if the attempt ended with the same error as
-    ``previous``, the row of the attempt before. None: it did not, or ``previous`` was a script without a Session that ran for at
-    least ``MAX_BACKOFF`` seconds. ``end``: the attempt's end, derived from ``results``."""
+    ``previous``, the row of the attempt before. None: it did not, the error may be transient (``_raised_error``), or ``previous``
+    was a script without a Session that ran for at least ``MAX_BACKOFF`` seconds. ``end``: the attempt's end, derived from
+    ``results``."""
     if (
         end.cause is not Cause.EXCEPTION
         or previous is None

@@ -21,8 +21,8 @@ UNMANAGED: Final = "unmanaged"
 
 def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldProblem]]:
     """Return the warnings and problems of a spec whose script's main file does not mention the Session: warnings that Ratchet
-    saves none of its state, problems for a trial or a hook in the spec, which need a Session. Two empty lists for any other
-    spec. ``main_file``: the content of that file."""
+    saves none of its state, problems for a trial or a hook other than the default one, which need a Session. Two empty lists for
+    any other spec. ``main_file``: the content of that file."""
     if not spec.script or not is_unmanaged(main_file):
         return [], []
     name = spec.script[0]

@@ -1,4 +1,5 @@
-"""Messages about a full disk: which directory, how much is free and needed, how to free space."""
+"""Messages about a full disk: which directory, how much is free and needed, how to free space. Also a file that reserves space
+for deletions."""
 
 from __future__ import annotations
 

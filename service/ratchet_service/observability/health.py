@@ -199,8 +199,9 @@ def _check_writable(home: Path) -> str:
 
 def _check_reconciler(heartbeat: ReconcilerHeartbeat | None, paths: HomePaths) -> Component:
     """Return the state of the reconciler of this process (``heartbeat``), or of another process if this one runs none. Raises
-    ``Unready`` if this process's reconciler hangs or fails round after round; a few failed rounds are a warning. If another
-    process's reconciler is silent, that is only a warning: this process can still accept requests."""
+    ``Unready`` if this process's reconciler hangs or fails round after round, or if ``MAX_CONCURRENT_FINISHES`` ends of attempts
+    take too long; a few failed rounds, or fewer such ends, are a warning. If another process's reconciler is silent, or none has
+    ever run, that is only a warning: this process can still accept requests."""
     if heartbeat is not None:
         silence, failures = heartbeat.silence_seconds(), heartbeat.failures
         if failures >= FAILED_ROUNDS or (failures and silence > ROUND_SECONDS):

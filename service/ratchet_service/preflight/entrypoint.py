@@ -136,10 +136,10 @@ def _missing_problem(module: str, name: str, bound: Mapping[str, list[ast.AST]])
 
 
 def _check_class(node: ast.ClassDef, task: TaskSpec, assigned: Set[str]) -> FieldProblem | None:
-    """Return the fault of the class ``node`` if it certainly is no task (it lacks ``build``, ``loss`` or ``evaluate``) or does
-    not take the task's arguments. None if it has no fault, or if a base class, decorator or ``__getattr__`` makes that uncertain.
-    ``assigned``: names of the attributes that are assigned anywhere in the module; they count as present in the class, since a
-    task's ``loss`` may be assigned."""
+    """Return the fault of the class ``node`` if it certainly is no task (it lacks ``build`` or ``loss``, or it has the method
+    ``evaluation`` and lacks ``evaluate``) or does not take the task's arguments. None if it has no fault, or if a base class,
+    decorator or ``__getattr__`` makes that uncertain. ``assigned``: names of the attributes that are assigned anywhere in the
+    module; they count as present in the class, since a task's ``loss`` may be assigned."""
     plain = all(isinstance(base, ast.Name) and base.id == "object" for base in node.bases)
     if node.decorator_list or node.keywords or not plain:
         return None

@@ -192,7 +192,7 @@ def check_custom_hook(spec: JobSpec, machine: Machine, probe: Probe, report: Rep
 def state_bytes(spec: JobSpec, machine: Machine, probe: Probe) -> int | None:
     """Return the bytes that the hook's state will hold on each rank. If they depend on the shapes of the model's parameters, the
     task is queried for the shapes in a separate process. None if the shapes are not known, as for a script or a job that runs on
-    another machine."""
+    another machine, and for a custom hook with a state."""
     if not needs_shapes(spec.hook):
         return hook_memory(spec.hook, ())
     shapes = probe.shapes() if machine.is_this_machine and machine.runs_jobs else None

@@ -32,9 +32,9 @@ def check(
     report: Report,
     sandbox: Sandbox = NO_SANDBOX,
 ) -> tuple[str, Findings]:
-    """Return the path of the interpreter for the ranks (the spec's, else the machine's), and what it reports about itself and the
-    task's module. Warnings and problems are added to ``report``. They include those of the entrypoint and of missing packages, if
-    the code can be inspected (``code_ok``).
+    """Return the path of the interpreter for the ranks (the spec's, else the machine's), and what it reports about itself and
+    the task's module. Warnings and problems are added to ``report``. They include those of the entrypoint, if the code can be
+    inspected (``code_ok``), and then also those of missing packages, if this machine runs the job and the spec names no image.
 
     If the interpreter is not found or cannot be queried, ``error`` of the findings is set. If the spec names an interpreter and
     jobs run on nodes elsewhere, it is not queried, and is assumed to have torch. ``sandbox``: the user and limits for

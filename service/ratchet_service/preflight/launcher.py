@@ -60,8 +60,8 @@ def check(
 
 def machine_of(spec: JobSpec, machine: Machine, launcher: Launcher | None) -> Machine:
     """Return the machine that the job trains on. For a launcher whose slots Ratchet manages, or None, it is ``machine``. For an
-    engine it is a copy with the GPUs and cores that the spec requests and ``runs_jobs`` False; ``is_this_machine`` is False, too,
-    if the engine's nodes do not have this machine's files."""
+    engine it is a copy with the GPUs and cores that the spec requests and ``runs_jobs`` False. If the engine's nodes do not have
+    this machine's files, ``is_this_machine`` is also False, and ``python`` is ``NODE_PYTHON``."""
     if launcher is None or launcher.slots:
         return machine
     ranks = spec.world.ranks_per_node

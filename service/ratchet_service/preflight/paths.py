@@ -32,8 +32,10 @@ class Roots:
     uris: tuple[str, ...] | None = None
 
     def check(self, spec: JobSpec, report: Report, *, copied: bool = False) -> None:
-        """Add a problem to ``report`` for each path and each URI in ``spec`` that is not allowed: ``path-not-allowed``,
-        ``uri-not-allowed``. ``copied``: a snapshot of the code exists already, as for a fork, so ``code.path`` is not checked."""
+        """Add a problem to ``report`` for each of these in ``spec`` that is not allowed: ``code.path``, ``start_from.path``, the
+        ``host_path`` of a volume (``path-not-allowed``), and ``checkpoint.uri`` (``uri-not-allowed``). ``code.path`` is not
+        checked if the code was uploaded, if it is on the nodes of an engine, or with ``copied``: a snapshot exists already, as
+        for a fork."""
         code = None if copied else spec.code
         if code is not None and code.digest is None and (code.source == "snapshot" or spec.launcher.kind == "local"):
             self._check_path("/code/path", code.path, report, " or upload it (`ratchet submit FILE --upload`)")

@@ -50,8 +50,11 @@ def resolve(
     allowed: Allowed = allow_all,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
     """Return every ``auto`` of ``spec`` decided for ``machine``, the warnings, and the problems that forbid the job; if there are
-    problems, ignore the other two. Independent problems are reported together. Only the import of a user's own hook is left out
-    if anything that it needs is wrong.
+    problems, ignore the other two. Independent problems are reported together. Checks that need a faulty part are left out: those
+    of script, entrypoint and packages without usable code; the import of a user's own hook if anything that it needs is wrong.
+
+    Blocks while it queries the interpreter in a process, imports such a hook in another, and writes to the object store
+    ``checkpoint.uri``.
 
     ``launchers``: those of the service; None: ``machine`` is used, whatever the spec's launcher is. ``environ``: what the
     launcher's environment will be (for secrets); None: this process's. ``code_digest`` of the result is not set: the snapshot
@@ -165,9 +168,9 @@ def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) ->
 
 
 def check_code(spec: JobSpec, limits: Limits | None, report: Report, allowed: Allowed = allow_all) -> bool:
-    """Check the directory of the code. Return True if the code can be inspected here, or if the spec has none; what a snapshot
-    would leave out is then added to ``report`` as warnings. Return False if only the nodes have the code, or if there is a
-    problem, which is added to ``report``."""
+    """Check the directory of the code. Return True if the code can be inspected here, or if the spec has none. If a snapshot has
+    yet to be made, warnings about ignored and large files are then added to ``report``. Return False if only the nodes have the
+    code, or if there is a problem, which is added to ``report``."""
     if spec.code is None:
         return True
     if spec.code.source == "nodes":

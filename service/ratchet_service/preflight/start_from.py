@@ -1,4 +1,4 @@
-"""Pre-flight of ``start_from``: the file exists and looks like the format that its name indicates. No pickle is opened here."""
+"""Pre-flight of ``start_from``: the file exists and looks like the format that its name indicates. No pickle is loaded here."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _MAGIC: Final = (b"PK\x03\x04", b"\x80")
 
 
 def check(spec: JobSpec, report: Report) -> None:
-    """Add to ``report`` the problems with ``start_from`` that can be detected without torch: a missing or unreadable file, a file
-    of another format than its name indicates, and a script without a Session, which cannot use the file. The caller must have
-    checked the script before: its warnings in ``report`` show whether it has a Session."""
+    """Add to ``report`` the problems with ``start_from`` that can be detected without torch: a relative path, a missing or
+    unreadable file, a file of another format than its name indicates, ``optimizer`` with a safetensors file, which has no
+    optimizer's state, and a script without a Session, which cannot use the file. The caller must have checked the script before:
+    its warnings in ``report`` show whether it has a Session."""
     start = spec.start_from
     if start is None:
         return

@@ -1,5 +1,5 @@
-"""Stores the reports that a dead agent left in its ranks' spools. They keep their sequence numbers, so each is stored exactly
-once."""
+"""Stores the reports that a dead agent left in its own spool and in those of its ranks. They keep their sequence numbers, so each
+is stored exactly once."""
 
 from __future__ import annotations
 

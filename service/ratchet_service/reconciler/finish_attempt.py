@@ -57,9 +57,10 @@ def finalise_attempt(
     """End attempt ``lease.attempt``, move its job to the next phase and return the decision about the job. Precondition: the
     attempt's processes are gone, and its spools are ingested.
 
-    First it reads the attempt's checkpoints, shortens logs and deletes old spools on the disk. Then one transaction stores the
-    checkpoints whose report was lost, marks surplus checkpoints for removal, writes the attempt's end and releases the lease. The
-    marked checkpoints are not deleted here. Raises ``LeaseLost`` if this process no longer holds the job.
+    First it reads the checkpoints on the disk, deletes remains of saves, shortens logs and deletes old spools. Then one
+    transaction stores the checkpoints whose report was lost, quarantines those that were found damaged, marks surplus ones for
+    removal, writes the attempt's end and releases the lease. The marked checkpoints are not deleted here. Raises ``LeaseLost`` if
+    this process no longer holds the job.
     """
     paths = job_paths.attempt(lease.attempt)
     base, last = _read_base(paths), _last_step(evidence, paths)
@@ -90,9 +91,9 @@ def finalise_attempt(
 def _unreported_checkpoints(
     database: Database, job_paths: JobPaths, lease: Lease, base: Base | None
 ) -> tuple[list[Segment], list[Manifest]]:
-    """Return the attempt's lineage, and the manifests of its valid checkpoints on the disk that have no row: they were committed
-    just before a kill, so their reports never arrived. ``base``: what the attempt started from. If the checkpoints cannot be
-    read, there are no manifests; the next attempt reports the error."""
+    """Return the attempt's lineage, and the manifests of the lineage's valid checkpoints on the disk that have no row: they were
+    committed just before a kill, so their reports never arrived. ``base``: what the attempt started from. If the checkpoints
+    cannot be read, there are no manifests; the next attempt reports the error."""
     with database.read() as session:
         job = session.get_one(Job, lease.job_id)
         segments, root = _lineage(session, job, lease.attempt, base)

@@ -1,6 +1,7 @@
-"""Creates a new attempt of a queued job: slots, row, event and phase in one transaction; only then is the launcher called.
+"""Creates a new attempt of a queued job. Its launcher makes a plan first; then slots, row, event and phase are written in one
+transaction; only then does the caller submit the plan to the launcher.
 
-A crash between the two leaves an attempt without an agent: the next reconciler takes the job over and submits it again from
+A crash after the transaction leaves an attempt without an agent: the next reconciler takes the job over and submits it again from
 ``launch.json``, or with a new token if that was not written (``recover_plan``). The launcher starts nothing twice.
 """
 
@@ -99,8 +100,9 @@ class AttemptLauncher:
         self._bounds = bounds
 
     def launch_ready(self) -> list[Launched]:
-        """Create attempts for as many queued jobs as there are slots for, stop running attempts for jobs of higher priority, and
-        store why the other jobs wait. Return the new attempts; the caller submits them.
+        """Create attempts for as many queued jobs as there are slots for, request the stop of running attempts for jobs of higher
+        priority, end jobs that have used up their time or whose spec cannot be read, and store why the other jobs wait. Return
+        the new attempts; the caller submits them.
 
         A dry run finds the jobs concerned, without a lock. Then the directories of those that start are listed, and their
         launchers make their plans. Only the rows are written under the lock: a long queue keeps no other process from the

@@ -1,7 +1,8 @@
 """The loop that makes what runs match the database.
 
-Every round: renew this process's leases, take over active jobs that no reconciler supervises, start what there are slots for,
-poll every attempt of this process. Any number of reconcilers may run concurrently; a SIGKILL may come after any line.
+Every round does what is due of this: renew this process's leases, take over active jobs that no reconciler supervises, start what
+there are slots for, poll every attempt of this process. Any number of reconcilers may run concurrently; a SIGKILL may come after
+any line.
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ class Reconciler:
         self.heartbeat = ReconcilerHeartbeat(home.reconciler_marker)
 
     def wake(self) -> None:
-        """Make the next round start now instead of at the end of the pause, and process the queue in it. Never blocks; any thread
-        may call it."""
+        """Make the next round start now instead of at the end of the pause, and process the queue in it. Only the pause after a
+        round that raised is kept. Never blocks; any thread may call it."""
         self._changed.set()
 
     def stop(self) -> None:

@@ -1,9 +1,10 @@
 """Stores an attempt's deadlines in its row: how much time of each has passed, for the reconciler that takes the attempt over.
 
-They are written when the attempt is created, once the engine has accepted a SIGTERM, once a deadline that no other write stores
-is ``_WRITE_AFTER_SECONDS`` old, and with each renewal of the lease for as long as one runs. The next reconciler continues the
-counts (``monotonic_deadlines.carried_seconds``); a request that was withdrawn and made again is another one. Unreadable rows, and
-those of the previous version, count as none.
+They are written when the attempt is created, when it is submitted again, when it enters or leaves its engine's queue, when its
+first agent has begun, and once the engine has accepted a SIGTERM. They are also written once a deadline that no other write
+stores is ``_WRITE_AFTER_SECONDS`` old, and with each renewal of the lease for as long as one runs. The next reconciler continues
+the counts (``monotonic_deadlines.carried_seconds``); a request that was withdrawn and made again is another one. Unreadable rows,
+and those of the previous version, count as none.
 """
 
 from __future__ import annotations

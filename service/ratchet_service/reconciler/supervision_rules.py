@@ -41,8 +41,9 @@ class ActionKind(StrEnum):
 
 
 class NextAction(NamedTuple):
-    """What to do with the attempt. ``cause``: the cause that the attempt's end gets. ``text``: the reason, for the history;
-    empty: the caller writes it (a fixed text for a stop, ``kill_text`` for a kill)."""
+    """What to do with the attempt. ``cause``: the cause that is recorded with a stop or kill; whether the attempt's end gets it
+    depends on the agents' results (``cause_of``). ``text``: the reason, for the history; empty: the caller writes it (a fixed
+    text for a stop, ``kill_text`` for a kill)."""
 
     kind: ActionKind
     cause: Cause | None = None
@@ -162,8 +163,8 @@ def record_signal(watch: Watch, now: float) -> None:
 
 
 def record_kill(watch: Watch, action: NextAction, text: str) -> None:
-    """Record in ``watch`` that the history has the kill. Except for ``KILL_LINGERING``, the attempt's end gets the action's cause
-    and the message ``text``."""
+    """Record in ``watch`` that the history has the kill. Except for ``KILL_LINGERING``, also record the action's cause and the
+    message ``text``, which the attempt's end gets if an agent's result is missing (``cause_of``)."""
     watch.killing = True
     if action.kind is not ActionKind.KILL_LINGERING:
         watch.forced_cause, watch.message = action.cause, text

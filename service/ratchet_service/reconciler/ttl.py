@@ -1,10 +1,11 @@
 """Housekeeping by time. It deletes jobs past their ``ttl``, finishes deletions (of jobs, of checkpoints) that a crash
 interrupted, and deletes code snapshots that no job names and no attempt of a job ran.
 
-A ttl goes by the database's clock, which all services share. After a jump of that clock, no process deletes anything for a while
-(``clock_jumps``). That includes a process that starts then, and also applies after a reboot of the machine if its clock shows a
-time long after, or before, the newest thing recorded. A job's end has the time of the machine that wrote it: if that clock was
-set back when the job ended, the job is deleted too early by that difference.
+A ttl goes by the database's clock, which all services share. After a jump of that clock, no process deletes expired jobs or
+unused snapshots for a while (``clock_jumps``), not even a process that starts then. Interrupted deletions are finished all the
+same. The same pause follows a reboot of the machine if its clock shows a time long after, or before, the newest thing recorded. A
+job's end has the time of the machine that wrote it: if that clock was set back when the job ended, the job is deleted too early
+by that difference.
 """
 
 from __future__ import annotations

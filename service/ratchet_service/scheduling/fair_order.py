@@ -2,8 +2,8 @@
 
 A higher priority goes first. Among jobs of one priority, those for which another job was stopped (``Queued.claimed_since``) go
 before the others, the earliest claim first. Then the job goes first whose owner holds fewest GPUs, then fewest ranks; then the
-older job. A placed job counts as held by its owner for later places, so that owners take turns. With one owner and no claims the
-order is: priority, then age.
+older job. A placed job counts as held by its owner for later places, unless a quota holds it back, so that owners take turns.
+With one owner and no claims the order is: priority, then age.
 
 A quota holds back a job that would exceed it, and no job of another owner. The owner's later jobs get only what the job leaves of
 the quota: here, too, small jobs do not starve a large one. Nothing is reserved for a job that the quota can never hold.

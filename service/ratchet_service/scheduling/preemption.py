@@ -1,5 +1,5 @@
-"""Chooses which attempts are stopped, with a checkpoint, for a waiting job of higher priority: pure, and as few as free enough
-slots.
+"""Chooses which attempts are stopped, with a checkpoint, for a waiting job of higher priority: only those that are needed to free
+enough slots. Pure.
 
 No attempt is stopped if that would not free enough slots, if attempts that are being stopped already free enough, or for a job
 whose slots would go to jobs ahead of it.

@@ -129,8 +129,9 @@ class DryRunPass(SchedulingPass):
 
     def _store_no_slot(self, unstarted: Sequence[Row]) -> None:
         """Collect in ``_no_slot_jobs`` the ids of the jobs that must get the reason that no slot is left; write nothing. These
-        are the jobs of ``unstarted`` whose row still gives a quota as the reason. They are also all waiting jobs that have none
-        of the reasons no slot, quota and creation failed, if this pass has found no other reason for them."""
+        are the jobs of ``unstarted`` whose row still gives a quota as the reason. They are also the waiting jobs that have none
+        of the reasons no slot, quota and creation failed (``ids_without_reason``; later passes find the rest of them), if this
+        pass has found no other reason for them."""
         kinds = [kind for kind, slots in self._slots.items() if slots]
         examined = set(self._examined).difference(row.queued.job for row in unstarted)
         untold = queue_queries.ids_without_reason(

@@ -72,6 +72,7 @@ class LocalSubmission:
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems that forbid the job; the parameters
         are those of ``SubmissionPorts.resolve``. What the spec names outside the allowed roots is a problem and is not inspected.
+        If the sandbox has a user of its own, the code is first copied into the run directory, so that this user can read it.
         Raises ``Refused`` (``busy``) if the spec has a hook of the user's own and too many inspections of users' code run now."""
         allowed = Report()
         copied = code_digest is not None and spec.code is not None and spec.code.source == "snapshot"
@@ -143,8 +144,8 @@ class LocalSubmission:
         return snapshot.snapshot(path, self._home.code, include=include, allowed=self._roots.allows_path)
 
     def git_facts(self, path: Path, digest: str) -> GitFacts | None:
-        """Return the Git commit of the directory ``path`` and how its snapshot ``digest`` differs from it; None if there is no
-        repository."""
+        """Return the Git commit of the directory ``path`` and how its snapshot ``digest`` differs from it; see
+        ``SubmissionPorts.git_facts``."""
         return git_facts(path, list_entries(self._home.code / digest, UNLIMITED), self._roots.allows_path)
 
     def keep_uploaded(self, digest: str) -> str:

@@ -45,8 +45,9 @@ class SubmissionPorts(Protocol):
         ``code.include`` of the spec. Raises ``SpecError``."""
 
     def git_facts(self, path: Path, digest: str) -> GitFacts | None:
-        """Return the Git commit of the directory ``path``, and how its snapshot ``digest`` differs from this commit. None: the
-        directory is in no repository."""
+        """Return the Git commit of the directory ``path``, and how its snapshot ``digest`` differs from this commit; if that
+        cannot be determined, only the reason. None: the directory is in no repository. Blocks while git runs, at most ten
+        seconds."""
 
     def keep_uploaded(self, digest: str) -> str:
         """Keep the uploaded code ``digest`` for another ten minutes, and return the digest. A job that names it can be stored
@@ -54,7 +55,7 @@ class SubmissionPorts(Protocol):
 
     def snapshot_file(self, path: Path) -> str:
         """Copy the file ``path``, from which a job starts, into the run directory and return the copy's digest. Raises
-        ``SpecError``."""
+        ``SpecError``, and ``OSError`` if the file does not exist."""
 
     def allows_path(self, real: Path) -> bool:
         """Return True if a submission may name the directory or file ``real``. The path must contain no symbolic links."""

@@ -52,8 +52,9 @@ class PreparedAdoption:
 
 
 def check(data: Any, directory: str, ports: SubmissionPorts) -> list[Warning_]:
-    """Check the submitted spec ``data`` and the run in ``directory``, as a dry run: nothing is copied, and no job is made. Return
-    only the warnings that adopting the run adds to those of the spec. Raises as ``prepare`` does, except for ``disk-full``."""
+    """Check the submitted spec ``data`` and the run in ``directory``, as a dry run: the checkpoint is not copied, and no job is
+    made. The run's lock is held meanwhile. Return only the warnings that adopting the run adds to those of the spec. Raises as
+    ``prepare`` does, except for ``disk-full``."""
     run = _open_run(directory, ports)
     with _locked_run(run, directory):
         return _compare(run, _newest_manifest(run, directory), submit.check(data, ports), directory)

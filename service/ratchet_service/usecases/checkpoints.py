@@ -126,9 +126,10 @@ def record_verification(
 ) -> VerifyResult:
     """Record the result of ``verify_bytes`` in the checkpoint's row and as an event, and return the API's view of the result.
 
-    If the checkpoint is damaged and no attempt of the job may be alive, it is also quarantined; if it was the job's newest one,
-    the one before it is recorded as the newest. While an attempt may be reading it, it is only recorded as damaged; it is
-    quarantined later, once the attempt has ended or when a resume reads it.
+    If the checkpoint is damaged and no attempt of the job may be alive, it is also quarantined, with the exceptions that
+    ``cleanup.quarantine`` names (such as a fork that has not begun yet). If it was the job's newest one, the one before it is
+    then recorded as the newest. While an attempt may be reading it, it is only recorded as damaged; it is quarantined later, once
+    the attempt has ended or when a resume reads it.
     """
     job = find_job_for_update(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)

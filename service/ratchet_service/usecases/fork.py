@@ -48,7 +48,8 @@ def prepare(
     No transaction is open meanwhile.
 
     Raises ``SpecError``, also if the new spec may not start from that checkpoint; ``NotFound``; ``Conflict``
-    (``checkpoint-gone``; ``nothing-left`` if the checkpoint has all steps already); ``Refused`` (``busy``); ``CheckpointError``.
+    (``checkpoint-gone``; ``nothing-left`` if the checkpoint certainly has all steps already); ``Refused`` (``busy``,
+    ``disk-full``); ``CheckpointError``.
     """
     with database.read() as session:
         parent = find_job(session, job_id)

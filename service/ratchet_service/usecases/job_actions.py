@@ -72,7 +72,8 @@ class PreparedResume:
 def prepare_resume(database: Database, job_id: str, request: ResumeRequest, ports: SubmissionPorts) -> PreparedResume:
     """Check a changed hook and changed code as at submission, and take a snapshot of changed code; no transaction is open
     meanwhile. While an attempt may be alive, neither is checked, since ``resume`` will refuse the changes. Raises ``SpecError``
-    and ``NotFound``; with changed code, also ``Conflict`` if the job cannot be resumed."""
+    and ``NotFound``; with changed code, also ``Conflict`` if the job cannot be resumed, and ``Refused`` as ``submit.prepare``
+    does."""
     with database.read() as session:
         job = find_job(session, job_id)
     spec = resize.requested_spec(job, request)
@@ -88,10 +89,12 @@ def prepare_resume(database: Database, job_id: str, request: ResumeRequest, port
 def resume(session: Session, job_id: str, prepared: PreparedResume, ports: SubmissionPorts, homes: HomePaths) -> Job:
     """Queue a job again and return its row. The job may continue from an older checkpoint of its lineage, or with another number
     of ranks, another hook, other code or another ``policy.on_hook_mismatch``; these changes are permanent. A job that had failed
-    or was cancelled gets fresh budgets. Without changes, a request for a job that is already queued or running changes nothing.
+    or was cancelled gets fresh budgets. Without changes, a request for a job that is already queued or running changes nothing,
+    and a job that is being suspended is queued again once it has stopped.
 
     Raises ``Conflict``:
 
+    - ``job-ended`` if the job has succeeded, ``wrong-phase`` while it is being cancelled;
     - ``from-step-needs-stop``, ``code-``, ``hook-``, ``world-`` or ``policy-needs-stop`` while an attempt may be alive;
     - ``world-size-mismatch``, ``hook-mismatch`` or ``code-mismatch`` where the policy or strict determinism forbids carrying the
       checkpoint over;

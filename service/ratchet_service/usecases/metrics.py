@@ -50,8 +50,9 @@ def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int
     return all series with points, sorted by name. Points of abandoned branches are left out.
 
     A series with more than ``max_points`` points (at least 2) is reduced to that number of its own points, evenly spaced, first
-    and last included; values are never averaged or interpolated. If steps were done again, a series also has the earlier points
-    of these steps (``superseded``), unless ``max_points`` is 2. Raises ``NotFound`` for an unknown job.
+    and last included; values are never averaged or interpolated. If steps were done again with another value, a series also has
+    the earlier points of these steps that are stored (``superseded``), unless ``max_points`` is 2. Raises ``NotFound`` for an
+    unknown job.
     """
     job = find_job(session, job_id)
     wanted = sa.select(MetricSeries).where(MetricSeries.job_id == job_id).order_by(MetricSeries.name)
@@ -121,8 +122,8 @@ def _points(
 
 
 def _superseded(session: Session, job_id: str, names: Collection[str]) -> dict[str, list[MetricPoint]]:
-    """Return, for those series of ``names`` that have any, the stored earlier points of steps that a later attempt did again, in
-    order of steps and attempts."""
+    """Return, for those series of ``names`` that have any, the stored earlier points of steps that a later attempt did again with
+    another value, in order of steps and attempts."""
     table = SupersededMetric
     query = sa.select(table.name, table.step, table.attempt, table.value, table.at).where(table.job_id == job_id)
     out: dict[str, list[MetricPoint]] = {}

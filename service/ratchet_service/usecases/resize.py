@@ -89,7 +89,7 @@ def requested_spec(job: Job, request: ResumeRequest, code: NewCode | None = None
 def prepare_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewCode:
     """Check ``spec`` with the code that it names, take a snapshot of this code, and return the snapshot's digest and Git commit
     with the spec's warnings. ``spec`` None: the job's own spec. It may run user code, so never call it within a transaction.
-    Raises ``SpecError``, also for a job that has no snapshot of code."""
+    Raises ``SpecError``, also for a job that has no snapshot of code, and ``Refused`` as ``submit.prepare`` does."""
     before = JobSpec.model_validate(job.spec)
     if before.snapshot_code is None:
         text = (

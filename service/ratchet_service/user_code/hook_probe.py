@@ -78,8 +78,9 @@ class Probe:
         )
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment that the ranks will have, secrets included, with changes for a probe. No GPU is visible, there
-        is one thread, and no bytecode files are written into the user's directory."""
+        """Return the variables that the ranks will have from the launcher's environment and the spec, secrets with ``from_env``
+        included, with changes for a probe. No GPU is visible, there is one thread, and no bytecode files are written into the
+        user's directory."""
         env = inherited_environ(self.environ) | self.spec.env
         secrets = {name: self.environ.get(secret.from_env or "") for name, secret in self.spec.secrets.items()}
         env |= {name: value for name, value in secrets.items() if value is not None}

@@ -1,7 +1,8 @@
 """Queries an interpreter about what it could run, in a separate process, without importing a line of the user's code.
 
-The interpreter may be the user's own, as may what starts with it (``sitecustomize``, ``.pth`` files): it gets no credentials,
-runs as the worker's user where there is one, within limits, and leaves no process behind (``subprocess_query``).
+The interpreter may be the user's own, as may what starts with it (``sitecustomize``, ``.pth`` files): it gets no token of Ratchet
+and no access to the database (``inherited_environ``), runs as the jobs' user where there is one, within limits, and leaves no
+process behind (``subprocess_query``), except if the service is killed meanwhile: then the process runs to its own end.
 
 A module is found by walking ``sys.meta_path`` name by name: ``importlib.util.find_spec("a.b")`` would import ``a``.
 """

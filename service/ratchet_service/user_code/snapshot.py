@@ -83,7 +83,8 @@ def snapshot(
 
 def snapshot_file(path: str | Path, code_root: Path, *, allowed: Allowed = allow_all) -> str:
     """Copy one file of any size to ``code_root/<digest>/``, under its own name, and return the digest. The copy is made as in
-    ``snapshot``. Raises ``SpecError`` at ``/start_from/path``, and ``Refused`` (``disk-full``)."""
+    ``snapshot``. Raises ``SpecError`` at ``/start_from/path``, ``Refused`` (``disk-full``), and ``OSError``, for example if the
+    file does not exist."""
     source = Path(path)
     try:
         return _store_snapshot([file_entry(source)], code_root, allowed)

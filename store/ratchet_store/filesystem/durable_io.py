@@ -7,7 +7,7 @@ Codes of the ``CheckpointError`` raised in this package:
 ``checkpoint-format``       written in another format: use the version that wrote it; never fall back
 ``checkpoint-unreadable``   the system did not return the bytes (EIO, EACCES ...): nothing is proved; never fall back
 ``checkpoint-not-written``  the save failed (no space, EIO ...): older checkpoints are untouched
-``checkpoint-exists``       another manifest already exists
+``checkpoint-exists``       another manifest already exists, or the checkpoint is being deleted
 """
 
 from __future__ import annotations
@@ -264,7 +264,8 @@ def remove_tree(folder: Path) -> None:
 
 
 def _open_for_removal(name: Path | str, parent: int | None = None) -> int:
-    """Open a directory of any mode, so that its content can be deleted. Raises ``OSError``, for a link too.
+    """Open a directory of any mode and change its mode to 0700, so that its content can be deleted. Raises ``OSError``, for a
+    link too.
 
     A privileged service changes no mode by name: user code may put a link there after the directory was listed."""
     try:

@@ -54,7 +54,7 @@ class ManifestWriter:
         ``CheckpointError``: ``checkpoint-damaged`` if files or manifest are incomplete or inconsistent; ``checkpoint-exists``
         if there is another manifest, or this checkpoint is being deleted; ``checkpoint-unreadable`` if a file cannot be read;
         ``checkpoint-not-written`` if the system refuses a write or a sync. In the last case a new manifest is removed again, so
-        that the step may be saved once more.
+        that the step may be saved once more; if the system refuses that, too, the message says so, and the manifest stays.
         """
         _check_name(directory, manifest)
         self._structure.check(manifest)
@@ -99,7 +99,7 @@ def mark_changed(directory: Path, description: str) -> bool:
 
     The marker says that state which the checkpoint should contain changed after the checkpoint was committed, so that a resume
     from it is not exact. ``description``: a sentence that names that state; it becomes the file's content. Raises
-    ``CheckpointError`` (``checkpoint-not-written``).
+    ``CheckpointError`` (``checkpoint-not-written``); the marker may then exist, possibly without its text.
     """
     path = directory / CHANGED_NAME
     try:

@@ -1,7 +1,8 @@
 """Fetch a checkpoint from an object store to the local directory, which is a cache of it from then on.
 
-A few concurrent connections fill its files in a directory of another name next to it; every block is compared with its digest
-before it is written. The manifest comes last, then one rename, so what has a checkpoint's name was whole when it got that name.
+A few concurrent connections fill its files in a directory of another name next to it. The received bytes of every block are
+compared with its digest. The manifest comes last, then one rename, so what has a checkpoint's name was whole when it got that
+name.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def fetch_newest(
     progress: Progress | None = None,
 ) -> FetchResult:
     """Fetch the newest checkpoint of the lineage in the store that is newer than ``local`` (None: any), and return the result.
-    Its ``fetched`` is None if there is no such checkpoint. One with wrong bytes is quarantined in the store, and the next older
-    one is tried.
+    Its ``fetched`` is None if there is no such checkpoint. One with wrong bytes or a damaged manifest is quarantined in the
+    store; one that lacks an object is only skipped. In both cases the next older one is tried.
 
     Raises ``CheckpointError``, such as ``checkpoint-remote``, ``checkpoint-remote-denied`` or ``checkpoint-not-written``.
     """
@@ -128,7 +129,7 @@ def fetch(
 ) -> Manifest:
     """Fetch the checkpoint named ``folder`` into the directory ``checkpoints``, verified and durable; returns its manifest. If
     ``checkpoints`` has a directory of that name that is no intact copy, it is moved to ``quarantine`` if it has a manifest, and
-    deleted if not.
+    deleted if not. An intact copy stays as it is, and the downloaded one is dropped.
 
     ``markers``: names of the checkpoint's objects in the store, by which its marker files are restored; None: they are listed.
     Raises ``CheckpointError``: ``checkpoint-missing`` (not there, or deleted meanwhile), ``checkpoint-damaged``,
@@ -251,8 +252,9 @@ class _Download:
         raise CheckpointError(f"{self._objects.url}/{self._folder}/{part.entry.name}: {fault}", code=DAMAGED)
 
     def _try_part(self, part: _Part) -> str:
-        """Fetch the blocks of a part once, verify them and write them to the file. Returns a text on what is wrong with the
-        bytes, empty if nothing is. Raises ``CheckpointError`` if the store fails, and ``OSError``."""
+        """Fetch the blocks of a part once, write them to the file and compare their digests. Returns a text on what is wrong with
+        the bytes, empty if nothing is; wrong bytes may then be in the file. Raises ``CheckpointError`` if the store fails, and
+        ``OSError``."""
         block, digests = part.entry.block_size, part.entry.blocks
         name, path = f"{self._folder}/{part.entry.name}", self._directory / part.entry.name
         begin, end = part.first * block, min(part.last * block, part.entry.size)
@@ -277,7 +279,7 @@ class _Download:
 
 
 def _parts(entry: FileEntry) -> list[_Part]:
-    """Split a file into parts of whole blocks, each of about ``_REQUEST_BYTES``."""
+    """Split a file into parts of whole blocks: as many as fit into ``_REQUEST_BYTES``, but at least one."""
     block, digests = entry.block_size, entry.blocks
     many = max(1, _REQUEST_BYTES // block)
     return [_Part(entry, first, min(first + many, len(digests))) for first in range(0, len(digests), many)]

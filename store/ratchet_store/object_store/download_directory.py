@@ -1,4 +1,5 @@
-"""The directory that a fetch fills, next to the checkpoints: removed with the fetch, or soon after one that was killed."""
+"""The directory that a fetch fills, next to the checkpoints. A complete one gets the checkpoint's name. Any other is removed at
+the end of the fetch; one that a killed fetch left is removed when a later fetch begins."""
 
 from __future__ import annotations
 

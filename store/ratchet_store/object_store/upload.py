@@ -2,8 +2,9 @@
 what is known to be in the store, and does one thing about the difference. A process that is killed half-way leaves nothing that
 counts.
 
-Only what retention has deleted here is deleted in the store: checkpoints that, by this directory's own record, were copied from
-it, and that are gone from it. If a directory is lost, so is its record, and nothing is deleted for it.
+A complete copy is deleted only after retention has deleted its checkpoint here: by this directory's own record it was copied
+from here, and it is gone from here. If a directory is lost, so is its record, and no complete copy is deleted for it. Incomplete
+copies that nothing will complete are deleted, too.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class Mirror:
         self._record = Record(checkpoints / RECORD_NAME, remote.objects.url)
 
     def pending(self) -> list[str]:
-        """Return the names of committed checkpoints on this disk that are not known to have a complete copy yet, newest first.
-        Those whose copy has failed are among them."""
+        """Return the names of committed checkpoints on this disk that are not known to have a complete copy yet, newest first:
+        those of this attempt and of the lineage. Those whose copy has failed are among them."""
         return [checkpoint_dir_name(*one) for one in self._committed() if one not in self._uploaded]
 
     def step(self, check_interrupted: Callable[[], None] = lambda: None) -> Step:
@@ -158,7 +159,7 @@ class Mirror:
     def _upload(self, checkpoint: Id, directory: Path, check_interrupted: Callable[[], None]) -> Step:
         """Copy one checkpoint and return the result. It is empty if retention deleted the checkpoint meanwhile, and has
         ``failed`` for an error of the checkpoint itself, which is not tried again. Raises ``CheckpointError`` for an error of
-        the store."""
+        the store, or if the record cannot be written."""
         begin, folder = time.monotonic(), directory.name
         try:
             raw = read_bytes(directory / MANIFEST_NAME, MAX_MANIFEST_BYTES)

@@ -1,6 +1,7 @@
 """Compare two checkpoints bit for bit: tensor by tensor, state by state, with digests.
 
-``python -m ratchet_store.compare DIRECTORY DIRECTORY`` prints the result; exit status 0: identical, 1: not.
+``python -m ratchet_store.compare DIRECTORY DIRECTORY`` prints the result; exit status 0: identical, 1: not,
+2: one cannot be read or is damaged.
 """
 
 from __future__ import annotations

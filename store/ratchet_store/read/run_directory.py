@@ -120,7 +120,8 @@ class RunDirectory:
         newest ``RING_ATTEMPTS`` attempts since. With these the job's attempts check that steps done again are the same (replay
         proof).
 
-        Raises ``CheckpointError`` for a damaged checkpoint, and ``OSError``, also if a file exists in the target already.
+        Raises ``CheckpointError`` for a damaged checkpoint, and ``OSError``, also if a file exists in the target already. After
+        an error, what was copied so far stays in the target, possibly with the manifest; the caller removes it.
         """
         source, place = (paths.checkpoint(manifest.step, manifest.attempt) for paths in (self._paths, target))
         for name in (*(file.name for file in manifest.files), MANIFEST_NAME):

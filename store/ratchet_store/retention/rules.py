@@ -7,8 +7,8 @@ The rules, which ``retention.attempt_retention``, the service's ``checkpoints.cl
 - The ``keep_best.count`` best values of the metric are kept. A checkpoint's value is the one that was logged at exactly its step,
   by the attempt that wrote it, or by one that started from it (an evaluation may follow the save, and runs again after a stop
   cut it short). No value, or NaN: never among the best. Of equal values the newer checkpoint is the better one.
-- One saved before any scheduled one (``first``) is counted among none of these, and is deleted when two others exist, unless
-  it is pinned or its step is a multiple of ``keep_every``.
+- One saved before any scheduled one (``first``) is counted among none of these, and is deleted when two unpinned others exist,
+  unless it is pinned or its step is a multiple of ``keep_every``.
 - The three rules are independent: each selects its own checkpoints, and one that two of them select is kept once.
 - Nothing is deleted before its replacement is committed: the rules are applied after a commit, or once nothing runs any more.
 """

@@ -2,8 +2,9 @@
 
 A write through the page cache costs the processor a copy into pages that the system has to allocate first, and in a virtual
 machine occasionally ten times as much, all of it taken from concurrent training. With ``O_DIRECT`` (open(2)) the disk reads the
-bytes from where they are: their address, their offset in the file and their length must be multiples of a page. A file's last
-bytes, and everything where the system refuses (a file system without ``O_DIRECT``, unaligned memory), go through the page cache.
+bytes from where they are: their address, their offset in the file and their length must be multiples of a page. The header,
+a file's last bytes, and everything where the system refuses (a file system without ``O_DIRECT``, unaligned memory), go through
+the page cache.
 """
 
 from __future__ import annotations

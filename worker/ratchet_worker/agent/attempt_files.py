@@ -60,8 +60,8 @@ def load_launch(path: Path, node: int = 0) -> LaunchFile:
 
 
 def lock(paths: NodePaths) -> int | None:
-    """Return a descriptor that holds ``agent.lock`` exclusively until this process ends; None if another process still holds the
-    lock after a second. Creates the node's directory and the lock file."""
+    """Return a descriptor that holds ``agent.lock`` exclusively until the caller closes it or this process ends; None if another
+    process still holds the lock after a second. Creates the node's directory and the lock file. Raises ``OSError``."""
     paths.root.mkdir(parents=True, exist_ok=True)
     fd = os.open(paths.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline = time.monotonic() + _LOCK_TIMEOUT

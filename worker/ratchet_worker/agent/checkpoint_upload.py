@@ -1,8 +1,9 @@
-"""Uploads committed checkpoints to the object store, in a thread of node 0's agent that nothing waits for while ranks train.
+"""Uploads committed checkpoints to the object store, in a thread of node 0's agent that nothing waits for while ranks train. It
+also deletes the copies of checkpoints that retention has deleted here.
 
-Failures are reported and retried at growing intervals, without effect on training. After the ranks' end one more round follows,
-within the time that the caller allows. Checkpoints that are still missing then are reported by name; the next attempt's agent
-uploads them.
+Failures are reported and retried at growing intervals, without effect on training. After the ranks' end the thread continues
+until nothing is left to do, the store fails, or the time that the caller allows is over. Checkpoints that are still missing then
+are reported by name; the next attempt's agent uploads them.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class _Over(Exception):
 
 
 class Uploader:
-    """Uploads this job's committed checkpoints from a thread of its own. Call ``start`` once, and ``finish`` or ``abandon`` at
-    the end, from the same thread."""
+    """Uploads this job's committed checkpoints from a thread of its own, deletes copies of those that retention has deleted here
+    (``Mirror``), and reports both. Call ``start`` once, and ``finish`` or ``abandon`` at the end, from the same thread."""
 
     def __init__(self, launch: LaunchFile, messages: AgentMessages) -> None:
         assert launch.spec.checkpoint.uri is not None

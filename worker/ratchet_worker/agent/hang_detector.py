@@ -38,8 +38,8 @@ class Learner:
         self._trained = 0.0  # up to the last progress: a silence that has not ended yet does not count as training
 
     def record_startup(self, seconds: float, now: float) -> None:
-        """Record that all ranks have finished their first step, ``seconds`` after their start. The time that counts as training
-        begins at ``now``."""
+        """Record that all ranks have finished start-up (mostly their first step), ``seconds`` after their start. The time that
+        counts as training begins at ``now``."""
         self._startup = max(self._startup or 0.0, seconds)
         self._trained_since, self._trained = now, 0.0
 

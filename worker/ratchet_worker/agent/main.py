@@ -3,7 +3,7 @@
 ``python -m ratchet_worker.agent LAUNCH_FILE [--node K | --node-from VARIABLE]``. Does not import torch. It outlives the service
 by design, and its ranks never outlive it. ``result.json`` is the authoritative record of the end; the exit code
 (``ratchet_contract.exit_codes``) is for engines that see nothing else. Exit code 75 also means that another agent runs or ran
-this part of the attempt, and nothing was done.
+this part of the attempt, or that the attempt was fenced before, and nothing was done.
 """
 
 from __future__ import annotations

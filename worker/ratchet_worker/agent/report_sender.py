@@ -2,8 +2,8 @@
 while ranks train.
 
 Lines are numbered and sent until acknowledged, so a lost response costs only a repetition. The service may stop, come back at
-another address, or never have existed: training is not affected. Only a response that proves that the attempt is no longer the
-job's current one ("fenced") ends the attempt.
+another address, or never have existed: training is not affected. Only a proof that the attempt is no longer the job's current one
+("fenced") ends the attempt: a response of the service, or the fence file on the disk.
 """
 
 from __future__ import annotations

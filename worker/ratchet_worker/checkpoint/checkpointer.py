@@ -2,9 +2,9 @@
 yet is about to change.
 
 Every rank writes its file in a separate thread, rank 0's thread commits the manifest; no collective takes part (``saver_thread``,
-``manifest_commit``). A rank that dies or hangs while a checkpoint is made fails only this checkpoint. The failure is reported and
-training continues. The third failure in a row ends the attempt, after the same step on all ranks, since a job that cannot save
-will lose its work.
+``manifest_commit``). If one rank's part of a save fails or comes too late, only this checkpoint fails. The failure is reported
+and training continues. The third failure in a row ends the attempt, after the same step on all ranks, since a job that cannot
+save will lose its work.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Checkpointer:
 
     ``last``: the newest checkpoint of this attempt; before there is one, the checkpoint that the attempt started from.
     ``give_up``: called on rank 0, in the saving thread, after ``MAX_FAILURES`` failed saves in a row. ``early``: the job has no
-    checkpoint yet, so one may be saved before the first scheduled one (``checkpoint.first``). ``saving``: the exchange of the
-    saving thread.
+    checkpoint of its own yet, so one may be saved before the first scheduled one (``checkpoint.first``). ``saving``: the exchange
+    of the saving thread.
     """
 
     def __init__(
@@ -247,8 +247,8 @@ class Checkpointer:
         self._committer.record_metrics(step, values)
 
     def finish(self) -> None:
-        """Mark the newest checkpoint of this attempt as the job's last. First waits, for at most ten seconds, until older ones
-        are deleted. Raises ``CheckpointError``."""
+        """Mark the newest checkpoint of this attempt, if there is one, as the job's last. First waits, for at most ten seconds,
+        until older ones are deleted. Every rank calls it; on ranks other than 0 it has no effect. Raises ``CheckpointError``."""
         self.wait_for_retention()
         self._committer.finish()
 

@@ -77,7 +77,8 @@ class Sources(NamedTuple):
 
     @property
     def live_tensors(self) -> Listed | LiveTensors:
-        """The tensors of ``entries`` as they are now, in the same order."""
+        """The tensors of ``entries``, in the same order, with their addresses and counts of changes. If a ``Lister`` has made
+        ``entries``, these two are as of that moment, else as of now."""
         if isinstance(self.entries, Listed):
             return self.entries
         return LiveTensors([source.name for source in self.entries], [source.tensor for source in self.entries])

@@ -2,7 +2,7 @@
 
 Training continues after a step boundary. Large tensors may be copied until something changes them: the hook's state until the
 next backward pass calls the hook, parameters and the optimizer's tensors until the next ``optimizer.step()``. Buffers, which the
-forward pass changes, and all small tensors are copied at the boundary.
+forward pass changes, and all small tensors on the CPU are copied at the boundary.
 
 A tensor that changes earlier fails its save, not the training: torch counts in-place changes, and a resized storage usually has
 another address (``live_memory``). A storage that was freed and allocated again at the same address is not detected until code

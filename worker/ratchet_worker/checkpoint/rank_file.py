@@ -123,8 +123,8 @@ class RankPart:
         return self._job.checkpoint(save.order.step, self._attempt)
 
     def write_part(self, save: Save, reporter: Reporter) -> tuple[dict[str, Any], str]:
-        """Finish the copy, compare replicas and write this rank's file. Return the rank's report, and the list of its tensors as
-        JSON text.
+        """Finish the copy, compare replicas, write this rank's file, and report the hook's summary. Return the
+        rank's report for rank 0, and the list of its tensors as JSON text.
 
         If the rank has nothing to write, the report has only the reason (``error``), and the list is empty. Called in the saving
         thread; blocks until the file is on the disk. Raises any error of the work, which fails only this save.

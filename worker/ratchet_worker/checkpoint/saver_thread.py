@@ -1,7 +1,8 @@
 """The saving thread of one rank: makes the copies and the rank file, reports, waits for the verdict; rank 0's thread commits.
 
-It does one save at a time, but older checkpoints are deleted in another thread: the next save is copied concurrently with that,
-and written after it. It has a separate store client, since a waiting client blocks every other caller.
+It does one save at a time. If training continues meanwhile, older checkpoints are deleted in another thread: the next save is
+copied concurrently with that, and written after it. If training waits for the save, this thread deletes them before the save
+ends. It has a separate store client, since a waiting client blocks every other caller.
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ _REPORTED_WAIT_SECONDS: Final = 1.0  # seconds of waiting for the previous save 
 class Due:
     """Decides at each step boundary whether a save is due; the result is the same on all ranks.
 
-    ``next``: the first step at which something may be due. ``schedule``: on rank 0; None on the others. ``early``: there is
-    nothing to resume from yet, so a save may be due before the first scheduled one.
+    ``next``: the first step at which something may be due. ``schedule``: on rank 0; None on the others. ``early``: the job has no
+    checkpoint of its own yet, so a save may be due before the first scheduled one.
     """
 
     def __init__(

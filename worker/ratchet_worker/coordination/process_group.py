@@ -23,7 +23,7 @@ from ratchet_worker.coordination.store_exchange import poll_until_present
 @dataclass(frozen=True)
 class Identity:
     """The place of this process in its group, and the address of the rendezvous store. ``store_fd``: the descriptor of the
-    listening socket that the agent of rank 0 has bound; None on other ranks."""
+    listening socket that the agent of rank 0 has bound; None on other ranks, and in a run without an agent."""
 
     rank: int
     local_rank: int
@@ -80,7 +80,8 @@ def select_device(launch: LaunchFile, identity: Identity) -> torch.device:
 
 def connect(identity: Identity, timeout: float) -> Clients:
     """Connect to the rendezvous store and return the clients; rank 0 first serves the store on the socket that the agent has
-    bound. ``timeout``: seconds that each operation of a client may take. Blocks until the server is reached."""
+    bound, and closes the inherited descriptor. ``timeout``: seconds that each operation of a client may take. Blocks until the
+    server is reached; if ``timeout`` ends before that, raises torch's ``DistNetworkError``."""
     limit = timedelta(seconds=timeout)
     server = None
     if identity.rank == 0:

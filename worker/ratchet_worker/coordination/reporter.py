@@ -1,8 +1,8 @@
 """A rank's reports to the service: one method per message, on top of the spool. No method raises, and none waits unless the
 rank's communicators have been aborted.
 
-The steps whose metrics are sent depend on step numbers alone, so that two runs of a job send the same series. Progress and hook
-summaries serve people who watch, and are sent by time.
+Which steps' metrics are due (``metrics_due``) depends on step numbers alone, so that two runs of a job send the same series.
+Progress and hook summaries serve people who watch, and are sent by time.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Reporter:
         self._send(m.Resumed(rank=self._rank, at=now(), report=report))
 
     def metrics_due(self, step: int, total_steps: int | None) -> bool:
-        """True if the metrics of ``step`` are due. In a job of up to about a thousand steps, every step is due. In a longer one,
-        every n-th is, so that there are about a thousand points. If ``total_steps`` is None, every tenth is. The first and the
-        last step are always due."""
+        """True if the metrics of ``step`` are due. In a job of fewer than 2000 steps, every step is due. In a longer one, every
+        n-th is, so that there are about 1000 to 1500 points. If ``total_steps`` is None, every tenth is. The first and the last
+        step are always due."""
         every = 10 if total_steps is None else max(1, total_steps // _POINTS)
         return step % every == 0 or step == total_steps or step == 1
 

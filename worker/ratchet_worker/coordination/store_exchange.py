@@ -73,8 +73,8 @@ class Exchange:
         self, name: str, value: Any, *, should_abandon: Callable[[], bool] | None = None, timeout: float | None = None
     ) -> list[Any]:
         """Publish this rank's ``value``, wait for every rank's, and return all in rank order. ``timeout``: seconds, None for the
-        Exchange's own. Raises ``PeerTimeout`` (naming the missing ranks), or ``Abandoned`` once ``should_abandon`` returns
-        True."""
+        Exchange's own. Raises ``PeerTimeout`` (naming the missing ranks), or ``Abandoned`` if ``should_abandon`` returns True
+        during the wait."""
         self.post(name, value)
         return self.collect(name, should_abandon=should_abandon, timeout=timeout)
 
@@ -93,7 +93,7 @@ class Exchange:
         self, name: str, *, should_abandon: Callable[[], bool] | None = None, timeout: float | None = None
     ) -> list[Any]:
         """Wait for every rank's posted value; return the values in rank order. ``timeout``: seconds, None for the Exchange's own.
-        Raises ``PeerTimeout`` (naming the missing ranks), or ``Abandoned`` once ``should_abandon`` returns True."""
+        Raises ``PeerTimeout`` (naming the missing ranks), or ``Abandoned`` if ``should_abandon`` returns True during the wait."""
         return [
             value for value, _ in self.collect_with_attachments(name, should_abandon=should_abandon, timeout=timeout)
         ]
@@ -114,7 +114,7 @@ class Exchange:
         ``progress``: each change of its value restarts the timeout. ``pause``: the longest pause between two polls, in seconds.
         ``is_recurring``: the wait is about as long as the previous one, so the first pause is half of that, at most
         ``_LONGEST_PAUSE``. A value from ``post_locally`` is returned as the same object. Raises ``PeerTimeout``, or ``Abandoned``
-        once ``should_abandon`` returns True.
+        if ``should_abandon`` returns True during the wait.
         """
         keys = self._posted_keys(name)
         found: list[tuple[Any, bytes]] = []

@@ -1,10 +1,10 @@
 """Randomness per sample, seeded by (seed, epoch, sample), so that it belongs to the sample and not to a process.
 
-A generator of a DataLoader worker cannot be resumed: which worker loads which sample, and how far it has read ahead, is lost
-with the process. So before a sample is loaded, the process-wide generators of Python, NumPy and torch (CPU) are seeded for that
-sample, and ``augment`` gets its own ``torch.Generator``. The result does not depend on ``num_workers``, on prefetching, on the
-world size or on where a run was interrupted. ``data_generators`` handles generators that a data set creates itself and advances
-from sample to sample.
+The state of a generator in a DataLoader worker is lost with the process; so is which worker loads which sample, and how far it
+has read ahead. So, before a ``TrainLoader`` loads a sample, the process-wide generators of Python, NumPy and torch (CPU) are
+seeded for that sample, and ``augment`` gets its own ``torch.Generator``. The result does not depend on ``num_workers``, on
+prefetching, on the world size or on where a run was interrupted. ``data_generators`` handles generators that a data set creates
+itself and advances from sample to sample.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Finds and saves generators that a data set, ``augment``, ``collate_fn``, a sampler or a stream holds itself.
 
 In the rank's own process they are, at a step boundary, where the last batch left them: their state is all that a resume needs.
-A DataLoader's workers have copies whose state cannot be queried: the resume report names them.
+A DataLoader's workers have copies whose state cannot be queried: the resume report names those of a ``TrainLoader``. A prepared
+DataLoader's workers send the states with the batches (``worker_generators``).
 """
 
 from __future__ import annotations

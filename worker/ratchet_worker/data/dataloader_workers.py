@@ -1,11 +1,12 @@
 """Starts and ends DataLoader worker processes so that both a stop and a kill of the rank are safe.
 
-Start method: **spawn**. By the first batch a rank has threads (the process group's, a side thread, thread pools) and sockets
-(peers, rendezvous store). A forked child would inherit locks whose holders do not exist in it, and would keep those sockets open:
-the peers of a killed rank would wait for an end of file that does not come. forkserver's children are not the rank's own
-children, so they would outlive it. Spawn costs an interpreter start with ``import torch`` per worker (one to two seconds), paid
-once per attempt since workers persist over the epochs. As always with spawn, the data set, ``augment`` and ``collate_fn`` must be
-importable, and a script needs ``if __name__ == "__main__":``.
+Start method of a ``TrainLoader``'s workers: **spawn**. By the first batch a rank has threads (the process group's, a side thread,
+thread pools) and sockets (peers, rendezvous store). A forked child would inherit locks whose holders do not exist in it, and
+would keep those sockets open: the peers of a killed rank would wait for an end of file that does not come. forkserver's children
+are not the rank's own children, so they would outlive it. Spawn costs an interpreter start with ``import torch`` per worker (one
+to two seconds), paid once per attempt since workers persist over the epochs. As always with spawn, the data set, ``augment`` and
+``collate_fn`` must be importable, and a script needs ``if __name__ == "__main__":``. A prepared DataLoader keeps its own start
+method, and its workers persist only if its ``persistent_workers`` is True.
 
 Signals: the signal that stops a job often goes to the whole process group. Workers ignore it: the rank handles the stop. They
 start with those signals blocked (a mask is inherited through exec), so no signal can hit them before they ignore it.

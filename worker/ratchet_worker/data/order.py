@@ -2,16 +2,16 @@
 
 Nothing here has state, so a checkpoint needs only a position. The rule (version ``ORDER_VERSION``):
 
-- An epoch's permutation: sample i gets the i-th raw 64-bit word of a Philox 4x64-10 bit stream whose 128-bit key is the
-  SHA-256 of ``ratchet/order/<version>/<seed>/<epoch>``; samples are sorted by that word, ties by index. NumPy guarantees the raw
-  stream of a bit generator across versions (NEP 19), and sorting integers has one answer; ``torch.randperm`` and
-  ``Generator.permutation`` have no such guarantee.
+- An epoch's permutation: sample i gets the i-th raw 64-bit word of a Philox 4x64-10 bit stream whose key is the first 128 bits of
+  the SHA-256 of ``ratchet/order/<version>/<seed>/<epoch>``; samples are sorted by that word, ties by index. NumPy guarantees the
+  raw stream of a bit generator across versions (NEP 19), and sorting integers has one answer; ``torch.randperm`` and
+  ``Generator.permutation`` have no such guarantee. Without shuffling, the samples are in the order of their indices.
 - All ranks follow the same order together. At position p (samples of the global order consumed in this epoch, by all ranks)
   the next global batch is ``order[p : p + G]``; rank r has the r-th of its ``world_size`` equal contiguous parts.
 - G is ``batch_size * world_size`` where the per-rank batch stays fixed when the world size changes, ``batch_size`` where the
   global batch does (then it must divide evenly: DDP averages ranks, not samples, so uneven parts would be weighted wrongly).
-- The remainder of an epoch that does not fill a global batch is dropped; it consists of other samples each epoch. Nothing is
-  padded or repeated, and every rank has the same number of batches.
+- The remainder of an epoch that does not fill a global batch is dropped; with shuffling, it consists of other samples each epoch.
+  Nothing is padded or repeated, and every rank has the same number of batches.
 - A position counts samples, not steps, so a group of another world size continues at the very next sample.
 """
 

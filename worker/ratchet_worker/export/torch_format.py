@@ -60,7 +60,7 @@ def origin(manifest: Manifest) -> dict[str, Any]:
 
 
 def read_model(chosen: Chosen) -> Model:
-    """Return the model of a checkpoint (parameters and buffers); every file that is read is verified. Raises ``CheckpointError``,
+    """Return the model of a checkpoint (parameters and buffers); what is read is verified. Raises ``CheckpointError``,
     ``StateError``.
 
     If replicas differ, the result is their mean, as in a resume on another number of ranks (``average_replicas.mean``). Buffers

@@ -214,9 +214,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Before the first step of a new job, load the state to begin with, as Accelerate does. A resumed job continues from its
-        own checkpoint: nothing is loaded from ``input_dir``. Either is reported as an event. Raises ``UserError`` after the first
-        step."""
+        """Before the first step of a new job, load the state to begin with, as Accelerate does. A resumed job, and a fork,
+        continue from their checkpoint: nothing is loaded from ``input_dir``. Either is reported as an event. Raises ``UserError``
+        once the state is restored, which is at the first step."""
         runtime = self.session._runtime
         if runtime.restored:
             raise UserError("call load_state before the first step: a job continues from its own checkpoints by itself")

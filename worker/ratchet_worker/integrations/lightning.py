@@ -170,7 +170,8 @@ class SessionStrategy(DDPStrategy):
 
     @property
     def session(self) -> Session:
-        """The Session, made when the Trainer sets up. Raises ``UserError`` before that."""
+        """The Session that the script has passed, else the one that is made when the Trainer sets up. Raises ``UserError`` while
+        there is none."""
         if self._session is None:
             raise UserError(
                 "the Session of a SessionStrategy is created by trainer.fit: use it only after trainer.fit has begun"
@@ -333,8 +334,9 @@ class SessionStrategy(DDPStrategy):
         return batches
 
     def _restore_if_done(self) -> None:
-        """Restore the state if the Trainer has nothing left to do, since it then requests no batch; the job is then finished.
-        Raises ``UserError`` if the run has ended but the Trainer is to continue."""
+        """Restore the state now if the base is a job's final checkpoint, or if the Trainer has nothing left to do and so requests
+        no batch; in the second case the job is finished here. Raises ``UserError`` if this job's run has ended but the Trainer
+        requests more steps. Does nothing before model and data are registered, in trial steps, and after the restore."""
         if self._progress is None or self._batches is None or self._runtime.restored or self.is_trying_out:
             return
         loop, manifest = self._trainer().fit_loop, self._runtime.chosen.manifest
@@ -550,7 +552,7 @@ def _log_in_training(session: Session, metrics: Mapping[str, Any]) -> None:
 
 class _Progress:
     """The Trainer's own state as an object that the Session saves: its loops' counters, logged values, its callbacks, and whether
-    one has requested a stop."""
+    one has requested a stop (which the start of a fork does not restore)."""
 
     def __init__(self, session: Session, trainer: Any) -> None:
         self._session, self._trainer = session, trainer

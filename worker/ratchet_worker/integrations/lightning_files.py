@@ -41,10 +41,11 @@ class CheckpointFiles:
         self._versions: list[Any] | None = None
 
     def rewind(self, base: int) -> None:
-        """Restore the checkpoint files as they were after step ``base``. Files that later steps removed are put back. Files that
-        later steps wrote are moved aside, and kept until these steps are redone. Files that steps up to ``base`` had hidden are
-        deleted. Exception: if ``base`` is 0 and an earlier training had ended, its checkpoints were deleted to begin another
-        training; files are then left alone."""
+        """Restore the checkpoint files as they were after step ``base``, and rewrite the journal. Files that later steps removed
+        are put back. Files that later steps wrote are moved aside, and kept until these steps are redone. Files that steps up to
+        ``base`` had hidden, or that were moved aside for them, are deleted. Exception: if ``base`` is 0 and an earlier training
+        had ended, its checkpoints were deleted to begin another training; files are then left alone, and the journal is emptied.
+        """
         entries = self._read()
         if not base and any(entry["kind"] == ENDED for entry in entries):
             entries = []

@@ -108,8 +108,8 @@ class Trainer(transformers.Trainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train as the original does, once per job. The job resumes from its own checkpoints: ``resume_from_checkpoint`` is not
-        read, which is reported. Raises ``UserError`` for arguments that no resume could honour and at a second call, and
-        ``Stopped`` if the ranks have agreed to stop."""
+        read, which is reported. Raises ``UserError`` for arguments that no resume could honour, at a second call, and for a
+        checkpoint of another job where this job begins at step 0. Raises ``Stopped`` if the ranks have agreed to stop."""
         if trial is not None:
             raise UserError(f"trial: {SEARCH}")
         directory = Path(str(self.args.output_dir), f"_{RUN_DIRECTORY}")  # push_to_hub skips names that begin with "_"
@@ -171,7 +171,7 @@ class Trainer(transformers.Trainer):
     @override
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Wrap the model in DDP with the spec's settings, at the first call for training; otherwise do what the original does.
-        DDP looks for unused parameters if the Trainer or the spec requests it."""
+        DDP looks for unused parameters if the spec requests it, or the Trainer does and the spec has no ``static_graph``."""
         if not training or self._runtime.state.ddp is not None:
             wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
             return wrapped

@@ -1,4 +1,4 @@
-"""Aborts the communicators of all live ranks before the agent kills the first of them.
+"""Aborts the communicators of the ranks that the agent is about to kill, before it kills the first of them.
 
 If GPUs are connected by NVLink, a process that ends while a peer still reads or writes its memory makes the driver report a
 fatal error (SXid 12028), and many clusters cordon the node. Therefore the agent first requests an abort. In each rank a

@@ -3,7 +3,7 @@
 ``faulthandler`` writes them in the C signal handler, which does not need the GIL, so a rank whose thread holds the GIL in native
 code is dumped, too. The signal is a real-time one that neither torch nor the libraries that scripts commonly use reserve; SIGUSR1
 does the same for operators, unless the script handles it itself. A rank halted by SIGSTOP is continued for the dump after the
-others are dead, and killed as soon as it has written, because it must not train further. For a rank that does not respond, its
+others were killed, and killed as soon as it has written, because it must not train further. For a rank that does not respond, its
 state in the kernel is logged instead.
 """
 

@@ -40,8 +40,8 @@ Message = dict[str, Any]
 
 def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen:
     """Choose what the attempt starts from, and return it. That is the newest undamaged checkpoint of the job's lineage; without
-    one, the source of the fork; for a job that is no fork, a start from scratch (a ``Chosen`` without manifest). A checkpoint is
-    read meanwhile: ``loaded`` holds this rank's part, and the ranks together have verified every byte.
+    one, the source of the fork, if the launch file names one; else a start from scratch (a ``Chosen`` without manifest). A
+    checkpoint is read meanwhile: ``loaded`` holds this rank's part, and the ranks together have verified every byte.
 
     All ranks must call it, and it blocks until all have agreed on the result. Rank 0 moves a damaged checkpoint to quarantine and
     reports it, and the next older one is tried. Raises, on all ranks: ``CheckpointError`` if a checkpoint must not be skipped

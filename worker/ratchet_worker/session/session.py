@@ -341,9 +341,9 @@ class Session:
 
     def checkpoint(self) -> bool:
         """Save a checkpoint now; do nothing if this step is saved already. Every rank calls it after the same step, after
-        ``zero_grad``. A call in the body of the loop ends the step, after its backward pass; before that it saves the previous
-        step. Return True if the step is saved, and False if the save failed. A failed save is also reported. Raises
-        ``CheckpointError`` at the third failed save in a row."""
+        ``zero_grad``. A call in the body of the loop ends the step if its backward pass is done (in ``epochs``: if its batch is
+        taken); otherwise the previous step is saved. Return True if the step is saved, and False if the save failed. A failed
+        save is also reported. Raises ``CheckpointError`` at the third failed save in a row."""
         self._epoch_loop.on_checkpoint()
         return self._runtime.checkpoint()
 

@@ -23,11 +23,11 @@ _OPEN: Final = (list, dict, tuple)
 class Same:
     """Remembers which objects are in a sequence. ``matches`` is True while a sequence has the same objects in the same order.
 
-    Constants, modules and parameters are referenced, so they stay in memory. All others are referenced weakly. So a tensor that
-    training replaces in every step does not stay in memory until the next save. (``torch.utils.swap_tensors`` refuses tensors
-    with weak references, so parameters and other subclasses of tensors are referenced.) Lists, dictionaries and tuples that are
-    not constant may hold tensors, so only their ``id`` is compared. A caller must check their contents separately: they change
-    without becoming another object.
+    Constants, modules, parameters and other subclasses of tensors are referenced, so they stay in memory, and so do objects that
+    do not support weak references. (``torch.utils.swap_tensors`` refuses tensors with weak references.) Lists, dictionaries and
+    tuples that are not constant may hold tensors, so they are not referenced at all, and only their ``id`` is compared. A caller
+    must check their contents separately: they change without becoming another object. All other objects are referenced weakly.
+    So a tensor that training replaces in every step does not stay in memory until the next save.
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:

@@ -167,8 +167,9 @@ class Walked:
 
 @dataclass(frozen=True)
 class Roots:
-    """The objects from which a walk starts, by path, for each of its three regions. ``own``: modules, optimizers, data sets and
-    tasks. ``registered``: objects that are saved through their ``state_dict``. ``shared``: the job's modules and classes.
+    """The objects from which a walk starts, by path, for each of its three regions. ``own``: modules, optimizers, data sets,
+    tasks and objects saved by their attributes. ``registered``: objects that are saved through their ``state_dict``.
+    ``shared``: the job's Python modules, and functions that schedulers call.
 
     The parts, parameters and buffers of a module in ``own`` are saved separately. ``covered_attributes``: by path of an object,
     the names of the attributes that its ``state_dict`` covers; the walk leaves these out. ``separate_optimizers``: see

@@ -21,7 +21,7 @@ _MOST_PARTS: Final = 1000
 
 def find_unregistered(module: nn.Module, optimizers: Iterable[Optimizer], registered: Iterable[object]) -> list[str]:
     """Return the sorted type names of objects that affect the training and are neither in ``registered`` nor parts of such
-    objects.
+    objects. Averages that ``module`` holds in attributes are left out, too.
 
     Such objects are optimizers of the parameters of ``module``, unless they wrap a registered one. Schedulers of these optimizers
     or of ``optimizers`` are, too, and so are enabled gradient scalers. Averages (``AveragedModel``) are if they have the shapes

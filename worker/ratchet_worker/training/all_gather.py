@@ -18,8 +18,9 @@ _DTYPES: Final = tuple(
 
 
 class Gatherer:
-    """Gathers tensors of all ranks, on one rank. Calls without a group use a process group of their own for each type of
-    device, not DDP's: a backward pass gathers while DDP reduces, and the order of the two may differ between ranks."""
+    """One rank's side of gathers, in which every rank gets the tensors of all ranks. Calls without a group use a process group
+    of their own for each type of device, not DDP's: a backward pass gathers while DDP reduces, and the order of the two may
+    differ between ranks."""
 
     def __init__(self) -> None:
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -29,7 +30,7 @@ class Gatherer:
         *shape). A collective, and so is its backward pass. Without ``sync_grads`` the result is detached.
 
         Raises ``UserError`` for sparse or quantized tensors or those of more than 13 dimensions, on a rank outside the group, and
-        on every rank if the tensors differ in shape, dtype or in whether they need a gradient.
+        on every rank if the tensors differ in shape or dtype or, with ``sync_grads``, in whether they need a gradient.
         """
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UserError(f"all_gather takes dense tensors, not one of layout {tensor.layout}; make it dense first")

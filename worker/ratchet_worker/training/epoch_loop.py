@@ -58,9 +58,11 @@ class EpochLoop:
     # --- before the first step -----------------------------------------------------------------------------------------
 
     def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
-        """Wrap or register each of ``objects``, and return a list of the objects to use in their place, in the same order. A
+        """Wrap or register each of ``objects``, and return a list of the objects to use in their place, in the same order. The
         model is wrapped in DDP, the training's DataLoader becomes a ``PreparedLoader``, everything else is registered and
-        returned as it is. Raises ``UserError`` after the state was restored, and for an object that cannot be prepared."""
+        returned as it is. A module that is no ``AveragedModel`` and has trainable parameters is the model; any other module is
+        registered, after it was moved to this rank's device. Raises ``UserError`` after the state was restored, and for an object
+        that cannot be prepared."""
         if self.runtime.restored:
             raise UserError("call prepare before the first step: the state has already been restored")
         return [self._prepare_one(item) for item in objects]
@@ -193,9 +195,10 @@ class EpochLoop:
             runtime.mark_nothing_left()
 
     def on_state_restored(self) -> None:
-        """Keep the states of generators and schedulers, which were just restored from the checkpoint. Up to the restored
-        position in the epoch, the script's code repeats draws and scheduler steps that the checkpoint contains already. At that
-        position the kept states are put back. Does nothing without a checkpoint or a prepared loader."""
+        """Keep the states of generators, schedulers and gradient scalers, and the optimizers' hyperparameters, which were just
+        restored from the checkpoint. Up to the restored position in the epoch, the script's code repeats draws and scheduler
+        steps that the checkpoint contains already. At that position the kept states are put back. Does nothing without a
+        checkpoint or a prepared loader."""
         if self._data is not None and self.runtime.chosen.manifest is not None:
             self._values_to_reapply = rng.capture(self.runtime.device), self.runtime.state.control_states()
 
@@ -242,8 +245,8 @@ class EpochLoop:
 
     def next_batch(self, current: Pass) -> Any:
         """Return the next batch of the training's pass ``current``. First the open step ends and another begins; only the step
-        of an epoch's first batch is open already. Raises ``StopIteration`` at the end of the epoch, ``UserError`` for an epoch
-        without a batch, and the errors of the step boundary."""
+        of an epoch's first batch is open already. At the end of the epoch it raises ``StopIteration``, and the step of the last
+        batch stays open. Raises ``UserError`` for an epoch without a batch, and the errors of the step boundary."""
         runtime, data = self.runtime, self._data
         assert data is not None and self.epoch is not None
         if not current.begun:
@@ -270,8 +273,8 @@ class EpochLoop:
         return batch
 
     def _reapply_restored(self) -> None:
-        """Set generators and schedulers to the states that ``on_state_restored`` has kept. Does nothing after the first
-        call."""
+        """Put back the states that ``on_state_restored`` has kept. Does nothing after the first call, and if none were
+        kept."""
         if self._values_to_reapply is not None:
             generators, steering = self._values_to_reapply
             self.runtime.state.restore_control_states(steering)
@@ -305,8 +308,12 @@ class EpochLoop:
             start += 1
 
     def _continue_numbers(self, current: Pass) -> None:
-        """Make Python's ``enumerate`` around the loader continue with the number of the batch, and report a place in the code
-        where that is not possible. Each place is examined only once, since that takes a walk over all objects."""
+        """After a resume within the epoch, make Python's ``enumerate`` around the loader continue with the number of the batch.
+
+        Then examine the place in the code that iterates, each place only once, since that takes a walk over all objects. Report
+        the variables that its loop carries. If its numbers would not continue after a resume, report that, or under
+        ``determinism: strict`` raise ``UserError``.
+        """
         for reader in enumerate_position.enumerate_readers(current) if self.start else ():
             current.placeholders = True
             enumerate_position.advance(reader, self.start)

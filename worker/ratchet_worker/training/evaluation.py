@@ -23,9 +23,9 @@ Item = TypeVar("Item")
 
 
 class Evaluation:
-    """The object that the block of ``Session.evaluation`` uses. Once the ranks have agreed to stop, all its methods raise
-    ``Abandoned`` if the evaluation is between two steps. The block is then left, and the evaluation runs again after the
-    resume."""
+    """The object that the block of ``Session.evaluation`` uses. If the evaluation is between two steps and the ranks have agreed
+    to stop, ``batches`` raises ``Abandoned`` before its next item, and the other methods raise it while they wait for other
+    ranks. The block is then left, and the evaluation runs again after the resume."""
 
     def __init__(
         self, exchange: Exchange, name: str, tick: Callable[[], None], stop_pending: Callable[[], bool]
@@ -44,14 +44,14 @@ class Evaluation:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's JSON ``value``, in rank order. Every rank must call it; it blocks until all have. Raises
-        ``PeerTimeout`` if a rank does not, and ``Abandoned`` if a stop is pending."""
+        ``PeerTimeout`` if a rank does not, and ``Abandoned`` if a stop is pending while it waits."""
         self._gathers += 1
         return self._exchange.gather(f"{self._name}/{self._gathers}", value, should_abandon=self._stop_pending)
 
     def averages(self, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
         """Return, for each name, the sum of all ranks' sums divided by the sum of all ranks' weights (NaN for a weight of 0).
         ``sums``: this rank's pairs (sum, weight) by name; a rank may lack names. Every rank must call it; it blocks until all
-        have."""
+        have, and raises as ``gather`` does."""
         parts = self.gather({k: [float(v[0]).hex(), float(v[1]).hex()] for k, v in sums.items()})
         names = sorted({name for part in parts for name in part})
         out: dict[str, float] = {}
@@ -72,13 +72,13 @@ def preserving_state(
     *,
     broadcast: bool,
 ) -> Iterator[None]:
-    """Context manager: the block runs in eval mode without gradients, and everything is restored afterwards. Restored are
-    modes, parameters, buffers and generators, including generators inside the training ``data`` and weights that ``optimizers``
-    with modes of their own have switched.
+    """Context manager: the block runs in eval mode without gradients. Afterwards modes, buffers and generators are restored,
+    including generators inside the training ``data``, and weights that ``optimizers`` with modes of their own have switched.
+    Where replicas are equal, another change of the parameters in the block stays.
 
-    One model is evaluated, not one per rank: where replicas differ, their mean replaces the parameters in the block. With
-    ``broadcast`` every rank has rank 0's buffers in the block, those that DDP would broadcast at the next forward. Entering is
-    a collective where replicas differ, and with ``broadcast``.
+    One model is evaluated, not one per rank: where replicas differ, their mean replaces the parameters in the block, and this
+    rank's own values are put back afterwards. With ``broadcast`` every rank has rank 0's buffers in the block, those that DDP
+    would broadcast at the next forward. Entering is a collective where replicas differ, and with ``broadcast``.
     """
     modes = [(module, module.training, _own_buffers(module)) for module in ddp.modules()]
     synced = ddp.require_forward_param_sync

@@ -2,9 +2,10 @@
 trains.
 
 Every rank writes one fingerprint per step into its attempt's ring (``step_ring``) and reads the rings of earlier attempts, for
-steps after its base. Steps are compared only where they must be equal: the resume is exact, and the earlier attempt trained along
-the same line (``RingHeader.line``: no inexact resume in between) under the same facts. Otherwise nothing is compared, and the
-reason is reported. All ranks compare the same steps: those whose fingerprints every rank has.
+steps after its base. Steps are compared only where they must be equal: this attempt resumes exactly or starts from scratch, and
+the earlier attempt trained along the same line (``RingHeader.line``: no inexact resume in between) under the same facts. If no
+earlier attempt meets these conditions, nothing is compared, and the reason is reported. All ranks compare the same steps: those
+whose fingerprints every rank has.
 """
 
 from __future__ import annotations
@@ -103,8 +104,9 @@ class ReplayProof:
             self._record(fingerprint)
 
     def changed_since_step(self, data: TrainData | None, batches_taken: int) -> list[str]:
-        """Return what has moved since ``record_step``: a list with ``data`` if a batch was taken, and ``generators`` if one was
-        drawn from. Empty if neither was. ``batches_taken``: number of batches taken since then."""
+        """Return what has moved since ``record_step``: a list with ``data`` if a batch was taken or the position in the data has
+        changed, and ``generators`` if a process-wide generator was drawn from. Empty if neither is so. ``batches_taken``: number
+        of batches taken since then."""
         placed = isinstance(data, _POSITIONED) and self._position not in (None, _position(data, batches_taken))
         return [
             *(["data"] if batches_taken or placed else []),
@@ -274,7 +276,7 @@ def describe_inexact(report: ResumeReport) -> str:
     for another reason.
 
     A redistributed or reset component follows from the differences, so it is named only if there are none. Data that start over
-    are always named.
+    are an exception: they count as a component that lost something for another reason.
     """
     found = []
     if report.differences:
@@ -305,9 +307,10 @@ def _agree(messages: list[dict[str, Any]], base: int) -> Redone:
 
 
 def _line(runtime: Runtime, report: ResumeReport) -> str:
-    """Return the name of this attempt's line, see ``RingHeader``: attempts with the same line must do the same steps. An exact
-    resume continues the line of the attempt that wrote the checkpoint; if that is not known, the line is named after the
-    checkpoint. A resume that is not exact begins a line of its own."""
+    """Return the name of this attempt's line, see ``RingHeader``: attempts with the same line must do the same steps. All starts
+    from scratch share one line. An exact resume continues the line of the attempt that wrote the checkpoint. If that attempt
+    belongs neither to this job nor to the run that it adopted, or has no readable ring, the line is named after the checkpoint.
+    A resume that is not exact begins a line of its own."""
     base, launch, manifest = report.base, runtime.launch, runtime.chosen.manifest
     if report.verdict == "fresh":
         return "start"

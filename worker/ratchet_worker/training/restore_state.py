@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 def restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot) -> list[ComponentReport]:
     """Restore ``saved`` into the runtime's objects and return a report per component. ``saved``: this rank's own state, or, if
-    the number of ranks has changed, one old rank's together with what all of them shared. Raises ``UserError`` for state that
-    does not fit or that ``policy.on_hook_mismatch`` does not allow, ``StateError`` if the shared tensors are not those that were
-    saved."""
+    the number of ranks has changed, one old rank's together with what all of them shared. If states of other old ranks are
+    needed, they are read from the checkpoint. Raises ``UserError`` for state that does not fit or that
+    ``policy.on_hook_mismatch`` does not allow, ``StateError`` if the shared tensors are not those that were saved, and
+    ``CheckpointError`` if those other states cannot be read."""
     state, how = runtime.state, _state_transfer(runtime, manifest)
     if manifest.world_size == runtime.world_size:
         if _needs_mean(manifest, how, resized=False):
@@ -126,7 +127,8 @@ def _user_means(runtime: Runtime, manifest: Manifest) -> tuple[dict[str, Mean], 
 
 
 def _mean(runtime: Runtime, manifest: Manifest, components: set[str]) -> Mean:
-    """Read all old ranks' states of ``components`` from the checkpoint and return their mean. Raises ``StateError``."""
+    """Read all old ranks' states of ``components`` from the checkpoint and return their mean. Raises ``StateError`` if they have
+    none, ``CheckpointError`` if they cannot be read."""
     ranks = range(manifest.world_size)
     return average(
         (disk.read(runtime.chosen, [r], components.__contains__, shared=False)[r] for r in ranks), components

@@ -70,10 +70,10 @@ def build(
 ) -> tuple[ManagedDDP, ManagedHook]:
     """Wrap ``module`` in DDP under the job's hook, and return the DDP and its hook. A collective.
 
-    DDP gets the recorded bucket layout if there is a checkpoint. If that is impossible and ``policy.on_hook_mismatch`` allows
-    it, DDP gets its own layout. ``notes`` is filled with what was changed. If the job starts from a file (``start_from``), it
-    is loaded into ``module``. Raises ``UserError`` if the policy does not allow what is required, or the hook or the checkpoint
-    does not fit the model.
+    DDP gets the bucket layout that the checkpoint recorded, if there is one. If that is impossible and
+    ``policy.on_hook_mismatch`` allows it, DDP gets its own layout. ``notes`` is filled with what was changed. If there is no
+    checkpoint and the job starts from a file (``start_from``), the file is loaded into ``module``. Raises ``UserError`` if the
+    policy does not allow what is required, or the hook, the checkpoint or the file does not fit the model.
     """
     spec, manifest = launch.spec, chosen.manifest
     if manifest is None and launch.start_file is not None:
@@ -144,11 +144,13 @@ def _wrap_managed(
 
 def restore(runtime: Runtime) -> ResumeReport:
     """Restore the checkpoint's state, if there is a checkpoint, compare the environment with the recorded one, and return the
-    resume report. A collective. Rank 0 also writes ``base.json`` and reports that training begins. Every rank returns the
-    report; only rank 0's has its ``notes``.
+    resume report. A collective. Rank 0 also writes ``base.json`` and the attempt's environment file, marks the checkpoint if it
+    lacks late changes (``_persist_mark``), and reports the resume and that training begins. Every rank returns the report; only
+    rank 0's has its ``notes``.
 
     Raises ``UserError`` for state that does not fit, for a difference under ``determinism: strict``, and if the ranks request
-    different numbers of steps. Raises ``StateError`` if the restored tensors are not those that were saved.
+    different numbers of steps. Raises ``StateError`` if the restored tensors are not those that were saved, and
+    ``CheckpointError`` if another rank's state, where it is needed, cannot be read.
     """
     launch, chosen = runtime.launch, runtime.chosen
     packages = package_list.installed()
@@ -217,7 +219,8 @@ def restore(runtime: Runtime) -> ResumeReport:
 
 def total_difference(runtime: Runtime) -> EnvironmentDifference | None:
     """Return the difference between the number of steps that the script requests and that of the attempt that saved the base: a
-    schedule made for the old number does not adapt to the new one. None if the numbers are equal or one is unknown."""
+    schedule made for the old number does not adapt to the new one. None if the numbers are equal, if one is unknown, or if the
+    number of ranks has changed."""
     before, now = runtime.earlier_total, runtime.total
     if before is None or now is None or before == now:
         return None

@@ -204,8 +204,8 @@ class Runtime:
         return ddp
 
     def check_loop_variables(self, frame: FrameType | None, *, within_epoch: bool = False) -> None:
-        """Report the variables that the script's loop in ``frame`` carries from one pass to the next, since no checkpoint
-        contains them. Each variable is reported once. ``within_epoch`` True: the loop is over an epoch's batches."""
+        """Report the variables that the script's loop in ``frame`` or in its callers carries from one pass to the next, since no
+        checkpoint contains them. Each variable is reported once. ``within_epoch`` True: the loop is over an epoch's batches."""
         place, names = loop_variables.find_carried(frame)
         new = [name for name in names if name not in self._reported_variables]
         if not new:
@@ -266,7 +266,8 @@ class Runtime:
 
     def mark_not_exact(self) -> None:
         """Make every later checkpoint record that its bits may differ from those of an undisturbed run, since this attempt's
-        resume. If the record of an earlier resume exists already, it stays."""
+        resume. If the record of an earlier resume exists already, it stays. Only a call on rank 0 has this effect, since rank 0
+        writes the record."""
         base = self.chosen.base
         self.provenance.setdefault(environment_record.NOT_EXACT, f"step {base.step}, attempt {base.attempt}")
 
@@ -323,7 +324,8 @@ class Runtime:
 
     def mark_nothing_left(self) -> None:
         """Record that the script's loop has no step to do, since the job's last step was done by an earlier attempt.
-        ``check_not_ended`` then refuses a further loop, as it does in the attempt that has done the last step."""
+        ``check_not_ended`` then refuses a further loop, as it does in the attempt that has done the last step. Calls
+        ``on_nothing_left`` if this attempt starts from the job's final checkpoint."""
         self._ended = self.loop_ended = True
         if self._is_base_finished and self.on_nothing_left is not None:
             self.on_nothing_left()
@@ -407,7 +409,7 @@ class Runtime:
 
     def _fingerprint(self) -> None:
         """Record the fingerprint of the step that ends. Called before the step counter counts the step and before the step is
-        saved, so that every step that others see as done has its fingerprint."""
+        saved, so that every step that others see as done has its fingerprint. (On CUDA it may be written some steps later.)"""
         assert self.proof is not None
         self.proof.record_step(self.step, self.state.data, self._batches)
         self._last_scheduler_counts = self._scheduler_counts()
@@ -433,11 +435,12 @@ class Runtime:
 
     def checkpoint(self) -> bool:
         """Save now, and wait for the save, unless this step is saved already. Every rank calls it after the same step. An open
-        step that has done its work is ended first. Returns True if the step is saved, False if the save failed, which is
-        reported. Raises ``CheckpointError`` after the third failure in a row.
+        step that has done its work is ended first; if it has not done its work, the step before it is saved. Returns True if the
+        step is saved, False if the save failed, which is reported. Raises ``CheckpointError`` after the third failure in a row.
 
         State that the body of the loop changes after this call is not in the checkpoint; the checkpoint is then marked as
-        changed.
+        changed. It is also marked if the step before is saved and the open step has already taken data, drawn random numbers or
+        stepped a scheduler.
         """
         self._check_late_changes()
         self.checkpointer.drain()  # a save in progress is of the last boundary
@@ -501,8 +504,9 @@ class Runtime:
             self.checkpointer.record_metrics(step, found)
 
     def finish(self) -> None:
-        """End the job: save the final checkpoint unless it exists, and wait until every rank has done its last step. Does
-        nothing if the job has been ended before.
+        """End the job: save the final checkpoint unless it exists, and wait until every rank has done its last step. An open
+        step that has done its work is ended first; one that has not is not counted. Does nothing if the job has been ended
+        before.
 
         In a thread other than the one that does the steps, first wait for the last step; raises ``RuntimeError`` if that thread
         ends earlier. Raises ``Stopped`` if the ranks have agreed to stop, ``CheckpointError`` if the final save fails, and
@@ -599,8 +603,9 @@ class Runtime:
         """Context manager of an evaluation, whose block leaves the training state unchanged. Every rank enters it after the
         same step.
 
-        Between two steps a stop cuts it short: the block is left without an exception, and the evaluation runs again after the
-        resume. Within a loop's body it belongs to the step, as does what the script does with its values (stepping a scheduler
+        Between two steps, entering it first acts on what the ranks have agreed on, and may raise ``Stopped``. A stop in the block
+        cuts it short: the block is left without an exception, and the evaluation runs again after the resume. Within a loop's
+        body it belongs to the step, as does what the script does with its values (stepping a scheduler
         by them): a stop comes after both.
         """
         ddp, hook = self.state.require_wrapped()

@@ -19,8 +19,9 @@ from ratchet_worker.training.runtime import Runtime
 
 
 def run_task(runtime: Runtime, task: Task) -> None:
-    """Build the task's parts, restore the state, train to the end, and finish. Raises ``Stopped`` when the ranks agreed to stop,
-    ``UserError`` for parts that cannot work, and whatever the task raises."""
+    """Build the task's parts, restore the state, train and evaluate to the end, and finish. An evaluation that is due after the
+    restored step runs first. Raises ``Stopped`` when the ranks agreed to stop, ``UserError`` for parts that cannot work,
+    ``CheckpointError`` after too many failed saves, and whatever the task raises."""
     parts = _build(runtime, task)
     total = _steps(parts)
     check_parts(parts, static_graph=runtime.launch.spec.ddp.static_graph)

@@ -75,9 +75,9 @@ class Trial:
         self._epoch = epoch
 
     def record_evaluation(self, step: int, drain: Callable[[], object]) -> None:
-        """Record that an evaluation took place after ``step`` steps. It may be called again for each batch of that evaluation,
-        which is recorded once. Kills this process if the fault plan says so, after ``drain`` has completed a save in
-        progress."""
+        """Record that an evaluation took place after ``step`` steps; one before the first step is not recorded. It may be called
+        again for each batch of that evaluation, which is recorded once. Kills this process if the fault plan says so, after
+        ``drain`` has completed a save in progress."""
         if step and self.exercised.evaluations[-1:] != [
             step
         ]:  # some scripts try out their evaluation before the first step
@@ -105,9 +105,9 @@ class Trial:
     # --- the end -------------------------------------------------------------------------------------------------------
 
     def is_over(self, step: int) -> bool:
-        """True if the trial ends after ``step``: from the step of the spec's ``trial.end_at`` on, or with ``auto`` when
-        everything that is expected was exercised, at the latest after ``_MAX_STEPS``. False if the job is no trial. The same on
-        all ranks."""
+        """True if the trial ends after ``step``: from the step of the spec's ``trial.end_at`` on. With ``auto``, when everything
+        that is expected was exercised and ``_EXTRA_STEPS`` steps have followed the first end of an epoch, the first evaluation
+        and the start of the hook; at the latest after ``_MAX_STEPS``. False if the job is no trial. The same on all ranks."""
         if self._spec is None:
             return False
         if self._spec.end_at != "auto":

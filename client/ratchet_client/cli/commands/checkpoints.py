@@ -264,7 +264,8 @@ def prune(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove checkpoints that no attempt will start from: of branches that `resume --from-step` abandoned. Pinned ones stay."""
+    """Remove checkpoints that no attempt will start from, such as those of branches that `resume --from-step` abandoned. Pinned
+    ones stay, unless they are damaged and set aside."""
     with open_client(ctx) as client:
         found = client.prune(job, dry_run=dry_run, quarantined=quarantined)
     if as_json:

@@ -203,8 +203,8 @@ class EventFold:
         self._ended: views.EventView | None = None
 
     def add(self, event: views.EventView) -> list[views.EventView]:
-        """Return the events to show now that ``event`` has arrived, including combined ones that were held back until now. Return
-        an empty list if ``event`` is held back itself, because the next one may belong to it."""
+        """Return the events to show now that ``event`` has arrived, including combined ones that were held back until now.
+        ``event`` itself is not among them if it is held back, because the next one may belong to it."""
         if event.type == "result":
             self._results.append(event)
             return []

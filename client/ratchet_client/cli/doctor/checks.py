@@ -33,9 +33,9 @@ class Diagnosis:
 
 
 def run_checks(settings: Settings, python: str | None, report_progress: Progress) -> Diagnosis:
-    """Run all checks except the proof of exactness, and return the results. Blocks for some seconds; slow checks run concurrently
-    in other processes. ``python``: the interpreter that trains; None: this one. ``report_progress``: called with the current
-    step."""
+    """Run all checks except the proof of exactness, and return the results. Usually blocks for some seconds, and for minutes if
+    checks hang; slow checks run concurrently in other processes. ``python``: the interpreter that trains; None: this one.
+    ``report_progress``: called with the current step."""
     home = home_directory(settings.home)
     report_progress("the disk of the run directory ...")
     on_disk = probes.with_timeout(DISK_SECONDS, "run directory", lambda: disk.probe(home))

@@ -190,7 +190,7 @@ def _check_ready(url: str, ready: httpx.Response, here: bool) -> Finding:
 
 def _version(protocol: str | None, version: str) -> Finding:
     """Return the finding on the service's version. ``protocol``: from the response's header, None if it is absent. Another
-    protocol is a failure, another version a warning."""
+    protocol is a failure; another version, or no protocol, is a warning."""
     name = "service version"
     if protocol is not None and protocol != str(PROTOCOL_VERSION):
         detail = f"protocol {protocol}, this installation speaks {PROTOCOL_VERSION}: its agents will be refused"

@@ -57,7 +57,8 @@ def prove(
     metric is compared. Needs a Session or a Task. If no service runs, starts a private one on this machine. Exit code 0:
     proved; 1: it differs; 3: equal, but a resume was not exact, or something in the spec was not exercised.
 
-    JOB: a fork trains from its last checkpoint but one to the last, which must be equal. The job is not touched.
+    JOB: a fork trains from its last checkpoint but one to the last, which must be equal. The job itself does not change, except
+    that these two checkpoints are pinned meanwhile.
     """
     from ratchet_client.cli.doctor.progress import Progress
     from ratchet_client.cli.prove.proof import prove_job, prove_spec

@@ -16,7 +16,8 @@ Status = Literal["exercised", "not exercised", "none seen"]
 
 class Exercise(BaseModel):
     """Whether the runs of a proof exercised one part of the spec. ``not exercised``: the job has the part, but the runs did not
-    reach it; ``none seen``: Ratchet knows of no such part in the job. ``detail``: the reason, as text."""
+    reach it, or no interruption came after it began, or a planned one was not carried out; ``none seen``: Ratchet knows of no
+    such part in the job. ``detail``: the reason, as text."""
 
     name: str
     status: Status
@@ -102,7 +103,8 @@ def _evaluation(facts: Facts, faults: list[Fault]) -> Exercise:
 
 
 def _scheduler(facts: Facts) -> Exercise:
-    """Return whether each registered scheduler was stepped."""
+    """Return whether each registered scheduler was stepped. If the runs reached the job's last step, one that was not stepped
+    counts as exercised, too."""
     if not facts.schedulers:
         return Exercise(name="scheduler", status="none seen", detail="none registered with the Session counts steps")
     still = [name for name, steps in facts.schedulers.items() if steps < 1]

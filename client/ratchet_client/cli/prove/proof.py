@@ -30,11 +30,11 @@ _CAUSES: Final[dict[str, frozenset[Cause]]] = {
 class Proof(BaseModel):
     """The result of a proof. ``what``: the job or spec, for display. ``steps``, ``total``: the last step of the runs and of the
     whole job (None: unknown). ``comparison``: that of the undisturbed runs if they differ, else that of the interrupted run with
-    an undisturbed one. ``redone``: number of steps that were lost and done again. ``metrics``: number of series that were
-    compared; ``metrics_differ``: their differences. ``times``: series that differ between undisturbed runs although all tensors
-    are equal; they are not judged. ``reports``: what was not exact in resumes, and the notes of their reports. ``lost``: the
-    component that the first inexact resume has lost. ``unseen``: loop variables that no checkpoint has, and anything else that
-    was not compared."""
+    an undisturbed one; for a job, that of its newest checkpoint with the fork's. ``redone``: number of steps that were lost and
+    done again. ``metrics``: number of series that were compared; ``metrics_differ``: their differences. ``times``: series that
+    differ between undisturbed runs although all tensors are equal; they are not judged. ``reports``: what was not exact in
+    resumes, and the notes of their reports. ``lost``: the component that the first inexact resume has lost. ``unseen``: loop
+    variables that no checkpoint has, and anything else that was not compared."""
 
     verdict: Verdict
     what: str
@@ -54,9 +54,10 @@ class Proof(BaseModel):
 
 def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, upload: bool | None) -> Proof:
     """Run two undisturbed jobs of ``spec``, and if they are equal an interrupted one, and return the result; blocks until all
-    have ended. If the undisturbed jobs differ, the verdict is ``not-repeatable``. ``steps``: the last step of the runs; None:
-    after an epoch's end, an evaluation and the hook's start. ``upload``: as for ``RatchetClient.submit``. Raises ``SpecError``,
-    ``TrialFailed``, and ``Refused`` (``trial-too-short``) if the runs are too short for a kill."""
+    have ended. If the undisturbed jobs differ in a checkpoint or in their last step, the verdict is ``not-repeatable``. Metrics
+    that differ while the checkpoints are equal do not count, and are not judged later (``times``). ``steps``: the last step of
+    the runs; None: after an epoch's end, an evaluation and the hook's start. ``upload``: as for ``RatchetClient.submit``. Raises
+    ``SpecError``, ``TrialFailed``, and ``Refused`` (``trial-too-short``) if the runs are too short for a kill."""
     client = trials.client
     client.plan(spec, upload=upload, note=trials.say)  # errors must refer to the user's spec, not to the trial's
 
@@ -121,8 +122,8 @@ def _too_few(job: JobView, stored: int) -> str:
 
 def prove_job(trials: Trials, job_id: str) -> Proof:
     """Train from the job's checkpoint before the last to its last one again, in a fork, and return the result; blocks until the
-    fork has ended. Meanwhile both checkpoints are pinned; nothing else of the job is changed. Raises ``Conflict``
-    (``too-few-checkpoints``) and ``TrialFailed``."""
+    fork has ended. Meanwhile both checkpoints are pinned; nothing else of the job is changed. Metrics that differ are listed, but
+    do not change the verdict. Raises ``Conflict`` (``too-few-checkpoints``) and ``TrialFailed``."""
     client = trials.client
     job = client.view(job_id)
     stored = [c for c in client.checkpoints(job_id) if c.state == "committed" and c.lineage == "current"]
@@ -253,7 +254,7 @@ def _verdict(run: Run, *, equal: bool) -> Verdict:
 
 def _lost_state(report: ResumeReportView) -> list[str]:
     """Return what an inexact resume has lost, one text each; an empty list for an exact resume. The variables that disable
-    experiment trackers, which the trial sets itself, are left out."""
+    experiment trackers, which the trial sets itself, are left out, and a spec that could not be compared (``_unseen_spec``)."""
     if report.verdict != "not-exact":
         return []
     parts = [part for part in report.components if part.status != "exact"]

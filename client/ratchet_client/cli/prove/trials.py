@@ -84,7 +84,7 @@ def trial_spec(
 ) -> dict[str, Any]:
     """Return a copy of the user's spec as a trial. It ends early, injects ``faults``, saves every ``every`` steps to the job's
     own directories only, and is deleted a day after its end. ``role``: a part of the trial's name; ``end_at``: its last step,
-    None: the service's choice."""
+    None: ``auto``, with which the job itself ends some steps after an epoch's end, an evaluation and the hook's start."""
     out = deepcopy(dict(spec))
     out["name"] = f"{str(spec.get('name', 'job'))[:42].rstrip('-')}-prove-{role}"
     out |= changes(out, role, end_at, every, faults)
@@ -183,7 +183,7 @@ class Trials:
 
     def cleanup(self) -> None:
         """Cancel and delete all registered jobs with their files, then run the registered actions. Blocks up to a minute for each
-        job that has not ended; errors are ignored."""
+        job that has not ended; one that has still not ended then is not deleted. Errors are ignored."""
         for job_id in self._job_ids:
             with suppress(RatchetError):
                 if not self.client.view(job_id).phase.terminal:

@@ -142,9 +142,10 @@ class _Proof(NamedTuple):
 def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]) -> tuple[dict[str, Any], str, _Proof]:
     """Return three values for the command: the spec, its digest, and the commands that prove the job. The spec is read from a
     spec file, else it is the one that ``ratchet init`` would write, with ``--nproc``, ``--name`` and ``--set`` applied; serious
-    notes are printed. The digest identifies the command, so that the same command finds its job. It is that of the spec in the
-    file, else of the command alone, so that it does not depend on the script's text. Raises ``Refused``, ``SpecError``,
-    ``NotFound``, and ``typer.BadParameter`` for arguments after a spec file."""
+    notes are printed. The digest identifies the command, so that the same command finds its job. It is that of the spec from the
+    file with these options, else of the command alone. The script's text has an effect on it only where a Lightning Trainer
+    determines the number of ranks. Raises ``Refused``, ``SpecError``, ``NotFound``, and ``typer.BadParameter`` for arguments
+    after a spec file."""
     from ratchet_client.cli.commands.submit import apply_overrides
     from ratchet_client.cli.run.beginning import command_digest
     from ratchet_client.init.command_line import count_ranks

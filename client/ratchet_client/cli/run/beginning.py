@@ -61,7 +61,7 @@ def begin(
 ) -> SelectedJob:
     """Return the job to train. If the newest job of this command, whose digest is ``mark``, is unfinished (``is_resumable``), it
     is resumed. Else, or with ``new``, a new job of ``spec`` is submitted; with ``new``, a job that has not ended is cancelled
-    first. ``adopt``: the directory of a run without a service that a new job continues.
+    first, and its end awaited. ``adopt``: the directory of a run without a service that a new job continues.
 
     Raises what the requests raise: ``SpecError``; ``Conflict`` if the code has changed and determinism is strict. Raises
     ``Refused`` if ``adopt`` is given, an unfinished job exists and ``new`` is not set.
@@ -111,8 +111,8 @@ def is_resumable(job: JobView) -> bool:
 
 def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> SelectedJob:
     """Resume ``job`` and return it, with its last attempt and event until now, which an earlier command has shown. If its code
-    has changed, a job that is not suspended is suspended first, which blocks, and the job resumes with the new code. Raises
-    ``Conflict`` if determinism is strict and the code has changed."""
+    has changed, a queued or running job is suspended first, which blocks, and the job resumes with the new code. Raises
+    ``Conflict`` if determinism is strict and the code has changed; the job then stays suspended or failed."""
     event = max((event.id for event in client.events(job.id)), default=None)
     changed = _changed_code(home, job)
     words = ""
@@ -149,7 +149,7 @@ def _newest_step(paths: JobPaths, job: JobView) -> int:
 
 def _changed_code(home: HomePaths, job: JobView) -> list[str]:
     """Return the files of the job's code that have changed since its snapshot. Logs, files that this command writes to, specs of
-    ``ratchet init`` and files that ignore files name now are left out. Return an empty list if the code is not a snapshot, or,
+    ``ratchet init``, ignore files and what they name now are left out. Return an empty list if the code is not a snapshot, or,
     after a warning, if the changes cannot be determined."""
     code, copied = job.spec.get("code") or {}, job.resolved.code_digest
     if code.get("source") != "snapshot" or copied is None:

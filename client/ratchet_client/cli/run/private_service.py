@@ -97,7 +97,7 @@ class RunService:
 def run_service(base: Path, name: str) -> Iterator[RunService]:
     """Yield the service that runs for the run directory ``base`` or for ``run/NAME`` below it; if none does, start a private one
     in the latter and stop it on exit. Raises ``CannotStart``, and ``Refused`` if another ``ratchet run`` uses that directory.
-    Blocks while the service of a killed ``ratchet run`` ends."""
+    Blocks while the service of a killed ``ratchet run`` ends, and raises ``DeadlineReached`` if that takes over 30 seconds."""
     paths = HomePaths(HomePaths(base).runs / name)
     for shared in (HomePaths(base), paths):
         if _owner(shared) == "" and _is_responding(shared):

@@ -31,17 +31,18 @@ MEANINGS: dict[Exit, str] = {
         "the awaited job failed, was cancelled, or ended in another phase than requested; a checkpoint is damaged; "
         "`doctor --exactness`, `prove` or `compare` found a difference"
     ),
-    Exit.USAGE: "wrong command line; a name that may mean several jobs; a checkpoint to verify that cannot be read",
+    Exit.USAGE: "wrong command line; a name that may mean several jobs; `checkpoints verify` could not read a "
+    "checkpoint",
     Exit.NOT_FOUND: (
-        "no such job, attempt, checkpoint, hook or file; `prove`: equal, but a resume was not exact, or not everything in the "
-        "spec was exercised"
+        "no such job, attempt, checkpoint, hook or file; `prove`: the runs are equal, but a resume was not "
+        "exact, or something in the spec was not exercised"
     ),
     Exit.CONFLICT: "the action does not fit the job's phase",
     Exit.REFUSED: "invalid spec or configuration, or a request the service refuses; `init --patch`: some changes are left to you",
     Exit.UNREACHABLE: "the service does not answer",
     Exit.DEADLINE: "the timeout of a wait has expired; the job continues",
     Exit.FAULT: "the service failed, or something is missing from this installation; a check of `doctor` failed",
-    Exit.INTERRUPTED: "ended by Ctrl-C; the job continues. `run`, ended by Ctrl-C or SIGTERM: its job is suspended",
+    Exit.INTERRUPTED: "ended by Ctrl-C; the job continues. `run` ended by Ctrl-C or SIGTERM; the job of `run` is suspended",
 }
 
 

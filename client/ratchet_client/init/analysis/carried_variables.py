@@ -57,7 +57,8 @@ def add_remarks(patching: Patching, loop: Loop | StepLoop, session: str) -> None
 
 def _add_remarks(patching: Patching, carrying: _Carrying, session: str, saved: Collection[str]) -> None:
     """Add a remark for each carried variable that is not in ``saved``, with what to do by hand. For a loop over epochs, also for
-    variables that a loop over batches carries. The remark is optional for variables that are only printed."""
+    variables that a loop over batches carries. The remark is optional for variables that are only printed, and for those
+    of a loop over batches in another function."""
     loop = carrying.loop
     for name, node in carrying.needed.items():
         if name not in saved:
@@ -99,7 +100,8 @@ def _add_remarks(patching: Patching, carrying: _Carrying, session: str, saved: C
 
 class _Carrying:
     """The carried variables of one loop. ``needed``: those that training or a file may depend on. ``shown``: those that are only
-    printed. Both map a name to a place where it is read. ``declarations``: the ``global`` statements of the loop's function."""
+    printed. Both map a name to a place where it is read, or where a called function assigns it. ``declarations``: the ``global``
+    statements of the loop's function."""
 
     def __init__(self, patching: Patching, loop: Loop | StepLoop, prepared: Collection[str]) -> None:
         self.loop, self._source, self._prepared = loop, patching.source, prepared

@@ -22,8 +22,8 @@ _KINDS: Final = (lightning.patch, trainer.patch, accelerate.patch, training_loop
 @dataclass
 class Patch:
     """The result of ``patch_of``. ``diff``: a unified diff, empty if nothing is changed. ``known``: True if one of the patches
-    found in the script what it handles (a framework's Trainer, an Accelerator, DDP). ``starts_ranks``: True if the script starts
-    its ranks itself, as Lightning does. ``encoding``: the encoding of the script and the diff."""
+    found in the script what it handles (a framework's Trainer, an Accelerator, DDP). ``starts_ranks``: True if the script uses
+    Lightning, which starts the ranks itself. ``encoding``: the encoding of the script and the diff."""
 
     diff: str
     known: bool

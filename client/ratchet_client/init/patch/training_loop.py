@@ -114,7 +114,8 @@ class _Change:
 
     def _last_number(self, loop: Loop | StepLoop) -> None:
         """Insert an assignment after the loop that gives the iteration variable its last value, if the script reads the variable
-        there: an attempt that starts after the last step runs no iteration. If the loop may end early, add a remark instead."""
+        there: an attempt that starts after the last step runs no iteration. If a ``break``, ``continue`` or
+        ``return`` leaves an iteration, add a needed remark instead."""
         node, over = loop.node, loop.over if isinstance(loop, StepLoop) else loop.range
         target = node.target if isinstance(node, ast.For) else over.counter if isinstance(over, Counted) else None
         if (

@@ -53,9 +53,9 @@ class BatchedPowerSGD(LowRank):
         """Restore the result of ``capture`` into torch's state object. Raises ``HookStateError`` naming the entry that does not
         fit.
 
-        If the buckets are not the recorded ones, their squares differ, and a warning is logged. Then only the parameters'
-        residuals are restored. Those of the padding become zero, P and Q are dropped, and the next step begins with a new
-        random Q.
+        If the buckets are not the recorded ones, their squares differ, and a warning is logged. The parameters' residuals, the
+        iteration, the generator and the statistics are then restored. The residuals of the padding become zero, P and Q are
+        dropped, and the next step begins with a new random Q.
         """
         if isinstance(state, dict) and layout is not None and state.get("buckets") != layout:
             _log.warning(
@@ -96,7 +96,8 @@ class BatchedPowerSGD(LowRank):
         yield from ((f"p/{index}", p), (f"q/{index}", q))
 
     def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
-        """Return the number of elements that this rank sends for a bucket, and the stages of its compression."""
+        """Return the number of elements that this rank sends for a bucket, and the stages of its compression, which have not
+        begun. Adds the bucket to the compression statistics."""
         square = self._square(bucket.index(), buffer)
         sent = square.p.numel() + square.q.numel()
         self._count_elements(bucket, buffer.numel(), sent)
@@ -127,8 +128,8 @@ class BatchedPowerSGD(LowRank):
             state.p_memory_dict[index], state.q_memory_dict[index] = square.p, square.q
 
     def _square(self, index: int, buffer: torch.Tensor) -> _Square:
-        """Return the square of bucket ``index``. It uses the memory of the bucket's residual, P and Q in the state if these
-        exist, otherwise new memory."""
+        """Return the square of bucket ``index``. It uses the memory of the bucket's residual, P and Q in the state. For one that
+        the state does not have, it uses the memory of the previous step's square if that fits, otherwise new memory."""
         state, square = self.state, self._squares.get(index)
         flat, p, q = (d.get(index) for d in (state.error_dict, state.p_memory_dict, state.q_memory_dict))
         if square is None or not square.is_reusable(buffer, flat, p, q):

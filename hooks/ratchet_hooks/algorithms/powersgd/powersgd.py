@@ -208,8 +208,8 @@ class PowerSGD(LowRank):
         self._plans: dict[int, Plan] = {}
 
     def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
-        """Add a bucket's gradients to its residual and prepare the bucket's views. Returns the number of elements that this
-        rank will send, and the stages of the compression, which have not begun."""
+        """Add a bucket's gradients to its residual, prepare the bucket's views, and add the bucket to the compression statistics.
+        Returns the number of elements that this rank will send, and the stages of the compression, which have not begun."""
         index = bucket.index()
         total = self._add_residual(index, buffer)
         plan = self._plan(bucket, buffer, total, names)

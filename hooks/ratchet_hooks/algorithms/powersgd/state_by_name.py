@@ -6,7 +6,8 @@ torch's ``PowerSGDState`` keeps, per bucket index, ``error_dict[b]`` (one elemen
 - ``residual/<parameter>``: this rank's residual in the parameter's shape,
 - ``p/<parameter>`` and ``q/<parameter>``: matrices of n x r and m x r, equal on all ranks (torch overwrites P before it reads it,
   but draws a new Q where a bucket has no P),
-- JSON: everything else of ``__getstate__()`` (hyperparameters, iteration, generator, statistics).
+- JSON: everything else of ``__getstate__()`` (hyperparameters, iteration, generator, statistics), except its arrays and tensors,
+  such as the generator's words, which are tensors ``state/<path>``.
 """
 
 from __future__ import annotations

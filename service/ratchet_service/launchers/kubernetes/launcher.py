@@ -139,8 +139,9 @@ class KubernetesLauncher:
         return AttemptState(view.alive, nodes, None if all_started else view.waiting, view.ends)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Delete the Job: its pods get SIGTERM and their own grace period, which allows for a save. Does not wait. ``grace`` is
-        not used. Raises ``EngineUnreachable``."""
+        """Create the marker file that says that the service did it (``mark_deleted``), and delete the Job: its pods get SIGTERM
+        and their own grace period, which allows for a save. Does not wait. ``grace`` is not used. Raises
+        ``EngineUnreachable``."""
         mark_deleted(ref)
         delete_job(self._api, self._site, ref.name)
 

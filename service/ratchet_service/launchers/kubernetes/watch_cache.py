@@ -131,7 +131,8 @@ class Cache:
                 self._jobs[str(job["metadata"]["name"])] = _Entry(job, namespace)
 
     def apply(self, kind: str, object_: Json, namespace: str, *, deleted: bool = False) -> None:
-        """Store one object of a watch, or one item of a list. ``deleted``: the object is gone, and this is its last state."""
+        """Store one object of a watch, or one item of a list; its ``managedFields`` are removed from it. ``deleted``: the object
+        is gone, and this is its last state."""
         object_["metadata"].pop("managedFields", None)  # long and not used
         now = time.monotonic()
         entry = _Entry(object_, namespace, now if deleted else None)

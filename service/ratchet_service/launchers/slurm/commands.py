@@ -1,4 +1,5 @@
-"""Runs Slurm's commands: each has a time limit, gets no options from the environment, and is killed if the service is killed."""
+"""Runs Slurm's commands: each has a time limit, gets no options from the environment, and is killed if the service is killed
+(where ``setpriv`` is installed)."""
 
 from __future__ import annotations
 
