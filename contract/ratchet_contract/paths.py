@@ -228,8 +228,7 @@ class AttemptPaths(NodePaths):
     @property
     def fence_file(self) -> Path:
         """Empty file. The service writes it to end the attempt, before it looks for processes that are still alive. An agent that
-        finds the file at its start ends at once. A running agent ends its ranks, and these commit no checkpoint; a deletion of
-        older ones after the last commit may still go on."""
+        finds the file at its start ends at once. A running agent ends its ranks, and these commit and delete no checkpoint."""
         return self.root / "FENCED"
 
     @property
