@@ -46,7 +46,7 @@ def serve_health(
 
         def do_GET(self) -> None:
             """Answer one GET request."""
-            status, kind, body = _answer(self.path, health, database, paths, instruments)
+            status, kind, body = _answer(self.path.partition("?")[0], health, database, paths, instruments)
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))

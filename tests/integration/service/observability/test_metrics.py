@@ -134,6 +134,7 @@ def test_standalone_reconciler_serves_metrics_and_health_on_a_port(control_plane
     with serve_health(listen, health, control_plane.database, control_plane.paths, instruments) as port:
         base = f"http://127.0.0.1:{port}"
         assert samples(httpx.get(f"{base}/metrics", verify=False).text)["ratchet_reconciler_failed_rounds_total"] == 1
+        assert httpx.get(f"{base}/metrics?x=1", verify=False).status_code == 200, "a query has no effect, as in the API"
         assert httpx.get(f"{base}/healthz", verify=False).json()["status"] == "ok"
         assert set(httpx.get(f"{base}/readyz", verify=False).json()["components"]) == {
             "database",
