@@ -223,9 +223,9 @@ class Following(Calls):
         """Yield a snapshot of the job every ``every`` seconds, for instance for a plot that is redrawn. In the last snapshot, the
         job has ended or is in a phase of ``until``. A loop body that takes longer than ``every`` delays the next snapshot.
 
-        Raises ``DeadlineReached`` once the next snapshot would come later than ``deadline`` seconds after the start, so up to
-        ``every`` seconds early. A restarted service is found again. Until the deadline, ``poll`` waits for an unreachable
-        service. Without a deadline, it raises ``ServiceUnreachable`` once the service has not responded for two minutes.
+        Raises ``DeadlineReached`` after the last snapshot, which comes ``deadline`` seconds after the start. A restarted service
+        is found again. Until the deadline, ``poll`` waits for an unreachable service. Without a deadline, it raises
+        ``ServiceUnreachable`` once the service has not responded for two minutes.
 
         >>> for now in client.poll(job_id, every=0.5, deadline=60):
         ...     print(now.job.phase.value, now.hook.phase, "loss" in now.metrics)

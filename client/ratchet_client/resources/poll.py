@@ -103,10 +103,11 @@ def poll_until(
     """Yield the results of ``fetch``, up to and including the one in which the job's phase is one of ``until`` or the job has
     ended. Sleeps between two calls of ``fetch``, as ``pace`` sets. ``job_of``: returns the job in a result.
 
-    Raises ``DeadlineReached`` once the next call would come later than ``deadline`` seconds after the start, or
-    ``ServiceUnreachable`` after ``pace.patience`` seconds without a response if there is no deadline.
+    Raises ``DeadlineReached`` after the last call, which comes ``deadline`` seconds after the start, or ``ServiceUnreachable``
+    after ``pace.patience`` seconds without a response if there is no deadline.
     """
-    begin = started = time.monotonic()
+    started = time.monotonic()
+    end = math.inf if deadline is None else started + deadline
     delay, phase, last = pace.first, None, ""
     for seen in retry_poll(fetch, pace.patience if deadline is None else math.inf):
         if isinstance(seen, ServiceUnreachable):
@@ -119,9 +120,9 @@ def poll_until(
             if phase in until or phase in TERMINAL:
                 return
             last = f"it is {phase}, step {job.progress.step}"
-        if deadline is not None and time.monotonic() + delay > begin + deadline:
+        if deadline is not None and time.monotonic() >= end:
             wanted = ", ".join(sorted(until)) or "at its end"
             raise DeadlineReached(f"job {job_id} was not {wanted} after {deadline:g} s: {last}; the job continues")
-        time.sleep(max(0.0, started + delay - time.monotonic()))
+        time.sleep(max(0.0, min(started + delay, end) - time.monotonic()))
         started = time.monotonic()
         delay = min(delay * _GROWTH, pace.longest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -60,6 +61,18 @@ def test_poll_stops_at_requested_phase_or_deadline() -> None:
         ]
         with pytest.raises(DeadlineReached, match=r"job job-000000000001 was not at its end.*RUNNING"):
             list(client.poll("job-000000000001", every=0.01, deadline=0.05))
+
+
+def test_poll_looks_last_at_a_deadline_that_comes_before_the_next_interval() -> None:
+    seen, begin = [], time.monotonic()
+    with (
+        serving(Script("QUEUED", "RUNNING")) as server,
+        RatchetClient(server.url) as client,
+        pytest.raises(DeadlineReached, match=r"after 0.2 s: it is RUNNING"),
+    ):
+        for now in client.poll("job-000000000001", every=60, deadline=0.2):
+            seen.append(now.job.phase)
+    assert seen == ["QUEUED", "RUNNING"] and time.monotonic() - begin >= 0.2
 
 
 def test_wait_without_deadline_raises_when_service_stays_unreachable() -> None:
