@@ -152,9 +152,9 @@ def _hooks(facts: Facts, way: Way) -> Iterator[Note]:
         if facts.managed is not None and way == "unmanaged":
             yield Note("hook", f"{name} through ratchet_hooks ({at}): its state is in the script's own checkpoints")
         elif way != "unmanaged":
-            yield Note(
-                "hook", f"{name} is registered in {at}: the hook is set in the spec now, remove that line", serious=True
-            )
+            known = hook_block(hook) is not None
+            done = "the hook is set in the spec now" if known else "set `hook` in the spec (docs/hooks.md)"
+            yield Note("hook", f"{name} is registered in {at}: {done}, remove that line", serious=True)
         elif stateless:
             yield Note("hook", f"{name} ({at}) keeps no state: nothing of it is lost at a restart")
         else:

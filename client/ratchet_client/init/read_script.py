@@ -20,6 +20,7 @@ from ratchet_client.init.script_facts import Facts, Framework, HookUse, Option, 
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.script.module_imports import find_imports, module_files
 from ratchet_contract.script.unmanaged_script import is_unmanaged
+from ratchet_hooks.specs.registry import HOOKS
 
 _MAX_FILES: Final = 300
 _MAX_DEPTH: Final = 20
@@ -41,6 +42,8 @@ _POWERSGD_ARGUMENTS: Final = (
     "batch_tensors_with_same_shape",
 )  # fmt: skip
 """Arguments of torch's ``PowerSGDState``, in order."""
+_SPECS: Final = {entry.spec.__name__: entry.name for entry in HOOKS.values()}
+"""Hook names by the names of their spec classes."""
 
 
 def read_script(script: Path, code: Path) -> Facts:
@@ -181,15 +184,15 @@ class _Reader:
             self.facts.session = self.facts.session or self._place(node)
 
     def _managed(self, node: ast.Call) -> None:
-        """Record a call of ``managed_ddp``, and the hook that its second argument describes: ``powerSGD`` or ``fp16_compress``;
-        any other spec class is recorded as ``allreduce``."""
+        """Record a call of ``managed_ddp``, and the hook that its argument ``spec`` describes. If that is no call of one of
+        Ratchet's spec classes, its source text is recorded as the hook's name."""
         self.facts.managed = self.facts.managed or self._place(node)
-        spec = self._value(node.args[1] if len(node.args) > 1 else None)
-        if isinstance(spec, ast.Call) and self._name(spec.func).endswith("Spec"):
-            name = {"PowerSGDSpec": "powerSGD", "Fp16CompressSpec": "fp16_compress"}.get(
-                self._name(spec.func), "allreduce"
-            )
+        given = node.args[1] if len(node.args) > 1 else next((k.value for k in node.keywords if k.arg == "spec"), None)
+        spec = self._value(given)
+        if isinstance(spec, ast.Call) and (name := _SPECS.get(self._name(spec.func))):
             self.facts.hooks.append(HookUse(self._place(node), name, *_literals(spec.keywords)))
+        elif spec is not None:
+            self.facts.hooks.append(HookUse(self._place(node), f"the spec {ast.unparse(spec)}", {}, {}))
 
     def _ddp(self, node: ast.Call) -> None:
         self.facts.ddp = self.facts.ddp or self._place(node)

@@ -24,7 +24,8 @@ class Place:
 @dataclass(frozen=True)
 class HookUse:
     """A communication hook that the script registers. ``name``: that of its Python function, and for ``managed_ddp`` Ratchet's
-    name. ``parameters``: its arguments that are literals; ``open``: the others, with their source text."""
+    name, or a text with the source of an unknown spec. ``parameters``: its arguments that are literals; ``open``: the others,
+    with their source text."""
 
     place: Place
     name: str

@@ -16,6 +16,7 @@ from ratchet_client.init.proposal import propose
 from ratchet_client.init.read_script import read_script
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.spec.parse import load_spec_text, parse_spec
+from ratchet_hooks.specs.registry import HOOKS, HookEntry
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 UNRUNNABLE = "raise SystemExit('a script that is read must not be run')\n"
@@ -112,6 +113,35 @@ def test_init_of_session_script_moves_hook_to_spec() -> None:
     assert spec["hook"] == {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 9}
     assert "remove that line" in notes["hook"] and "remove init_process_group" in notes["backend"]
     assert "session" in notes and "saves-nothing" not in notes and spec["world"]["device"] == "cuda"
+
+
+MANAGED = """
+    from ratchet_hooks.specs import *
+    from ratchet_worker.session import Session
+    with Session() as s:
+        model, hook = managed_ddp(net, {})
+"""
+
+
+@pytest.mark.parametrize("entry", HOOKS.values(), ids=lambda entry: entry.name)
+def test_init_moves_every_spec_of_managed_ddp_to_spec(entry: HookEntry) -> None:
+    given = {"hook": "hooks:mine"} if entry.name == "custom" else {}
+    write(MANAGED.format(f"{entry.spec.__name__}({''.join(f'{k}={v!r}' for k, v in given.items())})"))
+    spec, notes, _ = look()
+    assert spec["hook"] == {"name": entry.name, **given} and "remove that line" in notes["hook"]
+    assert parse_spec(spec).hook.name == entry.name
+
+
+def test_init_moves_spec_with_parameters_and_spec_given_by_keyword() -> None:
+    write(MANAGED.format("spec=BatchedPowerSGDSpec(matrix_approximation_rank=2)"))
+    assert look()[0]["hook"] == {"name": "batched_powerSGD", "matrix_approximation_rank": 2}
+
+
+@pytest.mark.parametrize("given", ["OwnSpec(rank=2)", "make_spec()", "noop"])
+def test_init_reports_unknown_spec_and_writes_no_hook(given: str) -> None:
+    write(MANAGED.format(given))
+    spec, notes, _ = look()
+    assert "hook" not in spec and f"the spec {given}" in notes["hook"] and "set `hook` in the spec" in notes["hook"]
 
 
 def test_init_of_task_script_maps_options_to_constructor_arguments() -> None:
