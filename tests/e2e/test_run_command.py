@@ -345,6 +345,35 @@ def test_second_concurrent_equal_run_command_is_refused(tmp_path: Path) -> None:
         trains.process.kill()
 
 
+WITH_TRAINER = """
+import time
+
+def train():
+    import lightning
+    lightning.Trainer(accelerator="cpu", devices=1)
+
+print("begun", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_same_command_continues_its_job_after_a_change_of_lightning_devices(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(WITH_TRAINER)
+    with run(tmp_path, "plain.py") as first:
+        first.wait_for(lambda: "begun" in first.out.read_text(), "its output")
+        first.process.send_signal(signal.SIGTERM)
+        assert first.ended() == 130
+    script.write_text(WITH_TRAINER.replace("devices=1", "devices=2"))
+    with run(tmp_path, "plain.py") as again:
+        again.wait_for(lambda: "begun" in again.out.read_text(), "its output")
+        said = again.err.read_text()
+    assert re.search(r"^continuing job-\w+ from its beginning, with the code as it is now", said, re.MULTILINE), said
+    assert "a new job of this command would have another: world.ranks_per_node (1, now 2)" in said
+    assert "of another command" not in said
+
+
 def test_run_uses_a_service_that_serves_the_run_directory(server: Server, tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("print('all is well')\n")
     with run(tmp_path, "plain.py", RATCHET_HOME=str(server.home)) as running:

@@ -143,12 +143,11 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
     """Return three values for the command: the spec, its digest, and the commands that prove the job. The spec is read from a
     spec file, else it is the one that ``ratchet init`` would write, with ``--nproc``, ``--name`` and ``--set`` applied; serious
     notes are printed. The digest identifies the command, so that the same command finds its job. It is that of the spec from the
-    file with these options, else of the command alone. The script's text has an effect on it only where a Lightning Trainer
-    determines the number of ranks. Raises ``Refused``, ``SpecError``, ``NotFound``, and ``typer.BadParameter`` for arguments
-    after a spec file."""
+    file with these options, else of the command as typed: neither the script's text nor this machine's number of GPUs has an
+    effect on it. Raises ``Refused``, ``SpecError``, ``NotFound``, and ``typer.BadParameter`` for arguments after a spec file."""
     from ratchet_client.cli.commands.submit import apply_overrides
     from ratchet_client.cli.run.beginning import command_digest
-    from ratchet_client.init.command_line import count_ranks
+    from ratchet_client.init.command_line import count_ranks, parse_command
     from ratchet_client.init.proposal import propose
     from ratchet_client.resources.spec_file import read_spec
     from ratchet_contract.spec.parse import parse_spec
@@ -188,8 +187,9 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
     if made is None:
         return spec, command_digest(spec), _Proof("", [*options, words[0]])
     proof = _Proof(f"{shlex.join(['ratchet', 'init', '--print', *options, *words])} | ", ["-"])
-    typed, script = made.command, {"script": str(made.place.script), "python": spec.get("python")}
-    words_ = {"arguments": typed.arguments, "env": typed.env, "ranks": typed.ranks, "device": typed.device}
+    # Unlike ``made.command``, without what a Lightning Trainer in the script sets.
+    typed, script = parse_command(words, os.environ), {"script": str(made.place.script), "python": spec.get("python")}
+    words_ = {"arguments": typed.arguments, "env": typed.env, "ranks": typed.given}
     said = {"policy": typed.policy, "nproc": nproc, "name": spec["name"], "set": given}
     return spec, command_digest({**script, **words_, **said}), proof
 
