@@ -94,12 +94,11 @@ class ManagedDDP(DistributedDataParallel):
         return ddp
 
     def set_layout(self, recorded: Layout | None) -> None:
-        """Replace the reducer by a new one with the layout ``recorded`` (None: DDP's own). The hook is removed; the caller must
-        register it again.
+        """Replace the reducer by a new one with the layout ``recorded`` (None: DDP's own). ``hook`` is registered on it.
 
         A collective, before the first forward with gradients of this process. Raises ``RuntimeError`` after that forward,
         ``LayoutMismatch`` for a layout that is impossible here, and ``UnsupportedModel`` for sparse gradients. After a
-        ``LayoutMismatch`` the reducer may be a new one without a hook, which averages gradients as DDP does.
+        ``LayoutMismatch`` the reducer may be a new one, with the hook and a layout that is neither ``recorded`` nor the former.
         """
         if self._trains:
             raise RuntimeError(
@@ -121,6 +120,8 @@ class ManagedDDP(DistributedDataParallel):
         if self._static_wanted:
             self.static_graph = False
             self._set_static_graph()
+        if self.hook is not None:
+            self.hook.register()
         self._apply_layout(recorded)
 
     def _apply_layout(self, recorded: Layout | None) -> None:

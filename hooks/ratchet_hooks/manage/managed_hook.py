@@ -90,16 +90,17 @@ class ManagedHook:
         return None if self._final_layout is None else [list(bucket) for bucket in self._final_layout]
 
     def apply_layout(self, recorded: Layout) -> None:
-        """Make DDP reduce in the buckets of ``recorded`` from its first iteration on. DDP gets a new reducer, and this hook is
-        registered on it.
+        """Make DDP reduce in the buckets of ``recorded`` from its first iteration on. DDP gets a new reducer with this hook.
 
         A collective, before the first forward with gradients. Raises ``LayoutMismatch`` for a layout that is impossible here,
-        ``RuntimeError`` after that forward. Do not use the DDP after a ``LayoutMismatch``: it may have lost this hook.
+        ``RuntimeError`` after that forward. After a ``LayoutMismatch`` DDP still has this hook, but maybe other buckets.
         """
-        self._ddp.set_layout(recorded)
-        self.register()
-        self._final_layout = self._ddp.read_layout()
-        self._known_buckets.clear()
+        try:
+            self._ddp.set_layout(recorded)
+        finally:
+            if self._ddp.is_layout_final:
+                self._final_layout = self._ddp.read_layout()
+                self._known_buckets.clear()
 
     def register(self) -> None:
         """Register this hook with DDP's reducer, which gets only a weak reference; ``ddp.hook`` keeps the hook alive. A

@@ -92,7 +92,7 @@ def restore(ddp_model: torch.nn.Module, captured: Captured) -> None:
 
     A collective, before the first forward with gradients. The caller restores model, optimizer, buffers and generators, before
     or after this call. Raises ``HookStateError`` naming the entry that does not fit, ``RuntimeError`` after that forward.
-    Do not use ``ddp_model`` after a ``LayoutMismatch``, a subclass of ``HookStateError``: it may have lost its hook.
+    After a ``LayoutMismatch``, a subclass of ``HookStateError``, ``ddp_model`` has its hook as before, but maybe other buckets.
     """
     hook = hook_of(ddp_model)
     tensors, data = captured

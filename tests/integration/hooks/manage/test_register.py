@@ -13,8 +13,8 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ratchet_hooks import register
-from ratchet_hooks.errors import UnsupportedModel
+from ratchet_hooks import capture, register, restore
+from ratchet_hooks.errors import LayoutMismatch, UnsupportedModel
 from ratchet_hooks.manage.from_torch import spec_of
 from ratchet_hooks.specs.hook_specs import PowerSGDSpec
 from tests.support.gloo_ranks import Ranks
@@ -82,6 +82,39 @@ def left_behind(rank: int) -> list[bool]:
 
 def test_registered_ddp_is_freed_after_last_reference(two_ranks: Ranks) -> None:
     assert two_ranks.run(left_behind) == [[False] * 3] * 2
+
+
+def steps_after_refused_restore(rank: int, options: dict[str, Any]) -> tuple[int, bool, bool]:
+    """After a restore with one bucket per parameter, which is impossible: iterations of the hook in two steps, whether gradients
+    are this rank's own, as noop leaves them, and whether the buckets that are captured are restored into a new DDP."""
+
+    def made() -> DistributedDataParallel:
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), **options)
+        register(ddp, "noop")
+        return ddp
+
+    ddp = made()
+    tensors, data = capture(ddp)
+    impossible: Any = {**cast(Any, data), "layout": [[name] for name, _ in ddp.module.named_parameters()]}
+    with pytest.raises(LayoutMismatch):
+        restore(ddp, (tensors, impossible))
+    x = torch.full((2, 4), 1.0 + rank)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+    first = cast(Any, ddp.module)[0].weight
+    (own,) = torch.autograd.grad(ddp.module(x).sum(), [first])
+    later = capture(ddp)
+    again = made()
+    restore(again, later)
+    return cast(Any, later[1])["iteration"], torch.equal(first.grad, own), capture(again)[1] == later[1]
+
+
+@pytest.mark.parametrize("option", [None, "static_graph", "find_unused_parameters"])
+def test_ddp_keeps_its_hook_after_a_restore_that_is_refused(two_ranks: Ranks, option: str | None) -> None:
+    options = {} if option is None else {option: True}
+    assert two_ranks.run(steps_after_refused_restore, options) == [(2, True, True)] * 2
 
 
 ASKED = {"matrix_approximation_rank": 3, "start_powerSGD_iter": 8, "use_error_feedback": False, "random_seed": 5}
