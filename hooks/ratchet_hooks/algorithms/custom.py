@@ -85,12 +85,14 @@ class Custom(Algorithm):
 
         Raises ``CustomHookError`` if the function raises or does not return a future. It also does if the future fails, or
         holds no tensor of the bucket's shape, dtype and device; on NCCL the returned future then fails instead. Errors of
-        memory or device are raised as they are.
+        memory or device are raised as they are. Raises ``TorchUnsupported`` on a torch where collectives cannot be made
+        synchronous.
         """
         index, flat = bucket.index(), bucket.buffer()
         place = f"hook {self.spec.hook} in bucket {index} ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})"
+        collectives = _synchronous_collectives() if self._synchronous else nullcontext()  # may raise TorchUnsupported
         try:
-            with _synchronous_collectives() if self._synchronous else nullcontext():
+            with collectives:
                 future: Any = self._hook(self.group if self._state_class is None else self.state, bucket)
         except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # a fault of the device or machine; a retry may succeed

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from ratchet_hooks import torch_compat
 from ratchet_hooks.algorithms.custom import _tensors, redistribute
 from ratchet_hooks.algorithms.state_version import redistribute as redistribute_all
 from ratchet_hooks.errors import CustomHookError, HookStateError
@@ -155,6 +158,23 @@ def test_failing_hook_is_reported_with_code_hook_name_and_bucket(
         assert found == code and [word for word in words if word not in message] == []
         assert f"{MINE}:{hook}" in message
         assert hook != "raises" or where == "raises"
+
+
+def without_dispatch_mode(rank: int) -> str:
+    """The error of a step on a torch without the part that a user's hook runs in."""
+    run = Run(rank, case(SMOOTHED))
+    torch_compat._after_collectives.cache_clear()
+    with patch.dict(sys.modules, {"torch.utils._python_dispatch": None}):
+        try:
+            run.train(1)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing failed"
+
+
+def test_unsuitable_torch_is_not_reported_as_failure_of_the_hook(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(without_dispatch_mode):
+        assert said.startswith("TorchUnsupported: ") and "has no torch.utils._python_dispatch.TorchDispatchMode" in said
 
 
 def test_unserialisable_hook_state_is_named_at_first_save(two_ranks: Ranks) -> None:
