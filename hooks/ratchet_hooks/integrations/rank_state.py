@@ -123,8 +123,8 @@ class RankFile:
         collective, after model and optimizers were loaded and before the first forward.
 
         If another number of ranks saved the files and ``redistribute`` is set, the files of all of those ranks are read. Raises
-        ``HookStateError`` if a file is missing or incomplete (the message names it), or if its state is malformed or does not
-        fit the ranks, the hook or the model; a part of the state may be restored by then.
+        ``HookStateError`` if a file is missing, incomplete or malformed (the message names it), or if its state does not fit the
+        ranks, the hook or the model; a part of the state may be restored by then.
         """
         first = self.path(directory, 0)
         recorded = self._state(first)["world_size"] if self._redistribute and first.exists() else None

@@ -111,10 +111,9 @@ def _read(file: BinaryIO, size: int, where: str) -> Any:
         if file.readinto(memory) != len(memory):  # type: ignore[attr-defined]
             raise HookStateError(where, "not a complete safetensors file: it became shorter")
     try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        return decode(tensors, json.loads(data))
+    except (ValueError, RecursionError) as error:  # a HookStateError is a ValueError
         raise HookStateError(where, f"its JSON part is damaged: {error}") from None
-    return decode(tensors, found)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

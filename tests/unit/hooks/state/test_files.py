@@ -92,7 +92,7 @@ def test_load_of_missing_or_damaged_state_file_is_refused_by_name(tmp_path: Path
         load_state(tmp_path / "other.safetensors")
     for damaged in ("{", "[" * 100_000, '{"foo": 1}'):
         save_file({}, tmp_path / "damaged.safetensors", metadata={"ratchet_state": damaged})
-        with pytest.raises(HookStateError):
+        with pytest.raises(HookStateError, match=r"damaged\.safetensors: "):
             load_state(tmp_path / "damaged.safetensors")
 
 
