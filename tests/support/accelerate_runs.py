@@ -234,11 +234,43 @@ def resume_trainer_in_session(
     return progress.ended, patience.early_stopping_patience_counter, collects.scores
 
 
+def trainer_refusals_with_scaler(rank: int, directory: str) -> list[str]:
+    """What the Trainer says of post_localSGD with a gradient scaler: in ``train``, where the callback's hook is read, and in
+    another ``train``."""
+    trainer = _make_trainer(rank, directory, 1)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # Accelerate itself makes one on a GPU only
+    from ratchet_hooks.integrations.transformers import manage
+
+    callback = manage(trainer, "post_localSGD", subgroup_size=1)
+    said = []
+    for attempt in (trainer.train, lambda: callback.hook, trainer.train):
+        try:
+            attempt()
+            said.append("accepted")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
 def _train(rank: int, directory: str, kind: str, resume: str | None, begin: int) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = _make_trainer(rank, directory, begin)
+        from ratchet_hooks.integrations.transformers import manage
+
+        if kind == "powerSGD":
+            manage(trainer, "powerSGD", start_powerSGD_iter=2)
+        elif kind == "post_localSGD":
+            manage(trainer, "post_localSGD", subgroup_size=1, start_localSGD_iter=3, model_averaging_period=4)
+        elif kind == "plain":
+            trainer.add_callback(_stock_hook_callback(trainer))
+        trainer.train(resume_from_checkpoint=resume)
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def _make_trainer(rank: int, directory: str, begin: int) -> Any:
     set_torchrun_environment(rank)
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
-
-    from ratchet_hooks.integrations.transformers import manage
 
     seed(begin + rank)
     config = BertConfig(
@@ -257,15 +289,7 @@ def _train(rank: int, directory: str, kind: str, resume: str | None, begin: int)
             save_steps=3, report_to=[], disable_tqdm=True, learning_rate=1e-2, logging_strategy="no", seed=begin,
             data_seed=5, ddp_backend="gloo", ddp_find_unused_parameters=False,
         )  # fmt: skip
-        trainer = Trainer(model=model, args=args, train_dataset=data)
-        if kind == "powerSGD":
-            manage(trainer, "powerSGD", start_powerSGD_iter=2)
-        elif kind == "post_localSGD":
-            manage(trainer, "post_localSGD", subgroup_size=1, start_localSGD_iter=3, model_averaging_period=4)
-        elif kind == "plain":
-            trainer.add_callback(_stock_hook_callback(trainer))
-        trainer.train(resume_from_checkpoint=resume)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        return Trainer(model=model, args=args, train_dataset=data)
 
 
 def _stock_hook_callback(trainer: Any) -> Any:

@@ -15,8 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ratchet_hooks.algorithms.state_version import redistribute
-from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.errors import HookStateError, UnsupportedModel
 from ratchet_hooks.manage.register import hook_of, restore
+from ratchet_hooks.specs.hook_specs import HookSpec
+from ratchet_hooks.specs.registry import replicas_of
 from ratchet_hooks.state import rng
 from ratchet_hooks.state.files import load_state, save_state
 
@@ -171,6 +173,13 @@ def check_version(state: Any) -> None:
         )
     if missing := [entry for entry in _ENTRIES if entry not in state]:
         raise HookStateError(missing[0], _NO_STATE)
+
+
+def check_equal_replicas(spec: HookSpec) -> None:
+    """Raise ``UnsupportedModel`` for a hook whose replicas differ. For a training with a gradient scaler, before the hook is
+    registered."""
+    if replicas_of(spec) != "equal":
+        raise UnsupportedModel(f"{spec.name} with float16: one rank could skip a step that the others take; use bf16")
 
 
 def world_size_mismatch(recorded: int, ranks: int) -> str:

@@ -26,9 +26,9 @@ except ImportError as error:
 
 from ratchet_hooks.ddp.bucket_layout import ManagedDDP
 from ratchet_hooks.errors import HookStateError, UnsupportedModel
-from ratchet_hooks.integrations.rank_state import RankFile
+from ratchet_hooks.integrations.rank_state import RankFile, check_equal_replicas
 from ratchet_hooks.manage.managed_hook import ManagedHook
-from ratchet_hooks.manage.register import Hook, hook_of, register
+from ratchet_hooks.manage.register import Hook, hook_of, register, resolve
 
 
 def manage(
@@ -127,11 +127,8 @@ class RatchetCallback(TrainerCallback):
                 f"the Trainer's model is a {type(model).__name__}, no DistributedDataParallel: hooks need DDP, with more than "
                 "one process, and without torch_compile, FSDP or DeepSpeed"
             )
-        managed = register(model, self._requested_hook, wrapper=self._wrapper, **self._parameters)
-        scaler = self._trainer.accelerator.scaler
-        if managed.replicas != "equal" and scaler is not None:
-            raise UnsupportedModel(
-                f"{managed.spec.name} with fp16: one rank could skip a step that the others take; use bf16"
-            )
+        if self._trainer.accelerator.scaler is not None:
+            check_equal_replicas(resolve(model, self._requested_hook, wrapper=self._wrapper, **self._parameters))
+        register(model, self._requested_hook, wrapper=self._wrapper, **self._parameters)
         assert isinstance(model, ManagedDDP)
         return model

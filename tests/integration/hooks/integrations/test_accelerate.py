@@ -75,6 +75,12 @@ def test_trainer_refuses_checkpoint_without_hook_state(two_ranks: Ranks, tmp_pat
 
 
 @transformers
+def test_trainer_refuses_hook_with_a_scaler_at_every_attempt(two_ranks: Ranks, tmp_path: Path) -> None:
+    for said in two_ranks.run(runs.trainer_refusals_with_scaler, str(tmp_path)):
+        assert len(said) == 3 and all("could skip a step" in message for message in said)
+
+
+@transformers
 @pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize("recorded_by", ["mine", "parent"])
 def test_early_stopping_at_eval_on_start_ends_only_a_job_that_had_ended(
