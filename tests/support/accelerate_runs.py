@@ -130,6 +130,20 @@ def accelerate_refusal(rank: int, directory: str, what: str) -> str:
     return "nothing was refused"
 
 
+def refusals_with_scaler(rank: int) -> tuple[list[str], str]:
+    """What each of two attempts to train post_localSGD with a gradient scaler is answered with, and the hook that is accepted
+    after that."""
+    run = AccelerateRun(rank, "none", False, 1)
+    run.accelerator.scaler = torch.amp.GradScaler("cpu")  # Accelerate itself makes one on a GPU only
+    said = []
+    for _ in range(2):
+        try:
+            ours.manage(run.accelerator, run.model, "post_localSGD", subgroup_size=1)
+        except ValueError as error:
+            said.append(str(error))
+    return said, ours.manage(run.accelerator, run.model, "allreduce").spec.name
+
+
 def load_on_one_rank(rank: int, directory: str, redistribute: bool, hook: str = "powerSGD") -> dict[str, Any]:
     """What two ranks saved, loaded by this rank as the only one of a group of its own; or the error's message."""
     whole = _Bare(None, rank, False, hook)

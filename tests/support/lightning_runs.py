@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core import rank_zero
 from torch import nn
@@ -189,6 +190,12 @@ def refusal_message(rank: int, directory: str, what: str) -> str:
         if what == "manual optimization":
             trainer = pl.Trainer(strategy=RatchetDDPStrategy(), accelerator="cpu", devices=2, logger=False)
             trainer.fit(Module(False, automatic=False), DataLoader(TensorDataset(torch.zeros(4, 32))))
+        elif what == "float16":
+            trainer = pl.Trainer(
+                strategy=RatchetDDPStrategy("noop"), plugins=[MixedPrecision("16-mixed", "cpu")], accelerator="cpu", devices=2,
+                max_steps=1, logger=False, enable_checkpointing=False,
+            )  # fmt: skip
+            trainer.fit(Module(False), DataLoader(TensorDataset(torch.zeros(4, 32), torch.zeros(4).long())))
         else:
             four = what in ("other ranks", "redistribute")
             fit(rank, f"{directory}/before", "ratchet" if four else "plain", epochs=1, noise=False)

@@ -27,9 +27,9 @@ except ImportError as error:
     raise ImportError("Accelerate is not installed: pip install accelerate") from error
 
 from ratchet_hooks.errors import UnsupportedModel
-from ratchet_hooks.integrations.rank_state import VERSION, RankFile
+from ratchet_hooks.integrations.rank_state import VERSION, RankFile, check_equal_replicas
 from ratchet_hooks.manage.managed_hook import ManagedHook
-from ratchet_hooks.manage.register import Hook, register
+from ratchet_hooks.manage.register import Hook, register, resolve
 
 
 def manage(
@@ -57,11 +57,9 @@ def manage(
             f"accelerator.prepare returned a {type(model).__name__}, no DistributedDataParallel: hooks need DDP, with more than "
             "one process, and without torch.compile around it"
         )
+    if accelerator.scaler is not None:
+        check_equal_replicas(resolve(model, hook, wrapper=wrapper, **parameters))
     managed = register(model, hook, wrapper=wrapper, **parameters)
-    if managed.replicas != "equal" and accelerator.scaler is not None:
-        raise UnsupportedModel(
-            f"{managed.spec.name} with float16 autocast: one rank could skip a step that the others take; use bf16"
-        )
     optimizers = [_unwrapped(optimizer) for optimizer in accelerator._optimizers]
     keeper = _Keeper(RankFile(model, optimizers, redistribute=redistribute))
     for optimizer in keeper.file.optimizers:

@@ -36,7 +36,7 @@ from ratchet_hooks.ddp.bucket_layout import ManagedDDP
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.integrations import rank_state
 from ratchet_hooks.manage.managed_hook import ManagedHook
-from ratchet_hooks.manage.register import Hook, hook_of, register
+from ratchet_hooks.manage.register import Hook, hook_of, register, resolve
 from ratchet_hooks.state.files import pack_state, unpack_state
 
 KEY: Final = "ratchet_hooks"
@@ -50,6 +50,9 @@ class RatchetDDPStrategy(DDPStrategy):
     post_localSGD. ``reset_hook`` True: if a checkpoint has no hook state, the hook starts without state; otherwise that is an
     error. ``redistribute`` True: a checkpoint of another number of ranks is accepted, with a warning
     (``rank_state.redistribute_ranks``); otherwise it is an error. Other arguments are those of ``DDPStrategy``.
+
+    ``Trainer.fit`` raises ``UnsupportedModel`` for models that cannot be managed, and for float16 autocast under a hook whose
+    replicas differ.
     """
 
     def __init__(
@@ -97,6 +100,9 @@ class RatchetDDPStrategy(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         """Register the requested hook on Lightning's DDP, on any device."""
         assert isinstance(self.model, DistributedDataParallel)
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            check = rank_state.check_equal_replicas
+            check(resolve(self.model, self._requested_hook, wrapper=self._requested_wrapper, **self._parameters))
         hook = register(
             self.model,
             self._requested_hook,

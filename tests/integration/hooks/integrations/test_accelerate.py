@@ -43,6 +43,12 @@ def test_unsupported_accelerate_setup_is_refused_with_advice(
         assert advice in said
 
 
+def test_hook_refused_with_a_scaler_is_not_registered(two_ranks: Ranks) -> None:
+    for said, accepted in two_ranks.run(runs.refusals_with_scaler):
+        assert len(said) == 2 and all("could skip a step" in message for message in said)
+        assert accepted == "allreduce"
+
+
 def test_changed_rank_count_is_refused_without_redistribute(two_ranks: Ranks, tmp_path: Path) -> None:
     """Rank 1 is rank 0 of its group, too."""
     for answer in two_ranks.run(runs.load_on_one_rank, str(tmp_path), False):

@@ -53,13 +53,14 @@ def test_hook_entry_of_lightning_checkpoint_is_plain_tensors(two_ranks: Ranks, t
     ("what", "answer"),
     [
         ("manual optimization", "does not support manual optimization"),
+        ("float16", "could skip a step"),
         ("ratchet", "holds no hook state"),
         ("reset", "nothing was refused"),
         ("other ranks", "recorded on 4 ranks, but this run has 2"),
         ("redistribute", "recorded on 4 ranks, resumed on 2: the state of hook powerSGD is redistributed"),
     ],
 )
-def test_unresumable_lightning_checkpoint_is_refused(two_ranks: Ranks, tmp_path: Path, what: str, answer: str) -> None:
+def test_unresumable_lightning_training_is_refused(two_ranks: Ranks, tmp_path: Path, what: str, answer: str) -> None:
     """``ratchet`` and ``reset``: a checkpoint that Lightning's own strategy wrote. ``redistribute``: rank 0 warns."""
     first, second = two_ranks.run(runs.refusal_message, str(tmp_path), what)
     assert answer in first and (answer in second or what == "redistribute")
