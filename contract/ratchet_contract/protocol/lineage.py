@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ratchet_contract.checkpoint.resume_report import Base, Segment, lineage_contains
+from ratchet_contract.checkpoint.resume_report import Base, Segment
 from ratchet_contract.protocol.messages import ForkSource
 
 
@@ -64,13 +64,3 @@ def _is_fork(base: Base, fork: ForkSource | None) -> bool:
     """True if the base is the fork's source, that is, a checkpoint of another job. A digest covers the job's id, so a base with
     the fork's digest is never one of this job's own."""
     return fork is not None and base.digest == fork.digest
-
-
-def fork_for_launch(
-    fork: ForkSource | None, segments: list[Segment], committed: list[tuple[int, int]]
-) -> ForkSource | None:
-    """Return the fork's source for the next launch; None if there is no fork, or a checkpoint ``(step, attempt)`` of the job's
-    own lineage is among ``committed``."""
-    if fork is None or any(lineage_contains(segments, step, attempt) for step, attempt in committed):
-        return None
-    return fork

@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract.checkpoint.resume_report import Base, Segment
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Cause, Event, JobPhase
-from ratchet_contract.protocol.lineage import fork_for_launch, lineage
+from ratchet_contract.protocol.lineage import lineage
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.job import JobSpec, Resolved
 from ratchet_service.checkpoints import run_directory_scan
@@ -342,12 +342,11 @@ class AttemptLauncher:
         )
         fork = fork_of(job)
         segments = lineage(bases_of(session, job.id), resume_from=resume_from, fork=fork)
-        committed = [(row.step, row.attempt) for row in committed_of(session, job.id)]
         return build_launch_file(self._home, job.id, attempt, spec, resolved, gpus, token, job.desired).model_copy(
             update={
                 "lineage": segments,
                 "recorded": newest_recorded(session, job.id, segments),
-                "fork": fork_for_launch(fork, segments, committed),
+                "fork": fork,
                 "save_seconds": longest_save_seconds(session, job.id),
                 "pace": pace_before(session, job.id, attempt),
                 "log_bytes": self._bounds.log_bytes,

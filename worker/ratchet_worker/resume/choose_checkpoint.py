@@ -219,11 +219,11 @@ class _RankZero:
 
 def _root_base(launch: LaunchFile) -> Base | None:
     """Return what the first checkpoint of the job's lineage continues from: the source of the fork, or an empty ``Base`` if the
-    job began from scratch. None if that is not known: the lineage begins after step 0, but the launch file names no source, as
-    for a fork that has checkpoints of its own."""
-    if launch.fork is not None:
-        return Base(step=launch.fork.step, attempt=launch.fork.attempt, digest=launch.fork.digest)
-    return Base() if min((segment.after_step for segment in launch.lineage), default=0) == 0 else None
+    job is no fork. None if that is not known: the lineage begins after another step, as behind an attempt that recorded no
+    base."""
+    fork = launch.fork
+    root = Base() if fork is None else Base(step=fork.step, attempt=fork.attempt, digest=fork.digest)
+    return root if min((segment.after_step for segment in launch.lineage), default=root.step) == root.step else None
 
 
 def _find_damage(directory: Path, manifest: Manifest) -> str | None:

@@ -14,6 +14,7 @@ from ratchet_contract.paths import JobPaths
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.launcher import KubernetesLauncherSpec, VolumeSpec
 from ratchet_contract.spec.types import size_in_bytes
+from ratchet_service.isolation.file_access import as_owner
 from ratchet_service.launchers.kubernetes.settings import Site
 
 CODE: Final = "/ratchet/code"
@@ -74,10 +75,16 @@ def max_disk_bytes(volumes: list[dict[str, Any]]) -> int | None:
 
 def _home_mounts(site: Site, launch: LaunchFile) -> list[dict[str, Any]]:
     """Return the mounts of parts of the run directory: the job's directory, writable; and, read-only, the checkpoints of the job
-    that this one was forked from, and the directory of the file to start from."""
+    that this one was forked from, and the directory of the file to start from.
+
+    Once this job has a checkpoint of its own, the job that it was forked from may be deleted. Its checkpoints are then mounted
+    only if they exist: the kubelet would create the missing directory, or not start the pod."""
     wanted = [(launch.job_root, False)]
     if launch.fork is not None:
-        wanted.append((str(JobPaths(Path(launch.fork.job_root)).checkpoints), True))
+        source = JobPaths(Path(launch.fork.job_root)).checkpoints
+        with as_owner(source):
+            if launch.recorded is None or source.is_dir():
+                wanted.append((str(source), True))
     if launch.start_file is not None:
         wanted.append((str(Path(launch.start_file).parent), True))
     out = []

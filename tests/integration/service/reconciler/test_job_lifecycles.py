@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -117,6 +118,23 @@ def test_keep_last_counts_across_attempts_and_partial_saves_are_removed(small: P
     left = ["step-000000000080.a0004", "step-000000000090.a0004"]
     wait_for(lambda: sorted(p.name for p in directory.iterdir()) == left, "the files of the others to go", 30)
     assert {(10, 1), (50, 2), (70, 3)} <= {(row.step, row.attempt) for row in rows if row.state == "deleted"}
+
+
+def test_fork_whose_checkpoints_are_all_damaged_starts_from_its_source_again(small: Plane, tmp_path: Path) -> None:
+    small.start_reconciler()
+    parent = small.submit({"steps": 30})
+    small.wait(parent, JobPhase.SUCCEEDED)
+    may_end = tmp_path / "may-end"
+    plan = {"steps": 30, "every": 5, "epochs": {"1": {"at": 17, "do": "kill", "after": str(may_end)}}}
+    request = {"checkpoint_id": "step-000000000010.a0001", "spec": {"env": {"TRAINER": json.dumps(plan)}}}
+    fork = str(small.post(f"/v1/jobs/{parent}/fork", request)["id"])
+    small.wait_job(fork, lambda job: job.committed_attempt == 1 and job.committed_step == 15, "past its own checkpoint")
+    (rank_file,) = small.paths.job(fork).checkpoint(15, 1).glob("rank-*")
+    os.truncate(rank_file, 1)
+    may_end.touch()
+    small.wait(fork, JobPhase.SUCCEEDED)
+    first, second = small.attempts(fork)
+    assert (first.base_step, second.base_step) == (10, 10) and second.base_digest == first.base_digest
 
 
 def test_suspend_resume_preempt_and_cancel_set_causes_and_lose_no_step(small: Plane) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ratchet_contract.checkpoint.resume_report import Base, Segment, lineage_contains
-from ratchet_contract.protocol.lineage import fork_for_launch, lineage
+from ratchet_contract.protocol.lineage import lineage
 from ratchet_contract.protocol.messages import ForkSource
 
 Point = tuple[int, int]  # (step, attempt)
@@ -125,12 +125,7 @@ def test_lineage_with_base_later_than_attempt_raises() -> None:
         lineage({2: Base(step=10, attempt=2, digest="d")})
 
 
-def test_fork_starts_from_source_until_first_own_checkpoint() -> None:
+def test_lineage_of_fork_ends_at_its_source() -> None:
     fork = fork_source()
     bases = {1: Base(step=40, attempt=2, digest=fork.digest)}
-    segments = lineage(bases, fork=fork)
-    assert segments == [Segment(attempt=1, after_step=40)]
-    assert fork_for_launch(fork, [], []) == fork
-    assert fork_for_launch(fork, segments, []) == fork
-    assert fork_for_launch(fork, segments, [(50, 1)]) is None
-    assert fork_for_launch(None, segments, []) is None
+    assert lineage(bases, fork=fork) == [Segment(attempt=1, after_step=40)]

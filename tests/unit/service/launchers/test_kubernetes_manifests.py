@@ -16,7 +16,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.exit_codes import CAUSE_OF_EXIT_CODE
+from ratchet_contract.paths import HomePaths, JobPaths
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.job import JobSpec
 from ratchet_service.json_merge_patch import merge
@@ -26,6 +28,7 @@ from ratchet_service.launchers.kubernetes.api_rules import find_faults, is_quant
 from ratchet_service.launchers.kubernetes.launcher import make
 from ratchet_service.launchers.kubernetes.pod_patch import apply
 from ratchet_service.launchers.kubernetes.settings import Settings
+from tests.support import kube_jobs
 from tests.support.kube_faults import SERVER_SEES
 from tests.support.kube_jobs import HOME, JOB_ID, SETTINGS, SMALL, WHOLE, launch_of, launcher, site, spec_of
 
@@ -55,6 +58,19 @@ def test_manifests_match_golden_files(name: str) -> None:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
     assert text == file.read_text()
+
+
+def test_fork_with_own_checkpoint_mounts_source_only_while_it_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kubelet would create what is missing, in place of a deleted job."""
+    monkeypatch.setattr(kube_jobs, "HOME", HomePaths(tmp_path))
+    launch = launch_of(spec_of(), fork=True).model_copy(update={"recorded": Base(step=50, attempt=1, digest="d")})
+    assert launch.fork is not None
+    source = JobPaths(Path(launch.fork.job_root)).checkpoints
+    assert str(source) not in str(launcher().plan(launch).request)
+    source.mkdir(parents=True)
+    assert str(source) in str(launcher().plan(launch).request)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,7 +19,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ratchet_contract.checkpoint.manifest import Manifest
-from ratchet_contract.checkpoint.resume_report import Segment
+from ratchet_contract.checkpoint.resume_report import Base, Segment
 from ratchet_contract.errors import CheckpointError, RatchetError, UserError
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
 from ratchet_contract.protocol.messages import ForkSource
@@ -212,6 +212,45 @@ def test_damaged_fork_source_ends_job_and_is_not_moved(job: JobPaths, tmp_path: 
     for error in errors(found):
         assert isinstance(error, UserError) and "fork from another checkpoint" in error.detail
     assert list_names(other.checkpoints) == [source.id] and told.quarantines == []
+
+
+@pytest.mark.parametrize(
+    ("adopted", "cure"), [(None, "fork from another checkpoint"), ("/run", "submit the job again, with --adopt")]
+)
+def test_fork_without_intact_checkpoint_starts_from_its_source_or_fails(
+    job: JobPaths, tmp_path: Path, adopted: str | None, cure: str
+) -> None:
+    other = JobPaths(tmp_path / "jobs" / "job-2")
+    source = make_checkpoint(other.checkpoints, 10, job_id="job-2")
+    fork = ForkSource(job_root=str(other.root), step=10, attempt=1, digest=source.digest, adopted=adopted)
+    lineage = [Segment(attempt=1, after_step=10)]
+    (own,) = make_chain(job.checkpoints, 20, parent=source.base)
+    found, _ = choose(job, fork=fork, lineage=lineage)
+    assert steps(found) == [20, 20]
+    flip(job.checkpoints / own.id / own.files[1].name, own.files[1].size - 1)
+    found, told = choose(job, fork=fork, lineage=lineage)
+    assert steps(found) == [10, 10] and told.quarantines == [20]
+    (other.checkpoints / source.id).rename(tmp_path / "moved")
+    for error in errors(choose(job, fork=fork, lineage=lineage)[0]):
+        assert isinstance(error, UserError) and cure in error.detail
+
+
+@pytest.mark.parametrize(
+    ("lineage", "parent"),
+    [
+        pytest.param(
+            [Segment(attempt=2, after_step=29, until_step=30)], Base(step=20, attempt=1, digest="d"), id="unrecorded"
+        ),
+        pytest.param([Segment(attempt=2, after_step=0)], Base(), id="scratch"),
+    ],
+)
+def test_fork_uses_own_checkpoint_of_line_that_is_not_known_to_begin_at_source(
+    job: JobPaths, tmp_path: Path, lineage: list[Segment], parent: Base
+) -> None:
+    make_checkpoint(job.checkpoints, 30, 2, parent=parent)
+    fork = ForkSource(job_root=str(tmp_path / "jobs" / "job-2"), step=10, attempt=1, digest="other")
+    found, told = choose(job, fork=fork, lineage=lineage)
+    assert steps(found) == [30, 30] and told.quarantines == []
 
 
 def test_unsafe_file_system_is_refused_before_first_step(job: JobPaths, monkeypatch: pytest.MonkeyPatch) -> None:
