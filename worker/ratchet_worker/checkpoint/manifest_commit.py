@@ -23,6 +23,7 @@ from ratchet_worker.checkpoint.checkpoint_content import Content
 from ratchet_worker.coordination.reporter import Reason, Reporter
 from ratchet_worker.coordination.store_exchange import Exchange, PeerTimeout
 from ratchet_worker.state import replica_digests
+from ratchet_worker.state.environment import NOT_EXACT
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class Committer:
     ) -> Manifest:
         """Return the manifest of a save. ``digests``: of the shared tensors, by part. ``tensors``: the entries of all ranks'
         files."""
-        launch = self._launch
+        launch, marks = self._launch, [mark for r in reports if (mark := r["not_exact"]) is not None]
         return Manifest(
             job_id=launch.job_id,
             step=order.step,
@@ -185,7 +186,7 @@ class Committer:
             bucket_layout=content.layout,
             hook=content.hook,
             hook_summaries=[HOOK_SUMMARY.validate_json(r["summary"]) for r in reports],
-            environment=content.environment,
+            environment=content.environment | ({NOT_EXACT: marks[0]} if marks else {}),
             finished=order.finished,
             files=[FileEntry.model_validate(r["file"]) for r in reports],
             tensors=tensors,

@@ -31,6 +31,7 @@ from ratchet_worker.checkpoint.save import Save
 from ratchet_worker.checkpoint.threads import BackgroundThread, Call
 from ratchet_worker.coordination.reporter import Reporter
 from ratchet_worker.state import replica_digests
+from ratchet_worker.state.environment import NOT_EXACT
 from ratchet_worker.state.live_memory import SafeReader
 
 
@@ -164,6 +165,7 @@ class RankPart:
             "parts": own.by_part(written.digests),
             "seen": looked.digests,
             "summary": HOOK_SUMMARY.dump_json(looked.summary).decode(),
+            "not_exact": content.environment.get(NOT_EXACT),
         }
         return report, written.tensors_json
 

@@ -102,7 +102,7 @@ class Runtime:
         self.restored = self.finished = False
         self.data_digest: str | None = None
         self.environment: Record = {}
-        self.provenance: Record = {}  # rank 0's, set by restore
+        self.provenance: Record = {}  # set by restore on rank 0; on others only the mark of mark_not_exact
         self.notes = resume.Notes()
         self.gathers = 0  # number of the script's gathers of JSON values
         self.gatherer = Gatherer()
@@ -266,8 +266,7 @@ class Runtime:
 
     def mark_not_exact(self) -> None:
         """Make every later checkpoint record that its bits may differ from those of an undisturbed run, since this attempt's
-        resume. If the record of an earlier resume exists already, it stays. Only a call on rank 0 has this effect, since rank 0
-        writes the record."""
+        resume. If the record of an earlier resume exists already, it stays. A call on any one rank has this effect."""
         base = self.chosen.base
         self.provenance.setdefault(environment_record.NOT_EXACT, f"step {base.step}, attempt {base.attempt}")
 

@@ -60,7 +60,7 @@ def main():
         if HIDDEN == "generator":
             x = x + torch.randn(x.shape, generator=hidden)
         seen.append(step)
-        if HIDDEN == "draws" and len(seen) % 4 == 0:
+        if HIDDEN in ("draws", f"draws-of-rank-{session.rank}") and len(seen) % 4 == 0:
             random.random()
         loss = model(x).square().mean()
         loss.backward()
@@ -152,6 +152,16 @@ def test_hidden_state_is_detected_at_the_first_different_redone_step(
         assert told.index(False) < len(told) - 1  # at once, and not with the last word
     newest = CheckpointReader(job.newest()).manifest
     assert newest.environment["provenance:not_exact_since"] == "step 6, attempt 1"
+
+
+def test_redone_step_that_differs_on_another_rank_than_0_alone_marks_later_checkpoints(make: Make) -> None:
+    job = make("draws-of-rank-1", 11, 13)
+    attempt = killed_and_resumed(job, Cause.RANK_KILLED)
+    assert redone(attempt, 0)["first_difference"] is None
+    assert redone(attempt, 1)["first_difference"] == {"step": 8, "rank": 1, "part": "generators"}
+    last = job.launch()
+    assert last.wait().cause is Cause.COMPLETED and last.report().base.step == 12, last.logs()
+    assert last.report().not_exact_since == "not exact since the resume from step 6, attempt 1"
 
 
 def test_different_redone_step_ends_the_job_under_strict(make: Make) -> None:

@@ -75,7 +75,7 @@ class Saves:
             mine = slice(rank * parts // RANKS, (rank + 1) * parts // RANKS)
             report = {
                 "error": None, "step": step, "finished": False, "file": written.file.model_dump(), "parts": digests[mine],
-                "seen": {}, "summary": HOOK_SUMMARY.dump_json(summaries[rank]).decode(),
+                "seen": {}, "summary": HOOK_SUMMARY.dump_json(summaries[rank]).decode(), "not_exact": None,
             }  # fmt: skip
             exchange.post(order.name, report, written.tensors_json)
             self.listings.append(written.tensors_json)
