@@ -35,6 +35,6 @@ class TrialSpec(SpecModel):
         "auto",
         description="Step after which the job saves a checkpoint and ends, if it has not ended before. auto: a few "
         "steps after the last of these events: the first end of an epoch, the first evaluation, the start "
-        "of the hook. The trial ends after 1000 steps at the latest.",
+        "of the hook; at the latest after 1000 steps.",
     )
     faults: list[FaultSpec] = Field([], max_length=100, description="Faults to inject, at most one per attempt.")

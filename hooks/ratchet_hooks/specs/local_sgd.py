@@ -38,7 +38,7 @@ class PostLocalSGDSpec(HookSpecBase):
         None,
         ge=1,
         description="Steps from one averaging of the parameters over all ranks to the next (PeriodicModelAverager). "
-        "null: 4. Not allowed together with period_group_size_dict. 1 sends as much as all-reduce does.",
+        "null: 4; this key must be null if period_group_size_dict is set. 1 sends as much as all-reduce does.",
     )
     period_group_size_dict: dict[int, int] | None = option(
         None,
