@@ -352,8 +352,8 @@ class Session:
         buffers, with rank 0's buffers. The training state is unchanged afterwards. Every rank enters the block after the same
         step. The object that ``as`` binds has three methods. ``batches(items)`` yields the items, and checks for a stop before
         each item. ``gather(value)`` returns every rank's JSON value, in rank order. ``averages({name: (sum, weight)})`` returns
-        the sum of sums / sum of weights over all ranks, by name. Between two steps a stop leaves the block early, without an
-        exception."""
+        the sum of sums / sum of weights over all ranks, by name. If the evaluation runs between two steps, a stop
+        ends the block early, without an exception."""
         return self._runtime.evaluating()
 
     @overload
