@@ -81,15 +81,12 @@ def _reads_except_fills(loop: Loop) -> dict[str, ast.Name]:
     return first
 
 
-def _read_after(loop: Loop, scope: ast.AST) -> dict[str, ast.Name]:
-    """Return the names whose first occurrence in ``scope`` after the loop, in the order of the text, is a read, each with that
-    node. In ``x = x + 1`` the first occurrence of ``x`` is the assignment."""
-    end = loop.end_lineno or loop.lineno
-    later = (node for node in ast.walk(scope) if isinstance(node, ast.Name) and node.lineno > end)
-    first: dict[str, ast.Name] = {}
-    for node in sorted(later, key=lambda node: (node.lineno, node.col_offset)):
-        first.setdefault(node.id, node)
-    return {name: node for name, node in first.items() if isinstance(node.ctx, ast.Load)}
+def _read_after(loop: Loop, scope: Any) -> dict[str, ast.Name]:
+    """Return the names that ``scope``, a function or module, reads after the loop where it may not have stored them since the
+    loop, each with the first place. Functions that are defined after the loop count as read at their definition."""
+    flow = _Flow(loop)
+    flow.run(scope.body, set())
+    return flow.read_before_write
 
 
 def _filled(loop: Loop, scope: ast.AST) -> set[str]:
@@ -199,23 +196,30 @@ def _is_display_call(node: ast.AST) -> bool:
 
 class _Flow:
     """Follows the statements of a loop's body. ``read_before_write``: names that are read where they may not have been stored,
-    with the first place; ``stored``: all names that are stored."""
+    with the first place; ``stored``: all names that are stored.
 
-    def __init__(self) -> None:
+    ``since``: a loop within the statements. If it is given, only what follows it counts, and reads inside functions, too."""
+
+    def __init__(self, since: Loop | None = None) -> None:
         self.read_before_write = dict[str, ast.Name]()
         self.stored = set[str]()
+        self._since, self._is_before, self._reads_functions = since, since is not None, since is not None
 
     def run(self, statements: Iterable[ast.stmt], assigned: set[str] | None) -> set[str] | None:
         """Follow ``statements``, and record what they read and store. ``assigned``: names that are certainly stored before them.
         Returns the names that are certainly stored after them; None if nothing can follow (a return, break ...)."""
         for one in statements:
-            if assigned is None:
+            if assigned is None and not self._is_before:
                 break
-            assigned = self._statement(one, assigned)
+            assigned = self._statement(one, assigned or set())
         return assigned
 
     def _statement(self, statement: ast.stmt, assigned: set[str]) -> set[str] | None:
         """Follow one statement; arguments and result are as in ``run``."""
+        if statement is self._since:
+            self.read_before_write, self._is_before = {}, False
+            self.run(self._since.orelse, set())
+            return set()
         if isinstance(statement, ast.If):
             assigned = self._expression(statement.test, assigned)
             return _intersection(self.run(statement.body, {*assigned}), self.run(statement.orelse, {*assigned}))
@@ -228,7 +232,7 @@ class _Flow:
                 assigned = self._expression(item.context_expr, assigned)
                 assigned = assigned | self._store([item.optional_vars] if item.optional_vars else [])
             return self.run(statement.body, assigned)
-        if isinstance(statement, ast.Try):
+        if isinstance(statement, (ast.Try, ast.TryStar)):
             after = self.run(statement.orelse, self.run(statement.body, {*assigned}))
             for handler in statement.handlers:
                 after = _intersection(
@@ -243,15 +247,11 @@ class _Flow:
                 ends.append(self.run(case.body, self._expression(case.guard, inner) if case.guard else inner))
             return _intersection(assigned, *ends)
         if isinstance(statement, _FUNCTIONS):
+            if self._reads_functions:
+                self._read([statement], assigned)
             self.stored.add(statement.name)
             return assigned | {statement.name}
         self._read([statement], assigned)
-        if (
-            isinstance(statement, ast.AugAssign)
-            and isinstance(statement.target, ast.Name)
-            and statement.target.id not in assigned
-        ):
-            self.read_before_write.setdefault(statement.target.id, statement.target)
         assigned = assigned | self._store([statement])
         return None if isinstance(statement, (ast.Return, ast.Raise, ast.Break, ast.Continue)) else assigned
 
@@ -270,20 +270,40 @@ class _Flow:
     def _read(self, nodes: Iterable[ast.AST], assigned: set[str]) -> None:
         """Record the names that ``nodes`` read and that are not in ``assigned``."""
         for node in nodes:
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in assigned:
-                self.read_before_write.setdefault(node.id, node)
+            name = node.target if isinstance(node, ast.AugAssign) else node
+            is_read = node is not name or isinstance(getattr(name, "ctx", None), ast.Load)
+            if isinstance(name, ast.Name) and is_read and name.id not in assigned:
+                self.read_before_write.setdefault(name.id, name)
             own = assigned
             if isinstance(node, _COMPREHENSIONS):
+                self._read([node.generators[0].iter], assigned)
                 own = assigned | {*_stored(generator.target for generator in node.generators)}
-            if isinstance(node, ast.Lambda):
-                own = assigned | {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
+            if isinstance(node, _FUNCTIONS):
+                self._read(_read_at_definition(node), assigned)
+                own = assigned | _local_names(node)
             self._read(ast.iter_child_nodes(node), own)
 
     def _store(self, nodes: Iterable[ast.AST]) -> set[str]:
         """Record and return the names that ``nodes`` store."""
         found = {*_stored(nodes)}
         self.stored |= found
-        return found
+        return set() if self._is_before else found
+
+
+def _read_at_definition(node: Any) -> list[ast.AST]:
+    """Return the parts of a function, lambda or class that are evaluated around it: defaults, decorators and base classes."""
+    around = [*getattr(node, "decorator_list", ()), *getattr(node, "bases", ()), *getattr(node, "keywords", ())]
+    if not isinstance(node, ast.ClassDef):
+        around += [*node.args.defaults, *filter(None, node.args.kw_defaults)]
+    return around
+
+
+def _local_names(node: Any) -> set[str]:
+    """Return the names that a function, lambda or class has for itself."""
+    stored = set() if isinstance(node, ast.Lambda) else {*_stored(node.body)}
+    arguments = () if isinstance(node, ast.ClassDef) else ast.walk(node.args)
+    declared = {name for one in ast.walk(node) if isinstance(one, (ast.Global, ast.Nonlocal)) for name in one.names}
+    return (stored | {one.arg for one in arguments if isinstance(one, ast.arg)}) - declared
 
 
 def _intersection(*ends: set[str] | None) -> set[str] | None:

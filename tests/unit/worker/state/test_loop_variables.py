@@ -115,6 +115,70 @@ def test_loop_variable_set_in_some_passes_and_read_after_loop_is_carried(body: s
     assert sorted(carried_variables(loop, tree)) == AFTER[body]
 
 
+READ_LATER = [
+    "best = best * 2",
+    "best += 1",
+    "if (best := best * 2) > 1:\n  use(x)",
+    "ys = [best for best in best]",
+    "ys = [best for x in xs]",
+    "for best in best:\n  use(best)",
+    "with opened(best) as best:\n  use(best)",
+    "try:\n  best = f()\nexcept ValueError:\n  pass\nuse(best)",
+    "try:\n  best = f()\nexcept* ValueError:\n  pass\nuse(best)",
+    "if x:\n  best = 0\nuse(best)",
+    "del best[0]",
+    "best: int = best + 1",
+    "def show(best=best):\n  use(best)",
+    "def show():\n  global best\n  best = best + 1",
+    "def show():\n  global best\n  best += 1",
+    "show = lambda: best",
+    "class Shown(best):\n  pass",
+    "best, x = x, best",
+]
+STORED_LATER = [
+    "best = 0\nuse(best)",
+    "del best",
+    "if x:\n  best = 0\nelse:\n  best = 1\nuse(best)",
+    "ys = [best for best in xs]",
+    "if (best := f()) > 1:\n  use(best)",
+    "def show():\n  best = 0\n  use(best)",
+    "show = lambda best: best",
+    "try:\n  best = f()\nexcept ValueError:\n  raise\nuse(best)",
+]
+
+
+def carried_with_code_around(before: str, after: str) -> list[str]:
+    tree = ast.parse(f"best = 0\n{before}    for x in steps:\n      if x > 3:\n        best = x\n{after}")
+    loop = next(node for node in ast.walk(tree) if isinstance(node, ast.For) and ast.unparse(node.iter) == "steps")
+    return sorted(carried_variables(loop, tree))
+
+
+@pytest.mark.parametrize("after", READ_LATER)
+def test_loop_variable_is_carried_if_code_after_the_loop_reads_it_before_assigning_it(after: str) -> None:
+    assert carried_with_code_around("if True:\n  if True:\n", after) == ["best"]
+
+
+@pytest.mark.parametrize("after", STORED_LATER)
+def test_loop_variable_that_code_after_the_loop_assigns_first_is_not_carried(after: str) -> None:
+    assert carried_with_code_around("if True:\n  if True:\n", after) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("try:\n  if True:\n", "except KeyboardInterrupt:\n  use(best)"),
+        ("for epoch in epochs:\n  if True:\n", "  best = best * 2"),
+        ("while f():\n  if True:\n", "use(best)"),
+        ("with opened():\n  if True:\n", "use(best)"),
+        ("with suppress(OSError):\n  raise OSError\nif True:\n  if True:\n", "use(best)"),
+        ("match f():\n  case 1:\n", "use(best)"),
+        ("if True:\n  if True:\n", "    else:\n      use(best)"),
+    ],
+)
+def test_reads_after_the_loop_are_found_in_all_blocks_around_it(before: str, after: str) -> None:
+    assert carried_with_code_around(before, after) == ["best"]
+
+
 def steps(found: list[tuple[str, list[str]]]) -> Iterator[int]:
     for number in range(3):
         found.append(loop_variables.find_carried(inspect.currentframe().f_back))  # type: ignore[union-attr]
