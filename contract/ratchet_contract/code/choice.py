@@ -14,6 +14,7 @@ when a snapshot is made: ``code.tree.list_entries`` lists everything in the copy
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -194,15 +195,16 @@ def _compile_patterns(lines: list[str]) -> GitIgnoreSpec:
 
 
 def _read_patterns(path: Path) -> list[str]:
-    """Return the lines of an ignore file that git accepts; empty if it cannot be opened: it does not exist, is a symbolic link,
-    or may not be read. Raises ``TreeError`` (``ignore-file``) for a file that is too long, or a pattern that may take minutes to
-    match; ``OSError`` if reading fails, or for a directory."""
+    """Return the lines of an ignore file that git accepts; empty if it does not exist or is a symbolic link. Raises ``TreeError``
+    (``ignore-file``) for a file that cannot be read or is too long, and for a pattern that may take minutes to match."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # none, or a link, which git does not follow either
-        return []
-    with os.fdopen(fd, "rb") as file:
-        content = file.read(_MAX_BYTES + 1)
+        with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return []  # none, or a link, which git does not follow either
+        raise TreeError("ignore-file", f"{str(path)!r} cannot be read: {error.strerror}") from None
     if len(content) > _MAX_BYTES:
         raise TreeError("ignore-file", f"{str(path)!r} is longer than {_MAX_BYTES >> 10} KiB")
     lines = [line.removesuffix("\r") for line in content.decode("utf-8", "surrogateescape").split("\n")]

@@ -13,7 +13,9 @@ import pytest
 from ratchet_contract.code import choice, tree
 from ratchet_contract.code.choice import choose
 from ratchet_contract.code.tree import TreeError
+from ratchet_service.isolation.file_access import as_user
 from ratchet_service.user_code.snapshot import snapshot
+from tests.support.run_as import USER, open_directory
 
 FILES = ["train.py", "runs/a/log.txt", "data/x.bin", "data/keep/y.bin", "pkg/net.py", "pkg/weights.pt", "pkg/best.pt",
          "pkg/tmp/z", "build", "docs/build/index.html", "foo/keep.txt", "foo/other.txt", "a#b", "with space.txt"]  # fmt: skip
@@ -164,6 +166,33 @@ def test_ignore_pattern_with_exponential_matching_is_refused_with_line(tmp_path:
     with pytest.raises(TreeError, match="line 2: .*" + re.escape(repr(line))) as refused:
         choose(tmp_path)
     assert refused.value.code == "ignore-file"
+
+
+@pytest.mark.parametrize("name", choice.IGNORE_FILES)
+@pytest.mark.parametrize("above", [False, True])
+def test_directory_in_place_of_an_ignore_file_is_refused_by_name(tmp_path: Path, name: str, above: bool) -> None:
+    root = project(tmp_path / "code")
+    (tmp_path / ".git").mkdir()
+    folder = (tmp_path if above else root) / name
+    folder.mkdir()
+    opened = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(TreeError, match=re.escape(f"{str(folder)!r} cannot be read")) as refused:
+        choose(root)
+    assert refused.value.code == "ignore-file"
+    assert len([*Path("/proc/self/fd").iterdir()]) == opened
+
+
+def test_unreadable_ignore_file_is_refused_by_name() -> None:
+    """The files that it names must not be copied because of a wrong permission."""
+    with open_directory() as folder:
+        root = project(folder, gitignore="*.pt\n")
+        (root / ".gitignore").chmod(0)
+        with (
+            as_user(USER if os.geteuid() == 0 else None),
+            pytest.raises(TreeError, match=r"\.gitignore' cannot be read: Permission denied") as refused,
+        ):
+            choose(root)
+        assert refused.value.code == "ignore-file"
 
 
 @GIT
