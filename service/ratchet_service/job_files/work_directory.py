@@ -182,8 +182,8 @@ def walk(
     """Yield the entries below the directory ``folder_fd``: each directory before its content, names in byte order. ``prefix``:
     that directory's path, for the entries' paths. ``after``: only entries after this path (relative to ``folder_fd``) are
     yielded. ``recursive``: descend into subdirectories. Entries that vanish meanwhile are skipped. Raises ``Refused``:
-    ``too-many-files`` for a directory with more than ``MAX_NAMES`` names, ``file-unreadable`` for one that may be listed but not
-    searched."""
+    ``too-many-files`` for a directory with more than ``MAX_NAMES`` names, ``file-unreadable`` if ``folder_fd`` may be listed but
+    not searched."""
     for name in _names(folder_fd, prefix):
         passed = after[:1] == (name,)
         if after and not passed and os.fsencode(name) < os.fsencode(after[0]):
@@ -207,12 +207,18 @@ def walk(
 
 
 def _enter_folder(entry: DirEntry, parts: tuple[str, ...]) -> tuple[int | None, DirEntry]:
-    """Open the subdirectory ``entry``. Return its descriptor and the entry; if it is too deep or cannot be opened, return None
-    and the entry with the code of the refusal."""
+    """Open the subdirectory ``entry``. Return its descriptor and the entry; if it is too deep, cannot be opened or may be listed
+    but not searched, return None and the entry with the code of the refusal."""
     if len(parts) >= MAX_LEVELS:
         return None, DirEntry(entry.path, entry.folder_fd, entry.stat, "too-deep")
     try:
-        return os.open(entry.name, _FOLDER_FLAGS, dir_fd=entry.folder_fd), entry
+        fd = os.open(entry.name, _FOLDER_FLAGS, dir_fd=entry.folder_fd)
+        try:
+            os.stat(".", dir_fd=fd)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd, entry
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, *_VANISHED_ERRNOS):
             raise

@@ -390,11 +390,15 @@ def test_concurrent_output_transfers_are_limited_and_slots_released(outputs: Out
 
 @AS_ROOT
 def test_output_files_unreadable_by_the_service_are_listed_as_refused(api: Api) -> None:
-    """The job's directory belongs to another user, as with --run-as, and two things in it to root."""
+    """The job's directory belongs to another user, as with --run-as, and two things in it to root; a third can be listed, but not
+    searched."""
     with open_home() as homes:
         paths = homes.job("job-0123456789ab")
         (paths.work_dir / "runs").mkdir(parents=True)
         (paths.work_dir / "runs" / "log.txt").write_text("hello")
+        (paths.work_dir / "names-only").mkdir()
+        (paths.work_dir / "names-only" / "a.txt").touch()
+        (paths.work_dir / "names-only").chmod(0o444)
         paths.kept_marker.write_text('{"owner": "local"}')
         file_access.give_to_user(paths.root, UID, UID)
         (paths.work_dir / "locked").write_text("x")
@@ -403,14 +407,15 @@ def test_output_files_unreadable_by_the_service_are_listed_as_refused(api: Api) 
         found = output_files.Files(api.database, homes, ConcurrencyLimit(1, ""))
         page = found.page(paths.root.name, "", recursive=True, include_unchanged=False, limit=9, cursor=None)
         assert {item.path: item.refused for item in page.items} == {
-            "closed": "file-unreadable", "locked": "file-unreadable", "runs": None, "runs/log.txt": None,
+            "closed": "file-unreadable", "locked": "file-unreadable", "names-only": "file-unreadable",
+            "runs": None, "runs/log.txt": None,
         }  # fmt: skip
         with pytest.raises(Refused, match="the service may not read") as error:
             found.content(paths.root.name, "locked")
         assert error.value.code == "file-unreadable"
         archive = found.archive(paths.root.name, "", include_unchanged=False)
         with archive.resources:
-            assert archive.notes == ["2 left out: files and directories without read permission for the service"]
+            assert archive.notes == ["3 left out: files and directories without read permission for the service"]
             assert b"hello" in b"".join(archive.parts)
         paths.work_dir.chmod(0)  # as users' code may
         with pytest.raises(Refused, match="the service may not read"):
