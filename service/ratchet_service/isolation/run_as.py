@@ -13,6 +13,7 @@ import grp
 import os
 import pwd
 import resource
+import select
 import shlex
 import stat
 import subprocess
@@ -213,12 +214,15 @@ def _check_user(paths: HomePaths, user: User) -> None:
         ) as child,
     ):
         assert child.stdout is not None
-        reported = child.stdout.readline().strip()
+        answered, _, _ = select.select([child.stdout], [], [], _CHECK_SECONDS)
+        reported = os.read(child.stdout.fileno(), 100).strip() if answered else b""
         try:
             seen = bool(Path(f"/proc/{child.pid}/environ").read_bytes())
         except OSError:
             seen = False
         try:
+            if not answered:
+                raise subprocess.TimeoutExpired(command.argv, _CHECK_SECONDS)
             _, errors = child.communicate(timeout=_CHECK_SECONDS)
         except subprocess.TimeoutExpired:
             child.kill()

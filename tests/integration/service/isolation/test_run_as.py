@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,6 +154,25 @@ def test_run_as_user_without_access_to_the_home_is_refused_at_start(tmp_path: Pa
         run_as.restrict_process()
         with pytest.raises(StartError, match=r"cannot reach .* is not searchable by others: chmod o\+x /"):
             run_as.prepare_run_directory(HomePaths(tmp_path / "home"), USER, None)
+    finally:
+        os.umask(mask)
+        os.setgroups(groups)
+
+
+@AS_ROOT
+def test_run_as_with_an_interpreter_that_hangs_is_refused_in_time(
+    home: HomePaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(run_as, "_CHECK_SECONDS", 0.1)
+    mask, groups = os.umask(0o022), os.getgroups()
+    try:
+        run_as.restrict_process()
+        with pytest.raises(StartError, match=r"did not answer within 0\.1 s"):
+            run_as.prepare_run_directory(home, USER, None)
     finally:
         os.umask(mask)
         os.setgroups(groups)
