@@ -140,8 +140,8 @@ def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | 
 
 def describe_differences(settings: Settings) -> Iterator[str]:
     """Yield sentences about the differences between database and run directory, and one about tokens that are not revoked; none
-    if there is nothing to say. Raises, while iterating, ``StartError`` if the database cannot be read, and ``OSError`` if the
-    directory of all jobs cannot be read."""
+    if there is nothing to say. Raises ``StartError``, while iterating, if the database or the directory of all jobs cannot be
+    read."""
     database = Database(settings.url)
     try:
         migrate.check_revision(database)
@@ -159,6 +159,8 @@ def describe_differences(settings: Settings) -> Iterator[str]:
         raise StartError(error.detail) from None
     except SQLAlchemyError as error:
         raise StartError(f"the database cannot be read: {first_line(error)}") from error
+    except OSError as error:
+        raise StartError(f"the run directory cannot be read: {error}") from error
     finally:
         database.dispose()
 

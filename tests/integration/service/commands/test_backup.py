@@ -154,6 +154,14 @@ def test_restore_refuses_running_services_and_unusable_backup_files(
     assert not list(home.glob("*.before-*"))
 
 
+def test_restore_check_with_unreadable_jobs_directory_says_so(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(home / "jobs")
+    (home / "jobs").touch()  # root can read every directory
+    assert command(home, "restore", "--check") == 2
+    said = capsys.readouterr().err
+    assert "cannot be read" in said and str(home / "jobs") in said
+
+
 def test_restore_discards_the_wal_of_the_lost_database(home: Path, tmp_path: Path) -> None:
     file, target = tmp_path / "backup.db", home / "ratchet.db"
     database = Database(sqlite_url(target))
