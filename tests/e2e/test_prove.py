@@ -138,11 +138,22 @@ def test_compare_of_two_jobs_and_prove_of_an_existing_job(server: Server, spec: 
     before = stored()
     text = cli("prove", a, deadline=120).text
     assert text.startswith(f"PROVED: {a}, steps 11 to 12, done again, ends with the same bits")
+    assert "not judged, since two runs from the same state differ in them: time" in text.splitlines()
     assert stored() == before and not any(pinned for _, pinned in before)
     assert {job["id"] for job in server.call("GET", "/v1/jobs").json()["items"]} == {a, b, other}
     one = cli("submit", spec, "--set", "env.STEPS=3", "--set", "checkpoint.first=off").text.strip()
     server.wait_phase(one, "SUCCEEDED")
     assert "two of different steps are needed" in cli("prove", one, expect=4).errors
+
+
+def test_prove_of_an_existing_job_fails_for_a_metric_that_differs(server: Server, spec: str, tmp_path: Path) -> None:
+    cli = Cli(server.home, tmp_path)
+    short = ("--set", "env.STEPS=7", "--set", "checkpoint.every_steps=5", "--set", "checkpoint.first=off")
+    job = cli("submit", spec, *short, "--set", "env.PLANT=counted").text.strip()
+    server.wait_phase(job, "SUCCEEDED")
+    proof = cli("prove", job, "--json", expect=1, deadline=120).data
+    assert (proof["verdict"], proof["comparison"]["identical"], proof["times"]) == ("differs", True, ["time"])
+    assert proof["metrics_differ"] == ["counted at step 6: 6 against 1"]
 
 
 @pytest.mark.skipif(os.environ.get("RATCHET_TEST_PROVE") != "all", reason="RATCHET_TEST_PROVE=all proves the examples")

@@ -169,9 +169,7 @@ def _lines(proof: Proof) -> list[str]:
     out += [f"note: {text}" for text in proof.reports]
     out.append(f"not compared: files that the script itself writes{''.join(f'; {text}' for text in proof.unseen)}")
     if proof.times:
-        out.append(
-            f"not judged, since undisturbed runs differ in them while all tensors are equal: {', '.join(proof.times)}"
-        )
+        out.append(f"not judged, since two runs from the same state differ in them: {', '.join(proof.times)}")
     return [*out, *_metrics(proof)]
 
 

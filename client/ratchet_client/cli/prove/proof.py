@@ -32,9 +32,9 @@ class Proof(BaseModel):
     whole job (None: unknown). ``comparison``: that of the undisturbed runs if they differ, else that of the interrupted run with
     an undisturbed one; for a job, that of its newest checkpoint with the fork's. ``redone``: number of steps that were lost and
     done again. ``metrics``: number of series that were compared; ``metrics_differ``: their differences. ``times``: series that
-    differ between undisturbed runs although all tensors are equal; they are not judged. ``reports``: what was not exact in
-    resumes, and the notes of their reports. ``lost``: the component that the first inexact resume has lost. ``unseen``: loop
-    variables that no checkpoint has, and anything else that was not compared."""
+    differ between two runs from the same state, and so are not judged. ``reports``: what was not exact in resumes, and the notes
+    of their reports. ``lost``: the component that the first inexact resume has lost. ``unseen``: loop variables that no
+    checkpoint has, and anything else that was not compared."""
 
     verdict: Verdict
     what: str
@@ -122,8 +122,9 @@ def _too_few(job: JobView, stored: int) -> str:
 
 def prove_job(trials: Trials, job_id: str) -> Proof:
     """Train from the job's checkpoint before the last to its last one again, in a fork, and return the result; blocks until the
-    fork has ended. Meanwhile both checkpoints are pinned; nothing else of the job is changed. Metrics that differ are listed, but
-    do not change the verdict. Raises ``Conflict`` (``too-few-checkpoints``) and ``TrialFailed``."""
+    fork has ended. If only metrics differ, a second fork does the same: metrics that differ between the forks, too, are not
+    judged (``times``). Metrics are compared at steps for which the service has stored both values. Meanwhile both checkpoints are
+    pinned; nothing else of the job is changed. Raises ``Conflict`` (``too-few-checkpoints``) and ``TrialFailed``."""
     client = trials.client
     job = client.view(job_id)
     stored = [c for c in client.checkpoints(job_id) if c.state == "committed" and c.lineage == "current"]
@@ -142,25 +143,39 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
         "trial": {"end_at": newest.step},
     }
     request = ForkRequest(checkpoint_id=before.id, name=f"{job.name[:48].rstrip('-')}-prove-again", spec=changes)
-    fork = trials.add(client.fork(job_id, request).view)
     _unpin_later(trials, before)
-    (again,) = trials.wait({fork: f"steps {before.step + 1} to {newest.step} again"})
+
+    def run_again(words: str) -> Run:
+        """Submit a fork, and return its run when it has ended."""
+        fork = trials.add(client.fork(job_id, request).view)
+        (run,) = trials.wait({fork: f"steps {before.step + 1} to {newest.step} {words}"})
+        return run
+
+    again = run_again("again")
     if again.facts.step != newest.step or again.job.last_checkpoint is None:
         raise TrialFailed(f"the fork ended at step {again.facts.step}, not at {newest.step}: nothing can be compared")
-    found = client.compare(job_id, fork, checkpoint=newest.id, with_checkpoint=again.job.last_checkpoint)
-    theirs = {n: dict(zip(s.steps, s.values, strict=True)) for n, s in client.series(job_id).items()}
-    within = {
-        name: {s: v for s, v in points.items() if before.step < s <= newest.step} for name, points in theirs.items()
-    }
+    found = client.compare(job_id, again.job.id, checkpoint=newest.id, with_checkpoint=again.job.last_checkpoint)
+    redone: dict[str, dict[int, float]] = {}
+    recorded: dict[str, dict[int, float]] = {}
+    for name, points in client.series(job_id).items():
+        ours = {step: v for step, v in again.metrics.get(name, {}).items() if before.step < step <= newest.step}
+        recorded[name] = {step: v for step, v in zip(points.steps, points.values, strict=True) if step in ours}
+        redone[name] = {step: ours[step] for step in recorded[name]}
+    different = _metrics_differ(recorded, redone)
+    times: list[str] = []
+    if found.identical and different:
+        times = sorted(different.keys() & _different(again, run_again("once more, since metrics differ")).keys())
+    metrics = [text for name, text in different.items() if name not in times]
     return Proof(
-        verdict=_verdict(again, equal=found.identical),
+        verdict=_verdict(again, equal=found.identical and not metrics),
         what=f"{job_id}, steps {before.step + 1} to {newest.step}",
         steps=newest.step,
         total=again.facts.total,
         comparison=found,
         redone=newest.step - before.step,
-        metrics=len(within),
-        metrics_differ=[*_metrics_differ(within, again.metrics).values()],
+        metrics=sum(map(bool, recorded.values())),
+        metrics_differ=metrics,
+        times=times,
         reports=_reports(again.attempts),
         lost=_lost_component(again.attempts),
         unseen=[*again.carried, *_unseen_spec(again.attempts)],
