@@ -318,8 +318,9 @@ class RatchetClient(Following, Access):
 
     def files(self, job: str | Job, path: str = "", *, recursive: bool = True, everything: bool = False,
               page_size: int = 1000) -> Iterator[views.FileView]:  # fmt: skip
-        """Yield the files and directories below ``path`` in the job's working directory, each directory before its contents.
-        ``recursive=False``: only the direct entries of ``path``. ``everything``: include unchanged files of the job's code.
+        """Yield the entries (files, directories, links) below ``path`` in the job's working directory, each directory before its
+        contents. Unchanged files and the directories of the job's code are left out; ``everything`` includes them. New files in
+        such a directory are yielded. ``recursive=False``: only the direct entries of ``path``.
 
         >>> [file.path for file in client.files(job_id)]
         []

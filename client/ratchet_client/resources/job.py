@@ -177,8 +177,9 @@ class Job:
 
     def verify(self, checkpoint_id: str | None = None) -> views.VerifyResult:
         """Verify the checkpoint ``checkpoint_id`` (default: the newest): the service reads every byte and compares it with the
-        digests. If the checkpoint is damaged, the result says so, as in the client's ``verify``. Raises ``NotFound`` if the job
-        has no checkpoint."""
+        digests. If the checkpoint is damaged, no exception is raised: the result says so, and the service moves the checkpoint
+        to the quarantine if no attempt can be using it. Raises ``NotFound`` if the job has no checkpoint, and ``Conflict`` if
+        this one is quarantined or deleted already."""
         return self._client.verify(self.id, self._checkpoint(checkpoint_id))
 
     def export(self, target: str | os.PathLike[str], checkpoint_id: str | None = None, *,

@@ -72,7 +72,8 @@ class Shape(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows that a report refers to. ``node`` is None if its row does not exist yet."""
+    """What a report needs of the rows that it refers to: copies of some columns, as plain objects, and parts of the job's spec
+    (``shape``). Changes of them are stored only within ``write_changes``. ``node`` is None if its row does not exist yet."""
 
     job: JobRow
     attempt: AttemptRow

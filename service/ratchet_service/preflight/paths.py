@@ -53,8 +53,10 @@ class Roots:
             )
 
     def allows_path(self, real: Path) -> bool:
-        """Return True if the file or directory ``real`` may be read. The path must contain no symbolic links: it comes from
-        ``realpath``, or from ``/proc/self/fd`` of an open file."""
+        """Return True if the roots allow the service to read the file or directory ``real`` for a spec: any path if ``code`` is
+        None, else one below a root, with the exception for the run directory that the class describes. File permissions are not
+        checked. The path must contain no symbolic links: it comes from ``realpath``, or from ``/proc/self/fd`` of an open
+        file."""
         if self.code is None:
             return True
         roots = [Path(os.path.realpath(root)) for root in self.code]

@@ -127,8 +127,9 @@ def _read_valid_manifest(
 
 def _check_parent(directory: Path, manifest: Manifest, lineage: Sequence[Segment], root: Base | None) -> None:
     """Check the parent that the manifest records. It must be an earlier checkpoint of the same attempt, or the checkpoint that
-    the manifest's segment of the lineage started from. If the parent is in the lineage and still exists, it must have the
-    recorded digest. Raises ``CheckpointError`` (``checkpoint-damaged``) if not. ``root``: as in ``find_base``."""
+    the manifest's segment of the lineage started from. For the oldest segment that is ``root``; if ``root`` is None, any parent
+    of an earlier step is accepted there. If the parent is in the lineage and its manifest can still be read, it must have the
+    recorded digest. Raises ``CheckpointError`` (``checkpoint-damaged``) if not."""
     parent = manifest.parent
     segment = next(s for s in lineage if s.contains(manifest.step, manifest.attempt))
     oldest = segment.after_step == min(s.after_step for s in lineage)

@@ -1,9 +1,12 @@
 """The facts that a bit-for-bit repetition depends on, as recorded in a manifest, and their comparison at a resume.
 
 Only facts that can change a bit are compared: thread counts, instruction set, library versions, GPU, topology, the
-deterministic switches. Host names, paths and dates are not recorded. A manifest also records, for people to read, where the
-code and its packages come from (``PROVENANCE``). These entries are not compared. A resume compares digests of both
-instead: the packages' digest is a fact here, the code's stands in the manifest.
+deterministic switches. Host names, paths and dates are not recorded.
+
+A manifest also has entries that are not compared (``PROVENANCE``): Ratchet's version, the code's commit, the list of packages,
+and since when resumes have not been exact. Reports use them: a resume names changed packages by the list, and passes on that an
+earlier resume was not exact (``NOT_EXACT``). For code and packages, digests are compared instead: the packages' digest is a fact
+here, the code's stands in the manifest.
 """
 
 from __future__ import annotations

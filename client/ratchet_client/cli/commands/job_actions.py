@@ -135,7 +135,7 @@ def cancel(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
 
 
 def preempt(ctx: typer.Context, job: JobId, as_json: JsonFlag = False) -> None:
-    """Checkpoint, stop, and put the job back into the queue."""
+    """Request that a job saves a checkpoint, stops and returns to the queue."""
     with open_client(ctx) as client:
         _print_done(client.preempt(job), "will be preempted", as_json)
 

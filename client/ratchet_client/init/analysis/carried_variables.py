@@ -1,4 +1,6 @@
-"""Plain variables that a loop carries from one iteration to the next. No checkpoint has them unless a Session keeps them."""
+"""Edits and remarks for plain variables that a loop carries from one iteration to the next: no checkpoint has them unless a
+Session keeps them. ``save_carried`` records the edits that make ``session.keep`` hold them. Where that is not enough, a remark
+says what to do by hand."""
 
 from __future__ import annotations
 
