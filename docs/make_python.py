@@ -65,7 +65,7 @@ SOURCES: Final = {
 }  # fmt: skip
 """Files of ``EXAMPLES``, and what objects of the class are called there."""
 OR: Final = """\
-With steps that the script counts itself, and a `TrainLoader`:
+A script that counts its steps itself, and uses a `TrainLoader`:
 """
 _LONG: Final = 12
 """Lines of an example; of a longer loop the head is shown."""

@@ -29,7 +29,7 @@ a number with `s`, `m`, `h` or `d`. A size is a whole number with `Ki`, `Mi`, `G
 a spec and shows what would run, without starting it. A local job is checked against the service's machine, any other job against
 what its launcher can do. [troubleshooting.md](troubleshooting.md) explains the messages of the check, with the cure.
 
-This page is made from the models by `python docs/make_spec.py`.
+`python docs/make_spec.py` makes this page from the classes that define the spec.
 """
 _LARGE = 1_000_000
 """A bound above is a machine's, and no news to anybody."""

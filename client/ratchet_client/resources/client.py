@@ -417,8 +417,8 @@ class RatchetClient(Following, Access):
         return self._get(f"/v1/hooks/{quote(name, safe='')}", views.HookInfo)
 
     def ready(self) -> bool:
-        """Return True if the service reports that it is ready; its database then responds, too. Return False if the service does
-        not respond or is not ready, also after retries for ``retry_for`` seconds."""
+        """Return True if the service reports that it is ready; its database then responds, too. Return False if,
+        even after retries for ``retry_for`` seconds, the service does not respond or is not ready."""
         try:
             self._transport.request("GET", "/readyz")
         except (ServiceUnreachable, ServiceFault):

@@ -61,8 +61,8 @@ class Following(Calls):
 
     def hook_series(self, job: str | Job, figure: str = "residual_norm") -> dict[int, Series]:
         """Return one curve per rank: the values of ``figure`` over the steps. ``figure``: a field of ``HookSummary``
-        (``compression_rate``, ``bytes_after`` ...). Steps at which the hook has no value are left out, and ranks without any
-        value. Raises ``AttributeError`` for an unknown figure if there is a summary.
+        (``compression_rate``, ``bytes_after`` ...). Steps at which the hook has no value, and ranks that have no
+        value at all, are left out. Raises ``AttributeError`` for an unknown figure if there is a summary.
 
         >>> norms = client.hook_series(job_id)
         >>> sorted(norms), len(norms[0].steps) == len(norms[0].values) > 0

@@ -341,8 +341,8 @@ class Session:
 
     def checkpoint(self) -> bool:
         """Save a checkpoint now; do nothing if this step is saved already. Every rank calls it after the same step, after
-        ``zero_grad``. A call in the body of the loop ends the step if its backward pass is done (in ``epochs``: if its batch is
-        taken); otherwise the previous step is saved. Return True if the step is saved, and False if the save failed. A failed
+        ``zero_grad``. In the body of the loop, the call ends and saves the current step if that step's backward
+        pass is done (in ``epochs``: if its batch is taken). Before that point, the call saves the previous step. Return True if the step is saved, and False if the save failed. A failed
         save is also reported. Raises ``CheckpointError`` at the third failed save in a row."""
         self._epoch_loop.on_checkpoint()
         return self._runtime.checkpoint()
@@ -374,7 +374,7 @@ class Session:
         dtype, or if only some of them need a gradient.
 
         A stop does not interrupt this call, since a stop waits for the end of the step. Between two steps, a stop may cut an
-        evaluation short: use ``ev.gather`` there.
+        evaluation short: use ``ev.gather`` there. For a tensor, this call raises ``UserError`` there.
         """
         runtime = self._runtime
         if isinstance(value, torch.Tensor):
