@@ -129,7 +129,8 @@ class TrainData(Protocol):
 
 @dataclass
 class Parts:
-    """What a task builds. Everything with state is named here, and is restored bit for bit after a kill.
+    """What a task builds. Everything with state is named here. It is restored bit for bit after a kill, except data whose
+    ``exact`` is False.
 
     ``model``: a module on ``ctx.device``, without DDP; ``optimizer``: over the model's parameters; ``train``: this rank's data, a
     ``TrainLoader``, a ``TrainStream`` or an object that implements ``TrainData``; ``scaler``: the gradient scaler for automatic

@@ -1,5 +1,5 @@
-"""The files of one agent: the launch file as its node sees it, the lock that proves that it is alive, its result. Does not import
-torch."""
+"""Reads the launch file for one node, holds the lock that proves that the agent is alive, and writes the agent's result. Does not
+import torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LaunchRefused(Exception):
 
 def load_launch(path: Path, node: int = 0) -> LaunchFile:
     """Read and check ``launch.json`` at ``path``, and return its content with the number and the ranks of ``node``. The protocol
-    version is checked before anything else is parsed. Raises ``LaunchRefused`` if the file cannot be read, is invalid, has
+    version is checked before all other fields. Raises ``LaunchRefused`` if the file cannot be read, is invalid, has
     another protocol version, belongs to another directory or has no such node."""
     try:
         raw: Any = json.loads(path.read_bytes())

@@ -1,13 +1,14 @@
 """Fetches the checkpoint that an attempt starts from, if the local disk has lost it, from the object store before any rank is
 started.
 
-The local directory is checked first, with every byte verified, then the object store:
+First the newest intact checkpoint of the local directory is determined, with every byte verified. If the local disk has an error,
+nothing is fetched: the ranks will report the error. Then the object store is queried:
 
 - If the store has a newer checkpoint of the lineage, it is fetched, and the directory is its cache from then on.
 - If the store is unreachable, the attempt starts from the local checkpoint if that is as new as the one that the service has
-  recorded. If the service has recorded none, the attempt starts without the store, too. Otherwise it waits until
-  ``policy.startup_deadline`` has passed without a byte. It then ends with a checkpoint-error, which policy may retry. A job never
-  starts from scratch because a network was down.
+  recorded. If the service has recorded none, the attempt starts without the store, too. Otherwise the query is repeated until
+  ``policy.startup_deadline`` has passed without a byte. The attempt then ends with a checkpoint-error, which policy may retry. A
+  job with a recorded checkpoint never starts from scratch because a network was down.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def download_checkpoint(launch: LaunchFile, paths: AttemptPaths, wait_for: WaitF
     """Fetch the newest checkpoint from the object store if it is newer than the newest local one, and report and record what was
     found. Blocks; does nothing if no attempt has trained yet.
 
-    Raises ``NotStarted`` if the attempt is over meanwhile. Raises it with cause checkpoint-error if a download fails, or if the
-    store stays unreachable and the local checkpoint is older than the one that the service has recorded.
+    Raises ``NotStarted`` if the attempt is over meanwhile. Raises it with cause checkpoint-error if a query or download fails
+    although the store is reachable, and if the store stays unreachable and the local checkpoint is older than the one that the
+    service has recorded. For an error of the local disk nothing is raised: the ranks will report it.
     """
     if not launch.lineage:
         return  # no attempt has begun to train: there is no checkpoint to fetch

@@ -96,8 +96,8 @@ class Uploader:
         self._thread.start()
 
     def finish(self, seconds: float) -> None:
-        """Upload missing checkpoints for at most ``seconds``, end the thread, then report those still missing. Blocks. Does
-        nothing without ``start``."""
+        """Upload missing checkpoints for at most ``seconds``, then report those that are not known to be in the store. Blocks. A
+        thread that still hangs in a request is left behind. Does nothing without ``start``."""
         if self._thread.ident is None:
             return
         self._deadline = time.monotonic() + seconds
@@ -119,8 +119,8 @@ class Uploader:
             self._thread.join(0.5)
 
     def _missing(self) -> list[str]:
-        """The names of the committed checkpoints that are not in the store; a single general text if the store cannot be
-        queried."""
+        """The names of the committed checkpoints that are not known to be in the store, without a query of the store; a single
+        general text if the store's address cannot be opened."""
         with suppress(CheckpointError):
             return self._open_mirror().pending()
         return ["any committed checkpoint"]
@@ -187,8 +187,8 @@ class Uploader:
             self._messages.report_uploaded(self._pending_repeats.pop(0)[1])
 
     def _report_failure(self, error: Exception) -> None:
-        """Count a failure of a whole round. Report it if its code differs from that of the last reported failure, or if that
-        report is more than ten minutes old."""
+        """Count a failure of a whole round. Report it if a round has succeeded since the last report, if its code differs from
+        that of the last reported failure, or if that report is more than ten minutes old."""
         text = error.detail if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         code = getattr(error, "code", type(error).__name__)
         self._failures += 1

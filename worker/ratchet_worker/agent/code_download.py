@@ -1,5 +1,5 @@
-"""Fetches the job's code from the service, by digest, on a node that lacks it. The code directory appears only when unpacked and
-verified."""
+"""Fetches the job's code, and the file of the spec's ``start_from``, from the service, by digest, on a node that lacks them. A
+directory appears only when unpacked and verified. Code that lies on the nodes is not fetched: its digest is computed."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Stuck(NamedTuple):
 
 class Watch:
     """Watches the step counters of one node's ranks. Times are seconds of one monotonic clock, passed by the caller. ``ready`` is
-    True once all ranks have finished start-up."""
+    True while all ranks have finished start-up; it becomes False again if a script without a Session makes one."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class Watch:
     def find_stuck(self, live: Iterable[int], is_halted: Callable[[int], bool], now: float) -> Stuck | None:
         """Return the stuck ranks: of the ranks in ``live`` that have missed their deadline, those furthest behind, for which the
         others wait. If ``is_halted(rank)`` is True for ranks in ``live`` (a signal has halted their processes), return these
-        instead. None if no rank has missed its deadline."""
+        instead. None if no rank has missed its deadline. Ranks in stage ``UNMANAGED`` are ignored."""
         live = sorted(rank for rank in live if not self._is_unmanaged(rank))
         if not self.ready:
             late = [r for r in live if not _is_ready(self._readings[r])]

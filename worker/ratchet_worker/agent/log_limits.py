@@ -3,7 +3,7 @@
 Ranks write to their log files directly, so that nothing in between can block a rank. A log that takes more disk space than
 ``LaunchFile.log_bytes`` loses its middle: the agent punches a hole. Sizes and offsets stay valid, and with them line ids,
 followers' positions and the ranks' descriptors. The first MiB stays, since it shows how the job was configured, and so does the
-end.
+end. If the file system cannot punch holes, the logs grow without bound, and a message reports that.
 """
 
 from __future__ import annotations

@@ -78,8 +78,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timing(), *, node: int = 0) -> int:
     """Run one node's part of the attempt and return the exit code. Call it in the main thread of a dedicated process. Blocks
-    until this part is over and its ``result.json`` is written. If another agent runs or ran this part, or the attempt is fenced
-    already, it starts nothing and returns ``EXIT_LEASE_LOST``. ``starter``: None chooses one by the launch file."""
+    until this part is over; its ``result.json`` is then written, if the disk takes it. If another agent runs or ran this part, or
+    the attempt is fenced already, it starts nothing and returns ``EXIT_LEASE_LOST``. ``starter``: None chooses one by the launch
+    file."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the supervisor handles them
     paths = AttemptPaths(launch_file.parent).node(node)
     held = lock(paths)

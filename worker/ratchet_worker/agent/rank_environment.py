@@ -84,9 +84,9 @@ def _common_environment(launch: LaunchFile, inherited: Mapping[str, str], interf
 def _choose_interface(env: dict[str, str], world: WorldSpec, interface: str) -> None:
     """Set the network interface of gloo and NCCL in ``env``. By default gloo resolves the host name, which on many machines leads
     to the loopback interface, and NCCL takes the first interface that suits it. On several nodes both get ``interface``, over
-    which the nodes met, unless ``world.interface`` is unset and the node's own environment names another. On one node, gloo
-    always gets the loopback interface, whatever ``env`` and ``world.interface`` name, and NCCL's is not changed. NCCL uses the
-    interface for data only if it has no InfiniBand."""
+    which the nodes met, unless ``world.interface`` is unset and the node's own environment names another. On one node, gloo gets
+    the loopback interface, whatever the inherited ``env`` and ``world.interface`` name, and NCCL's is not changed. The spec's own
+    variables are set later and take precedence. NCCL uses the interface for data only if it has no InfiniBand."""
     if world.nodes == 1:
         env["GLOO_SOCKET_IFNAME"] = "lo"
         return

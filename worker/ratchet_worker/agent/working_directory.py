@@ -2,7 +2,8 @@
 
 Files that a script writes relative to its current directory, such as its own checkpoints, exist for the next attempt. The code
 itself is imported from the snapshot, which is read-only. ``work.json``, next to the directory, records what was copied, file by
-file. If the job continues with other code, the files that have not been changed since are replaced.
+file. If the job continues with other code, the files that have not been changed since are replaced, or deleted if the new code
+lacks them.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ def prepare(code: Path | None, work: Path, digest: str | None = None) -> list[st
     copy. Raises ``OSError``.
 
     The copy is made under another name in the same directory, synced and renamed. So a copy that a crash interrupted is never
-    used; the next call removes it. Only one process at a time does this on each disk: first node 0's agent, then the others, each
-    under its attempt's lock. ``digest``: the digest of ``code``; an existing copy is updated if it was made of code with another
-    digest (None: it is not updated). A file that was left as it is, and is gone by the next call, is copied then.
+    used; the next call that copies anything removes it. On a disk that nodes share with node 0, node 0's agent calls this before
+    the other agents, which then find the directory ready. ``digest``: the digest of ``code``; an existing copy is updated if it
+    was made of code with another digest (None: it is not updated). A file that was left as it is, and is gone by the next call,
+    is copied then.
     """
     if work.is_dir():
         return [] if code is None else _update(code, work, digest)

@@ -1,7 +1,8 @@
 """Small messages between ranks over the rendezvous store, so that a save or an evaluation needs no collective.
 
-A collective waits for a rank that may never arrive. Here every wait has a deadline, does not count as progress, and can be
-abandoned. Each ``Exchange`` belongs to one thread: a waiting ``TCPStore`` client blocks every other caller of that client.
+A collective waits for a rank that may never arrive. A wait of an ``Exchange`` has a deadline and does not count as progress, and
+the wait of a gather can be abandoned. Each ``Exchange`` belongs to one thread: a waiting ``TCPStore`` client blocks every other
+caller of that client.
 """
 
 from __future__ import annotations

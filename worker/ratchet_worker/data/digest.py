@@ -1,4 +1,4 @@
-"""Digests that identify training data: two runs with the same digest saw the same samples."""
+"""Digests that identify training data: computed over tensors, or returned by the data set's own method ``digest``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""States, at one moment, of the generators that data may draw from: the process-wide ones, and those that a stream holds."""
+"""Records and restores the states, at one moment, of the generators that data may draw from: the process-wide ones, and those
+that a stream holds."""
 
 from __future__ import annotations
 

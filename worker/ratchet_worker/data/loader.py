@@ -72,7 +72,7 @@ class TrainLoader:
     workers pass batches through /dev/shm and use one thread each. ``ratchet_worker.data.order`` defines the order and where an
     epoch ends; ``ratchet_worker.data.dataloader_workers`` describes the workers. Iterating consumes none of the rank's own random
     numbers. ``dataset``, ``augment`` and ``collate_fn`` may have generators of their own. Without workers, these generators are
-    saved with the position. With workers they are not saved, and ``exact`` is False.
+    saved with the position. With workers they are not saved, and ``exact`` is False if there is one.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Users' own streams as training data: resumed exactly if the stream can restore its position, else reported as not exact."""
+"""Users' own streams as training data: resumed exactly if the stream can restore its position or yields the same batches again,
+else reported as not exact."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ class Gpu:
 
 
 def findings_without_torch() -> list[Finding]:
-    """Return a finding for each GPU of ``nvidia-smi``, for an interpreter without torch; empty without GPUs."""
+    """Return a finding for each GPU that ``nvidia-smi`` lists, for an interpreter without torch. Empty if it lists none, is
+    missing or fails."""
     return [_finding(gpu) for gpu in query_smi() or []]
 
 

@@ -1,5 +1,6 @@
 """Resource limits of a rank's processes, set before any user code is imported. They are hard limits: neither that code nor the
-processes that it starts can exceed them.
+processes that it starts can raise them, except with the capability ``CAP_SYS_RESOURCE`` (root). Without a limit in the spec,
+nothing is set.
 
 Open files: RLIMIT_NOFILE. Memory, with the local launcher: RLIMIT_DATA, which counts a process's private writable memory (heap,
 anonymous mappings, stacks), touched or not. RLIMIT_AS is unsuitable: it counts every mapping of every library and file, which for

@@ -187,8 +187,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def end_training(self) -> None:
-        """End the trackers, and mark the job as done, also if its loop was left early. The process group is kept until the
-        process ends."""
+        """End the trackers, mark the job as done and save the final checkpoint (``Session.finish``), also if the loop was left
+        early. The process group is kept until the process ends."""
         for tracker in self.trackers:
             tracker.finish()
         self.session.finish()

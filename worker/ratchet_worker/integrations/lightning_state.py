@@ -1,6 +1,8 @@
-"""State that Lightning's Trainer carries from step to step besides its loops' counters, as plain values and tensors.
+"""Collects and restores the state that Lightning's Trainer carries from step to step besides its loops' counters, as plain values
+and tensors.
 
-Logged values (``self.log``), torchmetrics, attributes of callbacks, and what ``on_save_checkpoint`` adds to a checkpoint.
+It consists of logged values (``self.log``), torchmetrics, attributes of the Trainer and of callbacks, and what
+``on_save_checkpoint`` adds to a checkpoint.
 """
 
 from __future__ import annotations

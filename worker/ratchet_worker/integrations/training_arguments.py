@@ -1,4 +1,5 @@
-"""``TrainingArguments`` of a Trainer in a job: the arguments that no resume could honour, and those of DDP."""
+"""Checks the ``TrainingArguments`` of a Trainer in a job: refuses arguments that no resume could honour, and turns those of DDP
+into arguments of the Session."""
 
 from __future__ import annotations
 

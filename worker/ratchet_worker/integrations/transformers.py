@@ -3,9 +3,10 @@
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
     from ratchet.transformers import Trainer
 
-Seed, DataLoader, order of the data, checkpoints in ``output_dir`` and logs are those of the plain Trainer, and an uninterrupted
-run has the same bits. ``train()`` makes the rank's ``Session``, or uses the one that the script has made: in a job the job's,
-else one that saves to ``output_dir/_ratchet-checkpoints``. Hook, DDP settings, ranks and devices are those of the spec.
+Seed, DataLoader, order of the data, checkpoints in ``output_dir`` and logs are those of the plain Trainer. With the hook
+``allreduce``, an uninterrupted run has the same bits. ``train()`` makes the rank's ``Session``, or uses the one that the script
+has made: in a job the job's, else one that saves to ``output_dir/_ratchet-checkpoints``. Hook, DDP settings, ranks and devices
+are those of the spec.
 
 A step of the job is an optimizer step. It ends when the Trainer requests the next batches: what callbacks, logs, evaluations and
 checkpoints in ``output_dir`` did until then belongs to it. Then it is counted, saved if a checkpoint is due, and stopped at if a

@@ -1,4 +1,5 @@
-"""A rank's messages on disk: JSON lines, one ``RankMessage`` each; the line number, from 1, is the sequence number.
+"""Messages of a rank, or of an agent itself, on disk: JSON lines, one ``RankMessage`` each; the line number, from 1, is the
+sequence number.
 
 The rank appends; the agent sends the lines that the service has not acknowledged; the service itself reads the lines that an
 agent did not send. Only complete lines count, since a rank may die in the middle of a write.
@@ -28,7 +29,8 @@ _MESSAGE: Final[TypeAdapter[RankMessage]] = TypeAdapter(RankMessage)
 
 
 class Spool:
-    """The rank's side, which writes messages. ``append`` never raises, and waits for nothing but the page cache. Thread-safe."""
+    """The side of the rank, or of the agent for its own messages, which writes. ``append`` never raises, and waits for nothing
+    but the page cache. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """Open ``path`` for appending, and create it if it is missing. Raises ``OSError``: a rank that cannot report should not

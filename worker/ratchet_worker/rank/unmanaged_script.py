@@ -1,7 +1,8 @@
 """A script without a Session: it is started, stopped and restarted, and reported as unmanaged.
 
 Its progress is unknown, so no deadline applies; saving and restoring are left to the script. A stop request goes to the script's
-own SIGTERM handler if it has one, and the script then has ``policy.stop_grace`` to end; without one the process ends at once.
+own SIGTERM handler if it has one, and the script then has ``policy.stop_grace`` to end; without one the process ends at once,
+except that rank 0, which serves the store, first waits up to ``policy.stop_grace`` for the other ranks.
 """
 
 from __future__ import annotations

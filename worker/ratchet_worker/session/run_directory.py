@@ -8,7 +8,7 @@ those of a job in the service, so that a service can take it over::
     ratchet-checkpoints/attempts/0002/       the second start: launch.json, base.json, spool, counters, fingerprints
 
 Each start is an attempt. Only two things are ever deleted: checkpoints of the run that its spec does not keep, and unfinished
-ones that a killed process left.
+ones, such as a killed process leaves.
 """
 
 from __future__ import annotations

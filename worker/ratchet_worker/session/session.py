@@ -341,9 +341,10 @@ class Session:
 
     def checkpoint(self) -> bool:
         """Save a checkpoint now; do nothing if this step is saved already. Every rank calls it after the same step, after
-        ``zero_grad``. In the body of the loop, the call ends and saves the current step if that step's backward
-        pass is done (in ``epochs``: if its batch is taken). Before that point, the call saves the previous step. Return True if the step is saved, and False if the save failed. A failed
-        save is also reported. Raises ``CheckpointError`` at the third failed save in a row."""
+        ``zero_grad``. In the body of the loop, the call ends and saves the current step if that step's backward pass is done (in
+        ``epochs``: if its batch is taken). Before that point, the call saves the previous step. Return True if the step is saved,
+        and False if the save failed. A failed save is also reported. Raises ``CheckpointError`` at the third failed save in a
+        row."""
         self._epoch_loop.on_checkpoint()
         return self._runtime.checkpoint()
 

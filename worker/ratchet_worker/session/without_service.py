@@ -4,8 +4,10 @@ The script's own process does what agent and service do for a rank. Rank 0 makes
 content of the directory (``run_directory``). The ranks meet over torchrun's store or one that rank 0 serves. Each rank prints
 what a service would show. The runtime, with everything that it saves and proves, is the same as in a job.
 
-The process belongs to the script, to pytest or to a notebook. So a run restores the signal handlers when it is over, and ends the
-process only for a stop that the script itself cannot act on (``owns_process``).
+The process belongs to the script, to pytest or to a notebook. So a run restores the signal handlers when it is over. It ends the
+process only for a stop before the first step, for a stop that was raised in another thread than the main one, and at a second
+interrupt. At a prompt and under a program such as pytest, interrupts are passed on to Python instead, and a stop in another
+thread does not end the process.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ class ByteLMTask:
     """The task ``bytelm``. Arguments: ``steps``; ``batch_size`` (per rank, or of the whole group with ``batch_is="global"``);
     ``context`` in bytes; ``width``, ``layers``, ``heads``, ``grams``, ``dropout`` of the model; peak ``lr``, ``warmup`` steps,
     ``weight_decay``, ``clip`` (largest norm of the gradient); ``train_bytes`` and ``held_back_bytes`` (caps); ``num_workers`` (0:
-    load in the rank); ``evaluate_every`` in steps (None: at the end). Raises ``UserError`` if ``steps`` or a size of the model is
-    below 1, or ``heads`` does not divide ``width``.
+    load in the rank); ``evaluate_every`` in steps (None: at the end). Raises ``UserError`` if ``steps``, ``context`` or a size of
+    the model is below 1, or ``heads`` does not divide ``width``.
 
     Metrics: ``loss`` (nats per byte) and ``bits_per_byte`` of the training batches; ``test_bits_per_byte`` over the held-back
     bytes, in windows of ``context`` that do not overlap (so a byte is predicted from 1 to ``context`` bytes before it).

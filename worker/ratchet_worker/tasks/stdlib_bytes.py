@@ -41,8 +41,7 @@ class ByteCorpus:
 
 def load_corpus(train_bytes: int, held_back_bytes: int, root: Path | None = None) -> ByteCorpus:
     """Return the corpus, with at most ``train_bytes`` and ``held_back_bytes`` bytes (the last file is cut). ``root``: the
-    directory with the source files, None for the interpreter's standard library. Raises ``UserError`` if there are no source
-    files."""
+    directory with the source files, None for the interpreter's standard library. Raises ``UserError`` if either part is empty."""
     base = root or Path(sysconfig.get_path("stdlib"))
     ranked = sorted((hashlib.sha256(name.encode()).digest(), name) for name in _source_files(base))
     record: list[tuple[str, int, str]] = []
