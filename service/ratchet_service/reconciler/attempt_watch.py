@@ -33,9 +33,9 @@ LEFT: Final = "agent-left"
 @dataclass(frozen=True)
 class Timing:
     """Time limits in seconds. ``launch_deadline``: from the attempt's start, or the end of its wait in the engine's queue, until
-    an agent holds its lock; ``kill_after``: from SIGTERM to SIGKILL of an agent; ``linger``: from the last agent's result, or the
-    first failed one, until all agents must be gone; ``lost``: from one agent's death without a result until the other nodes'
-    agents are killed."""
+    an agent holds its lock; ``kill_after``: from SIGTERM to SIGKILL of an agent (longer for agents of another protocol:
+    ``Watch.killable_after``); ``linger``: from the last agent's result, or the first failed one, until all agents must be gone;
+    ``lost``: from one agent's death without a result until the other nodes' agents are killed."""
 
     launch_deadline: float = 60.0
     kill_after: float = 10.0
@@ -45,8 +45,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The phase and the desired state in the job's row; read for all watched jobs at once in every round. ``desired_cause``,
-    ``desired_at``: why and when it was requested."""
+    """The phase and the desired state in the job's row; read for all attempts that are polled, usually in one query.
+    ``desired_cause``: why it was requested. ``desired_at``: when the attempt's end was requested; a request that replaces another
+    one, such as a cancel after a suspend, keeps the time of the first. Both are None while ``desired`` is ``RUN``."""
 
     phase: JobPhase
     desired: Desired
@@ -112,10 +113,11 @@ class Watch:
         return self.protocol != PROTOCOL_VERSION
 
     def killable_after(self, timing: Timing) -> float:
-        """Return the seconds from SIGTERM to SIGKILL of an agent. For an agent of another protocol ``policy.stop_grace`` is
-        added: it receives no stop request, so it starts its save only after the SIGTERM. Other agents have had that time before
-        the SIGTERM."""
-        return timing.kill_after + (self.limits.stop_grace if self.other_protocol else 0.0)
+        """Return the seconds from SIGTERM to SIGKILL of an agent. ``policy.stop_grace`` is added if the SIGTERM is the first that
+        the agent receives of a stop, since it then starts its save only now: at ``policy.timeout``, and for an agent of another
+        protocol, which receives no stop request. Other agents have had that time after their stop request."""
+        first = self.other_protocol or self.forced_cause is Cause.TIMEOUT
+        return timing.kill_after + (self.limits.stop_grace if first else 0.0)
 
 
 def is_over(state: AttemptState) -> bool:

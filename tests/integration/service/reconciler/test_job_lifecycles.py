@@ -190,6 +190,15 @@ def test_the_timeout_ends_the_job_and_keeps_its_last_checkpoint(small: Plane) ->
     assert job.committed_step == attempt.last_step > 0
 
 
+def test_agent_stopped_at_the_timeout_has_its_stop_grace_to_save(small: Plane) -> None:
+    small.start_reconciler(timing=Timing(kill_after=0.1))
+    job_id = small.submit({"steps": 100_000, "pause": 1.0, "every": 1000}, policy={"timeout": 2, "stop_grace": 30})
+    small.wait(job_id, JobPhase.FAILED)
+    (attempt,) = small.attempts(job_id)
+    assert (attempt.cause, attempt.steps_lost) == (Cause.TIMEOUT, 0) and attempt.committed_step == attempt.last_step > 0
+    assert [e.type for e in small.events(job_id) if e.type.startswith("agent-")] == ["agent-stopped"]
+
+
 def test_agent_that_cannot_start_ends_with_cause_launcher_error(small: Plane) -> None:
     small.start_reconciler(LocalLauncher(small.paths, agent=("/bin/sh", "-c", "echo no such interpreter >&2; exit 3")))
     job_id = small.submit({}, policy={"max_failures": 0})
