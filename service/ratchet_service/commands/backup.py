@@ -73,10 +73,15 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
 def backup(settings: Settings, file: Path, *, replace: bool = False) -> None:
     """Copy the SQLite database to ``file``, as it is at one moment. The copy is checked, synced to the disk, and readable only by
     its owner. Writers of the database are not blocked. Raises ``StartError``, also if ``file`` exists and ``replace`` is
-    False."""
+    False, if it is the database itself, or if it lies in the run directory."""
     source = database_file(settings)
     if not source.is_file():
         raise StartError(f"there is no database {source}")
+    own = [path for end in ("", *_SIDE_FILE_SUFFIXES) if (path := source.with_name(source.name + end)).exists()]
+    if file.exists() and any(file.samefile(path) for path in own):
+        raise StartError(f"{file} is the database itself: give another name")
+    if file.parent.resolve().is_relative_to(settings.home.resolve()):
+        raise StartError(f"{file} lies in the run directory, whose files the service uses: give another directory")
     if file.exists() and not replace:
         raise StartError(f"{file} already exists: give another name, or --replace")
     temporary = file.with_name(f".{file.name}.{os.getpid()}")

@@ -113,6 +113,23 @@ def test_restore_replaces_the_database_and_reports_later_jobs_and_tokens(
     assert "tokens in it that are not revoked, including those revoked after the backup: 1." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["ratchet.db", "../link.db", "../hard.db", "ratchet.db-wal", "service.lock", "new.db"])
+def test_backup_to_the_database_or_next_to_it_is_refused(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "link.db").symlink_to(home / "ratchet.db")
+    (tmp_path / "hard.db").hardlink_to(home / "ratchet.db")
+    service = Database(sqlite_url(home / "ratchet.db"))
+    add_job(service, "second")
+    before = {path.name: path.stat().st_ino for path in home.iterdir()}
+    assert command(home, "backup", "--replace", str(home / name)) == 2
+    assert "give another" in capsys.readouterr().err
+    assert {path.name: path.stat().st_ino for path in home.iterdir()} == before
+    add_job(service, "third")
+    service.dispose()
+    assert jobs_in(home / "ratchet.db") == ["first", "third", "second"]
+
+
 def test_restore_refuses_running_services_and_unusable_backup_files(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
