@@ -1,4 +1,5 @@
-"""The names of all environment variables that Ratchet sets or reads, defined only here."""
+"""The names of Ratchet's own environment variables, and of torchrun's variables that the agent sets for ranks. Variables of other
+programs that Ratchet reads, such as ``XDG_CONFIG_HOME``, are not here."""
 
 from __future__ import annotations
 

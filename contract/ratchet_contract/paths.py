@@ -1,6 +1,6 @@
 """Paths of files below the run directory. Pure path arithmetic; nothing here touches the disk.
 
-<home>/service.json                      url, pid, protocol of the running service (loopback only)
+<home>/service.json                      url, pid, protocol of the running service
 <home>/ratchet.db
 <home>/code/<digest>/                    snapshots of user code
 <home>/run/<name>-<digest>/              run directory of a job of `ratchet run`, laid out as <home>

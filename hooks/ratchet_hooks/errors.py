@@ -20,7 +20,8 @@ class LayoutMismatch(HookStateError):
 
 
 class UnsupportedModel(ValueError):
-    """A module or a DDP setting is not supported: the requested hook cannot work with it, or cannot be resumed exactly."""
+    """A model, a DDP setting, or a requested hook, state or wrapper is not supported: the hook cannot work with it, or cannot be
+    resumed exactly. Also raised where a managed hook is needed and none is registered."""
 
 
 class CustomHookError(RuntimeError):

@@ -3,9 +3,9 @@
 RatchetError
 ├── (SpecError, NotFound, Conflict, Refused, ...)   4xx, rebuilt from problem+json with code and field errors
 ├── ServiceUnreachable                              no response
-├── ServiceFault                                    a 5xx response, or a response that is not from the API
+├── ServiceFault                                    a 5xx response, one that is not from the API, or a damaged download
 ├── AmbiguousName                                   several jobs have the name
-└── DeadlineReached                                 ``wait`` gave up; the job continues
+└── DeadlineReached                                 a time limit has passed, as in ``wait``; the job continues
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ServiceUnreachable(RatchetError):
 
 
 class ServiceFault(RatchetError):
-    """The service responded with a 5xx status, or the response is not from Ratchet's API."""
+    """The service responded with a 5xx status, the response is not from Ratchet's API, or a download is damaged."""
 
     code = "service-fault"
 

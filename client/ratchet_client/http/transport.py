@@ -39,8 +39,8 @@ def _without_none(params: Params | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Body:
-    """A request body that is too large for memory. ``parts``: returns a new iterator over its bytes, and is called for each try.
-    ``size``: in bytes. With a body, the timeout for the response is at least ten minutes."""
+    """A request body that is sent in parts and not held in memory. ``parts``: returns a new iterator over its bytes, and is
+    called for each try. ``size``: in bytes. With a body, the timeout for the response is at least ten minutes."""
 
     media_type: str
     size: int
@@ -135,8 +135,9 @@ class Transport:
         self, path: str, params: Params | None, headers: Mapping[str, str], read: float = 60.0
     ) -> Iterator[httpx.Response]:
         """Send a GET request once and yield the open response, to be read incrementally; the response is closed on exit.
-        ``read``: the maximum seconds without a byte; it can be long, since the service sends comments while idle. Raises the
-        service's problem as a ``RatchetError``, and ``ServiceUnreachable`` also if the connection breaks during the block."""
+        ``read``: the maximum seconds without a byte. The default is enough for a stream of events, since the service sends
+        comments while it has no event. Raises the service's problem as a ``RatchetError``, and ``ServiceUnreachable`` also if the
+        connection breaks during the block."""
         url = self.target.url()
         timeout = httpx.Timeout(self._timeout.connect, read=read)
         headers = {**headers, **self._authorization(url)}

@@ -65,7 +65,8 @@ def hook_block(hook: HookUse) -> dict[str, Any] | None:
 
 
 def notes(command: Command, facts: Facts, place: Place, python: Path | None) -> list[Note]:
-    """Return all notes about the script, ordered by subject, beginning with how Ratchet runs it."""
+    """Return all notes about the script, ordered by subject, beginning with how Ratchet runs it. Starts the job's interpreter to
+    find out which modules it has, which blocks for at most 60 seconds, and lists the code directory."""
     way = run_mode(facts, place)
     return [
         *_way(facts, place, way), *_frameworks(command, facts, way), *_hooks(facts, way), *_saves(facts, way),

@@ -206,8 +206,8 @@ def _number(name: str, value: str, *, minimum: int) -> int:
 
 def count_ranks(value: str) -> tuple[int, Literal["auto", "cpu", "cuda"]]:
     """Return the ranks and the device for the value of ``--nproc-per-node``: a number (device "auto"), or ``cpu``, ``gpu`` or
-    ``auto``, for which CPUs or GPUs of this machine are counted as torchrun does. Raises ``Refused`` for any other value, and for
-    ``gpu`` without a GPU."""
+    ``auto``, for which CPUs or GPUs of this machine are counted as torchrun does; counting GPUs may block (``count_gpus``).
+    Raises ``Refused`` for any other value, and for ``gpu`` without a GPU."""
     gpus = count_gpus() if value in ("gpu", "auto") else 0
     if value == "gpu" and not gpus:
         raise Refused("--nproc-per-node=gpu: this machine has no GPU; give the number of ranks")

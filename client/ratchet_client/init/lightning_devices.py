@@ -13,9 +13,9 @@ _ALL: Final = ("auto", "-1")
 
 
 def with_devices(command: Command, facts: Facts) -> Command:
-    """Return a copy of ``command`` with the number of ranks, and the device, that the script's Lightning Trainer would use.
-    Return ``command`` unchanged if it specifies a number of ranks, if the script does not have exactly one Lightning Trainer, or
-    if the Trainer's number is unknown."""
+    """Return a copy of ``command`` with the number of ranks that the script's Lightning Trainer would use. Its device is "cuda"
+    if this machine has a GPU and the Trainer is not set to the CPU, else "auto". Return ``command`` unchanged if it specifies a
+    number of ranks, if the script does not have exactly one Lightning Trainer, or if the Trainer's number is unknown."""
     trainer = lightning(facts)
     if trainer is None or command.given is not None:
         return command

@@ -112,8 +112,8 @@ def missing_modules(python: Path | None, names: Iterable[str], folders: list[Pat
 
 @dataclass(frozen=True)
 class Entry:
-    """A file directly in the code directory, or a directory there with everything below it. ``name``: ends with "/" for a
-    directory; ``count``: number of files; ``size``: bytes."""
+    """A file directly in the code directory, or a directory there, with what a snapshot would contain of it. ``name``: ends with
+    "/" for a directory; ``count``: number of files; ``size``: bytes."""
 
     name: str
     count: int

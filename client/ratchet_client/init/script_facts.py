@@ -10,7 +10,8 @@ from typing import Any, Literal
 @dataclass(frozen=True)
 class Place:
     """A place in a script. ``text``: the source text of an expression there. ``value``: the path or string that the expression
-    stands for, for example the file that it opens; None if it is not a literal."""
+    stands for, for example the file that it opens. If only the beginning of the path or string is a literal, as in an f-string,
+    ``value`` is this beginning; if not even that is a literal, None."""
 
     file: str
     line: int

@@ -1,7 +1,7 @@
 """Every option of torchrun (torch 2.9 to 2.15), and how it is translated to a job spec. No option is ignored silently.
 
-A rule maps the option's value to one of three results: ``Keep`` (it becomes a key of the spec), ``Drop`` (Ratchet does it anyway;
-the sentence says how) or ``Refuse`` (it is not supported; the sentence says what to do instead).
+A rule maps the option's value to one of three results: ``Keep`` (it becomes a key of the spec), ``Drop`` (it is not needed; the
+sentence says why) or ``Refuse`` (it is not supported; the sentence says what to do instead).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Keep:
 
 @dataclass(frozen=True)
 class Drop:
-    """Result of a rule: the option is left out, since Ratchet does it anyway. ``why``: a sentence that says how."""
+    """Result of a rule: the option is left out, since it is not needed: its value is the default, or Ratchet does the same or
+    something equivalent anyway. ``why``: a sentence with the reason."""
 
     why: str
 

@@ -72,7 +72,7 @@ class RatchetClient(Following, Access):
     def submit(self, spec: Spec, *, adopt: str | os.PathLike[str] | None = None, idempotency_key: str | None = None,
                upload: bool | None = None, note: Note | None = None) -> Job:  # fmt: skip
         """Create a job from ``spec``: the path of a YAML or JSON file, a mapping, or a ``JobSpec``. Return the job without
-        waiting for its start. Raises ``SpecError`` with every invalid field.
+        waiting for its start. Raises ``SpecError`` with the invalid fields (at most 50).
 
         Relative paths in the spec are relative to the file's directory. Without a file, they are relative to the current
         directory. The same ``idempotency_key`` with the same spec returns the same job again.

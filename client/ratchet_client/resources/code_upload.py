@@ -30,10 +30,11 @@ _PERIOD: Final = 5.0
 def with_code(
     transport: Transport, spec: dict[str, Any], upload: bool | None, note: Note | None = None, *, within: str = ""
 ) -> dict[str, Any]:
-    """Upload the directory ``code.path`` of this machine, and return a copy of ``spec`` with ``code.digest`` and the facts of its
-    git repository. Nothing is transferred if the service has the same content already. ``upload``: True: upload; False: do not;
-    None: upload if the service's address is another machine's and the directory exists here. Return ``spec`` itself if
-    ``upload`` decides against it, if ``code`` has no directory to snapshot, or if it has a ``digest`` already.
+    """Upload the directory ``code.path`` of this machine, and return a copy of ``spec`` with an absolute ``code.path``,
+    ``code.digest`` and the facts of its git repository. Nothing is transferred if the service has the same content already.
+    ``upload``: True: upload; False: do not; None: upload if the service's address is another machine's and the directory exists
+    here. Return ``spec`` itself if ``upload`` decides against it, if ``code`` has no directory to snapshot, or if it has a
+    ``digest`` already.
 
     ``note``: receives sentences about left-out files and progress; None: those about left-out files are Python warnings.
     ``within``: the JSON pointer of ``spec`` in the request, for error messages. Raises ``SpecError`` if the directory cannot be

@@ -40,9 +40,10 @@ def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> 
     """Download the export at the API path ``path`` to ``target``, a file (``safetensors``) or a directory (``torch``, ``dcp``),
     which must not exist. Return notes for the reader of the export; blocks until it is complete.
 
-    The export is written next to ``target`` and renamed at the end. Before that, the temporary directories that killed exports to
-    ``target`` left behind are removed. Raises ``Refused`` (``output-exists``, ``output-not-written``), ``ServiceUnreachable`` for
-    a truncated response, ``ServiceFault`` for an altered one, and the service's errors; ``target`` is then not written.
+    The export is written next to ``target`` and renamed at the end. Before that, the temporary directories that killed exports
+    to ``target`` left behind are removed, if the file system has locks. Raises ``Refused`` (``output-exists``,
+    ``output-not-written``), ``ServiceUnreachable`` for a truncated response, ``ServiceFault`` for an altered one, and the
+    service's errors; ``target`` is then not written.
     """
     if os.path.lexists(target):
         raise _exists_error(target)

@@ -23,8 +23,8 @@ class Job:
     """One job, and the client that accesses it.
 
     ``view`` and the properties show the job's state at the last read. ``refresh``, ``wait``, ``poll``, ``resume``, ``suspend``,
-    ``cancel``, ``preempt`` and ``checkpoint_now`` update this state, and all but ``poll`` return this ``Job``. Most methods call
-    the client's method of the same name.
+    ``cancel``, ``preempt`` and ``checkpoint_now`` update this state, and all but ``poll`` return this ``Job``. ``verify``,
+    ``export`` and ``pin`` without a checkpoint's id update it, too. Most methods call the client's method of the same name.
 
     >>> job = client.job(job_id)
     >>> job.phase.value, job.progress.step == job.metrics("loss")["loss"].steps[-1]
@@ -96,7 +96,8 @@ class Job:
     def wait(self, until: Collection[JobPhase] = TERMINAL, deadline: float | None = None,
              on_change: Callable[[views.JobView], None] | None = None) -> Job:  # fmt: skip
         """Wait until the job's phase is one of ``until``, or the job has ended, and return this ``Job``. Raises
-        ``DeadlineReached`` after ``deadline`` seconds. ``on_change`` is called at every new phase or reason."""
+        ``DeadlineReached`` after ``deadline`` seconds. ``on_change`` is called with the first state, and at every new phase or
+        reason."""
         self.view = self._client.wait(self.id, until, deadline, on_change)
         return self
 

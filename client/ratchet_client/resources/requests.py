@@ -54,7 +54,7 @@ class Calls:
 
     def _no_such_job(self, job: str) -> NotFound:
         """Return, and do not raise, the error for a name that no job has. The message suggests a similar name of one of the
-        newest 100 jobs, if there is one."""
+        newest 100 jobs, if there is one; a request reads these jobs."""
         names = {other.name for other in islice(self._pages("/v1/jobs", JobView, {"limit": PAGE}), PAGE)}
         near = get_close_matches(job, names, 1)
         hint = f"did you mean {near[0]!r}?" if near else "`ratchet list` shows the jobs"

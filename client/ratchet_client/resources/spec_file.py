@@ -19,10 +19,10 @@ Spec: TypeAlias = JobSpec | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def spec_body(spec: Spec) -> dict[str, Any]:
-    """Return the spec as JSON data for a request; the argument is not changed. ``code.path``, ``start_from.path`` and a
-    ``python`` that is a path become absolute, relative to the directory of the spec's file, or to the current one for data that
-    is not from a file. Raises ``SpecError`` if the file is not a YAML or JSON mapping or a value cannot be JSON, and ``NotFound``
-    if the file cannot be read."""
+    """Return the spec as JSON data for a request; the argument is not changed. The path "-" means standard input. ``code.path``,
+    ``start_from.path`` and a ``python`` that is a path become absolute, relative to the directory of the spec's file, or to the
+    current one for data that is not from a file. Raises ``SpecError`` if the file is not a YAML or JSON mapping or a value
+    cannot be JSON, and ``NotFound`` if the file cannot be read."""
     if isinstance(spec, str | os.PathLike):
         return read_spec(os.fspath(spec))
     given = spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, JobSpec) else dict(spec)

@@ -1,7 +1,8 @@
 """A tree of code as a tar: the same bytes wherever it is written; verified, and unpacked completely or not at all.
 
-Only files and links are unpacked, within the limits of a snapshot, and only content that the digest confirms is used. The sender
-of the archive is not trusted. The dialect is GNU's, without extended headers: the one that ``write_archive`` writes.
+Only files and links are unpacked, within the limits that the caller sets (none for an archive of a single file), and only
+content that the digest confirms is used. The sender of the archive is not trusted. The dialect is GNU's, without extended
+headers: the one that ``write_archive`` writes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ directory that has one; everything in an ignored directory stays ignored. In one
 ``.gitignore``.
 
 Ignore files above the user's directory apply, too, up to the nearest directory that has ``.git``, if ``.git`` and the user's
-directory have the same owner. None above applies if there is no such directory, or if they ignore the user's directory itself.
+directory have the same owner and the caller allows this directory. None above applies if there is no such directory, or if they
+ignore the user's directory itself.
 
 ``code.include`` of a spec names files and directories that are included although they are ignored. The ignore files apply only
 when a snapshot is made: ``code.tree.list_entries`` lists everything in the copy that counts as code.
@@ -49,7 +50,7 @@ def allow_all(_: Path) -> bool:
 @dataclass(frozen=True)
 class Choice:
     """The result of ``choose``. ``entries``: what the snapshot includes; ``left_out``: ignored paths; a directory ends with
-    ``/`` and stands for everything below it."""
+    ``/`` and stands for everything below it that is not in ``entries``."""
 
     entries: list[Entry]
     left_out: list[str]

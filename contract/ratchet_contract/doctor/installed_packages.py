@@ -1,5 +1,5 @@
-"""The packages of an extra that are installed in this interpreter, with their versions, and whether these satisfy the
-requirements.
+"""Finds the packages that an extra of Ratchet requires, the versions of them that are installed in this interpreter, and whether
+these satisfy the requirements.
 
 The requirements are read from the installed distribution's metadata, so that they are defined only in ``pyproject.toml``.
 """

@@ -23,8 +23,8 @@ from ratchet_contract.protocol.messages import ForkSource
 def lineage(
     bases: Mapping[int, Base], *, resume_from: Base | None = None, fork: ForkSource | None = None
 ) -> list[Segment]:
-    """Return the segments of checkpoints that the next attempt may start from, newest first. Empty if no attempt has recorded a
-    base, or if ``resume_from`` requests a start from scratch; then none of the job's own checkpoints may be used.
+    """Return the segments of checkpoints that the next attempt may start from, newest first. Empty if ``resume_from`` requests a
+    start from scratch, or if it is None and no attempt has recorded a base; then none of the job's own checkpoints may be used.
 
     - ``bases``: the recorded base by attempt number; attempts that died before they recorded one are missing.
     - ``resume_from``: an explicit request that no attempt has used yet: the chain begins at exactly that checkpoint.

@@ -1,7 +1,7 @@
 """Time limits for ranks without progress: those of the spec, or else those that the job's own history shows to be normal.
 
 A deadline that is too long costs minutes once; one that is too short costs a healthy job an attempt, and again at the next. So
-learning only ever shortens a deadline that is clearly too long:
+learning only ever shortens a deadline that is clearly too long. These rules are for deadlines that the spec does not set:
 
 - Until an attempt has trained for ``SETTLED_SECONDS`` and shown ``MIN_OBSERVATIONS`` silences of one rank in a stage, that
   stage's deadline is the ceiling: ``DEFAULT_STEP_SECONDS``, or ``STARTUP_FACTOR`` times the longest silence of an earlier

@@ -1,4 +1,5 @@
-"""What service and ranks can tell about a user's script before it runs."""
+"""Determines from the text of a script's main file whether the script is unmanaged (has no Session), and says why a hook would
+have no effect in such a script. No code is run."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def is_unmanaged(main_file: bytes) -> bool:
     """True if the script, by the text of its main file, has no Session; it is then assumed to save and restore its state itself.
 
     That is so if none of these is in the main file: the word ``ratchet_worker`` (the package that contains ``Session``), an
-    import of a module of ``ratchet`` (``ratchet.accelerate``), an import of ``ratchet`` together with the word ``Session``.
+    import of a module of ``ratchet`` (``ratchet.accelerate``), an import of ``ratchet`` together with the word ``Session``. The
+    name must follow ``import`` or ``from`` directly: ``import os, ratchet`` does not count.
 
     This is a simple textual rule, not an analysis. If the script imports a module that makes the Session, the result is True, and
     the script is managed only from the moment when the Session is made. If the main file mentions ``ratchet_worker``, even in a

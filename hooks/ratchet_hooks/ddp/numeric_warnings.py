@@ -1,4 +1,5 @@
-"""Detects silent numeric problems of hooks: overflow in float16, residuals that became NaN. They are reported as warnings."""
+"""Detects silent numeric problems of hooks, such as overflow in float16, or residuals that became NaN. They are logged and
+returned as warnings; training is not stopped."""
 
 from __future__ import annotations
 

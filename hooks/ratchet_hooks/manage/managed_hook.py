@@ -149,14 +149,16 @@ class ManagedHook:
     def restore(self, tensors: Mapping[str, torch.Tensor], data: JsonValue, *, relayout: bool = False) -> None:
         """Continue from a captured state, bit for bit. Call it before the first forward, after model and optimizer are loaded.
 
-        The DDP must have the recorded layout (``managed_ddp(recorded_layout=...)``), unless ``relayout`` is True. The call is
-        then a collective that makes DDP's own layout final. If that layout differs from the recorded one, residuals, P and Q are
-        copied into it by parameter name, so later bits differ; of batched_powerSGD the residuals are kept, P and Q are not, and a
-        custom hook's state is refused.
+        The DDP must have the recorded layout (``managed_ddp(recorded_layout=...)``), unless ``relayout`` is True, or the state
+        was captured before the layout was final and has none. With ``relayout`` and a recorded layout the call is a collective
+        that makes DDP's own layout final. If that layout differs from the recorded one, residuals, P and Q are copied into it by
+        parameter name, so later bits differ; of batched_powerSGD the residuals are kept, P and Q are not, and a custom hook's
+        state is refused.
 
         Raises ``HookStateError`` naming the key that does not fit, or ``LayoutMismatch`` for another layout. The hook's state is
-        then unchanged, except that a custom hook whose class cannot load the value has a new state object. Raises
-        ``TorchUnsupported`` if the layout cannot be made final, and ``RuntimeError`` after an iteration of this process.
+        then unchanged, except that a custom hook whose class cannot load the value has a new state object, or, if the hook was
+        registered with an existing object, that object, maybe partly overwritten. Raises ``TorchUnsupported`` if the layout
+        cannot be made final, and ``RuntimeError`` after an iteration of this process.
         """
         checked = check_data(data, self.spec)
         if self._process_iterations:

@@ -61,7 +61,7 @@ def register(
     ``ddp_model`` stays the same object; its class becomes ``ManagedDDP``, and it gets a new reducer without the hook that was
     registered before. Raises ``UnsupportedModel`` for a DDP, a model or a hook that cannot be managed, ``ValueError`` for
     parameters that do not fit. For a user's own hook it raises ``CustomHookError`` if the hook or its state cannot be used, and
-    ``HookStateError`` if the state cannot be saved.
+    ``HookStateError`` if the state cannot be saved. After an error ``ddp_model`` may be a ``ManagedDDP`` without any hook.
     """
     if isinstance(ddp_model, ManagedDDP) and ddp_model.hook is not None:
         raise UnsupportedModel(f"hook {ddp_model.hook.spec.name} is registered on this DDP; one DDP has one hook")
@@ -92,7 +92,7 @@ def restore(ddp_model: torch.nn.Module, captured: Captured) -> None:
 
     A collective, before the first forward with gradients. The caller restores model, optimizer, buffers and generators, before
     or after this call. Raises ``HookStateError`` naming the entry that does not fit, ``RuntimeError`` after that forward.
-    After a ``LayoutMismatch``, a subclass of ``HookStateError``, ``ddp_model`` has its hook as before, but maybe other buckets.
+    After a ``HookStateError`` (or its subclass ``LayoutMismatch``) ``ddp_model`` still has its hook, but maybe other buckets.
     """
     hook = hook_of(ddp_model)
     tensors, data = captured

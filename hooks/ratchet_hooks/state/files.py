@@ -1,4 +1,5 @@
-"""One rank's state in one file, without pickle: a drop-in for ``torch.save`` and ``torch.load`` in your own script.
+"""One rank's state in one file, without pickle, in place of ``torch.save`` and ``torch.load`` in your own script; the arguments
+are path and state, in this order.
 
 The file is a safetensors file, written and read here; its metadata contains the JSON part of ``ratchet_hooks.state.encode``. The
 state is restored bit for bit, with tensors on the CPU (``load_state_dict`` copies them to their devices).

@@ -35,8 +35,8 @@ _CHUNK: Final = 500
 
 
 def reported_iterations(batches: Sequence[RankBatch]) -> tuple[dict[Key, int], list[CheckpointCommitted]]:
-    """Return two values: the hook iteration of each checkpoint that the batches report as committed, by step and attempt; and the
-    commits whose hook iteration is not in the batches.
+    """Return two values: the hook iterations of checkpoints that the batches report as committed, by step and attempt, where the
+    batch with the commit has the iteration; and the other commits.
 
     Rank 0 reports the iteration (``HookState``) when it saves, usually in the same batch as the commit.
     """

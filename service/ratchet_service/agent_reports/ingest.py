@@ -57,7 +57,8 @@ DEFERRED_ATTEMPT_COLUMNS: Final = (defer(Attempt.launch), defer(Attempt.resume_r
 
 def check_protocol(report: Any) -> None:
     """Raise ``Refused`` (``protocol-mismatch``) if a report has another protocol version. ``report``: the decoded body, not
-    validated yet. An agent that gets this answer continues to train; the reconciler stops its attempt by a signal."""
+    validated yet. An agent that gets this answer continues to train; the reconciler stops its attempt by a signal, unless it is a
+    script without a Session, which runs to its end."""
     protocol = report.get("protocol") if isinstance(report, dict) else None
     if isinstance(protocol, int) and protocol != PROTOCOL_VERSION:
         raise Refused(

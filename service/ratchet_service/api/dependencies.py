@@ -138,8 +138,8 @@ class Poster:
         self._call: Call = make_call(key, request.state.caller.owner, request.method, request.url.path, query, data)
 
     def run(self, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Response:
-        """Run ``prepare``, then ``effect`` in a write transaction with the result of ``prepare``, and return the response. A
-        repeated request with the same Idempotency-Key runs neither, and gets the first response again. See
+        """Run ``prepare``, then ``effect`` in a write transaction with the result of ``prepare``, and return the response. If
+        an earlier request with the same Idempotency-Key has a stored answer, run neither, and return that. See
         ``Idempotency.run``."""
         return respond(self._service.idempotency.run(self._call, prepare, effect))
 

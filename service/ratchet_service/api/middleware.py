@@ -251,8 +251,8 @@ class OwnMachineOnly:
 
 
 def _foreign_origin_reason(headers: Sequence[tuple[bytes, bytes]], scheme: str) -> str | None:
-    """Return why the request does not come from a program of this machine, as a text for the error; None if it does. It checks
-    the Host header, headers of proxies, and Origin and Sec-Fetch-Site of browsers."""
+    """Return why the request does not come from a program of this machine, as a text for the error; None if its headers do
+    not show that. It checks the Host header, headers of proxies, and Origin and Sec-Fetch-Site of browsers."""
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
     if len(hosts) != 1 or _HOST.fullmatch(hosts[0]) is None:
         return f"the request is for {', '.join(hosts)[:100] or 'no host'!r}"

@@ -279,7 +279,8 @@ class Server(uvicorn.Server):
 
 def write_service_file(path: Path, url: str) -> None:
     """Write ``service.json`` at ``path`` by rename: the service's ``url``, this process's pid and the time. It is readable only
-    by the owner, or by all users if agents run as another user. Raises ``OSError`` and then leaves no partial file behind."""
+    by the owner, or by all users if the run directory was ever prepared for jobs of another user. Raises ``OSError`` and then
+    leaves no partial file behind."""
     content = ServiceFile(url=url, pid=os.getpid(), started_at=utc_now().isoformat()).model_dump_json()
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".service-")  # mode 0600
     try:

@@ -4,8 +4,9 @@ A worker deletes only what its own attempt committed, so every attempt leaves up
 attempts is deleted here, and so are the remains of saves that a kill cut short. A checkpoint that was found damaged while the
 attempt might have been using it is quarantined.
 
-``scan_disk`` reads the disk before the transaction that ends the attempt. ``mark_surplus`` decides within that transaction.
-``removal`` deletes the files after it.
+Before the transaction that ends the attempt, ``scan_disk`` deletes the remains of saves and reads which checkpoints the disk has.
+Within that transaction, ``mark_surplus`` decides, marks rows and moves damaged checkpoints to the quarantine. After it,
+``removal`` deletes the files of the marked checkpoints.
 
 ``metric_values_of`` reads from the rows the value that ``keep_best`` ranks a checkpoint by.
 """

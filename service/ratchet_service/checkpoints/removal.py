@@ -1,8 +1,8 @@
 """Deletion of checkpoints: the row is marked first, in a transaction; the files are deleted after it, in no transaction.
 
-Once it is marked, no process can pin the checkpoint, start from it or read it: its state is ``deleted``. So it does not matter
-which process deletes the files, nor how many do. What a crash leaves is deleted at the next end of an attempt, by the next
-``prune``, and at start and periodically (``delete_all_marked``).
+Once it is marked, its state is ``deleted``, and the service refuses to pin it, to start a job from it or to export it. So it
+does not matter which process deletes the files, nor how many do. What a crash leaves is deleted at the next end of an attempt,
+by the next ``prune``, and at start and periodically (``delete_all_marked``).
 """
 
 from __future__ import annotations

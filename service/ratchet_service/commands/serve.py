@@ -301,8 +301,8 @@ def _hold_service_lock(settings: Settings) -> Iterator[None]:
 
 
 def with_access_defaults(settings: Settings, *, tokens_required: bool) -> Settings:
-    """Return ``settings`` with ``tokens_required``, and with closed defaults for the directories and object stores that specs may
-    name.
+    """Return ``settings`` with ``tokens_required``. If they do not say which directories and object stores specs may name (None),
+    any are allowed, except in the following cases, in which none is.
 
     If tokens are required, others than the run directory's owner submit jobs, so specs may name only allowed directories and
     object stores. If jobs run as a separate user, directories must also be allowed: that user can read the copies that root

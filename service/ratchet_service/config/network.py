@@ -40,7 +40,8 @@ class Listening:
 
     def check(self) -> None:
         """Raise ``StartError`` for options that contradict each other, for a ``url`` or ``ca_file`` that cannot be used, and if
-        tokens would be sent unencrypted to other machines. Nothing is bound."""
+        other machines can reach ``host`` and neither TLS nor ``insecure_http`` is set. An http ``url`` of another machine is
+        accepted with a loopback ``host``. Nothing is bound."""
         if self.auth not in ("auto", "token"):
             raise StartError(f"RATCHET_AUTH is auto or token, not {self.auth!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -75,7 +76,8 @@ class Listening:
             raise StartError(f"with --tls-cert agents connect by https, not to --url {url}")
 
     def requires_tokens(self, is_sqlite: bool) -> bool:
-        """Return True if every caller needs a token. ``is_sqlite``: the database is SQLite."""
+        """Return True if every caller needs a token: if ``auth`` is ``token``, the database is not SQLite, or ``is_exposed``.
+        ``is_sqlite``: the database is SQLite."""
         return self.auth == "token" or not is_sqlite or self.is_exposed
 
     @property

@@ -27,7 +27,8 @@ class Clock:
         return datetime.now(UTC)
 
     def monotonic(self) -> float:
-        """Return the seconds of a clock that nobody can set. It also advances while this process is stopped by a signal."""
+        """Return the seconds of a clock that nobody can set. It also advances while this process is stopped by a signal, but not
+        while the machine is suspended."""
         return time.monotonic()
 
     def boot_id(self) -> str:

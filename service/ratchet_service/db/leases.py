@@ -1,8 +1,8 @@
 """Leases: which reconciler manages which active job. They are taken, renewed and released by guarded UPDATEs.
 
-Each lease has a token, new each time it is taken. A reconciler writes about a job only in a transaction that has locked the job's
-row and found the reconciler's token there (``lock_leased_job``). So a reconciler that was suspended past the end of its lease
-finds another token and drops the job. Leases expire by the database's clock.
+Each lease has a token, new each time it is taken. A reconciler writes about an attempt only in a transaction that has locked
+the job's row and found the reconciler's token there (``lock_leased_job``, or a guarded UPDATE). So a reconciler that was
+suspended past the end of its lease finds another token and drops the job. Leases expire by the database's clock.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def is_surely_held(held_at: float, now: float, seconds: float) -> bool:
 
 
 def has_lease(job: Job, lease: Lease) -> bool:
-    """True if the job's row has this lease and the job is active; a reconciler writes about a job only then."""
+    """True if the job's row has this lease and the job is active; a reconciler writes about an attempt only then."""
     return job.lease_token == lease.token and job.attempt == lease.attempt and job.phase.active
 
 

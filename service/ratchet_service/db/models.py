@@ -53,8 +53,8 @@ def _job_id() -> Mapped[str]:
 
 class Job(Base):
     """One job: its spec, its phase and desired state, its progress, and its lease. ``version``, from which the ETag is made,
-    grows by one with each change of phase, desired state, labels or priority and with each request for a checkpoint; progress
-    does not change it."""
+    grows by one with each event that ``transitions.apply`` applies (a change of phase, desired state or spec, a request for a
+    checkpoint) and with a change of labels or priority; progress and the reason to wait do not change it."""
 
     __tablename__ = "jobs"
     __table_args__ = (

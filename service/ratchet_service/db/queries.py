@@ -67,8 +67,8 @@ def waiting_forks(session: Session, job_id: str, checkpoints: set[str] | None = 
 
 
 def etag(job: Job) -> str:
-    """Return the job's ETag, with its quotes. It changes with phase, desired state, labels, priority and each request for a
-    checkpoint, but not with progress."""
+    """Return the job's ETag, with its quotes. It changes with phase, desired state, spec, labels, priority and each request for a
+    checkpoint, but not with progress or the reason to wait."""
     return f'"{job.version}"'
 
 

@@ -53,7 +53,8 @@ def as_owner(path: Path) -> Iterator[None]:
 
 @contextmanager
 def as_user(user: User | None) -> Iterator[None]:
-    """As ``as_owner``, with the rights of ``user``; None: nothing changes."""
+    """As ``as_owner``, with the rights of ``user``; None: nothing changes. Raises ``PermissionError`` also if the service is not
+    root and ``user`` is not its own."""
     if user is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Processes as /proc shows them: which belong to an attempt, which are alive. Linux only."""
+"""Finds processes by /proc (which belong to an attempt, which are alive), and sends signals to them. Linux only."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def runs_as(pid: int, uid: int) -> bool:
 def pids_with_variable(name: str, value: str) -> list[int]:
     """Return the sorted pids of live processes, other than this one, that were started with ``name=value`` in their environment.
 
-    Children inherit the environment, so grandchildren that left their process group and session are found too. Processes of other
-    users, whose environment cannot be read, are not found.
+    Children inherit the environment, so grandchildren that left their process group and session are found too, unless they were
+    started without the variable. Processes of other users, whose environment cannot be read, are not found.
     """
     return sorted(pid for pid, found in processes_with_variable(name) if found == value)
 

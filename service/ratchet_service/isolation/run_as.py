@@ -1,10 +1,12 @@
-"""The user that users' code runs as (``--run-as USER[:GROUP]``): agents, their ranks, and the processes that the API queries.
+"""Parses ``--run-as USER[:GROUP]``, the user that users' code runs as (agents, their ranks, and the processes that the API
+queries), and prepares the run directory for that user.
 
 ``--run-as-limits processes=NUMBER,file_size=SIZE`` limits what the jobs of that user may take of the machine.
 
 The service sets these limits, not a spec: the kernel counts processes (RLIMIT_NPROC) per user, over all jobs that run as it, and
-a limit that protects against other users' jobs cannot be left to those jobs. The number of processes is limited even without the
-option: a job that forks without end must leave enough processes for the service and for the machine's administrator.
+a limit that protects against other users' jobs cannot be left to those jobs. With ``--run-as`` the number of processes is limited
+even without the second option: a job that forks without end must leave enough processes for the service and for the machine's
+administrator.
 """
 
 from __future__ import annotations
@@ -49,9 +51,10 @@ sys.stdin.read()
 
 
 def parse_user(text: str | None) -> User | None:
-    """Return the user that ``USER[:GROUP]`` names, each by name or number. None if ``text`` is None, or if it names the user and
-    group that the service runs as. Raises ``StartError`` for an unknown name, for the number of an unknown user without GROUP,
-    if the user or group is root's, and if the service is not root and so cannot start processes as that user."""
+    """Return the user that ``USER[:GROUP]`` names, each by name or number. None if ``text`` is None, or if it names the
+    service's own user, root included, with no GROUP or the service's own. Otherwise raises ``StartError`` if the service is not
+    root and so cannot start processes as that user, and if the user or group is root's. Also raises ``StartError`` for an unknown
+    name, and for the number of an unknown user without GROUP."""
     if text is None:
         return None
     user, _, group = text.partition(":")

@@ -122,7 +122,8 @@ def _wait(
 def _kill_all(child: subprocess.Popen[bytes], marker: str) -> None:
     """Kill the process and everything that it has started, and reap it. Its process group is killed first; the leader is not
     reaped yet, so its pid is still the group's. Then processes that have left the group are killed, until none is found. After
-    ``_KILL_SECONDS``, processes that multiply faster than they can be killed, or hang in the kernel, are logged and left."""
+    ``_KILL_SECONDS``, those that multiply faster than they can be killed, or hang in the kernel, are logged and left. For the end
+    of the process itself the call waits without a limit."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     end = time.monotonic() + _KILL_SECONDS

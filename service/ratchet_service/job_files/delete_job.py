@@ -1,7 +1,7 @@
 """Deletes a job that has ended: its rows at once, its files right after. If a crash comes between the two, the next start deletes
 the files.
 
-Files in the job's working directory stay unless their removal is requested (``kept_outputs``).
+Files that the job made in its working directory stay unless their removal is requested (``kept_outputs``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Outputs of a deleted job: its working directory stays in the job's directory until its removal is requested."""
+"""Keeps and removes the outputs of a deleted job. If its working directory has anything that the job made, it stays in the job's
+directory until its removal is requested."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ _MAX_OWNER_BYTES: Final = 4096  # bytes of the file that names the owner
 def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
     """Delete from the working directory the files that are unchanged files of the job's code. If anything else is left, such as
     an empty directory that the job made, the working directory stays, a marker file with the job's owner is written, and True is
-    returned. Otherwise the working directory is deleted, and False is returned. ``code``: directory of the code snapshot; None:
-    no file counts as unchanged. The caller holds ``as_owner``, and calls it before the rest of the job's directory is deleted,
-    and again if a crash interrupted that."""
+    returned. Otherwise the working directory is deleted, and False is returned; also if there is none. ``code``: directory of the
+    code snapshot; None: no file counts as unchanged. The caller holds ``as_owner``, and calls it before the rest of the job's
+    directory is deleted, and again if a crash interrupted that."""
     if not paths.work_dir.is_dir() or paths.work_dir.is_symlink():
         return False
     _remove_code(paths, code)
@@ -38,8 +39,8 @@ def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
 
 
 def _remove_code(paths: JobPaths, code: Path | None) -> None:
-    """Delete the files of the working directory that are the same in the snapshot ``code``, and directories that are empty then.
-    Errors are ignored."""
+    """Delete the files of the working directory that are the same in the snapshot ``code``, and those of the snapshot's
+    directories that are empty there then. Errors are ignored."""
     copy = CodeCopy(code, 2**63)
     for path in copy.entries:
         *folders, name = path.split("/")

@@ -40,15 +40,16 @@ class LogFilter:
 
 def log_files(job: JobPaths, log_filter: LogFilter) -> list[tuple[int, int, Path]]:
     """Return ``(attempt, rank, file)`` of the logs that the filter selects, by attempt and rank. Only ``first``, ``last``,
-    ``rank`` and ``since`` are applied. At most the newest ``_MAX_ATTEMPTS`` of the requested attempts are searched."""
+    ``rank`` and ``since`` are applied. At most the newest ``_MAX_ATTEMPTS`` of the requested attempts are searched, and without
+    ``rank`` at most the ``MAX_RANKS`` lowest ranks of each."""
     with as_owner(job.root):
         return _log_files(job, log_filter)
 
 
 def _log_files(job: JobPaths, log_filter: LogFilter) -> list[tuple[int, int, Path]]:
-    """Like ``log_files``, called within ``as_owner``. The result is limited, since user code may have put anything there: of the
-    newest ``_MAX_ATTEMPTS`` requested attempts the ``MAX_RANKS`` lowest ranks (a follower's mark has no more), with at most
-    ``MAX_NAMES`` names read from the disk in all."""
+    """Like ``log_files``, called within ``as_owner``. The result is limited, since user code may have put anything there: of each
+    of the newest ``_MAX_ATTEMPTS`` requested attempts the ``MAX_RANKS`` lowest ranks (a follower's mark has no more), with at
+    most ``MAX_NAMES`` names read from the disk in all."""
     out = []
     names = names_in(job.root / "attempts")
     left = MAX_NAMES - len(names)

@@ -61,7 +61,7 @@ class DirEntry:
 
 def split_path(path: str) -> tuple[str, ...]:
     """Split a path relative to the working directory into names; an empty tuple for the directory itself. Raises ``Refused``
-    (``unsafe-path`` for an absolute path or one with ``.`` or ``..``, ``too-deep``)."""
+    (``unsafe-path`` for an absolute path or one with an empty name, ``.`` or ``..``; ``too-deep``)."""
     parts = tuple(path.rstrip("/").split("/")) if path.rstrip("/") else ()
     if path.startswith("/") or any(part in ("", ".", "..") for part in parts):
         raise Refused(

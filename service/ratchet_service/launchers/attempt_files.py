@@ -135,8 +135,9 @@ def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
 def fence(paths: AttemptPaths) -> None:
     """Create the marker file that keeps agents of the attempt from starting, even if another process submits the attempt later.
     Agents that have started already keep running: the caller finds and ends them after this call. Raises ``OSError`` if the file
-    cannot be created. Exception: if the directory belongs to the user that users' code runs as, who may have made it impossible,
-    the failure is ignored. No agent can start from such a directory, and running agents must still be ended."""
+    cannot be created. Exception: the directory belongs to the user that users' code runs as, who may have made it impossible.
+    Then its mode is changed to 0700 and the file is created again; a second failure is ignored. No agent can start from such a
+    directory, and running agents must still be ended."""
     with as_owner(paths.root):
         try:
             _fence(paths)

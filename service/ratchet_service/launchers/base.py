@@ -1,8 +1,8 @@
 """The interface of a launcher: it turns a ``LaunchFile`` into running agents on an engine, one per node, and reports their state.
 
-Plan, then submit: ``plan`` is pure and its result printable. ``submit`` may be called again for the same plan after a crash and
-must not start a second group (the key is the name, made of job id and attempt). Everything is addressed by ``AttemptRef``, so a
-restarted service can supervise attempts that another process launched.
+Plan, then submit: ``plan`` changes nothing, and its result is printable. ``submit`` may be called again for the same plan after a
+crash and must not start a second group (the key is the name, made of job id and attempt). Later calls address an attempt by its
+``AttemptRef``, so a restarted service can supervise attempts that another process launched.
 
 Where an engine has a queue of its own, an attempt waits there (``AttemptState.waiting``). For launchers without a queue
 (``slots``), Ratchet manages slots.
@@ -59,8 +59,8 @@ def attempt_name(job_id: str, attempt: int) -> str:
 
 @dataclass(frozen=True)
 class AttemptRef:
-    """The identity of an attempt (job id and number), with its files and its number of nodes. Every call to a launcher names the
-    attempt by this object."""
+    """The identity of an attempt (job id and number), with its files and its number of nodes. ``poll``, ``stop``, ``kill`` and
+    ``logs`` of a launcher take it, and a ``LaunchPlan`` contains it."""
 
     job_id: str
     attempt: int
@@ -188,7 +188,7 @@ class Launcher(Protocol):
         ...
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
-        """Return what to submit for ``launch``, the launch file for node 0. Pure."""
+        """Return what to submit for ``launch``, the launch file for node 0. Changes nothing."""
         ...
 
     def submit(self, plan: LaunchPlan) -> None:
@@ -217,7 +217,7 @@ class Launcher(Protocol):
         ...
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> Sequence[str]:
-        """End everything that the engine runs under this service's name and that belongs to no active attempt, and return the
-        names of the attempts that were ended. First the engine's attempts are listed. Then ``known`` is called with their names;
-        it returns those that have not ended."""
+        """Kill everything that the engine runs under this service's name and that belongs to no active attempt, and return the
+        names of the attempts concerned; does not wait for their end. First the engine's attempts are listed. Then, if there are
+        any, ``known`` is called with their names; it returns those that have not ended."""
         ...

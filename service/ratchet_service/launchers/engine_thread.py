@@ -250,8 +250,8 @@ class ThreadedLauncher:
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
         """As ``Launcher.stop``, on the engine's thread. Once requested, the call is made however late, even if the caller does
-        not repeat it: the job's history already records the stop. Only a later ``kill`` or ``submit`` of the attempt discards it,
-        if it has not started."""
+        not repeat it: the job's history already records the stop. If it has not started, a later ``kill`` or ``submit`` of the
+        attempt, or ``close``, discards it."""
         self._call_queue.call(("stop", ref.name), partial(self._launcher.stop, ref, grace), must_run=True)
 
     def kill(self, ref: AttemptRef) -> Sequence[str]:

@@ -1,1 +1,2 @@
-"""Decides how an attempt ended and what its job does next. No I/O."""
+"""Decides how an attempt ended and what its job does next. No I/O, except that ``unmanaged_script`` can read a script's file and
+``monotonic_deadlines`` reads clocks."""

@@ -5,7 +5,7 @@ machine is resumed. So deadlines are counted by monotonic clocks alone. The coun
 (``persisted_deadlines``), and the next process continues from it: a monotonic clock continues across processes until the machine
 reboots. Time in which possibly no reconciler polled the attempt is not counted for a deadline: it may be late, never early.
 Only the launch deadline can start again from 0 (``supervision_rules.record_poll``). The run time that ``policy.timeout`` limits
-includes the time without a reconciler, unless the machine reboots or another one takes over.
+includes the time without a reconciler, unless the machine reboots or another machine takes over.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def counted_seconds(stored: Any, begun_at: datetime | None, clock: Clock) -> flo
     """Return the seconds that an attempt has run by now; None: no agent of it has begun (``begun_at`` is None). ``stored``: its
     ``Count``.
 
-    If the machine has rebooted, or another one has taken over, the time since the last count is not known and not counted. For an
-    attempt without a readable count, the wall clock's time since ``begun_at`` is used.
+    If the machine has rebooted, or another machine has taken over, the time since the last count is not known and not counted.
+    For an attempt without a readable count, the wall clock's time since ``begun_at`` is used.
     """
     if begun_at is None:
         return None

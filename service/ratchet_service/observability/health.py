@@ -150,7 +150,8 @@ class Health:
 
 def check(health: Health, database: Database, paths: HomePaths) -> dict[str, Component]:
     """Return the state of all components of this process, by name, if it is ready. Raises ``Unready`` or another ``RatchetError``
-    for the first fault that makes it unready, and SQLAlchemy's errors if the database does not answer."""
+    for the first fault that makes it unready, and SQLAlchemy's errors if the database does not answer. To check the run
+    directory, it writes to a file without a name there, at most once per ``PROBE_SECONDS``."""
     if health.stopping:
         raise Unready("the service is shutting down: it accepts no new requests", code="shutting-down")
     health.database.get(database.ping)

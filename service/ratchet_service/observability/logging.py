@@ -1,6 +1,7 @@
 """Log records as readable text or as one JSON object per line. Fields such as the job's id come from a context variable.
 
-Neither format contains secrets: tokens are recognised by their form, the database's password is passed at the start.
+Both formats hide Ratchet's tokens, recognised by their form, passwords in URLs, and the texts that are passed at the start, such
+as the database's password. Other secrets in a message are not recognised.
 """
 
 from __future__ import annotations

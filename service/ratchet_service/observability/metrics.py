@@ -1,9 +1,10 @@
 """Prometheus metrics of one process, in a registry of its own, so that two apps in one process do not mix.
 
-The actions of this process are counted once, when they are committed. The state of all jobs, whichever process changed it, is
-queried from the database at each scrape, using indexes. Ended jobs, whose number only grows with the table, are counted at most
-once a minute; the scrape that starts a new count returns the old numbers, unless these are older than two minutes. No label
-contains a job's id, an owner, or another value that users choose.
+Ends of attempts, new checkpoints and replay differences that this process stores are counted once, at the commit; requests,
+reports and rounds are counted as they happen. The state of all jobs, whichever process changed it, is queried from the database
+at each scrape, using indexes. Ended jobs, whose number only grows with the table, are counted at most once a minute; the scrape
+that starts a new count returns the old numbers, unless these are older than two minutes. No label contains a job's id, an owner,
+or another value that users choose.
 """
 
 from __future__ import annotations

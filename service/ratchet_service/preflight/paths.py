@@ -1,4 +1,4 @@
-"""Which directories and object stores a spec may name, where users other than the run directory's owner submit.
+"""Checks that a spec names only allowed directories and object stores, where users other than the run directory's owner submit.
 
 The service reads what a spec names with its own rights: without this check a submitter could have any file of the service's
 machine snapshotted and read it. Links are resolved before the comparison, and the snapshot itself takes no link that leads out. A

@@ -1,4 +1,5 @@
-"""Facts about an attempt besides its cause: when a stop was requested, when its end began, its job's pace."""
+"""Facts about an attempt besides its cause: when an agent first received a stop request, when the attempt's end began, its job's
+pace. Rows are only read."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Jumps of clocks that can be set; all processes of one machine share what they know through one row per clock
 (``models.ClockLevel``).
 
-A wall clock is some seconds ahead of the monotonic one, and that level changes only when the clock is set. The row keeps the
-level until the machine reboots: so a process that starts right after a jump detects it, even if no process was running when it
-happened, and of several processes that detect one jump the first has handled it for all.
+A wall clock is some seconds ahead of the monotonic one. That level changes by more than a little only when the clock is set or
+the machine was suspended. The row keeps the level until the machine reboots: so a process that starts right after a jump detects
+it, even if no process was running when it happened, and of several processes that detect one jump the first has handled it for
+all.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Jumps:
         must call ``mark_handled``.
 
         ``pause_seconds(unknown)`` returns for how many seconds nothing may be done by the clock; 0.0: the clock can be trusted.
-        It is called after a jump, and with ``unknown`` True if it is not known whether there was one. Rows of boots that were not
-        seen for 30 days are deleted.
+        It is called after a jump, and with ``unknown`` True if it is not known whether there was one. Rows of other boots that
+        were not written for 30 days are deleted.
         """
         boot, level, now = self._clock.boot_id(), self._wall_offset(), now_in(session)
         key, old = (boot, self._name), ClockLevel.seen_at < now - _FORGOTTEN

@@ -35,9 +35,10 @@ def ingest_leftover(
     ranks_per_node: int,
     bounds: Bounds = DEFAULT_BOUNDS,
 ) -> int:
-    """Store in the database every complete line of the attempt's spools that the agents' reports have not delivered, and return
-    how many messages were stored. The spool files stay. Each batch has a transaction of its own; so after an error the messages
-    of earlier batches stay stored. Raises ``LeaseLost`` if this process no longer holds the job.
+    """Store in the database the complete lines of the attempt's spools that the agents' reports have not delivered (``batches``
+    names the exceptions), and return how many messages were stored. The spool files stay. Each batch has a transaction of its
+    own; so after an error the messages of earlier batches stay stored. Raises ``LeaseLost`` if this process no longer holds the
+    job.
 
     Precondition: the ranks are dead. A line that is still being written has no end yet and would be lost. ``nodes`` and
     ``ranks_per_node``: those of the attempt; ``bounds``: how much of a job's metrics and events is kept.
@@ -65,8 +66,9 @@ def ingest_leftover(
 
 def batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
     """Yield the complete lines of a spool file as batches of at most ``BATCH`` messages, without the first ``acked`` lines, which
-    are stored already. Yields nothing if the file does not exist or its owner, another user, has removed the right to read it. A
-    line that is not a valid message becomes a note that says so. ``rank``: whose spool it is, for the batches."""
+    are stored already, and without the lines that follow one of more than 16 MiB. Yields nothing if the file does not exist or
+    its owner, another user, has removed the right to read it. A line that is not a valid message becomes a note that says so.
+    ``rank``: whose spool it is, for the batches."""
     with as_owner(spool):
         if not spool.is_file() or (is_foreign(spool) and not os.access(spool, os.R_OK, effective_ids=True)):
             return

@@ -1,8 +1,7 @@
 """Ends an attempt, once no process of it is alive: what it left on the disk is stored, then the job's next phase is decided.
 
-All facts are gathered before the one transaction that ends the attempt's row, moves the job and releases the lease. After a crash
-anywhere before it, the next reconciler gathers them again and reaches the same end. ``attempt_result`` decides what follows from
-them.
+The disk is read before the one transaction that ends the attempt's row, moves the job and releases the lease. After a crash
+anywhere before it, the next reconciler reads it again and reaches the same end. ``attempt_result`` decides what follows.
 """
 
 from __future__ import annotations
@@ -92,8 +91,8 @@ def _unreported_checkpoints(
     database: Database, job_paths: JobPaths, lease: Lease, base: Base | None
 ) -> tuple[list[Segment], list[Manifest]]:
     """Return the attempt's lineage, and the manifests of the lineage's valid checkpoints on the disk that have no row: they were
-    committed just before a kill, so their reports never arrived. ``base``: what the attempt started from. If the checkpoints
-    cannot be read, there are no manifests; the next attempt reports the error."""
+    committed just before a kill, so their reports never arrived. ``base``: what the attempt started from. If one of
+    them cannot be read or is of another version, no manifests are returned; the next attempt reports the error."""
     with database.read() as session:
         job = session.get_one(Job, lease.job_id)
         segments, root = _lineage(session, job, lease.attempt, base)

@@ -1,5 +1,6 @@
 """Creates a new attempt of a queued job. Its launcher makes a plan first; then slots, row, event and phase are written in one
-transaction; only then does the caller submit the plan to the launcher.
+transaction; only then does the caller submit the plan to the launcher. An attempt that is on the disk already gets only its rows
+(``adopt_attempt``).
 
 A crash after the transaction leaves an attempt without an agent: the next reconciler takes the job over and submits it again from
 ``launch.json``, or with a new token if that was not written (``recover_plan``). The launcher starts nothing twice.
@@ -100,9 +101,9 @@ class AttemptLauncher:
         self._bounds = bounds
 
     def launch_ready(self) -> list[Launched]:
-        """Create attempts for as many queued jobs as there are slots for, request the stop of running attempts for jobs of higher
-        priority, end jobs that have used up their time or whose spec cannot be read, and store why the other jobs wait. Return
-        the new attempts; the caller submits them.
+        """Create attempts for the queued jobs that can start, at most ``scheduler.BATCH`` of launchers with slots and as many of
+        launchers without. Also request the stop of running attempts for jobs of higher priority, end jobs that have used up
+        their time or whose spec cannot be read, and store why other jobs wait. Return the new attempts; the caller submits them.
 
         A dry run finds the jobs concerned, without a lock. Then the directories of those that start are listed, and their
         launchers make their plans. Only the rows are written under the lock: a long queue keeps no other process from the
@@ -238,9 +239,10 @@ class AttemptLauncher:
         return {kind: needs for kind, needs in slots.items() if not needs}
 
     def mark_unlaunchable_jobs(self) -> None:
-        """Store the reason ``NO_LAUNCHER`` in the rows of jobs whose launcher no running reconciler has, once they have waited
-        for ``UNLAUNCHABLE_AFTER_SECONDS``. This concerns queued jobs, and active jobs whose attempt nobody supervises. A job with
-        a reason of slots or quota is left out, since another reconciler has seen it."""
+        """Store the reason ``NO_LAUNCHER`` in the rows of jobs whose launcher this process does not have, and which no other
+        reconciler has taken up for ``UNLAUNCHABLE_AFTER_SECONDS``: they count as jobs whose launcher no running reconciler has.
+        This concerns queued jobs, and active jobs whose attempt nobody supervises. A job with a reason of slots or quota is left
+        out, since another reconciler has seen it."""
         long_ago = self._database.clock.now() - timedelta(seconds=UNLAUNCHABLE_AFTER_SECONDS)
         due = sa.or_(Job.not_before.is_(None), Job.not_before < long_ago)
         queued = (Job.phase == JobPhase.QUEUED) & due

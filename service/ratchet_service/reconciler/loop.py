@@ -1,8 +1,8 @@
 """The loop that makes what runs match the database.
 
-Every round does what is due of this: renew this process's leases, take over active jobs that no reconciler supervises, start what
-there are slots for, poll every attempt of this process. Any number of reconcilers may run concurrently; a SIGKILL may come after
-any line.
+Every round does what is due of this: renew this process's leases, take over active jobs that no reconciler supervises, start
+queued jobs, poll the attempts of this process, start the housekeeping, and end processes of attempts that the database does not
+know. Any number of reconcilers may run concurrently; a SIGKILL may come after any line.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class Reconciler:
 
     def run(self) -> None:
         """Run rounds until ``stop``, and block meanwhile; then wait a few seconds for attempts that are being finalised, and
-        release the leases. Agents are not stopped. A round that raises is logged, and the next one follows after a pause."""
+        release the leases of all other jobs. Agents are not stopped. A round that raises is logged, and the next one follows
+        after a pause."""
         while not self._stopping.is_set():
             began = time.monotonic()
             try:
@@ -242,10 +243,10 @@ class Reconciler:
             self._counts_stored_at = now
 
     def _handle_jump(self, seconds: float | None) -> None:
-        """Handle a jump of the wall clock, or a suspension of this machine. Move the ends of back-offs, record the jump in the
-        histories of running attempts, and drop the watches whose lease was lost. ``seconds``: how far the clock jumped; 0: not at
-        all; None: unknown, so that the stored state must be compared first. If the database does not answer, the next round does
-        this."""
+        """Handle a jump of the wall clock, or a suspension of this machine. Move the ends of back-offs, unless another process
+        has done so. If ``seconds`` is not None, also record the jump in the histories of this process's attempts, and drop the
+        watches whose lease was lost. ``seconds``: how far the clock jumped; 0: not at all; None: unknown, so that the stored
+        state must be compared first. If the database does not answer, the next round does this."""
         if seconds == 0.0:
             return
         if seconds is None:

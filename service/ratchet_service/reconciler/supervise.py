@@ -1,7 +1,8 @@
 """Supervises one active job under a lease: polls its agent, and does what follows from that.
 
 What another process must know after a crash is an event row written *before* the action: ``agent-stopped`` and ``agent-killed``,
-each with the cause. ``supervision_rules`` decides which action follows from a poll; this module carries it out.
+each with the cause, unless the agents' results have it. ``supervision_rules`` decides which action follows from a poll; this
+module carries it out.
 """
 
 from __future__ import annotations
@@ -183,8 +184,9 @@ class Watcher:
         """Poll the attempt once, and carry out what follows: submit, stop, kill or finalise it. Return the decision that ended
         the attempt; None while it has not ended or is being finalised.
 
-        If the engine is unreachable, the job's row and history record that, and None is returned. If the engine is busy, None is
-        returned and nothing is recorded. In both cases a later poll tries again.
+        If the engine is unreachable, None is returned; the history records that once, and so does the job's row, unless it has a
+        reason that is kept (``_store_wait_reason``). If the engine is busy, None is returned and nothing is recorded. In both
+        cases a later poll tries again.
         """
         if watch.stored_reason_desired is not desired_state.desired:
             watch.stored_reason, watch.stored_reason_desired = None, desired_state.desired
@@ -422,7 +424,8 @@ class Watcher:
     def _store_wait_reason(self, watch: Watch, now: float, *, reason: str | None = None, message: str = "") -> None:
         """Store reason and message in the job's row: why the engine does not start the attempt, that it does not answer, or that
         the attempt's end is being processed. ``reason`` None clears them. Nothing is written if they have not changed. A reason
-        that is neither a supervision error nor in ``_CLEARED_REASONS`` is kept."""
+        that is neither a supervision error nor in ``_CLEARED_REASONS`` is kept. If the attempt enters or leaves the engine's
+        queue (``WAITING``), its deadlines are stored, too. Raises ``LeaseLost``."""
         why = None if reason is None else (reason, message)
         if why == watch.stored_reason:
             return

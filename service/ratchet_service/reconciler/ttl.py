@@ -3,9 +3,9 @@ interrupted, and deletes code snapshots that no job names and no attempt of a jo
 
 A ttl goes by the database's clock, which all services share. After a jump of that clock, no process deletes expired jobs or
 unused snapshots for a while (``clock_jumps``), not even a process that starts then. Interrupted deletions are finished all the
-same. The same pause follows a reboot of the machine if its clock shows a time long after, or before, the newest thing recorded. A
-job's end has the time of the machine that wrote it: if that clock was set back when the job ended, the job is deleted too early
-by that difference.
+same. The same pause follows a reboot of the machine if its clock shows a time more than a minute after, or before, that of the
+newest event. A job's end has the time of the machine that wrote it: if that clock was set back when the job ended, the job is
+deleted too early by that difference.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the machine that trains has: GPUs and cores, detected without importing torch.
 
-Where API and reconciler are separate processes, possibly in separate containers, the reconciler writes what its machine has to
-``machine.json`` in the run directory, and the API checks specs against that.
+Where API and reconciler are separate processes, possibly in separate containers, the reconciler (or agent host) writes what its
+machine has to ``machine.json`` in the run directory, and the API checks specs against that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Positions of queued jobs: in the launch order, read only as far as requested, and by counting where that is enough.
 
-The order is that in which a scheduling pass goes through all jobs. Jobs whose attempt could not be created come last, but count
-for their owners where they would otherwise be.
+The order is that in which a scheduling pass goes through all jobs, with one exception: jobs that need more GPUs than the machine
+has, which a pass puts last, are not recognised here and have a usual place. Jobs whose attempt could not be created come last,
+but count for their owners where they would otherwise be.
 """
 
 from __future__ import annotations

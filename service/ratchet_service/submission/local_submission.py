@@ -73,7 +73,8 @@ class LocalSubmission:
         """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems that forbid the job; the parameters
         are those of ``SubmissionPorts.resolve``. What the spec names outside the allowed roots is a problem and is not inspected.
         If the sandbox has a user of its own, the code is first copied into the run directory, so that this user can read it.
-        Raises ``Refused`` (``busy``) if the spec has a hook of the user's own and too many inspections of users' code run now."""
+        Raises ``Refused``: ``busy`` if the spec has a hook of the user's own and too many inspections of users' code run now,
+        ``disk-full`` if there is no space for that copy."""
         allowed = Report()
         copied = code_digest is not None and spec.code is not None and spec.code.source == "snapshot"
         self._roots.check(spec, allowed, copied=copied)
@@ -103,8 +104,8 @@ class LocalSubmission:
 
     def check_hook_change(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
         """Return the warnings and the problems of another hook in a stored job's ``spec``; see
-        ``SubmissionPorts.check_hook_change``. Raises ``Refused`` (``busy``) if users' code would have to run and too many
-        inspections run now."""
+        ``SubmissionPorts.check_hook_change``. Raises ``Refused`` (``busy``) if the hook is the user's own and too many
+        inspections of users' code run now."""
         spec, probe = self._probe(spec, resolved)
         with self._inspection_slot(isinstance(spec.hook, CustomSpec)):
             report = hook.check_changed_hook(spec, resolved, self._machine_of(spec), probe)

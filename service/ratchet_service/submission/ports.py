@@ -42,7 +42,7 @@ class SubmissionPorts(Protocol):
 
     def snapshot(self, path: Path, include: Sequence[str] = ()) -> str:
         """Copy the user's code in the directory ``path`` into the run directory and return the copy's digest. ``include``:
-        ``code.include`` of the spec. Raises ``SpecError``."""
+        ``code.include`` of the spec. Raises ``SpecError``, and ``Refused`` (``disk-full``)."""
 
     def git_facts(self, path: Path, digest: str) -> GitFacts | None:
         """Return the Git commit of the directory ``path``, and how its snapshot ``digest`` differs from this commit; if that
@@ -55,7 +55,7 @@ class SubmissionPorts(Protocol):
 
     def snapshot_file(self, path: Path) -> str:
         """Copy the file ``path``, from which a job starts, into the run directory and return the copy's digest. Raises
-        ``SpecError``, and ``OSError`` if the file does not exist."""
+        ``SpecError``, ``Refused`` (``disk-full``), and ``OSError``, for example if the file does not exist."""
 
     def allows_path(self, real: Path) -> bool:
         """Return True if a submission may name the directory or file ``real``. The path must contain no symbolic links."""

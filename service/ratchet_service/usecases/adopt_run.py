@@ -1,4 +1,5 @@
-"""A new job that continues from the newest checkpoint of a run without a service (a Session under plain python or torchrun).
+"""Prepares and stores a new job that continues from the newest checkpoint of a run without a service (a Session under plain
+python or torchrun).
 
 The checkpoint is copied into the job's directory, and the job starts from it as a fork does from its source. The run's
 directory is not changed.
@@ -61,10 +62,11 @@ def check(data: Any, directory: str, ports: SubmissionPorts) -> list[Warning_]:
 
 
 def prepare(data: Any, directory: str, ports: SubmissionPorts, homes: HomePaths) -> PreparedAdoption:
-    """Check the spec ``data`` as at submission, and copy the newest checkpoint of the run in ``directory`` into the directory of
-    a new job; ``store`` stores that job later. The run's lock is held meanwhile, so that no process trains with its checkpoints.
-    If the copy fails, the new job's directory is removed. Raises ``SpecError``, ``Conflict`` (``directory-in-use``,
-    ``nothing-left``), ``Refused`` (``disk-full``, ``busy``), ``CheckpointError``."""
+    """Check the spec ``data`` and take its snapshots as at submission (``submit.prepare``), and copy the newest checkpoint of
+    the run in ``directory`` into the directory of a new job; ``store`` stores that job later. The run's lock, if there is one,
+    is held meanwhile, so that no process trains with its checkpoints. If the copy fails, the new job's directory is removed.
+    Raises ``SpecError``, ``Conflict`` (``directory-in-use``, ``nothing-left``), ``Refused`` (``disk-full``, ``busy``),
+    ``CheckpointError``."""
     run, job_id = _open_run(directory, ports), new_job_id()
     with _locked_run(run, directory):
         manifest = _newest_manifest(run, directory)
@@ -180,10 +182,11 @@ def _damaged_error(error: CheckpointError, directory: str) -> SpecError | Checkp
 
 
 def _compare(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, directory: str) -> list[Warning_]:
-    """Return a warning for each difference between the job and the run that makes the resume inexact. A run that has finished
-    gives one more warning. Raises ``SpecError`` for a job that cannot continue from a checkpoint of a run, and for a difference
-    that forbids the resume (under strict determinism: for any difference). Raises ``Conflict`` (``nothing-left``) if the job
-    would certainly train no further steps."""
+    """Return a warning for each difference in script, ``ddp``, ``determinism`` or threads per rank between the job and the run:
+    the resume is then not exact. Without the run's launch file, these are not compared. A run that has finished gives one more
+    warning. Raises ``SpecError`` for a job that cannot continue from a checkpoint of a run, and for a difference that forbids
+    the resume (under strict determinism: for any difference). Raises ``Conflict`` (``nothing-left``) if the job would certainly
+    train no further steps."""
     spec, resolved = prepared.spec, prepared.resolved
     if spec.script is None:
         raise _spec_error(

@@ -173,8 +173,8 @@ def _fall_back_to_older(session: Session, job: Job, quarantined: Checkpoint) -> 
 
 def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: HomePaths) -> CheckpointView:
     """Pin or unpin a checkpoint, and return it. Retention never deletes a pinned checkpoint. Raises ``NotFound``, and
-    ``Conflict``: ``checkpoint-gone`` if the checkpoint is not committed, or if it is to be pinned and is damaged or not on the
-    disk; ``checkpoint-in-use`` if it is to be unpinned and a fork has not started from it yet."""
+    ``Conflict``: ``checkpoint-gone`` if the checkpoint is not committed, or if it is to be pinned and its manifest cannot be read
+    (its other files are not checked); ``checkpoint-in-use`` if it is to be unpinned and a fork has not started from it yet."""
     job = find_job_for_update(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     if row.state != "committed":

@@ -130,7 +130,8 @@ def _unnamed_file(directory: Path) -> BufferedRandom:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The export process. It runs no user code, has no variables of a job and no credentials, and uses no GPU."""
+    """The export process. Of what a user chose it runs at most the job's interpreter (``python``), with the packages of that
+    interpreter; it has no variables of a job and no credentials, and uses no GPU."""
 
     python: str
     seconds: float

@@ -1,4 +1,4 @@
-"""A new job that starts from a checkpoint of another job, with a changed spec."""
+"""Prepares and stores a new job that starts from a checkpoint of another job; the request can change its spec."""
 
 from __future__ import annotations
 

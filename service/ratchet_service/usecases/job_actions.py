@@ -1,4 +1,5 @@
-"""Suspend, resume, cancel, preempt and checkpoint a job, where the transition table permits it in the job's phase."""
+"""Requests to suspend, resume, cancel, preempt or checkpoint a job, where the transition table permits it in the job's phase.
+They are stored; reconciler and agents carry them out."""
 
 from __future__ import annotations
 

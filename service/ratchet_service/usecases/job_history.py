@@ -1,4 +1,4 @@
-"""A job's attempts, newest first, and its events, oldest first."""
+"""Reads a job's attempts, newest first, their environments, and the job's events, oldest first."""
 
 from __future__ import annotations
 

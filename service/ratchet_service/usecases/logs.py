@@ -1,7 +1,8 @@
 """Logs of ranks, read directly from their files: these outlive worker, node and server. The agent keeps an index of times next to
 each log, and limits the log's size.
 
-A line's id is ``<attempt>.<rank>.<byte offset after the line>``. Lines are ordered by attempt, then by rank.
+A line's id is ``<attempt>.<rank>.<byte offset after the line>``. ``read_lines`` and ``page`` order lines by attempt, then by
+rank; a ``Follower`` returns the new lines of each poll in that order.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Metrics and hook summaries over steps. Points of an abandoned branch are not shown: once a later attempt has started from
-step s, the earlier attempts' points above s belong to steps that are redone."""
+"""Metrics and hook summaries over steps. Points of an abandoned branch are left out: once a later attempt has started from step
+s, the earlier attempts' points above s belong to steps that are redone. Only metric values that differ from those of the redone
+steps are shown, separately (``superseded``)."""
 
 from __future__ import annotations
 

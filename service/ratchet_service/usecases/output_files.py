@@ -1,5 +1,5 @@
-"""Files in a job's working directory: list them, read one, pack a directory as a tar. By default, files of the job's code that
-are unchanged are left out."""
+"""Files in a job's working directory: list them, read one, pack a directory as a tar. Lists and archives leave out files of the
+job's code that are unchanged, unless the caller includes them; beyond ``Limits.compared_bytes`` all files count as changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The queue as the API shows it: in the reconciler's order, with the reason that the reconciler recorded for each job."""
+"""The queue as the API shows it: in the launch order (``queue_position``), with the reason that the reconciler recorded for each
+job, if any."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ MAX_SINGLE_JOB_POSITION: Final = 1_000
 
 
 def page(session: Session, limit: int, cursor: str | None) -> QueueView:
-    """Return the next ``limit`` queued jobs in the order in which they start, without those in a back-off. ``cursor``: that of
-    the page before; None: from the first job. Jobs after position ``MAX_POSITION`` are not listed. A cursor holds a position, and
-    positions shift as jobs start and arrive; so a job may be missed or appear twice. Raises ``Refused`` (``bad-cursor``)."""
+    """Return the next ``limit`` queued jobs in the launch order (``queue_position``), without those in a back-off. ``cursor``:
+    that of the page before; None: from the first job. Jobs after position ``MAX_POSITION`` are not listed. A cursor holds a
+    position, and positions shift as jobs start and arrive; so a job may be missed or appear twice. Raises ``Refused``
+    (``bad-cursor``)."""
     digest, now = pagination.query_digest(of="queue"), now_in(session)
     (after,) = pagination.decode(cursor, digest, (int,)) or [0]
     after = min(max(0, after), MAX_POSITION)

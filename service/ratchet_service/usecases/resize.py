@@ -1,5 +1,5 @@
-"""Other ranks, another hook or other code for a job: the changed spec, resolved for this machine, and whether a checkpoint can
-be carried over.
+"""Prepares other ranks, another hook or other code for a job: computes the changed spec, resolved for this machine, and checks
+whether a checkpoint can be carried over. No row is changed here.
 
 What the first attempt would refuse for a reason that is already known is refused now. Whether the user's data can continue with
 another number of ranks is only known to the ranks.

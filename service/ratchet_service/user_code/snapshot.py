@@ -1,5 +1,5 @@
 """Snapshots of user code, named by their content: copied once into ``<home>/code/<digest>`` at submission, so that every attempt
-runs the same files.
+runs the same files. A directory that a client uploads is stored in the same place.
 
 The digest is that of ``ratchet_contract.code.tree``. Editing the directory later changes nothing for the job; submitting it again
 unchanged makes no second copy.

@@ -5,7 +5,7 @@ Codes of the ``CheckpointError`` raised in this package:
 ``checkpoint-damaged``      the bytes on disk are not those that were committed: quarantine, fall back
 ``checkpoint-missing``      no manifest: never committed, or deleted
 ``checkpoint-format``       written in another format: use the version that wrote it; never fall back
-``checkpoint-unreadable``   the system did not return the bytes (EIO, EACCES ...): nothing is proved; never fall back
+``checkpoint-unreadable``   the system refused to read, delete or move files (EIO, EACCES ...): nothing is proved; never fall back
 ``checkpoint-not-written``  the save failed (no space, EIO ...): older checkpoints are untouched
 ``checkpoint-exists``       another manifest already exists, or the checkpoint is being deleted
 """

@@ -243,7 +243,7 @@ def check_directory(directory: Path, *, known: bool = True) -> Verdict:
 
 def classify(directory: Path, mount: Mount) -> Verdict:
     """Return the verdict on ``directory`` by the type and options of its ``mount`` alone, without a trial. An unknown type is
-    ``noted``."""
+    ``noted``; the text of ``reason`` then assumes that the trial of ``check_directory``, which follows, succeeds."""
     kind = mount.kind
     if kind in _REFUSED:
         return Verdict("refused", directory, mount, _REFUSED[kind])

@@ -1,9 +1,9 @@
 """An object store (S3 and compatible stores, Google Cloud Storage, Azure) below one prefix, through obstore.
 
-Credentials and endpoints come only from the environment (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...), and no message of
-this module contains their values. obstore retries every request, with back-off and jitter, on transient errors (5xx, time-outs,
-broken connections) within a bounded time. Not for ``memory://`` or ``file://``: only a caller that holds such a store of obstore
-can pass it in.
+Credentials and endpoints come only from the process's environment (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...) or the
+machine's own role. No message of this module contains the credentials. obstore retries every request, with back-off and jitter,
+on transient errors (5xx, time-outs, broken connections) within a bounded time. Not for ``memory://`` or ``file://``: only a
+caller that holds such a store of obstore can pass it in.
 
 Codes of the ``CheckpointError`` raised here, besides those of ``filesystem.durable_io``:
 
@@ -48,7 +48,7 @@ _MAX_ERROR_CHARS: Final = 600  # characters of a store's error message
 @dataclass(frozen=True)
 class Patience:
     """Time limits in seconds. ``connect``: to connect; ``request``: for one try of a request with its data; ``retry``: after
-    that time since the first try, no further try is begun."""
+    that time since the first try, or after 10 further tries, none is begun."""
 
     connect: float = 5.0
     request: float = 120.0

@@ -45,7 +45,8 @@ _REQUEST_BYTES: Final = 8 << 20  # bytes of one request, at least a block
 
 class FetchResult(NamedTuple):
     """Result of ``fetch_newest``. ``fetched``: manifest of the checkpoint that was fetched, and ``uri``: where it came from;
-    both None if the store has nothing newer. ``notes``: sentences on damaged checkpoints that were skipped."""
+    both None if nothing was fetched, since the store has no intact newer one. ``notes``: sentences on damaged checkpoints, which
+    were quarantined in the store and skipped."""
 
     fetched: Manifest | None
     uri: str | None
@@ -65,8 +66,9 @@ class Progress:
 
 
 def newest_local(checkpoints: Path, lineage: Sequence[Segment], progress: Progress | None = None) -> Id | None:
-    """Return step and attempt of the newest checkpoint of the lineage on this disk whose every byte is verified; None if there
-    is none. Missing and damaged ones are skipped, not moved. ``progress`` counts the bytes that are read.
+    """Return step and attempt of the newest intact checkpoint of the lineage on this disk; None if there is none. Every byte of
+    it is read and verified here. Missing and damaged ones are skipped, not moved. ``progress`` counts the bytes that are read;
+    its ``stop`` has no effect here.
 
     Raises ``CheckpointError`` for a checkpoint that cannot be judged (unreadable, another format version).
     """
@@ -133,7 +135,8 @@ def fetch(
 
     ``markers``: names of the checkpoint's objects in the store, by which its marker files are restored; None: they are listed.
     Raises ``CheckpointError``: ``checkpoint-missing`` (not there, or deleted meanwhile), ``checkpoint-damaged``,
-    ``checkpoint-format``, ``checkpoint-remote``, ``checkpoint-remote-denied``, ``checkpoint-not-written``.
+    ``checkpoint-format``, ``checkpoint-remote``, ``checkpoint-remote-denied``, ``checkpoint-not-written``,
+    ``checkpoint-unreadable`` (what has that name cannot be moved or deleted).
     """
     progress = progress or Progress()
     raw = remote.raw_manifest(folder)
@@ -208,7 +211,7 @@ class _Download:
 
     def run(self) -> None:
         """Download and sync all files; blocks until that is done. Raises the first error of a thread, and ``CheckpointError``
-        if the caller has set ``Progress.stop``."""
+        if ``Progress.stop`` has been set; other threads may then still be at work."""
         for entry in self._files:
             with (self._directory / entry.name).open("wb") as file:
                 os.truncate(file.fileno(), entry.size)

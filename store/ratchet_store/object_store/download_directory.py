@@ -1,5 +1,6 @@
 """The directory that a fetch fills, next to the checkpoints. A complete one gets the checkpoint's name. Any other is removed at
-the end of the fetch; one that a killed fetch left is removed when a later fetch begins."""
+the end of the fetch. One that a killed fetch left is removed by a later fetch: when it is a minute old if its lock is there and
+free, else when it is a week old."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _STALE_SECONDS: Final = 7 * 86400.0
 def open_download_directory(checkpoints: Path, folder: str) -> Iterator[Path]:
     """Context manager: yield a new, locked directory in ``checkpoints`` for the files of the checkpoint ``folder``. When the
     files are complete, the caller calls ``remove_lock`` and renames the directory. If it still has its first name at the end of
-    the block, it is deleted with its content. Also deletes the remains of interrupted fetches. Raises ``OSError``."""
+    the block, it is deleted with its content. Also deletes what killed fetches left (``_sweep``). Raises ``OSError``."""
     _sweep(checkpoints)
     place = checkpoints / f"{_PREFIX}{folder}.{os.getpid()}.{time.monotonic_ns()}"
     place.mkdir()

@@ -1,7 +1,7 @@
 """A job's checkpoints in an object store: ``<uri>/<job id>/checkpoints/<checkpoint>/``, the same names as on the disk.
 
 Data objects are written first, the manifest last and only if none exists; it is deleted first when a copy is deleted. Names
-contain the attempt, so only attempts that share a committed checkpoint's very bytes ever write the same object.
+contain the attempt, so attempts of one run directory write the same object only for a committed checkpoint that they share.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class RemoteCheckpoints:
 
     def commit(self, folder: str, raw: bytes, digest: str) -> None:
         """Put the manifest ``raw`` into the store, the last step of an upload. If the store has the same manifest already (by
-        ``digest``), nothing is changed. Raises ``checkpoint-exists`` if it has another one, which is not replaced."""
+        ``digest``), nothing is changed. Raises ``checkpoint-exists`` if it has another one, and ``checkpoint-damaged`` if it
+        has a damaged one; neither is replaced."""
         if self.objects.put_if_absent(f"{folder}/{MANIFEST_NAME}", raw):
             return
         there = self.manifest(folder)

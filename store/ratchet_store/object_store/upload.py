@@ -2,9 +2,9 @@
 what is known to be in the store, and does one thing about the difference. A process that is killed half-way leaves nothing that
 counts.
 
-A complete copy is deleted only after retention has deleted its checkpoint here: by this directory's own record it was copied
-from here, and it is gone from here. If a directory is lost, so is its record, and no complete copy is deleted for it. Incomplete
-copies that nothing will complete are deleted, too.
+A complete copy is deleted only after its checkpoint was deleted here, by retention or by hand: by this directory's own record it
+was copied from here, and it is gone from here and not in quarantine. If a directory is lost, so is its record, and no complete
+copy is deleted for it. Incomplete copies that nothing will complete are deleted, too.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class Mirror:
         return removed
 
     def _is_deleted(self, checkpoint: Id) -> bool:
-        """True if retention has deleted the checkpoint on this disk: its directory is gone, and it is not in quarantine. False
+        """True if the checkpoint counts as deleted by retention: its directory is gone, and it is not in quarantine. False
         for a directory that lacks only its manifest, which may be restored."""
         folder = checkpoint_dir_name(*checkpoint)
         return not os.path.lexists(self._checkpoints / folder) and not any(self._quarantine.glob(f"{folder}*"))

@@ -1,7 +1,7 @@
-"""Which checkpoint an attempt starts from, and which ones the service may adopt.
+"""Find the checkpoint that an attempt starts from, and those that the service may adopt; move damaged ones to quarantine.
 
 "The newest valid manifest" would be wrong: it could be a zombie's, or of the branch abandoned by a resume from an earlier step.
-Only checkpoints in the attempt's lineage count, and a manifest's parent must be in it, too.
+Only checkpoints in the attempt's lineage count. A manifest's parent must be in it, too, or be what the lineage started from.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def find_base(
     None: there is no intact one, so the attempt starts from scratch (or from the fork's source).
 
     ``checkpoints``: the job's checkpoint directory. Damaged checkpoints newer than the result are moved to ``quarantine``; with
-    ``quarantine`` None the first one's error is raised instead. Directories without a manifest or outside the lineage are
-    skipped. ``check`` verifies a checkpoint; the default reads every byte. A caller that reads and verifies the checkpoint
-    afterwards passes ``check_files``, which checks only the sizes; if that caller then finds damage, it calls
+    ``quarantine`` None the first one's error is raised instead. A checkpoint of another job than ``expected_job_id`` (None: any
+    job) counts as damaged, and so does one whose parent does not fit the lineage. Directories without a manifest or outside the
+    lineage are skipped. ``check`` verifies a checkpoint; the default reads every byte. A caller that reads and verifies the
+    checkpoint afterwards passes ``check_files``, which checks only the sizes; if that caller then finds damage, it calls
     ``move_to_quarantine`` and this function again. ``root`` is what the oldest segment started from (``Base()`` for scratch, or
     a fork's base); None: any parent of an earlier step is accepted there.
 
@@ -84,8 +85,8 @@ def find_adoptable(
     The service does not know them because the report of their commit was lost.
 
     Every byte of them is verified. Their names are synced, since the process that committed one may have died before it synced
-    the name. Damaged ones are skipped; ``find_base`` handles them. ``root``: as in ``find_base``. Raises ``CheckpointError``
-    for another format version or files that cannot be read.
+    the name. Damaged ones are skipped; ``find_base`` handles them. ``root``, ``expected_job_id``: as in ``find_base``. Raises
+    ``CheckpointError`` for another format version or files that cannot be read.
     """
     found: list[Manifest] = []
     for step, attempt, directory in checkpoint_dirs(checkpoints):

@@ -3,7 +3,8 @@
 ``python -m ratchet_store.verify PATH...``: checkpoint directories, or directories of them (a job's ``checkpoints``). It prints a
 line for each checkpoint and for each damaged place, or with ``--json`` a JSON object for each checkpoint; progress on a large one
 goes to standard error. Exit status: 0 all are intact; 1 one is damaged; 2 none is damaged, but something could not be read (no
-checkpoint there, a newer format, a missing permission). Memory: the manifest, a header and a megabyte, whatever the checkpoint's
+checkpoint there, a newer format, a missing permission). A directory's entry without a manifest is printed as ``uncommitted`` and
+does not change the exit status. Memory: the manifest, a header and a megabyte, whatever the checkpoint's
 size. ``verifiers`` refuses a URI.
 """
 

@@ -82,8 +82,8 @@ class Keeper:
     which does no I/O, by any thread.
 
     ``checkpoints``: the job's checkpoint directory. ``protected``: checkpoints that are never deleted, whatever the rules say.
-    The best checkpoints are chosen among the attempt's own, so the job may have up to ``keep_best.count`` more than its rules
-    allow. The service applies the rules of the whole job when the attempt has ended.
+    The rules are applied to the attempt's own checkpoints alone. While it runs, the job may therefore have more than its rules
+    allow: also those of earlier attempts. The service applies the rules of the whole job when the attempt has ended.
     """
 
     def __init__(self, checkpoints: Path, spec: CheckpointSpec, attempt: int, protected: Collection[Id] = ()) -> None:

@@ -59,7 +59,8 @@ def delete(directory: Path) -> None:
     """Delete one checkpoint, pinned or not: its manifest is removed first, durably, then its files. A missing checkpoint is no
     error.
 
-    Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses; ``sweep`` finishes the deletion.
+    Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses. ``sweep`` finishes an interrupted deletion,
+    but restores a pinned checkpoint that still has all of its files.
     """
     try:
         _uncommit(directory)

@@ -40,8 +40,8 @@ Range = tuple[int, int]
 
 
 class Blockwise:
-    """Writes ``header``, whose length is a multiple of a page, and then ``data`` to ``fd``, an empty file. Call ``work`` in
-    one thread or in several concurrently, then ``finish`` once.
+    """Fills ``fd``, an empty file, with ``header``, whose length is a multiple of a page, followed by ``data``. Call ``work`` in
+    one thread or in several concurrently, then ``finish`` once, which writes the header. Nothing is synced.
 
     ``block``: bytes of the file under one digest. ``ranges``: parts of ``data`` (bytes ``begin <= i < end``), without
     overlaps, that get a digest of their own as well. A range's digest is computed together with its block's, while the bytes are

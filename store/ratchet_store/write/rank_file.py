@@ -88,10 +88,10 @@ class RankWriter:
         the checkpoint's manifest is committed.
 
         ``pieces``: in ``file_order``. ``data``: the bytes of the pieces, concatenated, which must not change meanwhile; if
-        they start on a page, they are written past the page cache. ``state``: the rank's JSON state. ``ranges``: parts of
-        ``data`` that get digests of their own, for ``Written.digests``. The file is written as ``.tmp``, hashed while it is
-        written, synced and renamed; then the directory, which is created if missing, is synced. The name of a new directory
-        becomes durable only by the commit.
+        they start on a page, they are written past the page cache where the system supports that. ``state``: the rank's JSON
+        state. ``ranges``: parts of ``data`` that get digests of their own, for ``Written.digests``. The file is written as
+        ``.tmp``, hashed while it is written, synced and renamed; then the directory, which is created if missing, is synced. The
+        name of a new directory becomes durable only by the commit.
 
         Raises ``StateError`` for tensors or state that cannot be stored. Raises ``CheckpointError`` when the system refuses
         (``checkpoint-not-written``; the ``.tmp`` is removed) or the directory holds a committed checkpoint, or one that is

@@ -57,8 +57,7 @@ class Contents:
         """Return the content after ``step``; its tensors are live.
 
         The first call is a collective, which all ranks must make. ``environment``: this rank's facts; ``provenance``: further
-        entries for the manifest, which are not compared. Raises ``UserError`` for state that cannot be stored, and if a parameter
-        was added, removed, replaced or unfrozen after the model was wrapped.
+        entries for the manifest, which are not compared. Raises as ``JobState.capture``.
         """
         _, hook = self._state.require_wrapped()
         layout = hook.layout()

@@ -1,10 +1,11 @@
-"""Saving, from the loop's side: hand the state over at a step boundary, continue, and wait only if a tensor that is not copied
-yet is about to change.
+"""Saving, from the loop's side: hand the state over at a step boundary, and continue while it is written. By
+``checkpoint.staging``, the loop continues as soon as the state is copied, or at once; it then waits only if a tensor that is not
+copied yet is about to change.
 
-Every rank writes its file in a separate thread, rank 0's thread commits the manifest; no collective takes part (``saver_thread``,
-``manifest_commit``). If one rank's part of a save fails or comes too late, only this checkpoint fails. The failure is reported
-and training continues. The third failure in a row ends the attempt, after the same step on all ranks, since a job that cannot
-save will lose its work.
+Every rank writes its file in a separate thread, rank 0's thread commits the manifest; no collective takes part in that
+(``saver_thread``, ``manifest_commit``). If one rank's part of a save fails or comes too late, only this checkpoint fails. The
+failure is reported and training continues. The third failure in a row ends the attempt, after the same step on all ranks, since a
+job that cannot save will lose its work.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ checkpoint has not: the checkpoint is marked, and a resume from it is not exact.
 after ``checkpoint()``: if the process ends there, the attempt that resumes from the checkpoint marks it.
 
 The state is captured when ``checkpoint()`` has saved it, and again at the end of the body. Both captures are views: small tensors
-are compared by value, the others by torch's count of in-place changes.
+on the CPU are compared by value, the others by torch's count of in-place changes.
 """
 
 from __future__ import annotations

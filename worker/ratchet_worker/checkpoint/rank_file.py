@@ -1,4 +1,5 @@
-"""One rank's part of a save, from copying its tensors on: its file, its digests of the other replicas, its report.
+"""One rank's part of a save, from copying its tensors on: its file, its report, and digests of those
+parts of its replica that other ranks write.
 
 The heavy work (memory copies, XXH3, write, fsync) runs without the GIL, so a separate process would gain nothing. During training
 it runs in threads that leave most of the processor to the threads that train. While the loop waits for the save, the saving
@@ -105,7 +106,8 @@ class _Own(NamedTuple):
 
 
 class RankPart:
-    """One rank's part of each save: it finishes the copy, compares replicas, and writes the rank's file. Starts three threads."""
+    """One rank's part of each save: it finishes the copy, computes the digests by which rank 0 compares replicas, and writes the
+    rank's file. The constructor starts three threads."""
 
     def __init__(self, job: JobPaths, attempt: int, rank: int, world_size: int, staging: Staging) -> None:
         self._job, self._attempt, self._rank, self._world_size = job, attempt, rank, world_size
@@ -124,8 +126,8 @@ class RankPart:
         return self._job.checkpoint(save.order.step, self._attempt)
 
     def write_part(self, save: Save, reporter: Reporter) -> tuple[dict[str, Any], str]:
-        """Finish the copy, compare replicas, write this rank's file, and report the hook's summary. Return the
-        rank's report for rank 0, and the list of its tensors as JSON text.
+        """Finish the copy, compute the digests by which rank 0 compares replicas, write this rank's file, and report the hook's
+        summary. Return the rank's report for rank 0, and the list of its tensors as JSON text.
 
         If the rank has nothing to write, the report has only the reason (``error``), and the list is empty. Called in the saving
         thread; blocks until the file is on the disk. Raises any error of the work, which fails only this save.

@@ -153,8 +153,10 @@ class JobState:
 
         The first call is a collective, which all ranks must make (the hook may let DDP rebuild its buckets). From the beginning
         of an evaluation between two steps until the next step, the copy that ``on_evaluation_begin`` has made is returned for
-        registered objects other than optimizers and data, and for state outside of ``state_dict``. Raises ``UserError`` for state
-        that cannot be stored, and if a parameter was added, removed, replaced or unfrozen after the model was wrapped.
+        registered objects other than optimizers and data, and for state outside of ``state_dict``. Raises ``HookStateError`` if
+        the hook's state cannot be stored, ``UserError`` if other state cannot, and for a parameter that was added, removed,
+        replaced or unfrozen after the model was wrapped. If the job is not ``strict``, state outside of ``state_dict`` that
+        cannot be stored is left out.
         """
         ddp, hook = self.require_wrapped()
         hook_tensors, hook_data = hook.capture(copy=False)  # first, since no rank may fail before this collective

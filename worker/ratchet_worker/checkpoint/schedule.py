@@ -1,8 +1,8 @@
 """When to save: by steps, by time, or as often as a share of the training time allows. Rank 0 decides for all ranks.
 
 A rank cannot know the others' clocks. So each time something is due, rank 0 names the next step at which something may be due.
-For a schedule by time, that is a step before the time is up, at which rank 0 checks again. If only ``every_steps`` is set, what
-is due follows from the step alone.
+For a schedule by time, that is a step before the time is up, at which rank 0 checks again. If ``every_steps`` is a number,
+``every_seconds`` is not set and ``when_busy`` is not ``skip``, scheduled saves follow from the step alone.
 
 ``Schedule`` exists on rank 0 only. ``Due`` says on every rank what is due at a step boundary, the same on all: it follows from
 the step alone, or rank 0's schedule decides and broadcasts it.

@@ -1,4 +1,5 @@
-"""Reads a checkpoint back, with every byte verified, and compares what it recorded with the current environment and spec."""
+"""Reads a checkpoint, or parts of it, back, verifies all bytes that it reads, and compares what the checkpoint recorded with the
+current environment and spec."""
 
 from __future__ import annotations
 
@@ -60,9 +61,10 @@ def read(
     """Read from the checkpoint ``chosen``, which must have a manifest, the states that ``ranks`` saved; return rank -> snapshot.
     All bytes that are read are verified.
 
-    ``select(component)`` returns True if the tensors of this private component are to be read. ``shared`` False: leave out the
-    shared tensors, which otherwise are in every snapshot returned. ``verified_ranks``: ranks whose files are verified completely,
-    including parts that are not returned. Raises ``CheckpointError`` for a file that is damaged or cannot be read.
+    ``select(component)`` returns True if the tensors of this private component are to be read; the JSON of all components is
+    returned anyway. ``shared`` False: leave out the shared tensors, which otherwise are in every snapshot returned.
+    ``verified_ranks``: ranks whose files are verified completely, including parts that are not returned. Raises
+    ``CheckpointError`` for a file that is damaged or cannot be read.
     """
     manifest, directory = chosen.manifest, chosen.directory
     assert manifest is not None and directory is not None

@@ -1,4 +1,4 @@
-"""Transfers a recorded state into a group that has other ranks, another hook or other buckets."""
+"""Restores a hook's recorded state, also into a group that has other ranks, another hook or other buckets."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 ``rich`` does so: it numbers its styles from a random start. A resumed attempt imports such a package again. If the script imports
 it in the middle of training, ``random`` would be ahead of its state in the undisturbed job. The two states would also differ if
-only one of two attempts has imported the package already. So the import of an installed package takes its draws back.
+only one of two attempts has imported the package already. So after ``undo_import_draws``, the import of an installed package in
+the main thread takes its draws back, if they are few and it does not seed ``random``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A module's parameters and buffers when DDP wrapped it: what differs from that later must be saved, or refused by name.
+"""Records a module's parameters and buffers when DDP wraps it, and finds what differs later: another set of parameters is refused
+by name; changes of buffers are returned for a save, and made again in a freshly built module at a resume.
 
 DDP averages the parameters that it was built with. A parameter that is added, replaced or unfrozen later would be trained
-separately on every rank. Buffers may be added, removed and change their shape; attributes that are neither parameters nor buffers
-may count or carry something from step to step.
+separately on every rank. Buffers may be added, removed and change their shape.
 """
 
 from __future__ import annotations

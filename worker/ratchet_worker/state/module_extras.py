@@ -1,5 +1,5 @@
-"""A module's state besides the tensors that it was built with: modes, frozen parameters, extra state, changed buffers, and
-gradients.
+"""Captures and restores a module's state besides the tensors that it was built with: modes, frozen parameters, extra state and
+gradients. Changes of buffers are captured here, and restored by ``module_baseline.make_buffers``.
 
 Between two steps gradients are mostly None or zeros. A script that accumulates over several of its steps leaves other gradients.
 The difference between zeros and None matters, too: an optimizer may move an unused parameter with a gradient of zeros.

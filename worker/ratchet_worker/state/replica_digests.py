@@ -1,8 +1,9 @@
-"""Checks that replicas are still equal: every save reports digests of the shared state in parts, which rank 0 compares.
+"""Checks that replicas are still equal: every save reports digests of the shared state in parts, which rank 0 compares. If the
+hook lets replicas differ, nothing is shared, and nothing is compared.
 
 Each rank writes only its own slice, so no process sees a whole replica in a save. Therefore every rank also computes digests of
-the others' parts from its live tensors, as long as these stay unchanged anyway: during the next step, or before a stop. If there
-is not enough time for all parts, they take turns from save to save; a share of them is always compared.
+its live tensors for the parts that other ranks write, while these tensors stay unchanged. If there is not enough time for all
+parts, they take turns from save to save; a share of them is compared in every save.
 """
 
 from __future__ import annotations

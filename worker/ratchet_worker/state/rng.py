@@ -1,4 +1,5 @@
-"""Every generator a rank draws from (torch on CPU and CUDA, numpy, ``random``): seeded per rank, restored bit for bit."""
+"""Seeds the process-wide generators of a rank (torch on CPU and CUDA, numpy, ``random``), and captures and restores them bit for
+bit. ``GeneratorState`` does the latter for a generator that the script has made."""
 
 from __future__ import annotations
 

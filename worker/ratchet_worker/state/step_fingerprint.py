@@ -1,10 +1,10 @@
 """A rank's fingerprint after a step: a sample of its parameters, its generators, its position in the data.
 
-The parameters form one line of bytes, cut into chunks once (``SamplePlan``); step s reads chunk s modulo their number K, so that
-every element is read within K steps. The plan follows from shapes and dtypes, so all attempts of a job have the same one.
-Memory on the CPU is hashed in place (XXH3). On CUDA the chunk is reduced on the device to two sums of its words with random odd
-weights, which are copied to the host concurrently with the next step. The loop waits for them only if the sums of many steps are
-in transit.
+The parameters that have memory of their own form one line of bytes, cut into chunks once (``SamplePlan``); step s reads chunk s
+modulo their number K, so that each of their elements is read within K steps. The plan follows from shapes and dtypes, so all
+attempts of a job have the same one. Memory on the CPU is hashed in place (XXH3). On CUDA the chunk is reduced on the device to
+two sums of its words with random odd weights, which are copied to the host concurrently with the next step. The loop waits for
+them only if the sums of many steps are in transit.
 
 The loop's thread calls everything here between two steps, so no user code frees memory meanwhile. After a step the processor's
 caches hold the step's own data. A fingerprint's cost is therefore the number of functions and objects that it touches, not the

@@ -1,10 +1,10 @@
 """Ordinary loops under a Session: ``for epoch in session.epochs(n): for batch in loader: ...``, one step per batch.
 
 ``session.prepare`` returns what a script has made, in the same order: the model in DDP under the job's hook, everything with
-state registered, and the training ``DataLoader`` as one whose iteration marks the steps. Requesting the next batch ends the open
-step and begins another. The step of an epoch's last batch stays open until the next epoch is requested: an evaluation,
-``scheduler.step()`` and any other code after the loop over batches belongs to it; code before that loop belongs to the step of
-the epoch's first batch.
+state registered, and the training ``DataLoader`` as one whose iteration marks the steps. Requesting the second or a later batch
+of an epoch ends the open step and begins another. The step of an epoch's last batch stays open until the next epoch is requested:
+an evaluation, ``scheduler.step()`` and any other code after the loop over batches belongs to it. The step of the epoch's first
+batch begins then, so code before the loop over batches belongs to it.
 """
 
 from __future__ import annotations

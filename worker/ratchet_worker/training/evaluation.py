@@ -1,5 +1,5 @@
-"""Evaluation between two steps: it leaves the training state unchanged, and uses no collective that a stop could leave
-hanging."""
+"""Evaluation, between two steps or within a step's body. ``preserving_state`` puts modes, buffers and generators back after it.
+Ranks exchange values through the store, not by collectives, which a stop could leave hanging."""
 
 from __future__ import annotations
 

@@ -228,8 +228,8 @@ def total_difference(runtime: Runtime) -> EnvironmentDifference | None:
 
 
 def _not_exact_since(chosen: Chosen) -> str | None:
-    """Return a text with step and attempt that the first inexact resume started from; None if all resumes that led to the
-    checkpoint were exact."""
+    """Return a text with the step and attempt since which the checkpoint's bits may differ from those of an undisturbed run
+    (``Runtime.mark_not_exact``); None if no such mark led to the checkpoint."""
     found = None if chosen.manifest is None else chosen.manifest.environment.get(environment.NOT_EXACT)
     return None if found is None else str(found)
 

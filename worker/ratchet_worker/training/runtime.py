@@ -63,8 +63,8 @@ Item = TypeVar("Item")
 
 class Runtime:
     """One rank's run of the job: it wraps the model, restores state, counts steps, saves between steps, and acts on what the
-    ranks have agreed on. ``step``: number of completed steps of the job, those of earlier attempts included; ``total``: number
-    of all steps of the job (None: only the script knows)."""
+    ranks have agreed on. ``step``: number of completed steps of the job, those of earlier attempts included; ``total``: number of
+    all steps of the job (None: only the script knows); in a loop over epochs, the expected number, which does not end the job."""
 
     def __init__(
         self,
@@ -495,8 +495,8 @@ class Runtime:
             self.reporter.note("changed-behind-checkpoint", text, step=step)
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
-        """Log metrics of the open step, or between two steps of the last one. Only rank 0's are reported; on other ranks
-        nothing happens."""
+        """Log metrics of the open step, or between two steps of the last one. Rank 0's are reported, and with
+        ``checkpoint.keep_best`` they decide which checkpoints are kept; on other ranks nothing happens."""
         if self.rank == 0:
             step, found = self.open_step, {k: metric_value(k, v) for k, v in values.items()}
             self.reporter.report_metrics(step, found)
@@ -599,8 +599,8 @@ class Runtime:
 
     @contextmanager
     def evaluating(self) -> Iterator[Evaluation]:
-        """Context manager of an evaluation, whose block leaves the training state unchanged. Every rank enters it after the
-        same step.
+        """Context manager of an evaluation. Modes, buffers and generators are put back after the block; where replicas are
+        equal, a change of the parameters stays (``preserving_state``). Every rank enters it after the same step.
 
         Between two steps, entering it first acts on what the ranks have agreed on, and may raise ``Stopped``. A stop in the block
         cuts it short: the block is left without an exception, and the evaluation runs again after the resume. Within a loop's

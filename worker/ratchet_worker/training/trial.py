@@ -1,7 +1,7 @@
 """A trial run (``trial`` of the spec, as ``ratchet prove`` submits it): where it ends, what it has exercised, and its faults.
 
-Everything here follows from step numbers and from values that are the same on all ranks, so that all ranks end after the same
-step.
+Where a trial ends follows from step numbers and from values that are the same on all ranks, so that all ranks end after the same
+step. A fault is injected on the one rank for which the launch file plans it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Exercised:
 
 
 class Trial:
-    """The trial in one rank's attempt; it does nothing if the job is no trial. ``expects_evaluation``: True if the loop itself
-    will evaluate at some time, without a call in the user's code."""
+    """The trial in one rank's attempt. If the job is no trial, ``is_active`` and ``is_over`` are False. ``expects_evaluation``:
+    True if the loop itself will evaluate at some time, without a call in the user's code."""
 
     def __init__(self, launch: LaunchFile, rank: int) -> None:
         self._spec = launch.spec.trial

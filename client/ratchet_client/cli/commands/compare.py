@@ -64,8 +64,9 @@ def lines(comparison: ComparisonView) -> list[str]:
 
 def difference_lines(comparison: ComparisonView) -> list[str]:
     """Return the text lines on what differs. They are a heading with the number of differences, and for each component that
-    differs its first difference and the number of the others (at most ``MAX_LINES`` components, causes first). A hint at
-    ``--json`` follows if there are more differences than lines. The last line is the comparison's advice, if it has one."""
+    differs its first difference and the number of the others (at most ``MAX_LINES`` components, causes first). Only the
+    differences that the comparison lists count, at most 50. A hint at ``--json`` follows if there are more differences than
+    lines. The last line is the comparison's advice, if it has one."""
     of: dict[str, list[DifferenceView]] = {}
     for one in comparison.differences:
         of.setdefault(one.component, []).append(one)

@@ -1,4 +1,5 @@
-"""``ratchet config``: which server, run directory and token this command line uses, and where each comes from."""
+"""``ratchet config``: shows which server, run directory and token commands use and where each comes from, and sets or removes the
+server and the token in the configuration file."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ def cp(
 
 
 def print_outputs(client: RatchetClient, job: views.JobView) -> None:
-    """Print on standard error which files the job wrote and how to fetch them; nothing if it wrote none."""
+    """Print on standard error which files the job wrote and how to fetch them; nothing if it wrote none or the
+    request fails."""
     if (found := outputs_text(client, job)) is not None:
         output.note(f"outputs: {found}; see: ratchet files {job.id}; fetch: ratchet cp {job.id}: DIR")
 

@@ -188,7 +188,7 @@ def _print_notes(notes: list[Note], command: Command) -> None:
 
 def _print_next_steps(ctx: typer.Context, target: Path, *, exact: bool) -> None:
     """Print the command to type next on standard error, and a running service's warnings about the written spec, or why it would
-    refuse the spec. ``target``: the file of the spec.
+    refuse the spec. For this check the code is uploaded to a service on another machine. ``target``: the file of the spec.
 
     ``exact``: the job resumes exactly, so ``ratchet prove`` is suggested if no service responds.
     """

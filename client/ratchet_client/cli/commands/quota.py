@@ -1,4 +1,4 @@
-"""``ratchet quota``: limits how much an owner may use at one time."""
+"""``ratchet quota``: lists, shows, sets and deletes quotas, which limit how much an owner may use at one time."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def note_adoption(job: JobView) -> None:
 
 
 def print_warnings(warnings: Sequence[Warning_]) -> None:
-    """Print the service's warnings about a spec on standard error, one line each."""
+    """Print the service's warnings about a spec on standard error, each on a line of its own, which is wrapped on a terminal."""
     for warning in warnings:
         output.note(output.wrap_text(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]"))
 

@@ -1,4 +1,4 @@
-"""``ratchet top``: shows all jobs that run or wait in one table that is redrawn periodically."""
+"""``ratchet top``: shows the jobs that run or wait in one table, redrawn periodically or, with ``--once``, printed once."""
 
 from __future__ import annotations
 

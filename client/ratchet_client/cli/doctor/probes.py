@@ -1,4 +1,5 @@
-"""Runs checks that need more than the standard library as processes with a deadline, and all other checks with a deadline."""
+"""Runs the checks of the worker and of the database in processes of their own, and any other check in a thread; each has a time
+limit."""
 
 from __future__ import annotations
 

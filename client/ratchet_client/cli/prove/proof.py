@@ -33,7 +33,7 @@ class Proof(BaseModel):
     an undisturbed one; for a job, that of its newest checkpoint with the fork's. ``redone``: number of steps that were lost and
     done again. ``metrics``: number of series that were compared; ``metrics_differ``: their differences. ``times``: series that
     differ between two runs from the same state, and so are not judged. ``reports``: what was not exact in resumes, and the notes
-    of their reports. ``lost``: the component that the first inexact resume has lost. ``unseen``: loop variables that no
+    of their reports. ``lost``: the first component that a resume report calls ``not-exact``. ``unseen``: loop variables that no
     checkpoint has, and anything else that was not compared."""
 
     verdict: Verdict
@@ -290,7 +290,7 @@ def _unseen_spec(attempts: list[AttemptView]) -> list[str]:
 
 
 def _lost_component(attempts: list[AttemptView]) -> str | None:
-    """Return the first component that a resume has lost; None if the resume reports name none."""
+    """Return the first component with the status ``not-exact`` in the attempts' resume reports; None if there is none."""
     reports = (attempt.resume_report for attempt in attempts)
     parts = (part for report in reports if report is not None for part in report.components)
     return next((part.component for part in parts if part.status == "not-exact"), None)

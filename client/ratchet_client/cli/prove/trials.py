@@ -136,7 +136,7 @@ class Trials:
 
     def wait(self, jobs: Mapping[str, str]) -> list[Run]:
         """Block until these jobs (id: description) have ended, and return their runs in the same order. Raises ``TrialFailed`` as
-        soon as one does not succeed."""
+        soon as one does not succeed, or when all have ended if the script of one has no Session."""
         ended: dict[str, JobView] = {}
         phases, said = "", 0.0
         while len(ended) < len(jobs):

@@ -239,8 +239,9 @@ def _train(
     fold: EventFold,
 ) -> JobView:
     """Follow the job until it has ended or is suspended, and return it; its ranks' output is shown meanwhile. The first signal
-    suspends the job. The second kills a private service and its ranks at once, and raises ``typer.Exit``. ``begun``: the job, and
-    what an earlier command has shown of it; ``ranks``: whose output is shown, None: all."""
+    requests that the job is suspended. The second kills a private service and its ranks at once, and raises ``typer.Exit``; with
+    a service that is not private it kills nothing, and the suspension goes on. ``begun``: the job, and what an earlier command
+    has shown of it; ``ranks``: whose output is shown, None: all."""
     from ratchet_client.cli.commands.wait import pump
     from ratchet_client.cli.run.rank_output import RankOutput
     from ratchet_client.cli.run.view import RunView

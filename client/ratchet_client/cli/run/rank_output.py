@@ -19,9 +19,9 @@ _BLOCK: Final = 1 << 16
 
 class RankOutput:
     """A context manager that copies the ranks' output from their logs to standard output (or ``to``) in a thread, as it arrives;
-    on exit everything that is in the logs is copied. If one rank is selected, its bytes are not changed, but an incomplete last
-    line of an attempt gets a line end. If several ranks or all (``ranks`` None) are selected, each line is prefixed with
-    ``ATTEMPT.RANK | ``, as in ``ratchet logs``."""
+    on exit everything that is in the logs is copied. After a failed write nothing more is copied. If one rank is selected, its
+    bytes are not changed, but an incomplete last line of an attempt gets a line end. If several ranks or all (``ranks`` None)
+    are selected, each line is prefixed with ``ATTEMPT.RANK | ``, as in ``ratchet logs``."""
 
     def __init__(
         self, job: JobPaths, ranks: Collection[int] | None, last_displayed_attempt: int, to: BinaryIO | None = None

@@ -1,6 +1,7 @@
-"""Shell completion: queries the running service with a short timeout, and offers nothing if there is none.
+"""Shell completion. Jobs, checkpoints and hooks are read from the running service with a short timeout; none is offered if the
+service does not respond. Phases and sort keys need no service.
 
-No pydantic model is imported here and nothing is retried: a Tab must cause no noticeable delay.
+Heavy modules are imported only when the service is queried, and nothing is retried: a Tab must cause no noticeable delay.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Attempts as Jobs of a Kubernetes cluster: one Job per attempt, one pod per node.
 
-A poll reads the state that watches have received. Only changes, and the proof that an attempt is dead, cost requests.
+A poll reads the state that watches have received. Requests are made only for changes, for logs, to confirm that somebody else
+suspended or deleted something, and to prove an attempt dead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The Kubernetes objects of a launch: a Job with one pod per node, a Service for the pods' names, a Secret. Pure.
+"""Makes the Kubernetes objects of a launch: a Job with one pod per node, a Service for the pods' names, a Secret. Pure, except
+for a fork: whether the pod mounts the parent's checkpoints may depend on whether they exist now (``volumes``).
 
 Ratchet does the restarts: ``backoffLimit: 0``, and the failure policy *fails* the Job. With ``Ignore`` the controller would
 create a new pod within the same Job, which is the same attempt. The rules are evaluated in order, disruptions first: an evicted

@@ -2,7 +2,7 @@
 
 Proof of life is the agent's ``flock`` on ``agent.lock``. The lock is probed only once ``agent.json`` exists, which the agent
 writes while it holds the lock: an earlier probe could hold the lock just when a starting agent takes it. Until then a starting
-agent is found by RATCHET_ATTEMPT_DIR in its environment, which every descendant inherits.
+agent is found by RATCHET_ATTEMPT_DIR in its environment. Its descendants inherit the variable, unless code removes it.
 
 Limits (``resources.memory``, ``resources.open_files``) that this machine cannot enforce are refused.
 """
@@ -175,8 +175,8 @@ class LocalLauncher:
         return AttemptState(locked or bool(starting), nodes)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Send SIGTERM to the attempt's agents that are alive; does not wait. ``grace`` is not used: the caller kills them after
-        it."""
+        """Send SIGTERM to the attempt's agents that have written ``agent.json`` and are alive; does not wait. An agent that is
+        still starting gets no signal. ``grace`` is not used: the caller kills the agents after it."""
         for agent in self._agents(ref).values():
             if self._is_agent(ref, agent):
                 proc.kill(agent.pid, signal.SIGTERM)
@@ -249,8 +249,9 @@ class LocalLauncher:
         file_access.give_to_user(self._home.job(ref.job_id).root, user.uid, user.gid)
 
     def _is_agent(self, ref: AttemptRef, agent: AgentFile) -> bool:
-        """True if the process that ``agent`` names is alive and runs as the job's user. This is checked since user code may have
-        written the pid of another process into ``agent.json``."""
+        """True if the process that ``agent`` names is alive and, if the job's directory belongs to a user other than root
+        (``owner_of``), runs as that user. This is checked since user code may have written the pid of another process into
+        ``agent.json``."""
         owner = file_access.owner_of(ref.paths.root)
         own = owner is None or owner[0] == 0 or proc.runs_as(agent.pid, owner[0])
         return own and proc.is_alive(agent.pid, agent.start_time)

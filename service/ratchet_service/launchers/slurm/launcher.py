@@ -131,7 +131,8 @@ class SlurmLauncher:
         return self._state_after_end(ref, jobs, state)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Send SIGTERM to the agents; a job that has not started is cancelled. ``grace`` is not used: the caller kills."""
+        """Send SIGTERM to the agents that run, and cancel a job that is pending; a job whose nodes are still being prepared gets
+        neither. ``grace`` is not used: the caller kills."""
         for job in self._jobs(ref):
             if not job.has_ended:
                 self._cancel("--state=PENDING", str(job.id))  # a pending job has no agents to signal
