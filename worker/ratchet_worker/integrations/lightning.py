@@ -29,6 +29,7 @@ second ``fit``, several training loaders, ``StochasticWeightAveraging`` of a mod
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import signal
@@ -64,6 +65,7 @@ try:
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
     from lightning.pytorch.loops.loop import _Loop
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.strategies.launchers.launcher import _Launcher
     from lightning.pytorch.trainer import call
     from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -164,7 +166,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """Do nothing: the ranks are running already."""
+        """Start no ranks: they are running already."""
+        self._launcher = self._arguments = _Arguments()
 
     # --- the way in ----------------------------------------------------------------------------------------------------
 
@@ -483,13 +486,14 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint as Lightning does, outside ``fit`` and in trial steps. In ``fit``, raise ``UserError`` for
-        ``ckpt_path``: the job resumes from its own checkpoints. With the callback ``OnExceptionCheckpoint``, for which the
-        Trainer itself requests a checkpoint, return an empty one in ``fit``."""
+        """Load a checkpoint as Lightning does, outside ``fit`` and in trial steps. In ``fit``, raise ``UserError`` for a
+        ``ckpt_path`` of the script: the job resumes from its own checkpoints. Return an empty checkpoint in ``fit`` if the
+        Trainer itself requests one, for the callback ``OnExceptionCheckpoint``."""
         trainer = self._trainer()
         if self.is_trying_out or trainer.state.fn != TrainerFn.FITTING:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks):
+        is_own = self._arguments.ckpt_path is None and not trainer._checkpoint_connector._user_managed
+        if is_own and any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks):
             return _Nothing({"pytorch-lightning_version": lightning.__version__})  # the Trainer itself requests "last"
         raise UserError(
             "ckpt_path: the job resumes from its own checkpoints; drop it, or load weights into the module before fit"
@@ -501,6 +505,22 @@ class SessionStrategy(DDPStrategy):
 
 
 StrategyRegistry.register("ratchet", SessionStrategy, description="DDP within Ratchet's Session", override=True)
+
+
+class _Arguments(_Launcher):
+    """Calls the Trainer's function in this process. ``ckpt_path``: the one that the script has passed to the last call."""
+
+    is_interactive_compatible = True
+    ckpt_path: Any = None
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        self.ckpt_path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+        return function(*args, **kwargs)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """Do nothing: no process has been started here."""
 
 
 class _Nothing(dict[str, Any]):

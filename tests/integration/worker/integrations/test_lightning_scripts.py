@@ -69,13 +69,28 @@ def test_killed_lightning_cli_resumes_exactly(jobs: list[Job], tmp_path: Path) -
     assert_exact(jobs, tmp_path, "by_cli.py", "fit", "--config", str(CODE / "cli.yaml"), *strategy)
 
 
-@pytest.mark.parametrize(
-    ("before", "advice"), [("fit", "call trainer.fit only once per job"), ("tune", "callbacks=[LearningRateFinder()]")]
-)
-def test_second_fit_is_refused_with_advice(jobs: list[Job], tmp_path: Path, before: str, advice: str) -> None:
-    jobs.append(
-        job := LightningJob(tmp_path, {}, "job", script=["by_session.py", before], code={"path": str(CODE)}, **SPEC)
-    )
+def undisturbed(jobs: list[Job], home: Path, what: str) -> Attempt:
+    jobs.append(job := LightningJob(home, {}, "job", script=["by_session.py", what], code={"path": str(CODE)}, **SPEC))
     job.attempts.append(attempt := Attempt(job, 2, {}))  # which no rank of is killed
-    result = attempt.wait(120)
+    attempt.wait(120)
+    return attempt
+
+
+@pytest.mark.parametrize(
+    ("what", "advice"),
+    [
+        ("fit", "call trainer.fit only once per job"),
+        ("tune", "callbacks=[LearningRateFinder()]"),
+        ("ckpt_path", "ckpt_path: the job resumes from its own checkpoints"),
+        ("set ckpt_path", "ckpt_path: the job resumes from its own checkpoints"),
+    ],
+)
+def test_unsupported_fit_is_refused_with_advice(jobs: list[Job], tmp_path: Path, what: str, advice: str) -> None:
+    result = (attempt := undisturbed(jobs, tmp_path, what)).wait()
     assert result.cause is Cause.USER_ERROR and advice in str(result.message), attempt.logs()
+
+
+def test_checkpoint_that_an_exception_left_is_not_refused(jobs: list[Job], tmp_path: Path) -> None:
+    attempt = undisturbed(jobs, tmp_path, "own ckpt_path")
+    assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+    assert "checkpoint path at" in attempt.logs() and "on_exception.ckpt" in attempt.logs()
