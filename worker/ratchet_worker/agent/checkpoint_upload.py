@@ -120,8 +120,8 @@ class Uploader:
 
     def _missing(self) -> list[str]:
         """The names of the committed checkpoints that are not known to be in the store, without a query of the store; a single
-        general text if the store's address cannot be opened."""
-        with suppress(CheckpointError):
+        general text if the store's address cannot be opened or the disk cannot be read."""
+        with suppress(CheckpointError, OSError):
             return self._open_mirror().pending()
         return ["any committed checkpoint"]
 

@@ -121,8 +121,8 @@ def _starter(launch: LaunchFile) -> Starter:
 
 
 class _Attempt:
-    """One node's part of the attempt: start, supervision, clean-up and result. A failure of the start or of the supervision does
-    not prevent clean-up and result."""
+    """One node's part of the attempt: start, supervision, clean-up and result. A failure of the start, of the supervision or of
+    the clean-up does not prevent the result."""
 
     def __init__(self, launch: LaunchFile, starter: Starter, timing: Timing, started_at: str) -> None:
         self._launch = launch
@@ -144,7 +144,7 @@ class _Attempt:
 
     def run(self) -> int:
         """Run the ranks, clean up, write the result and send it to the service; return the agent's exit code. Every failure
-        becomes a conclusion; none is raised from the start or the supervision."""
+        of the start or the supervision becomes a conclusion; a failure of the clean-up is only logged."""
         ends: list[Ended] = []
         try:
             procfs.become_subreaper()
@@ -166,10 +166,11 @@ class _Attempt:
             with suppress(Exception):
                 ends = self._supervisor.finish()
             conclusion = _crash_conclusion(error, any_rank=bool(ends))
-        self._clean_up()
-        self._logs.finish()
-        fenced = self._supervisor.evidence.fenced is not None
-        self._object_store.finish(conclusion.cause, fenced, self._supervisor.remaining_grace)
+        for finish in (self._clean_up, self._logs.finish, lambda: self._finish_uploads(conclusion.cause)):
+            try:
+                finish()
+            except Exception:  # such as a disk that fails: without a result the attempt would count as lost
+                traceback.print_exc()
         result = self._result(conclusion, ends)
         self._report_result(result)
         return exit_code_of(result.cause)
@@ -238,6 +239,11 @@ class _Attempt:
         if left:
             log_message(f"processes {left} did not end after SIGKILL")
         procfs.remove_tree(self._node_paths.tmp)
+
+    def _finish_uploads(self, cause: Cause) -> None:
+        """Finish the uploads to the object store, or abandon them if the attempt is fenced."""
+        fenced = self._supervisor.evidence.fenced is not None
+        self._object_store.finish(cause, fenced, self._supervisor.remaining_grace)
 
     def _result(self, conclusion: Conclusion, ends: list[Ended]) -> AttemptResult:
         """The content of ``result.json`` for this node. Without a finished step, ``last_step`` is the step of the checkpoint that

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from ratchet_contract.exit_codes import EXIT_COMPLETED, EXIT_HANG, EXIT_PREEMPTE
 from ratchet_contract.phases import Cause, Desired
 from ratchet_contract.protocol.messages import Control
 from ratchet_worker.ipc import procfs
-from tests.support.attempts import Attempt
+from tests.support.attempts import AGENT, Attempt
 from tests.support.server import wait_for
 
 Make = Callable[..., Attempt]
@@ -46,6 +48,25 @@ def test_completed_attempt_leaves_result_and_exit_code_and_no_process(make: Make
     assert (result.cause, result.last_step, agent.returncode) == (Cause.COMPLETED, 5, EXIT_COMPLETED), attempt.log()
     assert [end.exit_code for end in result.ranks] == [0, 0]
     assert attempt.rank_pids() == []  # grandchildren of both kinds: own session, and stripped of all variables
+
+
+FAILING_CLEAN_UP = """
+import runpy, shutil, sys
+def fails(*_, **__):
+    raise OSError(5, "Input/output error")
+shutil.rmtree = fails
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_failing_clean_up_does_not_lose_the_result(make: Make) -> None:
+    attempt = make([{"steps": 5}])
+    command = [sys.executable, "-P", "-c", FAILING_CLEAN_UP, str(AGENT), str(attempt.paths.launch_file), "{}", "0"]
+    with attempt.paths.agent_log.open("ab") as log:
+        attempt.agents.append(agent := subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
+    assert agent.wait(60) == EXIT_COMPLETED, attempt.log()
+    assert attempt.wait().cause is Cause.COMPLETED and "Input/output error" in attempt.log()
 
 
 def test_sigkill_of_a_rank_ends_the_attempt_within_two_seconds(make: Make) -> None:

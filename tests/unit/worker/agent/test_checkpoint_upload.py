@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 import time
@@ -24,7 +25,7 @@ from ratchet_store.object_store.client import ObjectStore, Patience, open_store
 from ratchet_store.object_store.remote_checkpoints import RemoteCheckpoints
 from ratchet_store.object_store.upload import Mirror, Step, Uploaded
 from ratchet_store.retention.delete import delete
-from ratchet_worker.agent import checkpoint_download
+from ratchet_worker.agent import checkpoint_download, checkpoint_upload
 from ratchet_worker.agent.checkpoint_upload import Uploader
 from ratchet_worker.ipc.result_files import NotStarted
 from tests.support.checkpoints import JOB, make_chain
@@ -94,6 +95,22 @@ def test_uploader_does_not_repeat_report_of_deleted_copy(tmp_path: Path) -> None
     run()
     uploader._repeat_reports(math.inf)  # what is told a few seconds after a copy
     assert told.rows == {10: "deleted", 20: "copied", 30: "copied"}
+
+
+def test_unreadable_disk_at_the_end_is_reported_not_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_chain(HomePaths(tmp_path).job(JOB).checkpoints, 10)
+    memory = RemoteCheckpoints(ObjectStore(MemoryStore(), "memory://x"), JOB)
+    monkeypatch.setattr(checkpoint_upload, "open_job_checkpoints", lambda *_: memory)
+
+    def stale(path: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(Path, "is_file", stale)
+    told = Told()
+    uploader = Uploader(launch_in(tmp_path), told)  # type: ignore[arg-type]
+    uploader.start()
+    uploader.finish(5)
+    assert "not in the object store when the attempt ended: any committed checkpoint" in told.rows[-1]
 
 
 def test_mirror_reports_copies_removed_before_store_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
