@@ -40,7 +40,8 @@ VERIFIED_NAME: Final = (
 RUN_DIRECTORY: Final = "ratchet-checkpoints"  # default directory of a Session without a service
 RUN_MARK_NAME: Final = "ratchet-run.json"  # file in the directory of a Session without a service: the run's id
 _JOB_ID_RE = re.compile(r"job-[0-9a-z]{12}", re.ASCII)
-_CHECKPOINT_RE = re.compile(r"step-(\d{12})\.a(\d{4,})", re.ASCII)
+_CHECKPOINT_RE = re.compile(r"step-(\d{12})\.a(\d{4,9})", re.ASCII)
+_ATTEMPT_RE = re.compile(r"\d{4}|[1-9]\d{4,8}", re.ASCII)
 
 
 def is_job_id(text: str) -> bool:
@@ -57,6 +58,11 @@ def parse_checkpoint_dir_name(name: str) -> tuple[int, int] | None:
     """Return ``(step, attempt)`` of a checkpoint's directory name; None for any other name."""
     match = _CHECKPOINT_RE.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def parse_attempt_dir_name(name: str) -> int | None:
+    """Return the number of an attempt's directory name; None for any other name, also one of more than 9 digits."""
+    return int(name) if _ATTEMPT_RE.fullmatch(name) else None
 
 
 def rank_file_name(rank: int, world_size: int) -> str:

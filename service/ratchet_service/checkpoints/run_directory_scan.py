@@ -16,7 +16,14 @@ from typing import Final
 
 import sqlalchemy as sa
 
-from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths, is_job_id, parse_checkpoint_dir_name
+from ratchet_contract.paths import (
+    AttemptPaths,
+    HomePaths,
+    JobPaths,
+    is_job_id,
+    parse_attempt_dir_name,
+    parse_checkpoint_dir_name,
+)
 from ratchet_contract.plural import pluralize
 from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Job
@@ -145,8 +152,8 @@ def _attempts_folder(paths: JobPaths) -> Path:
 def _attempt_numbers(paths: JobPaths) -> Iterator[int]:
     """Yield the numbers of the attempts that have a directory."""
     for name in _names_in(_attempts_folder(paths)):
-        if name.isascii() and name.isdigit() and paths.attempt(int(name)).root.name == name:
-            yield int(name)
+        if (number := parse_attempt_dir_name(name)) is not None:
+            yield number
 
 
 def _writer_attempts(folder: Path) -> Iterator[int]:

@@ -11,8 +11,6 @@ from ratchet_contract.phases import JobPhase
 from ratchet_service.db.models import Attempt, Checkpoint, Job
 from ratchet_service.db.transitions import lock_job, no_such_job
 
-_MAX_INT = 2**63 - 1
-
 
 def find_job(session: Session, job_id: str) -> Job:
     """Return the job; it is not locked. Raises ``NotFound``, also for a text that is not a job id."""
@@ -46,7 +44,7 @@ def find_checkpoint(session: Session, job_id: str, checkpoint_id: str) -> Checkp
     find_job(session, job_id)
     parsed = parse_checkpoint_dir_name(checkpoint_id)
     row = None
-    if parsed is not None and checkpoint_dir_name(*parsed) == checkpoint_id and parsed[1] <= _MAX_INT:
+    if parsed is not None and checkpoint_dir_name(*parsed) == checkpoint_id:
         row = session.get(Checkpoint, (job_id, *parsed))
     if row is None:
         raise NotFound(f"job {job_id} has no checkpoint {checkpoint_id!r}", code="checkpoint-not-found")

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from sqlalchemy.orm import Session
 
 from ratchet_contract.checkpoint.step_ring import RING_ATTEMPTS
-from ratchet_contract.paths import JobPaths
+from ratchet_contract.paths import JobPaths, parse_attempt_dir_name
 from ratchet_service.config.output_limits import Bounds
 from ratchet_service.db.models import Job
 from ratchet_service.db.transitions import add_event
@@ -76,11 +76,12 @@ def drop_spools(paths: JobPaths, attempt: int, bounds: Bounds) -> None:
     with as_owner(paths.root):
         attempts = paths.attempt(0).root.parent
         for name in names_in(attempts):
-            if not name.isdigit():
+            number = parse_attempt_dir_name(name)
+            if number is None:
                 continue
-            if int(name) <= attempt - bounds.log_attempts:
+            if number <= attempt - bounds.log_attempts:
                 _drop(attempts / name / "spool", ".jsonl")
-            if int(name) <= attempt - RING_ATTEMPTS:
+            if number <= attempt - RING_ATTEMPTS:
                 _drop(attempts / name / "fingerprints", ".bin")
 
 

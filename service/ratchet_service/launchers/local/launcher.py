@@ -22,7 +22,7 @@ from typing import Final
 from ratchet_contract import env_vars as names
 from ratchet_contract.api.views import Warning_
 from ratchet_contract.errors import FieldProblem
-from ratchet_contract.paths import AttemptPaths, HomePaths, is_job_id
+from ratchet_contract.paths import AttemptPaths, HomePaths, is_job_id, parse_attempt_dir_name
 from ratchet_contract.plural import pluralize
 from ratchet_contract.protocol.messages import AgentFile, LaunchFile
 from ratchet_contract.spec.job import JobSpec
@@ -276,9 +276,10 @@ class LocalLauncher:
             job_id, word, number = folder.relative_to(self._home.jobs).parts
         except ValueError:
             return None
-        if word != "attempts" or not is_job_id(job_id) or not number.isdigit():
+        attempt = parse_attempt_dir_name(number)
+        if word != "attempts" or not is_job_id(job_id) or attempt is None:
             return None
-        return AttemptRef(job_id, int(number), self._home.job(job_id).attempt(int(number)))
+        return AttemptRef(job_id, attempt, self._home.job(job_id).attempt(attempt))
 
     def _reap(self, name: str) -> None:
         """Reap the agents of the attempt with this name that are children of this process and have ended, so that they leave no

@@ -150,7 +150,7 @@ REQUESTS: list[tuple[str, str, int, str]] = [
     ("GET", "/v1/jobs/{job}/attempts/%D9%A3", 404, "attempt-not-found"),
     ("GET", "/v1/jobs/{job}/checkpoints/x", 404, "checkpoint-not-found"),
     ("GET", "/v1/jobs/{job}/checkpoints/step-000000000001.a0001", 404, "checkpoint-not-found"),
-    ("GET", "/v1/jobs/{job}/checkpoints/step-000000000001.a" + "9" * 30, 404, "checkpoint-not-found"),
+    ("GET", "/v1/jobs/{job}/checkpoints/step-000000000001.a" + "9" * 5000, 404, "checkpoint-not-found"),
     ("GET", "/v1/jobs/{job}/checkpoints/%00", 404, "checkpoint-not-found"),
     ("POST", "/v1/jobs/{job}/checkpoints/step-000000000001.a0001/pin", 404, "checkpoint-not-found"),
     ("GET", "/v1/hooks/powerSDG", 404, "hook-not-found"),

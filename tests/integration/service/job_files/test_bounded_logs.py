@@ -236,6 +236,7 @@ def test_shorten_without_hole_punching_removes_old_logs_and_spools(
         write(paths.attempt(attempt).log(0), numbered(0, 4000))
         write(paths.attempt(attempt).spool(0), "{}\n")
         write(paths.attempt(attempt).ring(0), "of steps")
+    (paths.attempt(1).root.parent / "\u00b2").mkdir()  # user code may have made it: a digit, but no number
     shortened = shorten(paths, 6, bounds)
     assert shortened is not None and (shortened.attempts, shortened.removed) == ([3, 4], True)
     trim_logs.drop_spools(paths, 6, bounds)

@@ -265,6 +265,19 @@ def test_sweep_ends_only_orphaned_processes_of_its_own_home(
         other.kill(foreign.ref)
 
 
+@pytest.mark.parametrize("number", ["\u00b2", "7" * 5000, "99999999999"])
+def test_sweep_passes_over_a_process_that_names_an_impossible_attempt(home: HomePaths, number: str) -> None:
+    """User code may start a process with any environment."""
+    folder = home.jobs / "job-0123456789ab" / "attempts" / number
+    pid = os.posix_spawn("/bin/sleep", ["sleep", "60"], {"RATCHET_ATTEMPT_DIR": str(folder)})
+    try:
+        made = launcher(home)
+        assert made.running_attempts() == [] and made.sweep(lambda _: ()) == []
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def test_with_variable_finds_a_process_immediately_after_its_spawn() -> None:
     """Within ``execve`` a process has no environment that could be read; one spawn out of two hundred was missed so."""
     for i in range(600):
