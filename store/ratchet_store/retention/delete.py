@@ -4,6 +4,8 @@ Only the fenced service, or a worker within its own attempt, may call these func
 process creates the marker file, durably, and then checks for the manifest; the deleting process removes the manifest, durably,
 and then checks for the marker file. One of the two notices the other, so a pin that found a manifest holds, and one that comes
 too late fails. A manifest that was removed although the marker file exists is restored; after a crash in between, by ``sweep``.
+
+A link with a checkpoint's name is never followed, since its target may be another job's checkpoint: only the link is deleted.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from ratchet_store.retention.rules import Id
 
 def complete_checkpoints(checkpoints: Path, lineage: Sequence[Segment]) -> dict[Id, bool]:
     """Return the checkpoints of the ``lineage`` that look complete, newest first; the value is True if the checkpoint is pinned
-    (has the marker file ``PINNED``). A checkpoint looks complete if its manifest is valid and its rank files have their sizes;
-    the bytes are not read.
+    (has the marker file ``PINNED``). A checkpoint looks complete if it is no link, its manifest is valid and its rank files have
+    their sizes; the bytes are not read.
 
     The service applies the retention rules to the result when no attempt is alive; a live attempt deletes its own checkpoints
     by a ``Keeper``. No rule keeps or deletes the others: ``find_base`` handles them.
@@ -43,9 +45,9 @@ def delete_unless_pinned(directory: Path) -> bool:
     """Delete one checkpoint and return True, also if it is missing. Returns False if its directory has the marker file
     ``PINNED``, or gets it while the manifest is being removed; the manifest is then restored, and nothing is lost. Raises
     ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses."""
-    if _is_pinned(directory):
-        return False
     try:
+        if _is_pinned(directory):
+            return False
         if _uncommit(directory) and _is_pinned(directory):
             _restore_manifest(directory)
             return False
@@ -71,7 +73,10 @@ def delete(directory: Path) -> None:
 
 def _uncommit(directory: Path) -> bool:
     """Rename the manifest to ``DELETED_MANIFEST_NAME``, durably, so that the checkpoint no longer counts, and return True.
-    Returns False if there was no manifest; other files of the checkpoint may then be missing, too. Raises ``OSError``."""
+    Returns False if there was no manifest, or ``directory`` is a link; other files of the checkpoint may then be missing, too.
+    Raises ``OSError``."""
+    if directory.is_symlink():
+        return False
     try:
         (directory / MANIFEST_NAME).rename(directory / DELETED_MANIFEST_NAME)
     except FileNotFoundError:
@@ -95,7 +100,7 @@ def sweep(checkpoints: Path, *, dead_attempts: Collection[int]) -> list[str]:
     the removed paths, relative to ``checkpoints``.
 
     ``dead_attempts``: attempts that are proved dead. Of these it also removes directories without a manifest, and ``.tmp``
-    files in directories with one.
+    files in directories with one. Links stay.
 
     A checkpoint whose deletion was interrupted is not removed if it is pinned and still has all of its files: its manifest is
     restored. Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses a deletion. An ``OSError`` in
@@ -104,6 +109,8 @@ def sweep(checkpoints: Path, *, dead_attempts: Collection[int]) -> list[str]:
     removed: list[str] = []
     for _, attempt, directory in checkpoint_dirs(checkpoints):
         try:
+            if directory.is_symlink():
+                continue
             names = {entry.name for entry in directory.iterdir()}
         except (FileNotFoundError, NotADirectoryError):
             continue
@@ -140,8 +147,8 @@ def delete_all(job: JobPaths) -> list[tuple[int, int]]:
 
 
 def _is_pinned(directory: Path) -> bool:
-    """True if the checkpoint's directory has the marker file ``PINNED``."""
-    return os.path.lexists(directory / PINNED_NAME)
+    """True if the checkpoint's directory has the marker file ``PINNED``. False for a link."""
+    return not directory.is_symlink() and os.path.lexists(directory / PINNED_NAME)
 
 
 def _is_restorable(directory: Path) -> bool:
@@ -159,23 +166,25 @@ def _is_restorable(directory: Path) -> bool:
 
 
 def _looks_complete(directory: Path) -> bool:
-    """True if the checkpoint's manifest is valid and its rank files exist with their sizes. The bytes are not read."""
+    """True if the checkpoint is no link, its manifest is valid and its rank files exist with their sizes. The bytes are not
+    read."""
     try:
         check_files(directory, read_manifest(directory))
+        return not directory.is_symlink()
     except CheckpointError:
         return False
-    return True
 
 
 def _remove_checkpoint(directory: Path) -> None:
-    """Remove a directory and its content without following links. A path that is missing or no directory is no error, nor is a
-    file that another process removes meanwhile.
+    """Remove a directory and its content without following links; of what is no directory, its name. A missing path is no error,
+    nor is a file that another process removes meanwhile.
 
     Of the files, the removed manifest (``DELETED_MANIFEST_NAME``) is deleted last: by it ``sweep`` knows that the rest may be
     removed. Nothing is synced: files that come back after a power loss belong to no committed checkpoint. Raises ``OSError``.
     """
     try:
         if not stat.S_ISDIR(os.lstat(directory).st_mode):
+            directory.unlink(missing_ok=True)
             return
     except (FileNotFoundError, NotADirectoryError):
         return

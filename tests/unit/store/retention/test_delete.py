@@ -24,7 +24,7 @@ from ratchet_contract.paths import (
 from ratchet_store.read.checkpoint_reader import verify
 from ratchet_store.read.find_base import find_base
 from ratchet_store.retention import delete as retain_module
-from ratchet_store.retention.delete import delete, delete_all, sweep
+from ratchet_store.retention.delete import delete, delete_all, delete_unless_pinned, sweep
 from tests.support.checkpoints import copy_checkpoint, list_names, make_chain, make_checkpoint, write_ranks
 from tests.support.retention import run_retention
 
@@ -128,6 +128,49 @@ def test_delete_removes_symlinks_without_following(tmp_path: Path) -> None:
     (directory / "sub" / "file").write_text("x")
     delete(directory)
     assert not directory.exists() and (outside / "precious").exists()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("how", ["delete", "delete_unless_pinned", "delete_all"])
+def test_deletion_of_linked_checkpoint_removes_only_the_link(tmp_path: Path, how: str, pinned: bool) -> None:
+    """``pinned``: by the job whose checkpoint it is."""
+    theirs = tmp_path / "a" / "checkpoints" / make_checkpoint(tmp_path / "a" / "checkpoints", 20).id
+    if pinned:
+        (theirs / PINNED_NAME).touch()
+    job = JobPaths(tmp_path / "b")
+    job.checkpoints.mkdir(parents=True)
+    link = job.checkpoints / theirs.name
+    link.symlink_to(theirs)
+    if how == "delete_all":
+        assert delete_all(job) == [(20, 1)]
+    elif how == "delete_unless_pinned":
+        assert delete_unless_pinned(link)
+    else:
+        delete(link)
+    assert not os.path.lexists(link)
+    assert verify(theirs).ok and sweep(theirs.parent, dead_attempts={1}) == []
+
+
+def test_retention_does_not_count_linked_checkpoints(tmp_path: Path) -> None:
+    make_chain(tmp_path / "a", 10, 20, 30, 40)
+    own = tmp_path / "b"
+    make_chain(own, 10, 20)
+    for step in (30, 40):
+        (own / checkpoint_dir_name(step, 1)).symlink_to(tmp_path / "a" / checkpoint_dir_name(step, 1))
+    assert run_retention(own, keep_last=2, lineage=[Segment(attempt=1, after_step=0)]) == []
+    assert ids(own) == {(10, 1), (20, 1), (30, 1), (40, 1)}
+
+
+@pytest.mark.parametrize("name", [f"{MANIFEST_NAME}.tmp", DELETED_MANIFEST_NAME])
+def test_sweep_does_not_follow_links(tmp_path: Path, name: str) -> None:
+    theirs = tmp_path / "a" / make_checkpoint(tmp_path / "a", 20).id
+    (theirs / MANIFEST_NAME).rename(theirs / name)
+    before = list_names(theirs)
+    own = tmp_path / "b"
+    own.mkdir()
+    (own / theirs.name).symlink_to(theirs)
+    assert sweep(own, dead_attempts={1}) == []
+    assert list_names(theirs) == before and ids(own) == {(20, 1)}
 
 
 def test_refused_deletion_is_reported_and_finished_by_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
