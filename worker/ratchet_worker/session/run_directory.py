@@ -113,16 +113,20 @@ class StandaloneDirectory:
         """Delete the checkpoints of the lineage that the spec does not keep, except pinned ones, and every start's unfinished
         checkpoints, those of this start included. The caller calls it before a start trains and after its last save; in between,
         a start deletes only what it wrote itself. Return one sentence for each checkpoint that could not be deleted. If the
-        directory cannot be read, return one sentence, and delete no complete checkpoint."""
-        notes, bases = [], self._run.bases()
+        directory cannot be read, or an unfinished checkpoint cannot be deleted, return one sentence, and delete no complete
+        checkpoint. Raises no ``OSError``: the run needs no deletion."""
+        notes = list[str]()
         try:
+            bases = self._run.bases()
             sweep(self.paths.checkpoints, dead_attempts=[*self._run.attempt_numbers()])
             found = complete_checkpoints(self.paths.checkpoints, lineage(bases))
             first = [one for one in found if read_manifest(self.paths.checkpoint(*one)).reason == "first"]
+            values = {} if spec.keep_best is None else self._metric_values(spec.keep_best, found, bases)
         except CheckpointError as error:
             return [error.detail]
+        except OSError as error:
+            return [f"surplus checkpoints are not deleted: {error}"]
         pinned = [one for one, is_pinned in found.items() if is_pinned]
-        values = {} if spec.keep_best is None else self._metric_values(spec.keep_best, found, bases)
         for one in Rules.from_spec(spec).surplus([*found], values, pinned, first):
             try:
                 delete_unless_pinned(self.paths.checkpoint(*one))

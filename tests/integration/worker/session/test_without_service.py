@@ -214,6 +214,29 @@ def test_script_interrupted_stopped_and_debugged_resumes_exactly(place: Path, tm
     assert _final(place / "ratchet-checkpoints") == final
 
 
+RETRAINING = """
+from pathlib import Path
+
+from train import train
+
+try:
+    train(fail_at=12)
+except ArithmeticError:
+    pass
+for checkpoint in Path("ratchet-checkpoints/checkpoints").iterdir():
+    (checkpoint / "left.tmp").mkdir()  # the system refuses to remove it as a file
+print(train(), train("other"), train(), flush=True)
+"""
+
+
+def test_surplus_that_cannot_be_deleted_is_reported_and_the_directory_is_released(place: Path) -> None:
+    (place / "retrain.py").write_text(RETRAINING)
+    done = _run(place, "retrain.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(24, True) (24, False) (24, True)\n"
+    assert "ratchet: surplus checkpoints are not deleted: " in done.stderr and "left.tmp" in done.stderr
+
+
 ORDINARY_LOOP = """
 import torch
 from torch import nn

@@ -88,6 +88,17 @@ def test_run_directory_numbers_starts_as_attempts_and_applies_retention(root: Pa
     same.close()
 
 
+def test_surplus_that_the_system_does_not_delete_is_named(root: Path) -> None:
+    directory = StandaloneDirectory(root)
+    _begin(directory, Base())
+    made = make_checkpoint(directory.paths.checkpoints, 10, 1, job_id=directory.id)
+    (directory.paths.checkpoints / made.id / "left.tmp").mkdir()  # which is not removed as a file
+    directory.begin_attempt(FACTS)
+    (note,) = directory.delete_surplus(CheckpointSpec())
+    assert note.startswith("surplus checkpoints are not deleted: ") and "left.tmp" in note
+    directory.close()
+
+
 HOLDER = """
 import os, signal, sys
 from pathlib import Path
