@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,6 +27,13 @@ _BUSY_MIB: Final = 1024
 _NEWER_DRIVER: Final = (
     "install a driver that supports the CUDA version torch was built with (nvidia-smi shows the newest it supports)"
 )
+_REPAIR: Final = (
+    "restart the machine after a driver update, else reinstall the NVIDIA driver; without a GPU here, remove nvidia-smi"
+)
+
+
+class SmiError(Exception):
+    """``nvidia-smi`` is present and fails. The text is its message."""
 
 
 @dataclass(frozen=True)
@@ -45,47 +53,53 @@ class Gpu:
 
 
 def findings_without_torch() -> list[Finding]:
-    """Return a finding for each GPU that ``nvidia-smi`` lists, for an interpreter without torch. Empty if it lists none, is
-    missing or fails."""
-    return [_finding(gpu) for gpu in query_smi() or []]
+    """Return a finding for each GPU that ``nvidia-smi`` lists, for an interpreter without torch. Empty if it lists none or is
+    missing; one failed finding if it fails."""
+    try:
+        return [_finding(gpu) for gpu in query_smi()]
+    except SmiError as error:
+        return [failed("cuda", "not usable", detail=f"nvidia-smi fails: {error}", cure=_REPAIR)]
 
 
 def findings_with_torch(torch: Any) -> tuple[list[str], list[Finding]]:
     """Return the names of the devices that torch can use, and the findings: a summary and one for each GPU. ``torch``: the
     imported module."""
-    rows = query_smi()
+    rows, broken = list[Gpu](), None
+    try:
+        rows = query_smi()
+    except SmiError as error:
+        report = warning if torch.version.cuda is None else failed  # torch without CUDA needs no driver
+        broken = report("cuda", "not usable", detail=f"nvidia-smi fails: {error}", cure=_REPAIR)
+    each = [_finding(gpu) for gpu in rows]
     if torch.version.cuda is None:
-        return [], [*_no_cuda_build(rows), *(_finding(g) for g in rows or [])]
+        return [], [broken or _no_cuda_build(rows), *each]
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         names = [torch.cuda.get_device_name(i) for i in range(count)]
     except Exception as error:  # drivers fail in many ways
-        return [], [_unusable(rows, str(error).splitlines()[0]), *(_finding(g) for g in rows or [])]
+        return [], [broken or _unusable(rows, str(error).splitlines()[0]), *each]
     if not names:
-        return [], [_unusable(rows, "torch sees no CUDA device"), *(_finding(g) for g in rows or [])]
+        return [], [broken or _unusable(rows, "torch sees no CUDA device"), *each]
     driver = f", driver {rows[0].driver}" if rows else ""
     summary = ok("cuda", pluralize(count, "GPU"), detail=f"CUDA {torch.version.cuda}{driver}")
     if rows:
-        return names, [summary, *(_finding(g) for g in rows)]
+        return names, [summary, *each]
     return names, [summary, *(_from_torch(torch, i, name) for i, name in enumerate(names))]
 
 
-def _no_cuda_build(rows: list[Gpu] | None) -> list[Finding]:
-    """Return the finding for a torch without CUDA: fine if there is no GPU or that is not known, else a warning. ``rows``: the
-    GPUs; None: not known."""
+def _no_cuda_build(rows: list[Gpu]) -> Finding:
+    """Return the finding for a torch without CUDA: fine if ``nvidia-smi`` shows no GPU, else a warning."""
     if not rows:
-        return [ok("cuda", "none", detail="no GPU here: jobs run on the CPU, over gloo")]
-    return [
-        warning(
-            "cuda",
-            "not usable",
-            detail=f"{pluralize(len(rows), 'GPU')}, but this torch was built without CUDA",
-            cure="install torch with CUDA: pip install --force-reinstall torch from pytorch.org's CUDA index",
-        )
-    ]
+        return ok("cuda", "none", detail="no GPU here: jobs run on the CPU, over gloo")
+    return warning(
+        "cuda",
+        "not usable",
+        detail=f"{pluralize(len(rows), 'GPU')}, but this torch was built without CUDA",
+        cure="install torch with CUDA: pip install --force-reinstall torch from pytorch.org's CUDA index",
+    )
 
 
-def _unusable(rows: list[Gpu] | None, why: str) -> Finding:
+def _unusable(rows: list[Gpu], why: str) -> Finding:
     """Return the finding for the case that torch can use no GPU, for the reason ``why``. It is fine if ``nvidia-smi`` shows no
     GPU, else failed."""
     if not rows:
@@ -123,7 +137,7 @@ def _finding(gpu: Gpu) -> Finding:
 
 
 def _from_torch(torch: Any, index: int, name: str) -> Finding:
-    """The finding on one GPU by torch alone, if ``nvidia-smi`` is missing."""
+    """The finding on one GPU by torch alone, if ``nvidia-smi`` is missing or fails."""
     try:
         free, total = (n >> 20 for n in torch.cuda.mem_get_info(index))
     except Exception as error:  # a GPU in exclusive mode that another process holds
@@ -133,21 +147,23 @@ def _from_torch(torch: Any, index: int, name: str) -> Finding:
             detail=str(error).splitlines()[0],
             cure="free it, or leave it out with CUDA_VISIBLE_DEVICES before `ratchet serve`",
         )
-    return ok(f"gpu {index}", f"{name}, {free} of {total} MiB free", detail="nvidia-smi is not here")
+    return ok(f"gpu {index}", f"{name}, {free} of {total} MiB free", detail="nvidia-smi is missing or fails")
 
 
-def query_smi() -> list[Gpu] | None:
-    """Return the GPUs of this machine by ``nvidia-smi``; None if it is missing, fails, or prints numbers that cannot be read."""
+def query_smi() -> list[Gpu]:
+    """Return the GPUs of this machine by ``nvidia-smi``; empty if there is none, if it is missing, or if it prints numbers that
+    cannot be read. Raises ``SmiError``."""
     text = _smi(f"--query-gpu={','.join(_FIELDS)}")
-    if text is None:
-        return None
-    users = [line.strip() for line in (_smi("--query-compute-apps=gpu_uuid") or "").splitlines()]
+    users = list[str]()
+    if text:
+        with suppress(SmiError):  # the processes are an extra
+            users = [line.strip() for line in _smi("--query-compute-apps=gpu_uuid").splitlines()]
     try:
         return [
             _row(row, users) for row in csv.reader(text.splitlines(), skipinitialspace=True) if len(row) == len(_FIELDS)
         ]
     except ValueError:
-        return None
+        return []
 
 
 def _row(row: list[str], users: list[str]) -> Gpu:
@@ -157,15 +173,21 @@ def _row(row: list[str], users: list[str]) -> Gpu:
     return Gpu(int(index), name, int(total), int(used), mode, mig == "Enabled", driver, uuid, users.count(uuid))
 
 
-def _smi(query: str) -> str | None:
-    """The output of ``nvidia-smi`` for a query, as CSV; None if it is missing, fails, or takes more than 20 seconds."""
+def _smi(query: str) -> str:
+    """The output of ``nvidia-smi`` for a query, as CSV; empty if it is missing or finds no GPU. Raises ``SmiError`` if it fails,
+    or takes more than 20 seconds."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return None
+        return ""
     try:
         done = subprocess.run(
-            [program, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20, check=True
+            [program, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20
         )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SmiError(str(error)) from error
+    if done.returncode == 0:
+        return done.stdout
+    text = (done.stdout + done.stderr).strip()
+    if "No devices were found" in text:
+        return ""
+    raise SmiError(text.partition("\n")[0] or f"exit code {done.returncode}")

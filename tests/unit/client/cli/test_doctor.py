@@ -178,7 +178,7 @@ def test_gpu_findings_are_read_from_nvidia_smi_output(tmp_path: Path, monkeypatc
     assert closed.status == "failed" and closed.cure == "sudo nvidia-smi -i 2 -c DEFAULT"
     assert cut.status == "warning" and "MIG" in str(cut.detail)
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    assert query_smi() is None
+    assert query_smi() == []
 
 
 def test_doctor_summary_line_counts_findings_by_status(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,57 @@
+"""What ``ratchet doctor`` says of GPUs where ``nvidia-smi`` is present but shows none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ratchet_contract.doctor.findings import Finding
+from ratchet_worker.doctor.gpus import findings_with_torch, findings_without_torch
+
+MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The program, to be written by the test."""
+    program = tmp_path / "nvidia-smi"
+    program.touch(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return program
+
+
+def found(cuda: str | None) -> list[Finding]:
+    """With a torch, built for that CUDA, that sees no GPU."""
+    torch = SimpleNamespace(version=SimpleNamespace(cuda=cuda), cuda=SimpleNamespace(is_available=lambda: False))
+    names, findings = findings_with_torch(torch)
+    assert names == []
+    return findings
+
+
+def test_failing_driver_is_reported_with_its_message_and_a_cure(smi: Path) -> None:
+    smi.write_text(f"#!/bin/sh\necho '{MISMATCH}'\necho 'NVML library version: 580.65'\nexit 18\n")
+    for findings, status in (
+        (findings_without_torch(), "failed"),
+        (found("13.0"), "failed"),
+        (found(None), "warning"),
+    ):
+        (finding,) = findings
+        assert (finding.name, finding.status) == ("cuda", status)
+        assert MISMATCH in str(finding.detail) and "driver" in str(finding.cure)
+
+
+def test_gpus_are_shown_if_only_their_processes_cannot_be_listed(smi: Path) -> None:
+    row = "0, NVIDIA H200, 143771, 0, Default, Disabled, 580.65.06, GPU-a"
+    smi.write_text(f"#!/bin/sh\ncase $1 in --query-gpu*) echo '{row}' ;; *) exit 3 ;; esac\n")
+    (finding,) = findings_without_torch()
+    assert (finding.name, finding.status) == ("gpu 0", "ok")
+
+
+def test_driver_without_devices_is_a_machine_without_gpu(smi: Path) -> None:
+    smi.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
+    assert findings_without_torch() == []
+    for cuda in ("13.0", None):
+        (finding,) = found(cuda)
+        assert (finding.status, finding.value) == ("ok", "none")
