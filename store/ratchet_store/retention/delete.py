@@ -73,17 +73,17 @@ def delete(directory: Path) -> None:
 
 def _uncommit(directory: Path) -> bool:
     """Rename the manifest to ``DELETED_MANIFEST_NAME``, durably, so that the checkpoint no longer counts, and return True.
-    Returns False if there was no manifest, or ``directory`` is a link; other files of the checkpoint may then be missing, too.
-    Raises ``OSError``."""
+    Returns False if there was no manifest, or ``directory`` is a link or a file; other files of the checkpoint may then be
+    missing, too. Raises ``OSError``."""
     if directory.is_symlink():
         return False
     try:
         (directory / MANIFEST_NAME).rename(directory / DELETED_MANIFEST_NAME)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         renamed = False
     else:
         renamed = True
-    with suppress(FileNotFoundError):  # the whole directory is gone: another process has deleted it
+    with suppress(FileNotFoundError, NotADirectoryError):  # the whole directory is gone: another process has deleted it
         fsync_dir(directory)
     return renamed
 

@@ -216,3 +216,11 @@ def test_delete_all_removes_checkpoints_and_quarantine_of_job(tmp_path: Path) ->
     assert delete_all(job) == [(10, 1), (20, 1)]
     assert list_names(job.root) == ["attempts"]
     assert delete_all(job) == []
+
+
+def test_delete_all_removes_files_that_are_named_like_checkpoints(tmp_path: Path) -> None:
+    job = JobPaths(tmp_path / "job")
+    make_chain(job.checkpoints, 10)
+    (job.checkpoints / checkpoint_dir_name(20, 1)).write_text("no directory")
+    assert delete_all(job) == [(10, 1), (20, 1)]
+    assert list_names(job.root) == []
