@@ -42,6 +42,19 @@ def _parse_float(text: str) -> float:
     return float.fromhex(text)
 
 
+def _numpy_scalar(dtype: np.dtype[Any], raw: bytes) -> object:
+    """Return the numpy scalar with the bytes ``raw``. A string is made of its characters: numpy reads no empty one from memory,
+    and none with its last NULs. Raises ``ValueError``."""
+    if dtype.kind not in "SU":
+        return np.frombuffer(raw, dtype)[0]
+    if len(raw) < dtype.itemsize:
+        raise ValueError(f"{len(raw)} bytes are no {dtype}")
+    text = raw[: dtype.itemsize]  # numpy pads an empty string
+    if dtype.kind == "S":
+        return np.bytes_(text)
+    return np.str_(text.decode("utf-32-be" if dtype.str[0] == ">" else "utf-32-le", "surrogatepass"))
+
+
 class _Decoder:
     """One call of ``decode``. ``used``: names of the tensors that the JSON has mentioned so far; ``shared``: memories that
     several tensors share; ``tags``: the function that restores each tag."""
@@ -67,7 +80,7 @@ class _Decoder:
             "deque": lambda v, at: deque(self._items(v[1], at), v[0]),
             "tensor": self._tensor,
             "array": self._array,
-            "scalar": lambda v, _: np.frombuffer(bytes.fromhex(v[1]), dtype=np.dtype(v[0]))[0],
+            "scalar": lambda v, _: _numpy_scalar(np.dtype(v[0]), bytes.fromhex(v[1])),
             "RandomState": self._random_state,
             "Generator": self._generator,
         }
@@ -161,6 +174,8 @@ class _Decoder:
         dtype = np.dtype(data["dtype"])
         if dtype.hasobject or raw.dtype is not torch.uint8:
             raise HookStateError(path, "malformed state: not an array of bytes")
+        if not dtype.itemsize:  # empty strings; other functions of numpy make this dtype one character wide
+            return np.ndarray(data["shape"], dtype, order=data["order"])
         flat = np.frombuffer(raw.numpy().tobytes(), dtype=dtype) if raw.numel() else np.empty(0, dtype)
         return np.array(flat.reshape(data["shape"], order=data["order"]), order=data["order"], copy=True)
 

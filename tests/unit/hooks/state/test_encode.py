@@ -60,6 +60,27 @@ def test_plain_values_keep_type_and_order(value: object) -> None:
         assert [(type(k), k) for k in back] == [(type(k), k) for k in value]
 
 
+@pytest.mark.parametrize(
+    "value", [np.str_(text) for text in ("", "a", "a\0", "\0", "\U0010ffff\ud800")]
+    + [np.bytes_(text) for text in (b"", b"a", b"a\0", b"\0")],
+    ids=ascii,
+)  # fmt: skip
+def test_numpy_strings_round_trip(value: np.str_ | np.bytes_) -> None:
+    """Their JSON is that of format 2, so a checkpoint saved earlier is read as well."""
+    assert encode(value, root="state") == ({}, {"scalar": [value.dtype.str, value.tobytes().hex()]})
+    back = through_disk(value)
+    assert type(back) is type(value) and back.dtype == value.dtype and back == value
+
+
+@pytest.mark.parametrize("dtype", ["U0", "S0"])
+@pytest.mark.parametrize("shape", [(), (2, 3), (0, 3)])
+def test_arrays_of_empty_strings_round_trip(dtype: str, shape: tuple[int, ...]) -> None:
+    """Fields of records can have these dtypes."""
+    value = np.zeros(shape, [("a", dtype), ("b", "i4")])["a"]
+    back = through_disk(value)
+    assert back.dtype == value.dtype == np.dtype(dtype) and back.shape == shape and np.array_equal(back, value)
+
+
 json_like = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.binary(),
     lambda inner: (
@@ -208,7 +229,8 @@ GOOD_TENSORS, GOOD = encode({"t": torch.arange(4.0), "r": np.random.RandomState(
         {"tensor": 1},
         {"dict": [["a", 1], ["a", 2]]}, {"RandomState": {"dict": []}}, {"array": {"name": "t", "dtype": "O", "shape": [4]}}, 1.5,
         {"tensor": {"storage": "t", "dtype": "float32", "offset": 3, "shape": [4], "stride": [1], "bits": [False, False]}},
-        {"tensor": {"name": "t", "stride": [1, 2]}}, {"scalar": ["<f8", "00"]}, {"nan": []}, {"dict": [[[], 1]]},
+        {"tensor": {"name": "t", "stride": [1, 2]}}, {"scalar": ["<f8", "00"]}, {"scalar": ["<U2", "61000000"]},
+        {"nan": []}, {"dict": [[[], 1]]},
     ],
     ids=str,
 )  # fmt: skip
