@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,16 @@ class ServerEvent:
     event: str
     data: str
     id: str | None
+
+
+def split_lines(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the complete lines of a stream that arrives in the pieces ``texts``, without line ends. The ends are CR LF, LF, CR,
+    as the standard says; ``str.splitlines`` also splits at other characters, such as U+2028, which JSON may contain."""
+    decoder, rest = io.IncrementalNewlineDecoder(None, translate=True), ""
+    for text in texts:
+        *lines, rest = (rest + decoder.decode(text)).split("\n")
+        yield from lines
+    yield from (rest + decoder.decode("", final=True)).split("\n")[:-1]
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
@@ -61,7 +72,7 @@ def follow(
         try:
             with transport.stream(path, params, headers) as response:
                 silent_since, delay = None, 0.1
-                for event in parse_events(response.iter_lines()):
+                for event in parse_events(split_lines(response.iter_text())):
                     if event.event == END_EVENT:
                         return
                     last_id = event.id or last_id

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ratchet_client.http.errors import ServiceFault, ServiceUnreachable
-from ratchet_client.http.sse import parse_events
+from ratchet_client.http.sse import parse_events, split_lines
 from ratchet_client.resources.client import RatchetClient
 from ratchet_contract.api.requests import PatchRequest
 from ratchet_contract.code import tree
@@ -146,6 +146,21 @@ def test_broken_event_stream_resumes_from_last_event_id() -> None:
         assert [entry.text for entry in client.follow_logs("job-000000000001")] == ["line 1", "line 2", "line 3"]
     streams = [headers.get("Last-Event-ID") for _, path, headers in server.requests if "/logs" in path]
     assert streams == [None, "1.0.2"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_followed_log_text_keeps_characters_at_which_python_splits_lines(end: str) -> None:
+    """They stand unescaped in the service's JSON."""
+    text = "a\u2028b\u2029c\x85d"
+    data = json.dumps({"id": "1.0.9", "attempt": 1, "rank": 0, "text": text}, ensure_ascii=False)
+    body = end.join(["id: 1.0.9", "event: log", f"data: {data}", "", "event: end", "data: {}", "", ""]).encode()
+    with serving(lambda *_: (200, "text/event-stream", body)) as server, RatchetClient(server.url) as client:
+        assert [entry.text for entry in client.follow_logs("job-000000000001")] == [text]
+
+
+def test_line_of_a_stream_may_arrive_in_pieces() -> None:
+    assert list(split_lines(["data: ", "a\r", "\n\r", "\nb\n", "c\r"])) == ["data: a", "", "b", "c"]
+    assert list(split_lines(["a\n", "cut"])) == ["a"]
 
 
 def test_an_event_with_several_data_lines_is_one_event() -> None:
