@@ -152,7 +152,7 @@ def verify(
 def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[views.VerifyResult]:
     """Verify the committed checkpoints of the job one after the other, print each result and yield it. Those that are deleted
     meanwhile are skipped with a note."""
-    from ratchet_contract.errors import NotFound
+    from ratchet_contract.errors import Conflict, NotFound
 
     wanted = [c for c in client.checkpoints(job) if c.state == "committed"]
     if not wanted:
@@ -161,8 +161,10 @@ def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[view
         for view in wanted:
             try:
                 result = client.verify(job, view.id)
-            except NotFound:  # deleted meanwhile, as older ones are while the job trains
-                output.note(f"{view.id}: deleted meanwhile")
+            except (NotFound, Conflict) as error:  # deleted meanwhile, as older ones are while the job trains
+                if isinstance(error, Conflict) and error.code != "checkpoint-gone":
+                    raise
+                output.note(f"{view.id}: {error.detail}")
             else:
                 _print_result(result, as_json)
                 yield result

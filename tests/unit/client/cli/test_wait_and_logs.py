@@ -162,3 +162,30 @@ def test_dry_run_with_invalid_spec_and_json_option_prints_json(tmp_path: Path) -
         done, plain = CliRunner().invoke(app, [*command, "--json"]), CliRunner().invoke(app, command)
     assert (done.exit_code, plain.exit_code, plain.stdout) == (5, 5, "")
     assert json.loads(done.stdout)["errors"] == wrong and "/world: this key is required" in done.stderr
+
+
+def test_verification_of_all_checkpoints_skips_those_that_retention_deletes_meanwhile() -> None:
+    names = [f"step-00000000000{step}.a0001" for step in (1, 2, 3)]
+    one = {
+        "job_id": ID, "attempt": 1, "step": 1, "state": "committed", "size": 1, "files": 1, "reason": "interval",
+        "digest": "d", "created_at": JOB["created_at"],
+    }  # fmt: skip
+    gone = {names[0]: (404, "checkpoint-not-found"), names[1]: (409, "checkpoint-gone")}
+
+    def script(request: BaseHTTPRequestHandler, _: int) -> Reply:
+        if request.command == "GET":
+            return ok({"items": [one | {"id": name} for name in names]})
+        name = request.path.split("/")[-2]
+        if name in gone:
+            return problem(*gone[name])
+        return ok({"id": name, "verification": "ok", "bytes_checked": 1, "seconds": 0.1})
+
+    with serving(script) as server:
+        command = ["--server", server.url, "checkpoints", "verify", ID]
+        done = CliRunner().invoke(app, command)
+        gone[names[1]] = 409, "wrong-phase"
+        other = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and done.stdout == f"{names[2]}: ok (1 byte in 0.10 s)\n", done.output
+    assert f"{names[0]}: told: checkpoint-not-found\n" in done.stderr
+    assert f"{names[1]}: told: checkpoint-gone\n" in done.stderr
+    assert other.exit_code == 4 and "told: wrong-phase" in other.stderr
