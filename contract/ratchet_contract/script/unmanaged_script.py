@@ -9,8 +9,10 @@ from typing import Final
 from ratchet_hooks.specs.hook_specs import AllreduceSpec, HookSpec
 
 SESSION_PACKAGE: Final = "ratchet_worker"
-_IMPORT: Final = re.compile(rb"\b(?:import|from)\s+ratchet\b")
-_IMPORT_OF_MODULE: Final = re.compile(rb"\b(?:import|from)\s+ratchet\.\w")
+_OTHERS: Final = rb"(?:[^\s,]+(?:\s+as\s+[^\s,]+)?\s*,[\s\\]*)*"  # as in `import numpy as np, ratchet`
+_NAME: Final = rb"\b(?:from\s+|import\s+" + _OTHERS + rb")ratchet"
+_IMPORT: Final = re.compile(_NAME + rb"\b")
+_IMPORT_OF_MODULE: Final = re.compile(_NAME + rb"\.\w")
 
 
 def unapplied_hook_message(script: str, hook: HookSpec) -> str | None:
@@ -29,8 +31,7 @@ def is_unmanaged(main_file: bytes) -> bool:
     """True if the script, by the text of its main file, has no Session; it is then assumed to save and restore its state itself.
 
     That is so if none of these is in the main file: the word ``ratchet_worker`` (the package that contains ``Session``), an
-    import of a module of ``ratchet`` (``ratchet.accelerate``), an import of ``ratchet`` together with the word ``Session``. The
-    name must follow ``import`` or ``from`` directly: ``import os, ratchet`` does not count.
+    import of a module of ``ratchet`` (``ratchet.accelerate``), an import of ``ratchet`` together with the word ``Session``.
 
     This is a simple textual rule, not an analysis. If the script imports a module that makes the Session, the result is True, and
     the script is managed only from the moment when the Session is made. If the main file mentions ``ratchet_worker``, even in a

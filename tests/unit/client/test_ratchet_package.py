@@ -151,6 +151,11 @@ def test_missing_ratchet_module_cure_installs_ratchet_train(tmp_path: Path) -> N
         (b"from ratchet.accelerate import Accelerator", False),
         (b"from ratchet_worker.session import Session", False), (b"import ratchet  # my own wrench", True),
         (b"import ratchet_hooks\nfrom sqlalchemy.orm import Session", True), (b"# ratchet submit; Session", True),
+        (b"import os, ratchet\nratchet.Session()", False), (b"import ratchet as r\nr.Session()", False),
+        (b"from ratchet import Session as S", False), (b"import numpy as np, ratchet\nratchet.Session()", False),
+        (b"import os, \\\n    ratchet as r\nr.Session()", False), (b"import os, ratchet.lightning", False),
+        (b"import os, ratchet  # my own wrench", True), (b"import os\nratchet = Session()", True),
+        (b"import numpy as np, ratchet_hooks\nfrom sqlalchemy.orm import Session", True),
     ],
 )  # fmt: skip
 def test_is_unmanaged_detects_scripts_without_session(text: bytes, unmanaged: bool) -> None:
