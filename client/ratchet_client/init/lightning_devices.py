@@ -13,11 +13,16 @@ _ALL: Final = ("auto", "-1")
 
 
 def with_devices(command: Command, facts: Facts) -> Command:
-    """Return a copy of ``command`` with the number of ranks that the script's Lightning Trainer would use. Its device is "cuda"
-    if this machine has a GPU and the Trainer is not set to the CPU, else "auto". Return ``command`` unchanged if it specifies a
-    number of ranks, if the script does not have exactly one Lightning Trainer, or if the Trainer's number is unknown."""
+    """Return a copy of ``command`` with the device and the number of ranks that the script's Lightning Trainer would use. The
+    device is "cpu" if the Trainer is set to the CPU and ``command`` names no device, "cuda" if this machine has a GPU. The rest
+    is unchanged: a number of ranks that ``command`` specifies; device and number if the script does not have exactly one
+    Lightning Trainer."""
     trainer = lightning(facts)
-    if trainer is None or command.given is not None:
+    if trainer is None:
+        return command
+    if trainer.cpu and command.device == "auto":
+        command = replace(command, device="cpu")
+    if command.given is not None:
         return command
     count = device_count(command, facts, trainer)
     if count is None:
@@ -25,7 +30,10 @@ def with_devices(command: Command, facts: Facts) -> Command:
     gpus = 0 if trainer.cpu else count_gpus()
     shown = f"devices={trainer.devices}" if trainer.devices is not None else "devices"
     return replace(
-        command, ranks=count, device="cuda" if gpus else "auto", given=f"{shown} of {trainer.name} ({trainer.place})"
+        command,
+        ranks=count,
+        device="cuda" if gpus else command.device,
+        given=f"{shown} of {trainer.name} ({trainer.place})",
     )
 
 

@@ -308,7 +308,7 @@ def test_init_takes_rank_count_from_lightning_devices(line: str, given: str, ran
     write(LIGHTNING.format(given))
     made = propose(line.split(), {}, {}, code=None, name=None)
     notes = {note.code: note for note in made.notes}
-    assert made.spec["world"]["ranks_per_node"] == ranks and "devices" not in notes
+    assert made.spec["world"] == {"ranks_per_node": ranks, "device": "cpu"} and "devices" not in notes
     assert "saves-nothing" not in notes, "its ModelCheckpoint does"
     assert "Lightning's Trainer (train.py, line 8) runs the training" in notes["framework"].text
     assert "ratchet init --patch train.py" in notes["unmanaged"].text
