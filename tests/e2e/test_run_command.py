@@ -18,6 +18,7 @@ import yaml
 from ratchet_client.cli.run.private_service import RunService
 from ratchet_client.resources.client import RatchetClient
 from ratchet_contract.paths import HomePaths, JobPaths
+from ratchet_contract.phases import JobPhase
 from ratchet_contract.processes import service_pointers
 from ratchet_contract.protocol.messages import ServiceFile
 from tests.support.agent_host import APART
@@ -380,6 +381,24 @@ def test_run_uses_a_service_that_serves_the_run_directory(server: Server, tmp_pa
         assert running.process.wait(120) == 0, running.err.read_text()
     assert running.out.read_text() == "all is well\n"
     assert f"using the service of {server.home}" in running.err.read_text() and not running.home.exists()
+
+
+def test_second_signal_with_a_shared_service_ends_the_command_and_the_job_still_saves(
+    server: Server, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN.replace("if not hurry.exists():", "while not hurry.exists():"))
+    with run(tmp_path, "train.py", str(tmp_path / "hurry"), RATCHET_HOME=str(server.home)) as running:
+        running.wait_step(0)
+        running.process.send_signal(signal.SIGINT)
+        running.wait_said("a second Ctrl-C ends only this command")
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(60) == 130
+    said = running.err.read_text()
+    assert "its service stops the job after a checkpoint" in said and "at once" not in said, said
+    (tmp_path / "hurry").touch()
+    with RatchetClient(server.url) as client:
+        (job,) = [job for job in client.jobs() if job.name == "train"]
+        assert client.wait(job.id, until=[JobPhase.SUSPENDED]).last_checkpoint is not None
 
 
 def test_dashed_arguments_after_the_script_are_passed_to_the_script(tmp_path: Path) -> None:

@@ -239,9 +239,9 @@ def _train(
     fold: EventFold,
 ) -> JobView:
     """Follow the job until it has ended or is suspended, and return it; its ranks' output is shown meanwhile. The first signal
-    requests that the job is suspended. The second kills a private service and its ranks at once, and raises ``typer.Exit``; with
-    a service that is not private it kills nothing, and the suspension goes on. ``begun``: the job, and what an earlier command
-    has shown of it; ``ranks``: whose output is shown, None: all."""
+    requests that the job is suspended. The second raises ``typer.Exit``; it kills a private service and its ranks at once, and
+    with another service, the suspension goes on. ``begun``: the job, and what an earlier command has shown of it; ``ranks``:
+    whose output is shown, None: all."""
     from ratchet_client.cli.commands.wait import pump
     from ratchet_client.cli.run.rank_output import RankOutput
     from ratchet_client.cli.run.view import RunView
@@ -268,12 +268,17 @@ def _train(
             if twice:
                 raise KeyboardInterrupt
             suspend()  # the signal may have arrived before ``pump`` handled it
-            shown.note("stopping after a checkpoint; a second Ctrl-C ends it at once, without one")
+            second = "ends it at once, without one" if service.private else "ends only this command"
+            shown.note(f"stopping after a checkpoint; a second Ctrl-C {second}")
             return client.wait(job_id, until=until)
         except KeyboardInterrupt:
-            with signals_ignored():
-                service.kill()
-            output.note("ended at once; the same command continues from the newest checkpoint, if there is one")
+            if service.private:
+                with signals_ignored():
+                    service.kill()
+                output.note("ended at once; the same command continues from the newest checkpoint, if there is one")
+            else:
+                suspend()  # the signal may have interrupted the first request
+                output.note("its service stops the job after a checkpoint; the same command continues from there")
             raise typer.Exit(Exit.INTERRUPTED) from None
 
 
