@@ -94,7 +94,10 @@ def init(
         python=made.python, base=Path.cwd() if to_stdout else target.absolute().parent.resolve(),
     )  # fmt: skip
     if not to_stdout:
-        target.write_text(text, encoding="utf-8")
+        try:
+            target.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise Refused(f"cannot write {target.name} in {target.absolute().parent}: {error.strerror}") from None
     if as_json:
         output.line(_document(made, None if to_stdout else target))
     elif to_stdout:

@@ -121,6 +121,7 @@ def test_init_with_wrong_arguments_exits_with_error_code_and_writes_nothing(
 
     assert "--nnodes=2" in refused("torchrun", "--nnodes", "2", "fit.py", code=5)
     assert "no such file: gone.py" in refused("gone.py", code=3)
+    assert f"{tmp_path / 'gone'}: No such file or directory" in refused("-o", "gone/x.yaml", "fit.py", code=5)
     assert "/name" in refused("--name", "Not A Name", "fit.py", code=5)
     assert "ratchet's own options come first" in refused("--nproc-per-node", "2", "--force", "fit.py", code=5)
     assert not list(tmp_path.glob("*.yaml"))
