@@ -30,6 +30,7 @@ NOT_TORCHS = {
     "_get_output_dir": "transformers", "_initial_global_step": "transformers", "_inst": "random",
     "_load_optimizer_and_scheduler": "transformers", "_num_ready_batches_reached": "Lightning",
     "_optimizer": "Lightning", "_rand": "numpy", "_replace": "a named tuple", "_should_accumulate": "Lightning",
+    "_checkpoint_connector": "Lightning", "_user_managed": "Lightning",
 }  # fmt: skip
 PRELOADED = {
     "torch._dynamo": "a module that the fork server imports early; where it is gone, each rank imports torch by itself"
