@@ -150,6 +150,7 @@ def last_lines(job: JobPaths, attempt: int, rank: int, count: int) -> list[str]:
     try:
         with job.attempt(attempt).log(rank).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK))
-            return file.read().decode("utf-8", "replace").splitlines()[-count:]
+            lines = file.read().splitlines()[-count:]  # of bytes: those of text end at U+2028 and others, too
+            return [line.decode("utf-8", "replace") for line in lines]
     except OSError:
         return []

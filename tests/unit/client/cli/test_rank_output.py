@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet_client.cli.run.rank_output import RankOutput
+from ratchet_client.cli.run.rank_output import RankOutput, last_lines
 from ratchet_contract.paths import JobPaths
 
 
@@ -46,6 +46,12 @@ def test_multi_rank_output_prefixes_each_line_with_rank(tmp_path: Path) -> None:
         write(job, 1, 0, b"one\ntwo\n")
         write(job, 1, 1, b"three\nfour")
     assert out.getvalue() == b"1.0 | one\n1.0 | two\n1.1 | three\n1.1 | four\n"
+
+
+def test_last_lines_are_those_that_the_rank_ended(tmp_path: Path) -> None:
+    job = JobPaths(tmp_path)
+    write(job, 1, 0, "first\nTypeError: a\u2028b\x85c\x0cd\nexit\n".encode())
+    assert last_lines(job, 1, 0, 2) == ["TypeError: a\u2028b\x85c\x0cd", "exit"]
 
 
 def test_note_starts_new_line_after_progress_bar_on_same_terminal(
