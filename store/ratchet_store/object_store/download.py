@@ -95,8 +95,8 @@ def fetch_newest(
     progress: Progress | None = None,
 ) -> FetchResult:
     """Fetch the newest checkpoint of the lineage in the store that is newer than ``local`` (None: any), and return the result.
-    Its ``fetched`` is None if there is no such checkpoint. One with wrong bytes or a damaged manifest is quarantined in the
-    store; one that lacks an object is only skipped. In both cases the next older one is tried.
+    Its ``fetched`` is None if there is no such checkpoint. One with wrong bytes, an object of the wrong size or a damaged
+    manifest is quarantined in the store; one that lacks an object is only skipped. In both cases the next older one is tried.
 
     Raises ``CheckpointError``, such as ``checkpoint-remote``, ``checkpoint-remote-denied`` or ``checkpoint-not-written``.
     """
@@ -108,7 +108,7 @@ def fetch_newest(
             continue
         folder = checkpoint_dir_name(step, attempt)
         try:
-            manifest = fetch(remote, folder, checkpoints, quarantine, markers=names, progress=progress)
+            manifest = fetch(remote, folder, checkpoints, quarantine, sizes=names, progress=progress)
         except CheckpointError as error:
             if error.code not in (MISSING, DAMAGED):
                 raise
@@ -126,32 +126,38 @@ def fetch(
     checkpoints: Path,
     quarantine: Path,
     *,
-    markers: Sequence[str] | dict[str, int] | None = None,
+    sizes: dict[str, int] | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
     """Fetch the checkpoint named ``folder`` into the directory ``checkpoints``, verified and durable; returns its manifest. If
     ``checkpoints`` has a directory of that name that is no intact copy, it is moved to ``quarantine`` if it has a manifest, and
     deleted if not. An intact copy stays as it is, and the downloaded one is dropped.
 
-    ``markers``: names of the checkpoint's objects in the store, by which its marker files are restored; None: they are listed.
-    Raises ``CheckpointError``: ``checkpoint-missing`` (not there, or deleted meanwhile), ``checkpoint-damaged``,
-    ``checkpoint-format``, ``checkpoint-remote``, ``checkpoint-remote-denied``, ``checkpoint-not-written``,
-    ``checkpoint-unreadable`` (what has that name cannot be moved or deleted).
+    ``sizes``: bytes of the checkpoint's objects in the store, by name; None: they are listed. The marker files are restored by
+    the names; no file is fetched if one has another size than the manifest says. Raises ``CheckpointError``:
+    ``checkpoint-missing`` (not there, or deleted meanwhile), ``checkpoint-damaged``, ``checkpoint-format``,
+    ``checkpoint-remote``, ``checkpoint-remote-denied``, ``checkpoint-not-written``, ``checkpoint-unreadable`` (what has that
+    name cannot be moved or deleted).
     """
     progress = progress or Progress()
     raw = remote.raw_manifest(folder)
     manifest = remote.parse(folder, raw)
-    if markers is None:
-        markers = [path.rpartition("/")[2] for path in remote.objects.list(f"{folder}/")]
+    if sizes is None:
+        sizes = {path.rpartition("/")[2]: size for path, size in remote.objects.list(f"{folder}/").items()}
+    for entry in manifest.files:  # stores refuse a request beyond the end as they do other wrong requests
+        size = sizes.get(entry.name, entry.size)
+        if size != entry.size:
+            name = f"{remote.objects.url}/{folder}/{entry.name}"
+            raise CheckpointError(f"{name} has {size} bytes, the manifest says {entry.size}", code=DAMAGED)
     target = checkpoints / folder
     try:
         ensure_dir(checkpoints)
         with open_download_directory(checkpoints, folder) as place:
             _Download(remote.objects, folder, place, manifest.files, progress).run()
             for mark in (FINISHED_NAME, PINNED_NAME):
-                if mark in markers:
+                if mark in sizes:
                     (place / mark).touch()
-            if CHANGED_NAME in markers:
+            if CHANGED_NAME in sizes:
                 (place / CHANGED_NAME).write_bytes(remote.objects.get(f"{folder}/{CHANGED_NAME}", MAX_MARKER_BYTES))
             with atomic_write(place / MANIFEST_NAME) as fd:
                 write_all(fd, memoryview(raw))

@@ -149,6 +149,22 @@ def test_lost_checkpoints_are_fetched_before_ranks_start(attempts: Attempts) -> 
     assert said(second, "checkpoint-fetched")
 
 
+def test_attempt_starts_from_the_older_copy_if_the_newest_is_cut_short(attempts: Attempts) -> None:
+    first = attempts.launch({"steps": 20, "every": 10})
+    attempts.end(first)
+    known = recorded(attempts, first)
+    objects = open_job_checkpoints(URI, JOB, PATIENT).objects
+    cut = next(name for name in objects.list("step-000000000020.a0001/") if name.endswith(".safetensors"))
+    rest = objects.get(cut, 1 << 20)[:-1]
+    objects.put(cut, [rest], len(rest), "")
+    shutil.rmtree(attempts.job.checkpoints)
+    second = attempts.launch({"steps": 30, "every": 10}, **known)
+    result = attempts.end(second)
+    assert (result.cause, result.last_step) == ("completed", 30)
+    assert result.base is not None and result.base.step == 10
+    assert "step-000000000020.a0001" in json.loads(second.fetch_notes_file.read_text())[0]
+
+
 def test_unreachable_object_store_fails_attempt_instead_of_losing_steps(attempts: Attempts, s3: S3Server) -> None:
     first = attempts.launch({"steps": 20, "every": 10})
     attempts.end(first)

@@ -63,6 +63,29 @@ def test_fetch_treats_oversized_range_response_as_damage(
     assert "set aside" in found.notes[0]
 
 
+@pytest.mark.parametrize("change", ["empty", "short", "long"])
+def test_fetch_treats_object_of_wrong_size_as_damage(remote: RemoteCheckpoints, tmp_path: Path, change: str) -> None:
+    name = f"{NEWEST}/rank-00000-of-00002.safetensors"
+    whole = remote.objects.get(name, 1 << 20)
+    wrong = {"empty": b"", "short": whole[:-1], "long": whole + b"x"}[change]
+    remote.objects.put(name, [wrong], len(wrong), "")
+    with pytest.raises(CheckpointError, match=f"has {len(wrong)} bytes, the manifest says {len(whole)}") as caught:
+        fetch(remote, NEWEST, tmp_path / "here", tmp_path / "aside")
+    assert caught.value.code == "checkpoint-damaged"
+    found = fetch_newest(remote, tmp_path / "here", tmp_path / "aside", ALL, None)
+    assert found.fetched is not None and found.fetched.step == 10
+    assert len(found.notes) == 1 and "set aside" in found.notes[0]
+    run(Mirror(remote, tmp_path / "there", tmp_path / "there-aside", ALL, 2))
+    again = fetch_newest(remote, tmp_path / "here", tmp_path / "aside", ALL, (10, 1))
+    assert again.fetched is not None and again.fetched.step == 20
+
+
+def test_fetch_skips_checkpoint_that_lacks_an_object(remote: RemoteCheckpoints, tmp_path: Path) -> None:
+    remote.objects.delete([f"{NEWEST}/rank-00000-of-00002.safetensors"])
+    found = fetch_newest(remote, tmp_path / "here", tmp_path / "aside", ALL, None)
+    assert found.fetched is not None and found.fetched.step == 10 and found.notes == []
+
+
 def test_fetched_copy_keeps_changed_mark_of_checkpoint(remote: RemoteCheckpoints, tmp_path: Path) -> None:
     """Whether it was marked before it was copied, or behind that."""
     there = tmp_path / "there"
