@@ -627,8 +627,7 @@ def _mark(item: Any, kind: Kind) -> Any:
         tensors, data = encode(GeneratorState(item).state_dict(), root="generator")
         return data, {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
     if kind == "set":
-        constant = all(map(is_constant, item))
-        return frozenset(item) if constant else [(id(one), _mark(one, _kind(one, "own"))) for one in item]
+        return frozenset(one if is_constant(one) else ObjectKey(0, one) for one in item)
     if kind == "bytes":
         return bytes(item)
     if _is_large(item, kind):

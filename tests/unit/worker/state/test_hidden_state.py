@@ -219,6 +219,11 @@ CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
     ),
     "a set": (lambda: Net(x={1, 2}), lambda n: (n.x.add(5), n.x.discard(1)), lambda n: n.x),
     "a frozenset": (lambda: Net(x=frozenset()), lambda n: vars(n).update(x=frozenset({1})), lambda n: n.x),
+    "a frozenset of parameters and a generator": (
+        lambda: (net := Net(g=torch.Generator()), setattr(net, "x", frozenset({net.layer.bias, net.g})))[0],
+        lambda n: (n.layer.bias.data.add_(1), draw(n.g)),
+        lambda n: (draw(n.g), n.x == {n.layer.bias, n.g}),
+    ),
     "a deque": (lambda: Net(x=deque(maxlen=2)), lambda n: n.x.extend([1, 2, 3]), lambda n: (n.x.maxlen, [*n.x])),
     "other dictionaries": (
         lambda: Net(x=None),
