@@ -982,10 +982,11 @@ def _remove(item: Any, name: str) -> None:
 
 
 def _fill_tensor(item: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy ``value`` into ``item``. If shape or dtype differ, ``item`` gets the memory of ``value``, copied to its device where
-    needed."""
+    """Copy ``value`` into ``item``; of elements that ``expand`` repeats, the first. If shape or dtype differ, ``item`` gets the
+    memory of ``value``, copied to its device where needed."""
     with torch.no_grad():
         if item.shape != value.shape or item.dtype is not value.dtype:
             item.data = value.to(item.device)
         else:
-            item.copy_(value)
+            first = tuple(slice(None) if step else slice(1) for step in item.stride())
+            item[first].copy_(value[first])

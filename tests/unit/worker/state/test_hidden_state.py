@@ -168,6 +168,13 @@ CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
         lambda n: (n.x.tolist(), n.x.dtype),
     ),
     "a tensor in place": (lambda: Net(x=torch.zeros(5)), lambda n: n.x.add_(2), lambda n: n.x.tolist()),
+    "a tensor that repeats elements of a buffer, and of memory that only it has": (
+        lambda: (net := Net(y=torch.zeros(2, 1).expand(2, 3)), setattr(net, "x", net.norm.running_mean[:1].expand(4)))[
+            0
+        ],
+        lambda n: (n.norm.running_mean.add_(2), n.y[:, :1].add_(1)),
+        lambda n: (n.x.tolist(), n.x.stride(), n.y.tolist(), n.y.stride()),
+    ),
     "a large tensor in place": (lambda: Net(x=torch.zeros(50_000)), lambda n: n.x.add_(2), lambda n: float(n.x.sum())),
     "a small tensor by way of data": (
         lambda: Net(x=torch.zeros(5)),
