@@ -17,7 +17,7 @@ import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -312,7 +312,8 @@ def _restore_content(node: Node, copied: Any) -> None:
     elif node.kind == "generator":
         GeneratorState(item).load_state_dict(copied)
     elif node.kind == "array":
-        item[...] = copied
+        with _writable(item):
+            item[...] = copied
     elif node.kind == "bytes":
         item[:] = copied
     else:
@@ -556,7 +557,8 @@ class _Recorder:
             kept = {name: self._reference(f"{path}.{name}", one) for name, one in node.children.items()} if new else {}
             return {"value": value, "parameter": isinstance(item, nn.Parameter), "trained": trained, "set": kept}
         if kind == "array":
-            return _storable(path, item)
+            with nullcontext() if new else _writable(item):  # can it be restored?
+                return _storable(path, item)
         if kind == "bytes":
             return {"type": "" if isinstance(item, bytearray) else item.typecode, "value": bytes(item)}
         if kind == "generator":
@@ -820,7 +822,8 @@ class _Restorer:
                 raise StateError(
                     f"{path}: an array of {content.dtype} {content.shape} was there, now it is {item.dtype} {item.shape}"
                 )
-            item[...] = content
+            with _writable(item):
+                item[...] = content
         elif kind == "generator":
             GeneratorState(item).load_state_dict(content["state"])
         elif kind == "object":
@@ -979,6 +982,17 @@ def _remove(item: Any, name: str) -> None:
             object.__delattr__(item, name)
     else:
         vars(item).pop(name, None)
+
+
+@contextmanager
+def _writable(item: np.ndarray[Any, Any]) -> Iterator[None]:
+    """Make an array writable for a while. Raises ``ValueError`` if its memory is read-only."""
+    was = item.flags.writeable
+    item.flags.writeable = True
+    try:
+        yield
+    finally:
+        item.flags.writeable = was
 
 
 def _fill_tensor(item: torch.Tensor, value: torch.Tensor) -> None:

@@ -175,6 +175,11 @@ CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
         lambda n: (n.norm.running_mean.add_(2), n.y[:, :1].add_(1)),
         lambda n: (n.x.tolist(), n.x.stride(), n.y.tolist(), n.y.stride()),
     ),
+    "a read-only numpy array": (
+        lambda: (net := Net(c=np.zeros(3)), vars(net).update(x=np.broadcast_to(net.c, (2, 3))))[0],
+        lambda n: n.c.__iadd__(2),
+        lambda n: (n.x.tolist(), n.x.flags.writeable, np.shares_memory(n.x, n.c)),
+    ),
     "a large tensor in place": (lambda: Net(x=torch.zeros(50_000)), lambda n: n.x.add_(2), lambda n: float(n.x.sum())),
     "a small tensor by way of data": (
         lambda: Net(x=torch.zeros(5)),
@@ -413,6 +418,10 @@ def test_hidden_state_is_restored_from_checkpoint_of_resumed_run() -> None:
     assert third.x == [0, 1, 2] and draw(third.g) == expected
 
 
+BYTES = bytearray(2)
+READ_ONLY = np.frombuffer(memoryview(BYTES).toreadonly(), np.uint8)
+
+
 @pytest.mark.parametrize(
     ("attributes", "train", "name"),
     [
@@ -428,6 +437,7 @@ def test_hidden_state_is_restored_from_checkpoint_of_resumed_run() -> None:
         ({"x": torch.relu}, lambda n: vars(n).update(x=torch.sigmoid), "model.x"),
         ({"x": np.zeros(4), "y": None}, lambda n: vars(n).update(y=n.x[1:3]), "model.y"),
         ({"x": np.zeros(4), "y": None}, lambda n: vars(n).update(y=torch.from_numpy(n.x)), "model.y"),
+        ({"x": READ_ONLY}, lambda n: BYTES.__setitem__(0, BYTES[0] + 1), "model.x"),
         ({"x": None}, lambda n: vars(n).update(x=torch.empty(2, device="meta")), "model.x"),
         ({"x": [[0]] * 20_001}, lambda n: n.x.append([1]), "model.x"),
     ],
