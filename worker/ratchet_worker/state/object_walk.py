@@ -723,10 +723,12 @@ def _mark_of_tensor(tensor: torch.Tensor) -> Any:
 
 
 def _array_digest(array: np.ndarray[Any, Any]) -> str:
-    """Return a digest of an array's elements; of an array above ``_FULLY_COMPARED_BYTES``, of blocks that are spread over it.
-    Empty string for an array without elements."""
+    """Return a digest of an array's elements, and of the mask of a masked array; of an array above ``_FULLY_COMPARED_BYTES``, of
+    blocks that are spread over it. Empty string for an array without elements."""
     if not array.size:
         return ""
+    if isinstance(array, np.ma.MaskedArray):
+        return _array_digest(array.data) + _array_digest(np.ma.getmaskarray(array))
     flat = np.ascontiguousarray(array.reshape(-1, order="A")).view(np.uint8)  # no copy for a transposed array
     if flat.nbytes <= _FULLY_COMPARED_BYTES:
         return _digest(flat)

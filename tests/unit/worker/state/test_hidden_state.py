@@ -438,6 +438,7 @@ READ_ONLY = np.frombuffer(memoryview(BYTES).toreadonly(), np.uint8)
         ({"x": np.zeros(4), "y": None}, lambda n: vars(n).update(y=n.x[1:3]), "model.y"),
         ({"x": np.zeros(4), "y": None}, lambda n: vars(n).update(y=torch.from_numpy(n.x)), "model.y"),
         ({"x": READ_ONLY}, lambda n: BYTES.__setitem__(0, BYTES[0] + 1), "model.x"),
+        ({"x": np.ma.zeros(2)}, lambda n: n.x.__setitem__(0, np.ma.masked), "model.x"),
         ({"x": None}, lambda n: vars(n).update(x=torch.empty(2, device="meta")), "model.x"),
         ({"x": [[0]] * 20_001}, lambda n: n.x.append([1]), "model.x"),
     ],
