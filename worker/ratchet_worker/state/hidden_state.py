@@ -41,6 +41,7 @@ from ratchet_worker.state import job_modules
 from ratchet_worker.state.object_walk import (  # fmt: skip
     PLAIN_TENSORS,
     SMALL,
+    UNORDERED,
     Kind,
     Node,
     Roots,
@@ -360,8 +361,8 @@ class _Recorder:
             before = self._built.nodes[path]
             if node.mark == before.mark and are_same_children(before.children, node.children):
                 continue
-            if node.region == "shared":
-                self._unsaved.update(self._changed_paths(path, before, node))
+            if node.region != "own" or UNORDERED in path:
+                self._unsaved |= {at.partition(UNORDERED)[0] for at in self._changed_paths(path, before, node)}
                 continue
             try:
                 if node.covered:
@@ -387,22 +388,22 @@ class _Recorder:
             else:
                 if content is not None:
                     changed[path] = {"kind": node.kind, "content": content}
-        self._unsaved |= {f"{path} (raises when it is inspected)" for path in self._now.failed}
+        self._unsaved |= {f"{path.partition(UNORDERED)[0]} (raises when it is inspected)" for path in self._now.failed}
         if not self._now.complete:
             self._unsaved.add("objects beyond the first 200000")
         return Changes({"changed": changed, "new": self._new} if changed else {}, sorted(self._unsaved)[:_MAX_NAMED])
 
     def _changed_paths(self, path: str, before: Node, now: Node) -> Iterator[str]:
-        """Yield the paths of the changes in one object of the region ``shared``: none of these can be stored.
+        """Yield the paths of the changes in one object of the region ``shared`` or ``unordered``: none of these can be stored.
 
         For a module, class, function or other object, a path names the changed variable. For a container, tensor, array,
-        generator or ``bytearray``, it is ``path`` itself. Of what belongs to installed packages, only the last four count. A
-        container that the job's code only writes into (``job_modules.is_log``) does not count.
+        generator or ``bytearray``, it is ``path`` itself. Of what belongs to installed packages in ``shared``, only the last four
+        count. A container that the job's code only writes into (``job_modules.is_log``) does not count.
         """
         if now.kind in _LEAVES:
             yield path
             return
-        if not now.from_user:
+        if not now.from_user and now.region == "shared":
             return
         if now.kind not in ("object", "function", "class", "module"):
             if (now.mark != before.mark or not self._are_children_equal(before, now)) and not job_modules.is_log(path):
@@ -499,10 +500,12 @@ class _Recorder:
         at = self._now.path_of(item)
         if at is None:
             return self._unvisited_reference(path, item)
-        node = self._now.nodes[at]
+        node, built = self._now.nodes[at], self._built.path_of(item)
         if node.covered:
             return "covered", at
-        if (built := self._built.path_of(item)) is not None:
+        if UNORDERED in at or (built is not None and UNORDERED in built):
+            raise _Unstorable(path)
+        if built is not None:
             return "at", built
         if id(item) not in self._numbers:
             if node.kind in ("sealed", *_CODE):

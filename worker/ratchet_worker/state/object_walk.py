@@ -1,9 +1,11 @@
 """A walk through the attributes of objects and the objects that they hold. It finds every object once, by its shortest path.
 
-It traverses three regions, one after the other, and an object belongs to the first in which it is found:
+It traverses four regions, one after the other, and an object belongs to the first in which it is found:
 
 - ``own``: attributes of modules, optimizers, data sets and tasks. Changes are stored, or named if they cannot be stored.
 - ``registered``: objects that are saved separately, through their ``state_dict``.
+- ``unordered``: objects that only a set of several objects in ``own`` reaches: their order differs between processes. Changes are
+  named.
 - ``shared``: variables of the job's modules and classes, and what functions keep between calls. Changes are named.
 
 The walk enters containers, modules, optimizers, schedulers, data sets, bound methods, ``functools.partial``, functions and
@@ -64,10 +66,12 @@ Kind: TypeAlias = Literal[
 """``bytes``: a ``bytearray`` or an ``array.array``; ``sealed``: has a state that cannot be stored; ``bound``: a bound method, a
 partial, or another object that only holds others; ``module``: the variables of a Python module; ``other``: code of installed
 packages, or not entered."""
-Region: TypeAlias = Literal["own", "registered", "shared"]
+Region: TypeAlias = Literal["own", "registered", "unordered", "shared"]
 Children: TypeAlias = dict[Any, Any]
 """By index, key or name."""
 
+UNORDERED: Final = "\0"
+"""Separates the path of a set from the number of one of its several objects. No other path contains it."""
 PLAIN_TENSORS: Final = (torch.Tensor, nn.Parameter)
 VALUES: Final = (Decimal, Fraction, date, time, timedelta, UUID, PurePath)
 """Constants of Python's standard library."""
@@ -197,6 +201,7 @@ def walk(roots: Roots, ignored: Collection[str] = ()) -> Walked:
     walker.run("own", roots.own)
     walker.excluded_ids = {*map(id, process_generators())}
     walker.run("registered", roots.registered)
+    walker.run("unordered", walker.unordered)
     walker.shared |= roots.shared
     walker.run("shared", {})
     return walker.result
@@ -213,13 +218,14 @@ class _Found(NamedTuple):
 
 
 class _Walker:
-    """Visits one region after the other, breadth first. ``excluded_ids``: ids of objects that are not visited. ``shared``:
-    objects, by path, that were found so far and are visited in the last region."""
+    """Visits one region after the other, breadth first. ``excluded_ids``: ids of objects that are not visited.
+    ``unordered``, ``shared``: objects, by path, that were found so far and are visited in these regions."""
 
     def __init__(
         self, ignored: Collection[str], excluded_ids: set[int], covered_attributes: Mapping[str, frozenset[str]]
     ) -> None:
-        self.result, self.excluded_ids, self.shared = Walked(), excluded_ids, dict[str, Any]()
+        self.result, self.excluded_ids = Walked(), excluded_ids
+        self.unordered, self.shared = dict[str, Any](), dict[str, Any]()
         self._ignored, self._covered_attributes = ignored, covered_attributes
         self.root_ids = set[int]()  # ids of roots
         self._queue = deque[_Found]()
@@ -246,15 +252,15 @@ class _Walker:
     def _visit(self, one: _Found, region: Region) -> None:
         """Add the node of one object, and add what the object holds to the queue.
 
-        Functions and classes found in ``own`` are left for ``shared``; functions, classes and bound methods found in
-        ``registered`` are skipped. At ``_MAX_OBJECTS`` nodes it adds nothing and sets ``complete`` to False. Raises what the
-        object's own code raises.
+        Functions and classes found in ``own`` or ``unordered`` are left for ``shared``; functions, classes and bound methods
+        found in ``registered`` are skipped. At ``_MAX_OBJECTS`` nodes it adds nothing and sets ``complete`` to False. Raises what
+        the object's own code raises.
         """
         path, item = one.path, one.item
         kind = _kind(item, region)
         if kind in ("function", "class", "bound") and region == "registered":
             return  # a state_dict does not contain what they keep
-        if kind in ("function", "class") and region == "own":
+        if kind in ("function", "class") and region in ("own", "unordered"):
             self.shared.setdefault(path if kind == "function" else class_path(item), item)
             return
         if len(self.result.nodes) == _MAX_OBJECTS:
@@ -283,6 +289,11 @@ class _Walker:
             for key, child in children.items()
             if not is_constant(child) and not isinstance(child, ModuleType)
         )
+        several = [_Found(f"{path}{UNORDERED}{n}", child, users) for n, child in enumerate(_unordered(item, kind))]
+        if region == "own":
+            self.unordered |= {found.path: found.item for found in several}
+        elif region != "registered":
+            self._queue.extend(several)
         if kind == "object" and region != "registered":
             for name, hook in _hooks(item):
                 self._queue.append(_Found(f"{path}.{name}", hook, users))
@@ -542,7 +553,7 @@ def _is_large(item: Any, kind: Kind) -> bool:
 
 def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
     """Return the objects that ``item`` holds, by index, key or name. Empty for a large container. For a set: the one object in it
-    that is not a constant; empty if there are several, since their order differs between processes.
+    that is not a constant; empty if there are several (``_unordered``).
 
     ``covered``: ``item`` is a module whose parts, parameters and buffers are saved separately, so only its other attributes are
     returned.
@@ -556,7 +567,7 @@ def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
         return {key if is_constant(key) else ObjectKey(number, key): value for number, (key, value) in held}
     if kind == "set":
         objects = [one for one in item if not is_constant(one)]
-        return dict(enumerate(objects)) if len(objects) == 1 else {}  # the order of several differs between processes
+        return dict(enumerate(objects)) if len(objects) == 1 else {}
     if kind == "tensor":
         return _tensor_state(item)
     if covered:
@@ -573,6 +584,13 @@ def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
     if kind == "generator":
         return {name: value for name, value in getattr(item, "__dict__", {}).items() if name != "gauss_next"}
     return _held_objects(item) if kind == "bound" else {}
+
+
+def _unordered(item: Any, kind: Kind) -> list[Any]:
+    """Return the objects of a set that are not constants. Empty if there are fewer than two, for a large set, and for any other
+    kind."""
+    objects = [one for one in item if not is_constant(one)] if kind == "set" and len(item) <= _LARGE_ITEMS else []
+    return objects if len(objects) > 1 else []
 
 
 def _held_objects(item: Any) -> Children:
