@@ -339,6 +339,16 @@ CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
         lambda n: (len(n.x), n.x[-1]),
     ),
     "an argument of a partial": (lambda: Net(x=partial(min, [1])), lambda n: n.x.args[0].append(0), lambda n: n.x()),
+    "an object and a generator that are keys": (
+        lambda: Net(x={Bank(): 1, torch.Generator(): 2}),
+        lambda n: [vars(key).update(at=5) if isinstance(key, Bank) else draw(key) for key in n.x],
+        lambda n: [key.at if isinstance(key, Bank) else draw(key) for key in n.x],
+    ),
+    "a new key that is an object": (
+        lambda: Net(x={}),
+        lambda n: n.x.update({Bank(): 1}),
+        lambda n: [(key.keys.tolist(), value) for key, value in n.x.items()],
+    ),
     "the object of a bound method": (
         lambda: Net(x=Bank().__class__.__init__.__get__(Bank())),
         lambda n: vars(n.x.__self__).update(at=5),
