@@ -12,6 +12,7 @@ from typing import BinaryIO, Final
 
 from pydantic import TypeAdapter, ValidationError
 
+from ratchet_contract.errors import Refused
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.protocol.messages import AGENT_RANK, Note, RankBatch, RankMessage, node_of_agent_rank, node_rank
 from ratchet_service.agent_reports.checkpoint_effects import hook_iterations
@@ -20,6 +21,7 @@ from ratchet_service.config.output_limits import DEFAULT_BOUNDS, Bounds
 from ratchet_service.db.engine import Database
 from ratchet_service.db.leases import Lease, lock_leased_job
 from ratchet_service.db.models import Attempt, AttemptNode
+from ratchet_service.db.transitions import add_event
 from ratchet_service.isolation.file_access import as_owner, is_foreign, open_read
 
 BATCH: Final = 500
@@ -37,8 +39,8 @@ def ingest_leftover(
 ) -> int:
     """Store in the database the complete lines of the attempt's spools that the agents' reports have not delivered (``batches``
     names the exceptions), and return how many messages were stored. The spool files stay. Each batch has a transaction of its
-    own; so after an error the messages of earlier batches stay stored. Raises ``LeaseLost`` if this process no longer holds the
-    job.
+    own; so after an error the messages of earlier batches stay stored. A spool that is refused, such as that of an agent that has
+    nothing to report, is left out, and an event says so. Raises ``LeaseLost`` if this process no longer holds the job.
 
     Precondition: the ranks are dead. A line that is still being written has no end yet and would be lost. ``nodes`` and
     ``ranks_per_node``: those of the attempt; ``bounds``: how much of a job's metrics and events is kept.
@@ -60,7 +62,12 @@ def ingest_leftover(
                 agent_node = node_of_agent_rank(rank)
                 number = max(0, rank) // ranks_per_node if agent_node is None else agent_node
                 node = session.get_one(AttemptNode, (job.id, lease.attempt, number))
-                stored += ingest_batches(session, job, attempt, node, [batch], iterations, bounds)
+                try:
+                    stored += ingest_batches(session, job, attempt, node, [batch], iterations, bounds)
+                except Refused as error:  # user code wrote the file: it is to keep no attempt from ending
+                    text = f"{spool.name} is not read: {error}"
+                    add_event(session, job.id, "message-dropped", text, attempt=lease.attempt)
+                    break
     return stored
 
 

@@ -158,6 +158,21 @@ def test_unreported_spools_and_results_are_read_from_disk_once(control_plane: Pl
     assert types.count("training") == 2
 
 
+def test_attempt_ends_although_user_code_wrote_a_spool_of_no_sender(control_plane: Plane, tmp_path: Path) -> None:
+    """The agent of a job without copies in an object store writes none of its own."""
+    control_plane.serve_api()
+    go = tmp_path / "go"
+    job_id = control_plane.submit({"steps": 5, "epochs": {"1": {"at": 3, "after": str(go), "do": "train on"}}})
+    paths = control_plane.attempt_paths(job_id, 1)
+    control_plane.start_reconciler()
+    wait_for(paths.spool(0).exists, "the rank to start", 30)
+    paths.agent_spool.write_text('{"kind":"progress","rank":-1,"at":"2026-01-01T00:00:00Z","step":1}\n' * 600)
+    go.touch()
+    control_plane.wait(job_id, JobPhase.SUCCEEDED, deadline=30)
+    (dropped,) = [event for event in control_plane.events(job_id) if event.type == "message-dropped"]
+    assert "agent.jsonl" in dropped.message and dropped.attempt == 1
+
+
 def test_spool_batches_skip_partial_lines_and_keep_sequence_numbers(tmp_path: Path) -> None:
     spool = tmp_path / "rank-00003.jsonl"
     good = '{"kind":"progress","rank":3,"at":"2026-01-01T00:00:00Z","step":%d}'
