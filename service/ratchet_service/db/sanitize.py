@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from datetime import datetime
-from typing import Any, Final
+from datetime import MAXYEAR, MINYEAR, datetime
+from typing import Any, Final, TypeVar
 
+_T = TypeVar("_T")
 _MAX_DEPTH: Final = 64
 """Nesting depth of a message's data: every reader must be able to parse it within its recursion limit."""
 
@@ -50,14 +51,15 @@ def sanitize_bounded_json(value: dict[str, Any]) -> dict[str, Any]:
     return found if size <= MAX_DATA else {"left_out": size}
 
 
-def parse_time(text: str, fallback: datetime) -> datetime:
-    """Return the ISO 8601 time that a worker reports in ``text``. Return ``fallback`` if ``text`` is not a time with a time zone.
-    Whether the time is plausible is not checked."""
+def parse_time(text: str, fallback: _T) -> datetime | _T:
+    """Return the ISO 8601 time that a worker reports in ``text``. Return ``fallback`` if ``text`` is not a time with a time zone,
+    or is of the year 1 or 9999: in another time zone, such a time may have no date. Whether the time is plausible is not checked
+    otherwise."""
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
         return fallback
-    return at if at.tzinfo is not None else fallback
+    return at if at.tzinfo is not None and MINYEAR < at.year < MAXYEAR else fallback
 
 
 def printable(text: str) -> str:

@@ -12,11 +12,12 @@ from sqlalchemy.orm import Session
 from ratchet_contract.protocol.messages import AttemptResult
 from ratchet_contract.protocol.timing import Pace, merge_paces
 from ratchet_service.db.models import Attempt
+from ratchet_service.db.sanitize import parse_time
 
 
 def stop_received_at(results: Sequence[AttemptResult]) -> datetime | None:
     """Return when the first agent received a stop request, by that agent's clock; None: none received one."""
-    return min((at for r in results if (at := _parse_time(r.stop_at)) is not None), default=None)
+    return min((at for r in results if (at := parse_time(r.stop_at or "", None)) is not None), default=None)
 
 
 def end_began_at(results: Sequence[AttemptResult]) -> datetime | None:
@@ -49,12 +50,3 @@ def pace_before(session: Session, job_id: str, number: int) -> Pace | None:
         return None if row is None or row.pace is None else Pace.model_validate(row.pace)
     except ValidationError:  # of another version: it is learned again
         return None
-
-
-def _parse_time(text: str | None) -> datetime | None:
-    """Parse an ISO 8601 time with a time zone; None for any other text."""
-    try:
-        at = None if text is None else datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return at if at is not None and at.tzinfo is not None else None

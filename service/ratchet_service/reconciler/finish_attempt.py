@@ -7,7 +7,6 @@ anywhere before it, the next reconciler reads it again and reaches the same end.
 from __future__ import annotations
 
 import re
-from datetime import datetime
 from itertools import islice
 from typing import Final
 
@@ -31,6 +30,7 @@ from ratchet_service.db.clock import now_in
 from ratchet_service.db.engine import Database
 from ratchet_service.db.leases import Lease, lock_leased_job
 from ratchet_service.db.models import Attempt, AttemptNode, Checkpoint, Job
+from ratchet_service.db.sanitize import parse_time
 from ratchet_service.db.transitions import add_event, apply
 from ratchet_service.isolation.file_access import as_owner, names_in, open_read
 from ratchet_service.job_files import trim_logs
@@ -142,7 +142,7 @@ def _adopt_checkpoint(session: Session, job: Job, manifest: Manifest) -> None:
             verified_at=now,
             verification="ok",
             hook_iteration=max((s.iteration for s in manifest.hook_summaries), default=None),
-            created_at=datetime.fromisoformat(manifest.created),
+            created_at=parse_time(manifest.created, now),
         )
     )
     text = f"checkpoint {manifest.id} was found valid on disk; its report was lost"

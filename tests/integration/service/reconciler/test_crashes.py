@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -20,6 +21,7 @@ from ratchet_service.db.leases import LeaseLost
 from ratchet_service.db.models import AttemptNode, Job
 from ratchet_service.launchers.base import LaunchPlan
 from ratchet_service.launchers.local.launcher import LocalLauncher
+from ratchet_service.reconciler import finish_attempt
 from ratchet_service.reconciler.drain_spools import batches
 from tests.support.control_plane import Plane, trainer_launcher
 from tests.support.server import agent_pid, wait_for
@@ -171,6 +173,23 @@ def test_attempt_ends_although_user_code_wrote_a_spool_of_no_sender(control_plan
     control_plane.wait(job_id, JobPhase.SUCCEEDED, deadline=30)
     (dropped,) = [event for event in control_plane.events(job_id) if event.type == "message-dropped"]
     assert "agent.jsonl" in dropped.message and dropped.attempt == 1
+
+
+def test_unreported_checkpoint_with_an_unreadable_time_is_adopted(
+    control_plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = finish_attempt.find_adoptable
+
+    def adoptable(*args: Any, **more: Any) -> Any:
+        return [manifest.model_copy(update={"created": "yesterday"}) for manifest in real(*args, **more)]
+
+    monkeypatch.setattr(finish_attempt, "find_adoptable", adoptable)
+    control_plane.serve_api()
+    control_plane.start_reconciler()
+    job_id = control_plane.submit({"steps": 10, "epochs": {"1": {"at": 10, "do": "mute"}}})
+    job = control_plane.wait(job_id, JobPhase.SUCCEEDED)
+    (row,) = control_plane.checkpoints(job_id)
+    assert row.adopted and job.created_at < row.created_at <= utc_now()
 
 
 def test_spool_batches_skip_partial_lines_and_keep_sequence_numbers(tmp_path: Path) -> None:
