@@ -104,9 +104,9 @@ def _is_local(name: str, roots: Sequence[Path]) -> bool:
 
 def check(spec: JobSpec, python: str, packages: Imported, missing: Sequence[str], report: Report) -> None:
     """Add to ``report`` the packages that the code imports and the interpreter ``python`` lacks. If imports that certainly run
-    need any of them, these are one problem; otherwise the packages of conditional imports are one warning. ``missing``: those of
-    ``packages.names`` that the interpreter did not find. A module of the user's that has the name of Ratchet's own package is a
-    warning, too."""
+    need any of them, these are one problem; otherwise the packages of conditional imports are one warning. ``missing``: what the
+    interpreter did not find, by its own answer; names that are not in ``packages.names`` are ignored. A module of the user's that
+    has the name of Ratchet's own package is a warning, too."""
     pointer = "/script/0" if spec.script is not None else "/task/entrypoint"
     if packages.shadow is not None:
         file, place = packages.shadow
@@ -119,7 +119,7 @@ def check(spec: JobSpec, python: str, packages: Imported, missing: Sequence[str]
         report.refuse(
             pointer, "package-missing", f"{_missing_text(python, certain)}. {_install_advice(python, certain)}"
         )
-    elif perhaps := {name: packages.conditional[name] for name in missing}:
+    elif perhaps := {name: packages.conditional[name] for name in missing if name in packages.conditional}:
         text = f"{_missing_text(python, perhaps)}; it may work without, since the import is in a function or a condition, or "
         report.warn(pointer, "package-missing", f"{text}the code changes sys.path. {_install_advice(python, perhaps)}")
 

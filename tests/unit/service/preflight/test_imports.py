@@ -11,6 +11,9 @@ import pytest
 from ratchet_contract.api.views import Warning_
 from ratchet_contract.errors import FieldProblem
 from ratchet_contract.spec.parse import parse_spec
+from ratchet_service.preflight import imports
+from ratchet_service.preflight.imports import Imported
+from ratchet_service.preflight.report import Report
 from ratchet_service.preflight.resolve import resolve
 from ratchet_service.scheduling.machine import Machine
 
@@ -89,6 +92,17 @@ def test_optional_imports_are_not_reported(tmp_path: Path, text: str) -> None:
 def test_missing_package_in_conditional_import_is_a_warning(tmp_path: Path, text: str) -> None:
     (warning,), problems = looked_at(tmp_path, SCRIPT, train=text, helper="import absent")
     assert problems == [] and "'absent'" in warning.detail and "pip install absent" in warning.detail
+
+
+def test_name_that_was_not_asked_about_is_ignored() -> None:
+    """The interpreter is the submitter's own, and may answer anything."""
+    spec, report = parse_spec({"name": "j", "code": {"path": "/code"}, **SCRIPT}), Report()
+    packages = Imported(conditional={"absent": "train.py"})
+    imports.check(spec, sys.executable, packages, ("unasked",), report)
+    assert report.warnings == []
+    imports.check(spec, sys.executable, packages, ("unasked", "absent"), report)
+    (warning,) = report.warnings
+    assert "'absent' (train.py)" in warning.detail and "unasked" not in warning.detail
 
 
 def test_import_check_uses_spec_python_path(tmp_path: Path) -> None:
