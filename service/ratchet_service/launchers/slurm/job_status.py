@@ -34,7 +34,7 @@ _UNSTARTABLE_REASONS: Final = frozenset(
 """Without PartitionNodeLimit, which may only mean that nodes are down or drained."""
 _PER_JOB: Final = re.compile(r"(Assoc|QOS)\w*(PerJob(Limit)?|MinCpuNotSatisfied|MinGRES|WallDurationPerJobLimit)")
 _HELD: Final = {"JobHeldUser": "its owner", "JobHeldAdmin": "an administrator"}
-_ENDED_TASKS: Final = re.compile(r"srun: error: \S+: tasks? ([\d,-]+): (.+)")
+_ENDED_TASKS: Final = re.compile(r"srun: error: \S+: tasks? (\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*): (.+)")
 _LEASE_LOST_MESSAGE: Final = f"Exited with exit code {EXIT_LEASE_LOST}"
 _SHELL_SIGNAL: Final = 128
 
@@ -149,17 +149,18 @@ def engine_end(job: JobRecord, *, started: bool, has_results: bool) -> EngineEnd
     return None if has_results else _end_by_exit_code(job, started)
 
 
-def ended_tasks(log: str) -> dict[int, str]:
+def ended_tasks(log: str, nodes: int) -> dict[int, str]:
     """Return node -> srun's message, for each node whose agent has ended with an error. ``log``: srun's output, which says
-    nothing about a success. An agent that ended because another agent runs its part of the attempt (the job was submitted twice)
-    is left out: its end implies nothing about the other agent."""
+    nothing about a success, and to which the job's user can write. ``nodes``: number of the attempt's nodes; higher numbers are
+    left out. An agent that ended because another agent runs its part of the attempt (the job was submitted twice) is left out,
+    too: its end implies nothing about the other agent."""
     found: dict[int, str] = {}
     for numbers, how in _ENDED_TASKS.findall(log):
         if how.strip() == _LEASE_LOST_MESSAGE:
             continue
         for part in numbers.split(","):
             first, _, last = part.partition("-")
-            found |= dict.fromkeys(range(int(first), int(last or first) + 1), how.strip())
+            found |= dict.fromkeys(range(int(first), min(int(last or first) + 1, nodes)), how.strip())
     return found
 
 

@@ -122,7 +122,8 @@ class SlurmLauncher:
                 self._kill_job(job)
         jobs = [job for job in jobs if job not in duplicates]
         stuck = [text for job in jobs if (text := job_status.unstartable_reason(job)) is not None]
-        gone = job_status.ended_tasks(attempt_files.tail(ref.paths.engine_log, 4000)) if alive and jobs else {}
+        log = attempt_files.tail(ref.paths.engine_log, 4000) if alive and jobs else ""
+        gone = job_status.ended_tasks(log, ref.nodes)
         notes = gone | (dict.fromkeys(range(ref.nodes), stuck[-1]) if stuck else {})
         nodes = attempt_files.node_states(ref, gone=lambda node: not alive or node in gone, notes=notes)
         state = AttemptState(alive, nodes, next(filter(None, map(job_status.waiting_reason, jobs)), None))

@@ -204,4 +204,10 @@ def test_srun_log_names_ended_tasks() -> None:
         "srun: error: n4: tasks 3-5,8: Killed\n"
         "3: srun: a line that a user's setup printed\n"
     )
-    assert job_status.ended_tasks(log) == {1: "Exited with exit code 143", **dict.fromkeys((3, 4, 5, 8), "Killed")}
+    assert job_status.ended_tasks(log, 9) == {1: "Exited with exit code 143", **dict.fromkeys((3, 4, 5, 8), "Killed")}
+
+
+def test_srun_log_written_by_the_user_names_no_impossible_tasks() -> None:
+    lines = ("tasks 2-9999999999: x", "task 9999999999: x", "tasks 1,,-: x", "tasks 3-: x", "tasks 9-1: x")
+    log = "".join(f"srun: error: n1: {line}\n" for line in lines)
+    assert job_status.ended_tasks(log, 4) == {2: "x", 3: "x"}
