@@ -111,9 +111,9 @@ class Changes(NamedTuple):
     """The changes that ``HiddenState.changes`` has found.
 
     ``stored``: the changes that a checkpoint stores, a tree for ``ratchet_hooks.state.encode``. Its tensors are the live ones,
-    not copies; empty if nothing has changed. ``unsaved``: sorted paths, at most 100, of changes since ``begin`` that cannot be
-    stored. An entry may have a note (``PATH (raises when it is inspected)``); one entry may be ``objects beyond the first
-    200000``. ``made_before_begin``: sorted paths of changes that cannot be stored and were made between ``note_built`` and
+    not copies; empty if there is no storable change. ``unsaved``: sorted paths, at most 100, of changes since ``begin`` that
+    cannot be stored. An entry may have a note (``PATH (raises when it is inspected)``); one entry may be ``objects beyond the
+    first 200000``. ``made_before_begin``: sorted paths of changes that cannot be stored and were made between ``note_built`` and
     ``begin``.
     """
 

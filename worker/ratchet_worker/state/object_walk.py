@@ -1,4 +1,6 @@
-"""A walk through the attributes of objects and the objects that they hold. It finds every object once, by its shortest path.
+"""A walk through the attributes of objects and the objects that they hold. It visits an object once, by the path that reaches it
+first, and stops at ``_MAX_OBJECTS`` objects. It does not visit the items and keys of a large container (``_LARGE_ITEMS``); what
+only these reach is not found.
 
 It traverses four regions, one after the other, and an object belongs to the first in which it is found:
 

@@ -55,7 +55,9 @@ def test_final_save_of_only_some_ranks_is_refused_on_all(tmp_path: Path) -> None
             name="allreduce", rank=rank, step=3, phase="steady", iteration=3, compression_rate=1.0, elements_before=1,
             elements_after=1, bytes_before=4, bytes_after=4,
         )  # fmt: skip
-        content: Any = SimpleNamespace(snapshot=Snapshot(), summary=summary, parts=0, norm_of=lambda _: None)
+        content: Any = SimpleNamespace(
+            snapshot=Snapshot(), summary=summary, parts=0, norm_of=lambda _: None, environment={}
+        )
         with pytest.raises(UserError) as caught:
             checkpointer.save(3, "schedule", rank == 1, lambda: content)
         said[rank] = str(caught.value)
