@@ -275,7 +275,8 @@ class AttemptPaths(NodePaths):
         return self.root / "spool" / "agent.jsonl"
 
     def node_spool(self, node: int) -> Path:
-        """Spool of an agent's messages about its node (``node_rank``), in the format of a rank's spool."""
+        """Spool of the messages of node ``node``'s agent about that node, in the format of a rank's spool. ``node``: the node's
+        number, from 0; the messages have ``node_rank(node)`` as their ``rank``."""
         return self.root / "spool" / f"node-{node:05d}.jsonl"
 
     def log_times(self, rank: int) -> Path:

@@ -240,7 +240,8 @@ class OwnMachineOnly:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 403 to a request from elsewhere; pass any other on to the app."""
+        """Answer 403 to an HTTP request whose headers show that no program of this machine sent it. Pass anything else on to the
+        app. The client's address is not checked."""
         if scope["type"] == "http":
             fault = _foreign_origin_reason(scope["headers"], scope["scheme"])
             if fault is not None:

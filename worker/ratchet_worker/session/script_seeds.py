@@ -25,7 +25,9 @@ _MIN_RANDOM_SEED: Final = 2**32
 
 
 class _OwnRandom:
-    """The state of ``random`` before any seeding. It is recorded again in a forked process, where Python reseeds ``random``."""
+    """The state of ``random`` when this module was imported. A later state is compared with it, to find out whether the script
+    has seeded ``random``; a seed that was set before the import is not detected. In a forked process, where Python reseeds
+    ``random``, the state is recorded again."""
 
     def __init__(self) -> None:
         self.record_state()

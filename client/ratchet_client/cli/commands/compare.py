@@ -1,4 +1,5 @@
-"""``ratchet compare``: compares two jobs' checkpoints bit for bit and prints the result as text."""
+"""``ratchet compare``: has the service compare two jobs' checkpoints bit for bit, and prints the result as text or JSON. The exit
+code tells whether they are identical. ``ratchet prove`` uses its text functions."""
 
 from __future__ import annotations
 
