@@ -162,8 +162,8 @@ class JobView(View):
 
 
 class PlanView(View):
-    """Response to ``?dry_run=true``: what each attempt would be launched with, and the warnings about the spec. A spec that a check
-    refuses gets an error response instead. No job is stored."""
+    """Response to ``?dry_run=true``: what each attempt would be launched with, and the warnings about the spec. A spec that a
+    check refuses gets an error response instead. No job is stored."""
 
     spec: dict[str, Any]
     resolved: Resolved

@@ -303,13 +303,12 @@ class Session:
     # --- the loop ------------------------------------------------------------------------------------------------------
 
     def steps(self, total: int | None = None) -> Iterator[int]:
-        """Yield the numbers of the steps to do, from the restored one to ``total`` - 1. If ``total`` is None, continue until the script
-        leaves the loop.
-        The first call restores the state, if ``restore`` was not called. A step ends when the next one is requested: it is then
-        counted, a due checkpoint is saved, and the loop stops if the ranks have agreed to stop. At such a stop, ``steps`` raises
-        ``Stopped``, a ``SystemExit`` that ends the script. It raises ``UserError`` for a ``total`` below 1, for a second loop
-        after the last step, and for a loop within a step. It raises ``CheckpointError`` after three failed saves in a row. It
-        also raises the errors of ``restore``."""
+        """Yield the numbers of the steps to do, from the restored one to ``total`` - 1. If ``total`` is None, continue until
+        the script leaves the loop. The first call restores the state, if ``restore`` was not called. A step ends when the
+        next one is requested: it is then counted, a due checkpoint is saved, and the loop stops if the ranks have agreed to
+        stop. At such a stop, ``steps`` raises ``Stopped``, a ``SystemExit`` that ends the script. It raises ``UserError``
+        for a ``total`` below 1, for a second loop after the last step, and for a loop within a step. It raises
+        ``CheckpointError`` after three failed saves in a row. It also raises the errors of ``restore``."""
         runtime = self._runtime
         if total is not None and total < 1:
             raise UserError(f"total must be at least 1, not {total}")
