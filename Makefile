@@ -74,7 +74,7 @@ serve: $(RUNS)
 quick-start: $(STAMP)
 	RATCHET_TEST_QUICK_START=slow $(BIN)/python -m pytest -v -n0 --timeout=3600 tests/e2e/test_quick_start.py
 
-GATED_TESTS = $(shell grep -rlE "full_matrix|ON_ENGINES|RATCHET_TEST_(STRIKES|PROVE|SEEDS)" tests --include="test_*.py" | sort)
+GATED_TESTS = $(shell grep -rlE "full_matrix|ON_ENGINES|RATCHET_TEST_(STRIKES|PROVE|SEEDS|OPTIONS)" tests --include="test_*.py" | sort)
 exactness: $(STAMP)
 	$(BIN)/python -m tests.e2e.exactness --n $(or $(N),24)
 	$(BIN)/python -m tests.support.planted_runs

@@ -136,7 +136,7 @@ def test_compare_of_two_jobs_and_prove_of_an_existing_job(server: Server, spec: 
         return [(c["id"], c["pinned"]) for c in cli("checkpoints", "ls", a, "--json").data]
 
     before = stored()
-    text = cli("prove", a, deadline=120).text
+    text = cli("prove", a, deadline=240).text
     assert text.startswith(f"PROVED: {a}, steps 11 to 12, done again, ends with the same bits")
     assert "not judged, since two runs from the same state differ in them: time" in text.splitlines()
     assert stored() == before and not any(pinned for _, pinned in before)
@@ -151,7 +151,7 @@ def test_prove_of_an_existing_job_fails_for_a_metric_that_differs(server: Server
     short = ("--set", "env.STEPS=7", "--set", "checkpoint.every_steps=5", "--set", "checkpoint.first=off")
     job = cli("submit", spec, *short, "--set", "env.PLANT=counted").text.strip()
     server.wait_phase(job, "SUCCEEDED")
-    proof = cli("prove", job, "--json", expect=1, deadline=120).data
+    proof = cli("prove", job, "--json", expect=1, deadline=240).data
     assert (proof["verdict"], proof["comparison"]["identical"], proof["times"]) == ("differs", True, ["time"])
     assert proof["metrics_differ"] == ["counted at step 6: 6 against 1"]
 

@@ -398,7 +398,8 @@ def test_second_signal_with_a_shared_service_ends_the_command_and_the_job_still_
     (tmp_path / "hurry").touch()
     with RatchetClient(server.url) as client:
         (job,) = [job for job in client.jobs() if job.name == "train"]
-        assert client.wait(job.id, until=[JobPhase.SUSPENDED]).last_checkpoint is not None
+        stopped = client.wait(job.id, until=[JobPhase.SUSPENDED])
+        assert stopped.phase is JobPhase.SUSPENDED and stopped.last_checkpoint is not None
 
 
 def test_dashed_arguments_after_the_script_are_passed_to_the_script(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ EVENT: Final = "attempt-found"
 _BATCH_SIZE: Final = 500
 """Number of jobs per query."""
 _MAX_NAMES: Final = 10
+_MAX_AHEAD: Final = 10_000
+"""A name with an attempt's number so far above the job's newest is none of the service: user code can make such names."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,14 @@ class Next:
 
 def next_attempt(paths: JobPaths, attempt: int) -> Next:
     """Return the number of the attempt after ``attempt``, which is the newest in the job's row. If the disk has directories of
-    later attempts, it is the lowest of these; otherwise the lowest number above all that the disk has seen. Raises ``OSError`` if
-    a directory cannot be read."""
-    attempts = sorted(number for number in _attempt_numbers(paths) if number > attempt)
+    later attempts, it is the lowest of these; otherwise the lowest number above all that the disk has seen. Numbers more than
+    ``_MAX_AHEAD`` above ``attempt`` are ignored. Raises ``OSError`` if a directory cannot be read."""
+    later = range(attempt + 1, attempt + _MAX_AHEAD + 1)
+    attempts = sorted(number for number in _attempt_numbers(paths) if number in later)
     if attempts:
         return Next(attempts[0], on_disk=True)
-    highest = max([attempt, *_writer_attempts(paths.checkpoints), *_writer_attempts(paths.quarantine)])
+    seen = [number for folder in (paths.checkpoints, paths.quarantine) for number in _writer_attempts(folder)]
+    highest = max([attempt, *(number for number in seen if number in later)])
     return Next(highest + 1, skipped=range(attempt + 1, highest + 1))
 
 

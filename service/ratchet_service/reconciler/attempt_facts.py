@@ -4,7 +4,7 @@ pace. Rows are only read."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import MAXYEAR, MINYEAR, UTC, datetime
 
 from pydantic import ValidationError
 from sqlalchemy.orm import Session
@@ -25,9 +25,12 @@ def end_began_at(results: Sequence[AttemptResult]) -> datetime | None:
     Nodes whose ranks were ended because those of another node had failed do not count. None: it is not known."""
     began = [r.began_at for r in results if r.began_at is not None and not r.secondary]
     try:
-        return datetime.fromtimestamp(min(began), UTC) if began else None
+        at = datetime.fromtimestamp(min(began), UTC) if began else None
     except (ValueError, OverflowError, OSError):  # not a valid time: nothing is known
         return None
+    return (
+        at if at is not None and MINYEAR < at.year < MAXYEAR else None
+    )  # others may have no date in another time zone
 
 
 def pace_until(session: Session, job_id: str, number: int, results: Sequence[AttemptResult] = ()) -> Pace | None:

@@ -278,8 +278,10 @@ class AttemptLauncher:
             )
             return [Launched(adopted_lease, None)]
         if next_attempt.skipped:
-            passed = ", ".join(map(str, next_attempt.skipped))
-            log.warning("%s: attempts %s are on the disk, but not in the database: skipped", job.id, passed)
+            first, last = next_attempt.skipped[0], next_attempt.skipped[-1]
+            log.warning(
+                "%s: attempts %d to %d are skipped: the disk has seen them, the database not", job.id, first, last
+            )
         number, now = next_attempt.number, now_in(session)
         if isinstance(planned, Exception):
             if store_wait_reason(job, Cause.LAUNCHER_ERROR.value, f"the launcher cannot plan the attempt: {planned}"):

@@ -155,6 +155,7 @@ def test_missing_ratchet_module_cure_installs_ratchet_train(tmp_path: Path) -> N
         (b"from ratchet import Session as S", False), (b"import numpy as np, ratchet\nratchet.Session()", False),
         (b"import os, \\\n    ratchet as r\nr.Session()", False), (b"import os, ratchet.lightning", False),
         (b"import os, ratchet  # my own wrench", True), (b"import os\nratchet = Session()", True),
+        (b"import os,\nratchet = Session()", True), (b"import a," + b"\\,"*60, True),  # ends at once
         (b"import numpy as np, ratchet_hooks\nfrom sqlalchemy.orm import Session", True),
     ],
 )  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from ratchet_contract.phases import Cause
 from ratchet_contract.protocol.messages import AttemptResult
-from ratchet_service.reconciler.attempt_facts import stop_received_at
+from ratchet_service.reconciler.attempt_facts import end_began_at, stop_received_at
 
 GOOD = "2030-01-01T00:00:00+00:00"
 
@@ -26,3 +26,8 @@ def result(stop_at: str) -> AttemptResult:
 def test_stop_time_that_cannot_be_stored_is_not_known(text: str) -> None:
     assert stop_received_at([result(text)]) is None
     assert stop_received_at([result(text), result(GOOD)]) == datetime(2030, 1, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("began", [253402300799.0, -62135596800.0, 1e300])
+def test_begin_of_an_end_that_cannot_be_stored_is_not_known(began: float) -> None:
+    assert end_began_at([result(GOOD).model_copy(update={"began_at": began})]) is None
