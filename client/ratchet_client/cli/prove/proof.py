@@ -123,8 +123,8 @@ def _too_few(job: JobView, stored: int) -> str:
 def prove_job(trials: Trials, job_id: str) -> Proof:
     """Train from the job's checkpoint before the last to its last one again, in a fork, and return the result; blocks until the
     fork has ended. If only metrics differ, a second fork does the same: metrics that differ between the forks, too, are not
-    judged (``times``). Metrics are compared at steps for which the service has stored both values. Meanwhile both checkpoints are
-    pinned; nothing else of the job is changed. Raises ``Conflict`` (``too-few-checkpoints``) and ``TrialFailed``."""
+    judged (``times``). Metrics are compared at steps for which the service has stored both values; a series that the fork does not
+    have at all is a difference. Meanwhile both checkpoints are pinned; nothing else of the job is changed. Raises ``Conflict`` (``too-few-checkpoints``) and ``TrialFailed``."""
     client = trials.client
     job = client.view(job_id)
     stored = [c for c in client.checkpoints(job_id) if c.state == "committed" and c.lineage == "current"]
@@ -155,12 +155,8 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
     if again.facts.step != newest.step or again.job.last_checkpoint is None:
         raise TrialFailed(f"the fork ended at step {again.facts.step}, not at {newest.step}: nothing can be compared")
     found = client.compare(job_id, again.job.id, checkpoint=newest.id, with_checkpoint=again.job.last_checkpoint)
-    redone: dict[str, dict[int, float]] = {}
-    recorded: dict[str, dict[int, float]] = {}
-    for name, points in client.series(job_id).items():
-        ours = {step: v for step, v in again.metrics.get(name, {}).items() if before.step < step <= newest.step}
-        recorded[name] = {step: v for step, v in zip(points.steps, points.values, strict=True) if step in ours}
-        redone[name] = {step: ours[step] for step in recorded[name]}
+    series = {n: dict(zip(s.steps, s.values, strict=True)) for n, s in client.series(job_id).items()}
+    recorded, redone = _comparable(series, again.metrics, range(before.step + 1, newest.step + 1))
     different = _metrics_differ(recorded, redone)
     times: list[str] = []
     if found.identical and different:
@@ -204,6 +200,21 @@ def _proof(verdict: Verdict, run: Run, comparison: ComparisonView, **more: Any) 
         verdict=verdict, what=run.job.name.rpartition("-prove-")[0], steps=facts.step, total=facts.total, comparison=comparison,
         metrics=len(run.metrics), **more,
     )  # fmt: skip
+
+
+def _comparable(
+    a: Mapping[str, Mapping[int, float]], b: Mapping[str, Mapping[int, float]], steps: range
+) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, float]]]:
+    """Return of both the values at ``steps`` that can be compared: the service thins long series, so only steps that both have. A
+    series of ``a`` that ``b`` does not have at all is returned whole."""
+    theirs = {name: {step: v for step, v in points.items() if step in steps} for name, points in b.items()}
+    first = {
+        name: {step: v for step, v in points.items() if step in steps and step in (theirs.get(name) or steps)}
+        for name, points in a.items()
+    }
+    return first, {
+        name: {s: theirs[name][s] for s in kept if s in theirs.get(name, {})} for name, kept in first.items()
+    }
 
 
 def _different(a: Run, b: Run) -> dict[str, str]:
