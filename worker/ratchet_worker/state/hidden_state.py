@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from ratchet_contract.errors import StateError
+from ratchet_hooks.algorithms.state_version import same_bits
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.state.encode import encode
 from ratchet_hooks.torch_compat import storage_id
@@ -441,9 +442,9 @@ class _Recorder:
 
     def _attributes(self, path: str, before: Node, now: Node) -> Any:
         """Return the changed attributes of an object as a dict: ``set``, references to the new values by name, and ``gone``,
-        names of removed attributes. Return None if there is nothing to store. Adds the paths of changed attributes that cannot be
-        stored to ``_unsaved``. Exception: if the object has a ``state_dict``, such an
-        attribute that is new (or was None), as a lazily made iterator, is left out, together with changed flags (booleans)."""
+        names of removed attributes. Return None if there is nothing to store. Adds the paths of changed attributes that cannot
+        be stored to ``_unsaved``. Exception: if the object has a ``state_dict``, such an attribute that is new (or was None),
+        as a lazily made iterator, is left out, together with changed constants (numbers, text, flags)."""
         names = [
             n for n, value in now.children.items() if n not in before.children or not is_same(before.children[n], value)
         ]
@@ -471,8 +472,8 @@ class _Recorder:
                     made = True  # created when it is needed, and its position is in the state
                     continue
                 self._unsaved.add(str(error))
-        if made:  # a flag would say that the iterator exists
-            found = {name: reference for name, reference in found.items() if not isinstance(now.children[name], bool)}
+        if made:  # a constant might say that the iterator exists, and for what it was made
+            found = {name: reference for name, reference in found.items() if not is_constant(now.children[name])}
         return {"set": found, "gone": gone} if found or gone else None
 
     def _has_state(self, value: Any) -> bool:
@@ -836,7 +837,7 @@ class _Restorer:
             item.clear()
             for key, value in found:
                 item[key] = value
-        else:
+        elif not isinstance(item, frozenset):  # it cannot change; older checkpoints may have stored one
             found = self._resolve_all(content["items"])
             item.clear()
             (item.update if kind == "set" else item.extend)(found)
@@ -990,20 +991,25 @@ def _remove(item: Any, name: str) -> None:
 @contextmanager
 def _writable(item: np.ndarray[Any, Any]) -> Iterator[None]:
     """Make an array writable for a while. Raises ``ValueError`` if its memory is read-only."""
-    was = item.flags.writeable
+    if item.flags.writeable:  # such as an array over a tensor's memory, whose flag cannot be set
+        yield
+        return
     item.flags.writeable = True
     try:
         yield
     finally:
-        item.flags.writeable = was
+        item.flags.writeable = False
 
 
 def _fill_tensor(item: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy ``value`` into ``item``; of elements that ``expand`` repeats, the first. If shape or dtype differ, ``item`` gets the
-    memory of ``value``, copied to its device where needed."""
+    """Copy ``value`` into ``item``; of elements that ``expand`` repeats, the first. If shape or dtype differ, or ``value``
+    repeats nothing, ``item`` gets the memory of ``value``, copied to its device where needed."""
     with torch.no_grad():
-        if item.shape != value.shape or item.dtype is not value.dtype:
-            item.data = value.to(item.device)
-        else:
-            first = tuple(slice(None) if step else slice(1) for step in item.stride())
+        first = tuple(slice(None) if step else slice(1) for step in item.stride())
+        fits = item.shape == value.shape and item.dtype is value.dtype
+        if fits and (
+            0 not in item.stride() or same_bits(value[first].expand_as(value).contiguous(), value.contiguous())
+        ):
             item[first].copy_(value[first])
+        else:
+            item.data = value.to(item.device)

@@ -296,9 +296,6 @@ class _Walker:
             self.unordered |= {found.path: found.item for found in several}
         elif region != "registered":
             self._queue.extend(several)
-        if kind == "dict":
-            keys = (key for key in children if isinstance(key, ObjectKey) and not isinstance(key.item, ModuleType))
-            self._queue.extend(_Found(f"{path}[key {key.number}]", key.item, users) for key in keys)
         if kind == "object" and region != "registered":
             for name, hook in _hooks(item):
                 self._queue.append(_Found(f"{path}.{name}", hook, users))

@@ -123,8 +123,9 @@ def _too_few(job: JobView, stored: int) -> str:
 def prove_job(trials: Trials, job_id: str) -> Proof:
     """Train from the job's checkpoint before the last to its last one again, in a fork, and return the result; blocks until the
     fork has ended. If only metrics differ, a second fork does the same: metrics that differ between the forks, too, are not
-    judged (``times``). Metrics are compared at steps for which the service has stored both values; a series that the fork does not
-    have at all is a difference. Meanwhile both checkpoints are pinned; nothing else of the job is changed. Raises ``Conflict`` (``too-few-checkpoints``) and ``TrialFailed``."""
+    judged (``times``). Metrics are compared at steps for which the service has stored both values; a series that the fork does
+    not have at all is a difference. Meanwhile both checkpoints are pinned; nothing else of the job is changed. Raises
+    ``Conflict`` (``too-few-checkpoints``) and ``TrialFailed``."""
     client = trials.client
     job = client.view(job_id)
     stored = [c for c in client.checkpoints(job_id) if c.state == "committed" and c.lineage == "current"]

@@ -339,16 +339,6 @@ CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
         lambda n: (len(n.x), n.x[-1]),
     ),
     "an argument of a partial": (lambda: Net(x=partial(min, [1])), lambda n: n.x.args[0].append(0), lambda n: n.x()),
-    "an object and a generator that are keys": (
-        lambda: Net(x={Bank(): 1, torch.Generator(): 2}),
-        lambda n: [vars(key).update(at=5) if isinstance(key, Bank) else draw(key) for key in n.x],
-        lambda n: [key.at if isinstance(key, Bank) else draw(key) for key in n.x],
-    ),
-    "a new key that is an object": (
-        lambda: Net(x={}),
-        lambda n: n.x.update({Bank(): 1}),
-        lambda n: [(key.keys.tolist(), value) for key, value in n.x.items()],
-    ),
     "the object of a bound method": (
         lambda: Net(x=Bank().__class__.__init__.__get__(Bank())),
         lambda n: vars(n.x.__self__).update(at=5),
@@ -595,3 +585,32 @@ def test_hidden_state_ignored_paths_are_not_recorded() -> None:
     net.x.append(1), next(net.it)
     net.n, net.x = 3, []
     assert hidden.changes() == Changes({}, [])
+
+
+def begun_with(**attributes: Any) -> tuple[SimpleNamespace, HiddenState]:
+    one, hidden = SimpleNamespace(**attributes), HiddenState()
+    hidden.begin(Roots({"it": one}))
+    return one, hidden
+
+
+def test_writable_array_whose_flag_cannot_be_set_is_saved_and_restored() -> None:
+    """As one over a tensor's memory."""
+    one, hidden = begun_with(a=torch.zeros(3).numpy())
+    one.a += 1
+    again, later = begun_with(a=torch.zeros(3).numpy())
+    found = hidden.changes()
+    assert found.unsaved == [] and later.restore(found.stored) == {} and again.a.tolist() == [1.0] * 3
+
+
+def test_expanded_tensor_with_new_memory_is_restored_whole() -> None:
+    one, hidden = begun_with(m=torch.zeros(1).expand(4))
+    one.m.data = torch.arange(4.0)
+    again, later = begun_with(m=torch.zeros(1).expand(4))
+    later.restore(hidden.changes().stored)
+    assert again.m.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_frozenset_that_an_older_checkpoint_stored_is_left_as_it_is() -> None:
+    again, later = begun_with(s=frozenset([1, 2]))
+    later.restore({"changed": {"it.s": {"kind": "set", "content": {"type": "frozenset", "items": []}}}, "new": []})
+    assert again.s == {1, 2}

@@ -363,12 +363,12 @@ def test_lazily_created_iterator_is_left_to_state_dict() -> None:
 
 def test_changes_beside_a_lazily_created_iterator_are_saved() -> None:
     item = Lazy()
-    item.count = 0  # type: ignore[attr-defined]
+    item.counts = [0]  # type: ignore[attr-defined]
     hidden = _begun(item)
     item.next()
-    item.count = 7  # type: ignore[attr-defined]
+    item.counts = [7]  # type: ignore[attr-defined]
     content = _saved(hidden, item)[1].stored["changed"]["user:it"]["content"]
-    assert content == {"set": {"count": ("value", 7)}, "gone": []}
+    assert content == {"set": {"counts": ("new", 0)}, "gone": []}
 
 
 class Switching(lr_scheduler.LRScheduler):
