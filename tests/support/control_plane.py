@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import copy_context
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ class Plane:
         self.database = database
         self.machine = Machine((), 4, cpu_slots)
         self.reconcilers: list[tuple[Reconciler, threading.Thread]] = []
+        self._background: list[threading.Thread] = []
         self.processes: list[subprocess.Popen[bytes] | Program] = []
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
@@ -120,11 +122,18 @@ class Plane:
             self.machine.capacity,
             timing=timing,
             lease_seconds=lease,
+            start=self._start_in_background,
         )
         thread = threading.Thread(target=made.run)
         thread.start()
         self.reconcilers.append((made, thread))
         return made
+
+    def _start_in_background(self, name: str, work: Callable[[], None]) -> None:
+        """As ``in_thread``, but ``close`` waits for the thread: it has a connection to the test's database."""
+        thread = threading.Thread(target=copy_context().run, args=(work,), name=name, daemon=True)
+        self._background.append(thread)
+        thread.start()
 
     def wake(self) -> None:
         for reconciler, _ in self.reconcilers:
@@ -216,6 +225,8 @@ class Plane:
         for reconciler, _ in self.reconcilers:
             reconciler.stop()
         for _, thread in self.reconcilers:
+            thread.join(30)
+        for thread in self._background:
             thread.join(30)
         for process in self.processes:
             if process.poll() is None:
