@@ -73,8 +73,8 @@ class TrainStream:
         has = [hasattr(stream, name) for name in ("state_dict", "load_state_dict")]
         if any(has) and not all(has):
             raise TypeError(f"{type(stream).__name__} has only one of state_dict and load_state_dict; it needs both")
-        self._resume_mode = "state" if all(has) else "skip" if repeatable else "anew"
-        roots = {} if self._resume_mode == "anew" else {"stream": stream}
+        self._resume_mode = "state" if all(has) else "skip" if repeatable else "restart"
+        roots = {} if self._resume_mode == "restart" else {"stream": stream}
         self.own_generators = StreamGenerators(roots, restores_itself=self._resume_mode == "state")
         self._source: Iterator[Any] | None = None  # at the position, with no batch taken from it yet
         self._restored = False
@@ -94,7 +94,7 @@ class TrainStream:
     @property
     def resume_mode(self) -> str:
         """How a resume restores the stream. ``state``: by its ``load_state_dict``; ``skip``: by reading the used batches again;
-        ``anew``: not at all, the stream starts over."""
+        ``restart``: not at all, the stream starts over."""
         return self._resume_mode
 
     @property
@@ -110,7 +110,7 @@ class TrainStream:
     @property
     def inexact_reason(self) -> str | None:
         """A sentence for the resume report; None if the stream resumes exactly."""
-        if self._resume_mode != "anew":
+        if self._resume_mode != "restart":
             return self._difference
         return (
             f"{type(self.stream).__name__} cannot report its position, so it starts over at a resume; add state_dict() and "
@@ -148,7 +148,7 @@ class TrainStream:
             if run != self._run:
                 return
             self._taken += 1
-            if self._resume_mode != "anew":
+            if self._resume_mode != "restart":
                 self._digests = self._add_digest(self._digests, batch)
                 if self._taken == 1:
                     self._check_moved()
@@ -183,7 +183,7 @@ class TrainStream:
     def _begin(self) -> Iterator[Any]:
         """Return an iterator over the stream from the beginning of an epoch, and record the states there."""
         self._set_epoch()
-        if self._resume_mode == "anew":
+        if self._resume_mode == "restart":
             return iter(self.stream)
         self._epochs = {path: item.epoch for path, item in self._epoch_holders()}
         self._forget_workers()
@@ -392,7 +392,7 @@ class TrainStream:
         ``TypeError`` if the stream's state cannot be stored.
         """
         state: dict[str, Any] = {"kind": "stream", "way": self._resume_mode, "epoch": self.epoch, "taken": self._taken}
-        if self._resume_mode == "anew":
+        if self._resume_mode == "restart":
             return state
         if self._resume_mode == "state":
             with generator_positions.preserved():
@@ -419,7 +419,7 @@ class TrainStream:
             )
         self._run += 1
         self.epoch, self._taken = int(state["epoch"]), int(state["taken"])
-        if self._resume_mode == "anew":
+        if self._resume_mode == "restart":
             self._taken = 0
             return
         self._recorded, self._epochs = state.get("stream"), state.get("epochs", {})

@@ -576,17 +576,22 @@ prompt.runcode("session.finish()")
 """
 
 
-@full
-def test_interrupted_training_at_a_python_prompt_resumes(place: Path) -> None:
-    done = subprocess.run(
+def typed_at_a_prompt(place: Path, cells: str) -> subprocess.CompletedProcess[str]:
+    """A Python prompt that reads ``AT_A_PROMPT`` and then ``cells``, to its end."""
+    return subprocess.run(
         [sys.executable],
-        input=AT_A_PROMPT + INTERRUPTED,
+        input=AT_A_PROMPT + cells,
         cwd=place,
         env=_environ(),
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+@full
+def test_interrupted_training_at_a_python_prompt_resumes(place: Path) -> None:
+    done = typed_at_a_prompt(place, INTERRUPTED)
     assert (done.returncode, done.stdout) == (0, "stopped 143\n(6, True)\n"), done.stderr
     assert "stopped after step 4: the next start continues from step 4" in done.stderr, done.stderr
     assert "and the main file" in done.stderr or "the code, which has no file" in done.stderr
@@ -594,19 +599,13 @@ def test_interrupted_training_at_a_python_prompt_resumes(place: Path) -> None:
 
 @full
 def test_failed_training_at_a_python_prompt_resumes(place: Path) -> None:
-    text = AT_A_PROMPT + FAILED
-    done = subprocess.run(
-        [sys.executable], input=text, cwd=place, env=_environ(), capture_output=True, text=True, timeout=120
-    )
+    done = typed_at_a_prompt(place, FAILED)
     assert (done.returncode, done.stdout) == (0, "(6, True)\n"), done.stderr
     assert "a_word_that_is_not_there" in done.stderr and "the next start continues from" in done.stderr, done.stderr
 
 
 def test_error_outside_of_the_training_at_a_python_prompt_leaves_the_run_open(place: Path) -> None:
-    text = AT_A_PROMPT + CELLS
-    done = subprocess.run(
-        [sys.executable], input=text, cwd=place, env=_environ(), capture_output=True, text=True, timeout=120
-    )
+    done = typed_at_a_prompt(place, CELLS)
     assert (done.returncode, done.stdout) == (0, "0 False\n1 False\n2 False\n"), done.stderr
     assert "missing_before" in done.stderr and "missing_after" in done.stderr, done.stderr
     assert "not ended" not in done.stderr and "nothing is left to do" not in done.stderr, done.stderr
