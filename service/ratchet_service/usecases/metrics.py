@@ -24,6 +24,7 @@ from ratchet_hooks.specs.registry import is_stateful
 from ratchet_hooks.summary import HookSummary
 from ratchet_service.db.models import Attempt, Checkpoint, HookSample, Job, Metric, MetricSeries, SupersededMetric
 from ratchet_service.db.queries import find_job
+from ratchet_service.db.sanitize import parse_time
 from ratchet_service.isolation.file_access import as_owner
 from ratchet_service.usecases import pagination
 from ratchet_service.usecases.resize import next_start
@@ -184,7 +185,8 @@ def _checkpoint_summaries(
         return None
     if not manifest.hook_summaries or hook_change(manifest.hook.name, manifest.hook.parameters, hook) is not None:
         return None
-    return sorted(manifest.hook_summaries, key=lambda s: s.rank), datetime.fromisoformat(manifest.created)
+    at = parse_time(manifest.created, None)
+    return None if at is None else (sorted(manifest.hook_summaries, key=lambda s: s.rank), at)
 
 
 def _with_figures(

@@ -26,6 +26,7 @@ from ratchet_contract.paths import (
     JobPaths,
     NodePaths,
     is_job_id,
+    parse_attempt_dir_name,
 )
 from ratchet_contract.protocol.lineage import lineage
 from ratchet_contract.protocol.messages import LaunchFile
@@ -63,7 +64,7 @@ class RunDirectory:
         none."""
         folder = self._paths.root / "attempts"
         if folder.is_dir():
-            yield from (int(path.name) for path in folder.iterdir() if path.name.isascii() and path.name.isdigit())
+            yield from (n for path in folder.iterdir() if (n := parse_attempt_dir_name(path.name)) is not None)
 
     def bases(self) -> dict[int, Base]:
         """Return the checkpoint that each start began from, by attempt number. A start that ended before it trained, or whose
