@@ -39,7 +39,8 @@ class User:
     def serving(self, name: str) -> Iterator[subprocess.Popen[bytes]]:
         """``ratchet serve`` in that directory."""
         directory = self.directory(name)
-        with (directory / "log").open("wb") as log:
+        output = directory / "log"
+        with output.open("wb") as log:
             service = subprocess.Popen(
                 [str(EXECUTABLE), "serve", "--no-reconciler"],
                 cwd=directory,
@@ -47,10 +48,10 @@ class User:
                 stdout=log,
                 stderr=log,
             )
-        file = HomePaths(directory / ".ratchet").service_file
         try:
-            wait_for(lambda: file.exists() or service.poll() is not None, "the service to start")
-            assert service.poll() is None, (directory / "log").read_text()
+            # This line comes after service.json and the pointer.
+            wait_for(lambda: "listening on" in output.read_text() or service.poll() is not None, "the service to start")
+            assert service.poll() is None, output.read_text()
             yield service
         finally:
             service.terminate()
