@@ -60,7 +60,8 @@ def propose(
 
 def _code(overrides: Mapping[str, Any], code: Path | None) -> Path | None:
     """Return the code directory that ``--code`` (``code``) or ``--set code.path`` names; None if neither does. Raises ``Refused``
-    if both name different directories, or if ``--set code`` has other keys than ``path`` and ``include``."""
+    if both name different directories, or if ``--set code`` is anything but a ``path`` that is not empty, ``include``, or
+    both."""
     named = overrides.get("code", {})
     path = named.get("path") if isinstance(named, dict) else None
     if "code" not in overrides or (isinstance(named, dict) and set(named) == {"include"}):

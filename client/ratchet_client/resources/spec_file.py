@@ -1,4 +1,4 @@
-"""Reads a job spec from a file, a mapping or a ``JobSpec``, and makes relative paths absolute."""
+"""Reads a job spec from a file, a mapping or a ``JobSpec``, and makes its paths on this machine absolute."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class CheckpointSpec(SpecModel):
         100,
         description="Steps between scheduled checkpoints. auto: Ratchet computes the interval from `max_overhead` and "
         "the measured durations of saves and steps. null: no checkpoints by steps. If only `every_seconds` is set, "
-        "this key is null. If both are set, the checkpoint that is due first counts.",
+        "this key is null. If both are set, each of them causes checkpoints.",
     )
     every_seconds: Seconds | None = Field(
         None, description="Time between scheduled checkpoints; null: no checkpoints by time."
@@ -70,7 +70,7 @@ class CheckpointSpec(SpecModel):
         max_length=1000,
         description="Object store: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX. Every checkpoint "
         "is copied there in the background. If the local disk has lost a checkpoint, it is fetched from there. "
-        "Credentials come from the environment.",
+        "Credentials come from the environment of service and agents.",
     )
 
     ignore: dict[str, str] = Field(

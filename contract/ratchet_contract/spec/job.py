@@ -101,7 +101,7 @@ class CodeSpec(SpecModel):
     path: str = Field(
         min_length=1,
         description="A directory on the service's machine. Ratchet copies it at submission, and stores the copy under "
-        "its digest. Other cases: source, digest.",
+        "its digest. For code that is elsewhere, see source and digest.",
     )
     source: Literal["snapshot", "nodes"] = Field(
         "snapshot",
@@ -123,9 +123,8 @@ class CodeSpec(SpecModel):
     )
     git: GitFacts | None = Field(
         None,
-        description="The git commit of the snapshot, set by Ratchet. null: path is in no git repository. Ratchet uses "
-        "a value from the spec only together with digest: only the uploader knows the commit of uploaded "
-        "code.",
+        description="The git commit of the snapshot. null: path is in no git repository. Ratchet sets this key itself; "
+        "only together with digest it uses the spec's value, since only the uploader knows the commit.",
     )
 
 
@@ -185,7 +184,8 @@ class WorldSpec(SpecModel):
         None,
         pattern=r"^[A-Za-z0-9_.@-]{1,15}$",
         description="Network interface by which several nodes connect (rendezvous, gloo, NCCL). null: the interface "
-        "with the address that the engine gives the node, else the interface of the route to the service.",
+        "with the node's address, if the launcher sets that address (Kubernetes does), else the interface of the route "
+        "to the service.",
     )
 
     @property
@@ -253,19 +253,19 @@ class JobSpec(SpecModel):
     python: str | None = Field(
         None,
         description="The user's interpreter or virtual environment, with ratchet-train[worker] installed. null: the "
-        "interpreter of the agent, which starts the ranks. This is the `python` of the job's image, else "
-        "by default the service's own interpreter.",
+        "interpreter of the agent. In an image this is `python`; without an image it is by default the service's own "
+        "interpreter.",
     )
     env: dict[EnvName, Annotated[str, AfterValidator(_env_value)]] = Field(
         {},
-        description="Variables of every rank. Their values are stored, and are shown if secret_env does not name the "
-        "variable.",
+        description="Variables of every rank. Their values are stored. They are shown, except those of variables in "
+        "secret_env.",
     )
     secret_env: list[str] = Field(
         [],
         max_length=64,
-        description="Names of variables in env. The API, the command line and the plan do not show their values. But "
-        "the values are stored in the database and in launch.json; values of secrets are not.",
+        description="Names of variables in env. The API, the command line and the plan do not show their values. Unlike "
+        "those of secrets, these values are stored, in the database and in launch.json.",
     )
     secrets: dict[EnvName, SecretSpec] = Field(
         {}, description="Variables of every rank. Their values are read at launch and never stored."

@@ -65,19 +65,18 @@ class PolicySpec(SpecModel):
     max_failures: int = Field(
         3,
         ge=0,
-        description="Number of failed or lost attempts that are allowed; one more ends the job. Real progress resets "
-        "the count. Two other rules also end the job. First, three attempts in a row without a new step. "
-        "If the last of these attempts was killed, ran out of memory or was lost, a larger max_failures "
-        "replaces the three. Second, two attempts in a row with the same exception at the same line before "
-        "their first step. Exceptions that name a connection or a time-out are exempt from the second "
-        "rule.",
+        description="Number of failed or lost attempts that are allowed; one more ends the job. An attempt that saves a "
+        "new step resets the count. The job also ends after three attempts in a row that save no new step; if the "
+        "last one was killed, ran out of memory or was lost, the limit is max_failures if that is more. And it ends "
+        "after two attempts in a row with the same exception at the same line before their first step, except for "
+        "errors that may pass, such as those of a network.",
     )
     exit_codes: list[ExitRule] = Field(
         [],
         max_length=32,
         description="The meaning of your own code's exit codes, such as `sys.exit(42)` in a script. Codes without a "
-        "rule are failures. Three attempts in a row without a new step still end the job. A script without "
-        "a Session is exempt, since its steps are unknown: use timeout to limit its job. A retry is "
+        "rule are failures. Whatever the action, three attempts in a row that save no new step end the job. This does "
+        "not apply to a script without a Session, since its steps are unknown: limit its job by timeout. A retry is "
         "delayed as after a failure (backoff).",
     )
     on_hook_mismatch: Literal["fail", "reset", "redistribute"] = Field(

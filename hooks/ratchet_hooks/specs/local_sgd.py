@@ -44,7 +44,7 @@ class PostLocalSGDSpec(HookSpecBase):
         None,
         min_length=1,
         description="Averaging of the parameters in levels (HierarchicalModelAverager). Each key is a period in steps; "
-        "its value is the number of ranks of a group. Both rise, and the last value is the number of all "
+        "its value is the number of ranks of a group. A longer period has a larger group; the largest group has all "
         "ranks. After a step, Ratchet averages with the largest period that divides the step's number "
         "(counted from 0).",
     )

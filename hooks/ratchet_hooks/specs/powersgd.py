@@ -40,8 +40,8 @@ class _LowRankSpec(HookSpecBase):
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Added to the norms when orthogonalising; > 0 guards zero gradients. Without effect on float32 and "
-        "float64 if r > 2: then a QR factorisation orthogonalises.",
+        description="Added to the norms when orthogonalising; a value > 0 avoids division by zero for zero gradients. "
+        "Without effect on float32 and float64 if r > 2: then a QR factorisation orthogonalises.",
     )
     random_seed: int = option(0, ge=0, le=2**32 - 1, description="Seed of the generator that draws the first factor Q.")
     compression_stats_logging_frequency: int = option(

@@ -114,8 +114,9 @@ class Checkpoints:
 
     def apply_committed(self, message: CheckpointCommitted) -> None:
         """Store the commit of a checkpoint: its row, the committed steps of attempt and job, and an event. The job's columns
-        change only if the attempt is its newest. A commit that belongs to another attempt, or that has another digest than the
-        existing row, is ignored; an event reports this."""
+        change only if the attempt is the job's newest and the step is not below the job's committed step. Two kinds of message
+        are ignored, and an event reports them: one with another attempt's number than the attempt that reports here, and one
+        whose digest differs from that of the checkpoint's existing row."""
         name = checkpoint_dir_name(message.step, message.attempt)
         if message.attempt != self._attempt.number:
             self._add_event(

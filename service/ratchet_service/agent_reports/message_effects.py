@@ -198,7 +198,9 @@ class Effects:
         )  # fmt: skip
 
     def _apply_resumed(self, message: Resumed) -> None:
-        """Store the resume report and add its event. A script without a Session counts as training from then on."""
+        """Store the attempt's resume report, which an attempt that begins from scratch sends, too, and add the event ``resumed``.
+        For a script without a Session, which reports nothing further, this also marks the attempt as training and, if it is the
+        newest of an active job, the job as running."""
         report = sanitize_json(message.model_dump(mode="json")["report"])
         self._attempt.resume_report = report
         base, verdict = message.report.base, message.report.verdict

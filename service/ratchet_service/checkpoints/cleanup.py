@@ -1,12 +1,12 @@
 """Deletes checkpoints that no attempt needs, once the attempt that might write is proved dead.
 
-A worker deletes only what its own attempt committed, so every attempt leaves up to ``keep_last`` checkpoints. The excess over all
-attempts is deleted here, and so are the remains of saves that a kill cut short. A checkpoint that was found damaged while the
-attempt might have been using it is quarantined.
+A worker deletes only what its own attempt committed, so every attempt leaves up to ``keep_last`` checkpoints. What the rules do
+not keep of the whole lineage is deleted here, and so are the remains of saves that a kill cut short; checkpoints of abandoned
+branches stay. A checkpoint that was found damaged while the attempt might have been using it is quarantined.
 
 Before the transaction that ends the attempt, ``scan_disk`` deletes the remains of saves and reads which checkpoints the disk has.
-Within that transaction, ``mark_surplus`` decides, marks rows and moves damaged checkpoints to the quarantine. After it,
-``removal`` deletes the files of the marked checkpoints.
+Within that transaction, ``mark_surplus`` decides, marks rows and moves damaged checkpoints to the quarantine. After the
+transaction, the caller has the files of the marked checkpoints deleted by another module (``removal.delete_marked``).
 
 ``metric_values_of`` reads from the rows the value that ``keep_best`` ranks a checkpoint by.
 """

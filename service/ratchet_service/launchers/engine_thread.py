@@ -267,5 +267,7 @@ class ThreadedLauncher:
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> Sequence[str]:
         """As ``Launcher.sweep``, on the engine's thread, where ``known`` is called, too. Raises ``EngineBusy`` or
-        ``EngineUnreachable`` if the sweep has not finished yet: a later call then returns the names that this sweep ended."""
+        ``EngineUnreachable`` if the sweep has not finished yet. If it had begun, it goes on, and the next call after its end
+        returns its names (that call's ``known`` is not used). If it still waits for an earlier call and is not repeated within
+        ``ABANDON_AFTER_SECONDS``, it is dropped, and the next call sweeps again."""
         return self._call_queue.call(("sweep", ""), partial(self._launcher.sweep, known), keep_seconds=math.inf)

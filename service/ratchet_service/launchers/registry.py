@@ -57,8 +57,8 @@ def load(home: HomePaths, file: Path | None, sandbox: Sandbox = NO_SANDBOX) -> L
 
 
 def _read(file: Path) -> dict[str, Mapping[str, Any]]:
-    """Return launcher's name -> settings, from the launchers file. Raises ``ValueError`` if it cannot be read or is not a mapping
-    of mappings."""
+    """Return launcher's name -> settings, from the launchers file; settings that are null become empty ones. Raises
+    ``ValueError`` if the file cannot be read, is empty, or is not a mapping from names to mappings."""
     try:
         data = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -123,7 +123,8 @@ RULES: Final = (
 
 
 def _loses_precision(spec: JobSpec) -> bool:
-    """Return True if the hook returns gradients with fewer bits even if they come from a single rank."""
+    """Return True if the hook changes the gradients' values even with a single rank: under a wrapper, or by a cast, quantization
+    or low-rank approximation. False for a custom hook without a wrapper, whose effect is unknown."""
     return spec.hook.wrapper is not None or spec.hook.name not in ("allreduce", "post_localSGD", "noop", "custom")
 
 

@@ -135,9 +135,10 @@ class _Forked:
 
 
 def _server_plan(plans: Sequence[RankPlan], plans_fd: int, report_fd: int) -> RankPlan:
-    """Return the plan of the fork server. It is the first rank's plan, but with every rank's descriptors, and with only those
-    variables that have the same value for all ranks. The shared variables include those that are read when a library is loaded
-    (OMP_NUM_THREADS) or the interpreter starts (PYTHONHASHSEED)."""
+    """Return the plan of the fork server: the first rank's plan, but with every rank's descriptors, and of its variables only
+    those that have the same value for all ranks. These include the ones that are read when a library is loaded (OMP_NUM_THREADS)
+    or the interpreter starts (PYTHONHASHSEED). Added are the descriptors ``plans_fd`` (the ranks' plans) and ``report_fd`` (where
+    the server reports pids), and the variables by which the server finds them."""
     first = plans[0]
     shared = {k: v for k, v in first.env.items() if all(plan.env.get(k) == v for plan in plans)}
     env = shared | {names.FORK_PLANS_FD: str(plans_fd), names.FORK_REPORT_FD: str(report_fd)}

@@ -60,8 +60,8 @@ tensor that differs between ranks (null: they have different sets of tensors), w
 
 
 class Committer:
-    """Commits the checkpoints of one attempt, on rank 0. ``last``: the newest committed one; before there is one, the checkpoint
-    that the attempt started from."""
+    """Commits the checkpoints of one attempt, on rank 0. ``last``: the newest committed one; before there is one, what the
+    attempt started from (a ``Base`` without attempt and digest: from scratch)."""
 
     def __init__(self, launch: LaunchFile, exchange: Exchange, reporter: Reporter, base: Base) -> None:
         self._launch, self._exchange, self._reporter = launch, exchange, reporter

@@ -255,8 +255,8 @@ def _is_written_by(checkpoint: Path, launch: LaunchFile) -> bool:
 
 
 class RatchetJob(TrainerCallback, ExportableState):
-    """A callback that counts progress and logs the Trainer's values as the job's metrics. Its ``state`` records in the Trainer's
-    checkpoints which job wrote them."""
+    """A callback that counts progress, corrects the Trainer's fractional epoch after a resume, and logs the numbers that the
+    Trainer logs in training as the job's metrics. Its ``state`` records in the Trainer's checkpoints which job wrote them."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

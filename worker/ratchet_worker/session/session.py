@@ -136,8 +136,10 @@ class Session:
 
     @classmethod
     def _for_package(cls, directory: Path, ddp: dict[str, Any]) -> Session:
-        """Return a Session for an integration package: the script's if the script has made one, whose arguments then take
-        precedence, else a new one. ``ddp``: DDP settings of the package, empty for none."""
+        """Return a Session for an integration package. If a run is open, it refers to that run. Without a service, the arguments
+        of the script's Session then take precedence, and rank 0 prints the differences. Otherwise a run begins with these
+        arguments. In a job the spec takes precedence, as for ``Session()``. ``directory``: where a run without a service saves;
+        ``ddp``: DDP settings of the package, empty for none. Raises ``UserError`` as ``Session()`` does."""
         if cls._opener is None:
             cls._opener = Standalone().open
         session = cls.__new__(cls)

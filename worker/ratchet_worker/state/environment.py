@@ -161,8 +161,9 @@ def commit_of(spec: JobSpec) -> GitFacts | None:
 
 
 def provenance(packages: Sequence[str], git: GitFacts | None) -> Record:
-    """Return the entries of the manifest's ``environment`` that are not compared: Ratchet's version, the package list, and the
-    commit of the code (``git``; None: the code is in no repository, or the job has none)."""
+    """Return entries of the manifest's ``environment`` that are not compared: Ratchet's version, the package list, and the commit
+    of the code (``git``; None: the code is in no repository, or the job has none). ``NOT_EXACT``, which is not compared either,
+    is added by the caller."""
     known = {} if git is None else git.model_dump(exclude_none=True)
     found: Record = {f"{PROVENANCE}git_{key}": value for key, value in known.items()}
     return {f"{PROVENANCE}ratchet": RATCHET_VERSION, _PACKAGE_LIST: " ".join(packages)} | found

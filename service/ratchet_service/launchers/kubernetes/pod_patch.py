@@ -69,8 +69,9 @@ def apply(template: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused_fields(template: dict[str, Any], patch: dict[str, Any], gpu: str | None) -> Iterator[tuple[str, str]]:
-    """Yield a JSON pointer, relative to the patch, and the reason for each part of the patch that is not allowed. ``gpu``: the
-    job's GPU resource; None: it requests none."""
+    """Yield a JSON pointer, relative to the patch, and the reason for each part of the patch that changes what Ratchet relies on
+    or has a key for, or that cannot be merged by name. Whether Kubernetes accepts the result, and what it may access, is not
+    checked here. ``gpu``: the name of the job's GPU resource; None: it requests none."""
     yield from _touched_fields(patch, _OWNED, ())
     for key in template["metadata"]["labels"]:
         yield from _touched_fields(patch, {("metadata", "labels", key): "Ratchet finds its pods by it"}, ())
