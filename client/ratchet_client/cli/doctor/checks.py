@@ -38,7 +38,9 @@ def run_checks(settings: Settings, python: str | None, report_progress: Progress
     ``report_progress``: called with the current step."""
     home = home_directory(settings.home)
     report_progress("the disk of the run directory ...")
-    on_disk = probes.with_timeout(DISK_SECONDS, "run directory", lambda: disk.probe(home))
+    on_disk = probes.with_timeout(
+        DISK_SECONDS, "run directory", lambda: disk.probe(home, sqlite=not machine.is_postgres_configured())
+    )
     with probes.worker(python or sys.executable) as worker, probes.database(home) as database:
         report_progress("this machine ...")
         limits = machine.cgroup_limits()

@@ -48,15 +48,16 @@ def nearest_directory(home: Path) -> Path:
     return home
 
 
-def probe(home: Path) -> list[Finding]:
+def probe(home: Path, *, sqlite: bool) -> list[Finding]:
     """Return all findings about the disk of the run directory ``home``. For the tests a temporary directory is created in it, or
-    in its nearest existing parent, and removed. What the disk cannot do is a finding, not an exception."""
+    in its nearest existing parent, and removed. What the disk cannot do is a finding, not an exception. ``sqlite``: the database
+    is an SQLite file in the run directory; if not, whether SQLite works there is not checked."""
     try:
         place = nearest_directory(home)
     except OSError as error:
         return [_failed_check("run directory", home, error)]
     there = "" if place == home else f"{home} does not exist yet: checked {place}"
-    found = [_kind(place), _free_space(place)]
+    found = [_kind(place, sqlite=sqlite), _free_space(place)]
     try:
         folder = Path(tempfile.mkdtemp(prefix=".ratchet-doctor-", dir=place))
     except OSError as error:
@@ -74,7 +75,7 @@ def probe(home: Path) -> list[Finding]:
             ("disk speed", _speed),
             ("file locks", _locks),
             ("rename", _rename),
-            ("sqlite", _sqlite),
+            *((("sqlite", _sqlite),) if sqlite else ()),
         )
         for name, check in checks:
             try:
@@ -131,8 +132,9 @@ def file_system(place: Path, mountinfo: str) -> str | None:
     return best[1] if best else None
 
 
-def _kind(place: Path) -> Finding:
-    """Return the finding on the type of the file system: a warning for network file systems and for those in memory."""
+def _kind(place: Path, *, sqlite: bool) -> Finding:
+    """Return the finding on the type of the file system: a warning for those in memory, and, with ``sqlite``, for network file
+    systems."""
     try:
         kind = file_system(place.resolve(), Path("/proc/self/mountinfo").read_text())
     except OSError:
@@ -141,7 +143,7 @@ def _kind(place: Path) -> Finding:
         return not_checked(
             "file system", "unknown", detail="/proc/self/mountinfo does not contain it", cure=f"df -T {place}"
         )
-    if kind.startswith(NETWORK):
+    if kind.startswith(NETWORK) and sqlite:
         return warning(
             "file system",
             kind,

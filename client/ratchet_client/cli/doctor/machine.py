@@ -37,7 +37,7 @@ def installation() -> list[Finding]:
     version = platform.python_version()
     found = [ok("python", version, sys.executable)]
     try:
-        return [*found, _extra("service", needed=True), _extra("postgres", needed=_wants_postgres())]
+        return [*found, _extra("service", needed=True), _extra("postgres", needed=is_postgres_configured())]
     except metadata.PackageNotFoundError:
         return [
             *found,
@@ -50,7 +50,7 @@ def installation() -> list[Finding]:
         ]
 
 
-def _wants_postgres() -> bool:
+def is_postgres_configured() -> bool:
     """Return True if the service's database is PostgreSQL, by the variable ``RATCHET_DATABASE_URL``."""
     return os.environ.get(env_vars.DATABASE_URL, "").startswith("postgres")
 

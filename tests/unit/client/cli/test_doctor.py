@@ -44,7 +44,7 @@ def test_file_system_returns_type_of_mount_containing_directory(place: str, kind
 
 def test_run_directory_that_cannot_be_looked_up_is_a_failed_finding(tmp_path: Path) -> None:
     """The name is too long: an error for root too, unlike a parent directory without permission."""
-    (found,) = disk.probe(tmp_path / ("n" * 300) / "home")
+    (found,) = disk.probe(tmp_path / ("n" * 300) / "home", sqlite=True)
     assert (found.name, found.status, found.value) == ("run directory", "failed", "not possible")
     assert "File name too long" in str(found.detail) and "--home DIR" in str(found.cure)
 
@@ -56,7 +56,7 @@ def test_unknown_free_space_is_a_finding_beside_the_other_ones(tmp_path: Path, m
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-    found = {f.name: f for f in disk.probe(tmp_path)}
+    found = {f.name: f for f in disk.probe(tmp_path, sqlite=True)}
     space = found["disk space"]
     assert (space.status, space.detail) == ("failed", f"{tmp_path}: Input/output error") and space.cure
     assert {found[name].status for name in ("run directory", "rename", "sqlite", "file locks")} == {"ok"}
@@ -190,3 +190,15 @@ def test_doctor_summary_line_counts_findings_by_status(capsys: pytest.CaptureFix
     ):
         doctor._summary(findings)
         assert capsys.readouterr().err.splitlines() == [words]
+
+
+def test_doctor_warns_about_a_network_file_system_only_if_the_database_is_sqlite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The type is a stand-in: no NFS server runs here."""
+    monkeypatch.setattr(disk, "file_system", lambda _place, _mountinfo: "nfs4")
+    with_sqlite = {one.name: one for one in disk.probe(tmp_path, sqlite=True)}
+    assert with_sqlite["file system"].status == "warning" and "PostgreSQL" in str(with_sqlite["file system"].cure)
+    with_postgres = {one.name: one for one in disk.probe(tmp_path, sqlite=False)}
+    assert (with_postgres["file system"].status, with_postgres["file system"].value) == ("ok", "nfs4")
+    assert with_sqlite.keys() - with_postgres.keys() == {"sqlite"}
