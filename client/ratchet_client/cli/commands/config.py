@@ -14,6 +14,7 @@ import typer
 
 from ratchet_client.cli.shared import output
 from ratchet_client.cli.shared.options import SETUP, JsonFlag, settings
+from ratchet_contract import env_vars
 
 if TYPE_CHECKING:
     from ratchet_client.http.discovery import Target
@@ -118,17 +119,16 @@ def set_value(
     if value is not None:
         text = "a token cannot be an argument, others could see it: `ratchet config set token` prompts for it, or reads stdin"
         raise typer.BadParameter(text)
-    owner = _token_server(ctx, config.server)
+    owner = _token_server(ctx)
     write_config(file, replace(config, token=_read_token(owner), token_server=owner))
     output.note(f"the token is sent only to {owner} ({file})")
 
 
-def _token_server(ctx: typer.Context, stored: str | None) -> str:
-    """Return the address of the server that a new token is for. The first of these applies: the server that an option or variable
-    names; ``stored``, the one in the configuration file; the service that runs on this machine, whose address is printed in a
-    note.
+def _token_server(ctx: typer.Context) -> str:
+    """Return the address of the server in use, which a new token is for: the one that an option, a variable or the configuration
+    file names; else that of the service that runs on this machine, whose address is printed in a note.
 
-    Raises ``typer.BadParameter`` if there is none.
+    Raises ``typer.BadParameter`` if no server is named and none runs.
     """
     from ratchet_client.http.config_file import normalise_url
     from ratchet_client.http.discovery import find_target, is_loopback
@@ -138,14 +138,17 @@ def _token_server(ctx: typer.Context, stored: str | None) -> str:
     target = find_target(given.server, given.home)
     if target.server is not None:
         return target.server.value
-    if stored is not None:
-        return normalise_url(stored)
     with suppress(RatchetError):
         if is_loopback(url := target.url()):
             output.note(
                 f"the token is for {url}; `ratchet serve --port {urlsplit(url).port}` keeps the service at that address"
             )
             return normalise_url(url)
+    if target.home.source in ("--home", env_vars.HOME):
+        raise typer.BadParameter(
+            f"{target.home.source} names the run directory {target.home.value}, for which no service runs: start it with "
+            f"`ratchet serve`, leave {target.home.source} out to use the server that is set, or use --server URL"
+        )
     raise typer.BadParameter(
         "a token is for one server: run `ratchet config set server URL` first, or use --server URL"
     )

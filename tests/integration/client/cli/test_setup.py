@@ -15,7 +15,8 @@ def test_config_stores_the_server_and_masks_the_token(cli: Cli, idle_server: Ser
     file = Path(cli("config", "path").text.strip())
     assert file.parent == cli.cwd and not file.exists()
     assert idle_server.url in cli("config").text and "not set" in cli("config").text
-    assert "config set server" in cli("--home", "none", "config", "set", "token", stdin="x\n", expect=2).errors
+    refused = cli("--home", "none", "config", "set", "token", stdin="x\n", expect=2).errors
+    assert "--home names the run directory" in refused and "leave --home out" in refused
     told = cli("config", "set", "token", stdin="x\n").errors
     assert f"the token is for {idle_server.url}; `ratchet serve --port" in told and "sent only to" in told
     assert cli("config", "--json").data["token"]["value"] == "********"
@@ -39,6 +40,18 @@ def test_config_stores_the_server_and_masks_the_token(cli: Cli, idle_server: Ser
     assert json.loads(file.read_text()) == {"server": idle_server.url}
     cli("config", "unset", "server")
     assert "ratchet serve" in cli("list", expect=6).errors
+
+
+def test_config_set_token_with_a_home_stores_it_for_that_service_and_not_for_the_server_that_is_set(
+    cli: Cli, idle_server: Server
+) -> None:
+    cli("config", "set", "server", "https://ratchet.example.com")
+    shown = cli("config", "set", "token", stdin="a-word-for-this-machine\n").errors
+    assert f"sent only to {idle_server.url}" in shown
+    assert "a-word" not in cli("config", "--json").text and cli("config", "--json").data["token"]["value"] is not None
+    assert "belongs to" in cli("--server", "https://ratchet.example.com", "config").text
+    for arguments in (["config", "unset", "token"], ["config", "unset", "server"]):
+        cli(*arguments)
 
 
 def test_config_set_token_prompts_without_echo(cli: Cli) -> None:
