@@ -9,6 +9,7 @@ import argparse
 import fcntl
 import itertools
 import os
+import shlex
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -118,6 +119,12 @@ def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | 
             "copied with cp"
         )
     _check(file)
+    if _is_in_wal_mode(file):
+        raise StartError(
+            f"{file} is not what `backup` wrote: it was copied with cp, and lacks what the write-ahead log had then. Use a "
+            f"backup. If no process had the database open during the copy, it is complete: `sqlite3 {shlex.quote(str(file))} "
+            "'PRAGMA journal_mode = DELETE'` makes it one that can be restored"
+        )
     _check_revision(file)
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _hold_service_lock(settings.paths):
@@ -212,6 +219,13 @@ def _check(path: Path) -> None:
         raise StartError(f"{path} is not a readable SQLite database: {error}") from error
     if answer != "ok" or broken is not None:
         raise StartError(f"{path} is damaged: {answer if answer != 'ok' else f'row {broken[1]} of {broken[0]}'}")
+
+
+def _is_in_wal_mode(path: Path) -> bool:
+    """True if the SQLite file's header says that a write-ahead log belongs to it (byte 19, the read version, is 2;
+    https://www.sqlite.org/fileformat.html). ``backup`` writes files without one."""
+    with path.open("rb") as file:
+        return file.read(20)[19:] == b"\x02"
 
 
 def _check_revision(path: Path) -> None:

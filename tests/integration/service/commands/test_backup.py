@@ -168,6 +168,8 @@ def test_restore_refuses_running_services_and_unusable_backup_files(
     (tmp_path / "copied.db").write_bytes(before)
     (tmp_path / "copied.db-wal").write_bytes(b"x")
     refused("copied with cp", tmp_path / "copied.db")
+    (tmp_path / "copied.db-wal").unlink()
+    refused("copied with cp, and lacks", tmp_path / "copied.db")
     assert not list(home.glob("*.before-*"))
 
 
