@@ -36,7 +36,7 @@ class RatchetClient(Following, Access):
     ``base_url``: the service's address. ``home``: the run directory whose ``service.json`` has the address. If neither is given,
     the first of these applies: ``RATCHET_SERVER``, ``RATCHET_HOME``, the configuration file's server, ``./.ratchet`` if it
     exists, this user's only running service. If only ``service.json`` has the address, the client reads it at each request, so it
-    finds a restarted service. ``token``: sent as bearer token; to an address from ``service.json`` only if it is this machine's.
+    finds a restarted service. ``token``: sent as bearer token, but not to another machine's address from ``service.json``.
     Default: ``RATCHET_TOKEN``, else the configuration file's ``token``, which is sent only to the file's ``token_server``.
     ``timeout``: seconds without a byte after which one request fails. ``retry_for``: seconds for which one call is retried if the
     service does not respond. ``export``, ``fetch_files`` and ``read_file`` are not retried.
@@ -100,9 +100,8 @@ class RatchetClient(Following, Access):
         return Job(self, view)
 
     def job(self, job: str | Job) -> Job:
-        """Return the job with this id or name, with its current state. If several jobs have the name, return the only one that
-        has not ended; raise ``AmbiguousName`` if none or several of them have not ended. Raises ``NotFound`` if no job has the id
-        or name.
+        """Return the job with this id or name, with its current state. If several jobs have the name, return the one that has not
+        ended. Raises ``AmbiguousName`` if that is not exactly one job, and ``NotFound`` if no job has the id or name.
 
         >>> client.job(job_id).phase.value
         'SUCCEEDED'
@@ -158,8 +157,12 @@ class RatchetClient(Following, Access):
         ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute). ``code``: a directory with new code; the
         job continues with a snapshot of it. ``include``: with ``code``, the job's ``code.include`` from now on. ``upload``,
         ``note``: as in ``submit``, for ``code``. The resume report describes what these changes did. Raises ``Conflict`` in an
-        unsuitable phase, as for a change while an attempt may be alive, and ``NotFound`` for a step without a checkpoint.
+        unsuitable phase, and for a change while an attempt may be alive. Raises ``NotFound`` for a step without a checkpoint.
         """
+        if nodes is not None and world is None:
+            raise ValueError("nodes requires world, the number of ranks per node")
+        if include is not None and code is None:
+            raise ValueError("include requires code, the directory with the new code")
         job = self.job_id(job)
         given: dict[str, Any] = {"from_step": from_step, "hook": hook, "on_hook_mismatch": on_hook_mismatch}
         if world is not None:
@@ -215,8 +218,8 @@ class RatchetClient(Following, Access):
     def delete(self, job: str | Job, *, keep_checkpoints: bool = False, outputs: bool = False) -> views.DeleteResult:
         """Delete an ended job and its logs. Its checkpoints are deleted, too, unless ``keep_checkpoints`` is true. The files in
         its working directory are kept, and the result has their path. ``outputs=True`` deletes these files too, also in a later
-        call with the id of the deleted job. Raises ``Conflict`` for a job that has not ended, or whose checkpoint a fork that has
-        not started yet needs."""
+        call with the id of the deleted job. Raises ``Conflict`` if the job has not ended, or if one of its checkpoints is needed
+        by a fork that has not started yet."""
         params: Params = {
             "keep_checkpoints": "true" if keep_checkpoints else None,
             "outputs": "true" if outputs else None,
@@ -237,8 +240,7 @@ class RatchetClient(Following, Access):
         return list(self._job_pages(views.AttemptView, {"limit": PAGE}, job, "attempts"))[::-1]
 
     def attempt(self, job: str | Job, number: int | None = None) -> views.AttemptView:
-        """Return one attempt by its ``number``, which starts at 1; by default the newest. Raises ``NotFound`` if there is
-        none."""
+        """Return the attempt ``number`` (from 1; default: the newest). Raises ``NotFound`` if there is none."""
         job = self.job_id(job)
         if number is None:
             number = self.view(job).attempt
@@ -254,7 +256,7 @@ class RatchetClient(Following, Access):
 
     def verify(self, job: str | Job, checkpoint_id: str) -> views.VerifyResult:
         """Verify a checkpoint: the service reads every byte and compares it with the digests. Blocks until it is done. If the
-        checkpoint is damaged, ``verification`` of the result says so; no exception is raised. The service moves a damaged
+        checkpoint is damaged, no exception is raised: ``verification`` of the result says so. The service moves a damaged
         checkpoint to the quarantine if no attempt can be using it; ``state`` of the result shows this. Raises ``Conflict`` if the
         checkpoint is in the quarantine or deleted already.
 
@@ -302,8 +304,8 @@ class RatchetClient(Following, Access):
         return self._post(self._path(job, "checkpoints", checkpoint_id, "pin"), views.CheckpointView, json=body)
 
     def prune(self, job: str | Job, *, dry_run: bool = False, quarantined: bool = False) -> views.PruneResult:
-        """Delete checkpoints from which no attempt will start, and unfinished ones; pinned ones stay. A resume from an earlier
-        step, for instance, abandons the checkpoints of later steps. Returns what was deleted.
+        """Delete checkpoints from which no attempt will start, such as those of later steps after a resume from an earlier step.
+        Also delete unfinished checkpoints. Pinned ones stay. Returns what was deleted.
 
         ``dry_run``: only return what would be deleted. ``quarantined``: also delete damaged checkpoints that were quarantined,
         even pinned ones.
@@ -319,7 +321,7 @@ class RatchetClient(Following, Access):
     def files(self, job: str | Job, path: str = "", *, recursive: bool = True, everything: bool = False,
               page_size: int = 1000) -> Iterator[views.FileView]:  # fmt: skip
         """Yield the entries (files, directories, links) below ``path`` in the job's working directory, each directory before its
-        contents. Unchanged files and the directories of the job's code are left out; ``everything`` includes them. New files in
+        contents. The directories and unchanged files of the job's code are left out; ``everything`` includes them. New files in
         such a directory are yielded. ``recursive=False``: only the direct entries of ``path``.
 
         >>> [file.path for file in client.files(job_id)]
@@ -380,12 +382,12 @@ class RatchetClient(Following, Access):
         return self._get("/v1/queue", api_queue.QueueView, params)
 
     def quotas(self) -> Iterator[api_quotas.QuotaView]:
-        """Yield all quotas that are set, each with the current usage of its owner; ``*`` has none."""
+        """Yield all quotas that are set, each with the current usage of its owner; the quota of ``*`` has no usage."""
         return self._pages("/v1/quotas", api_quotas.QuotaView, {})
 
     def quota(self, owner: str) -> api_quotas.QuotaView:
-        """Return the quota that applies to ``owner``, with the owner's current usage. This is the owner's own quota. If the owner
-        has none, it is the quota of ``*``; if that is not set either, it is a quota without limits.
+        """Return the quota that applies to ``owner``, with the owner's current usage. This is the owner's own quota, else the
+        quota of ``*``, else a quota without limits.
 
         >>> client.quota("local").in_use.jobs >= 0
         True

@@ -115,3 +115,12 @@ def test_job_html_repr_is_a_short_escaped_table() -> None:
         shown = Job(client, view)._repr_html_()
     assert shown.startswith("<table><caption>n</caption>") and 5 < shown.count("<tr>") <= 14
     assert ">RUNNING<" in shown and "&lt;b&gt;lost" in shown and "entrypoint" not in shown and "None" not in shown
+
+
+def test_resume_refuses_nodes_without_world_and_include_without_code() -> None:
+    """Neither has an effect alone: they are not ignored."""
+    client = RatchetClient("http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="nodes requires world"):
+        client.resume("job", nodes=2)
+    with pytest.raises(ValueError, match="include requires code"):
+        client.resume("job", include=["data"])
