@@ -23,7 +23,7 @@ def diff(old: str, new: str) -> str:
 
 
 def page(text: str) -> str:
-    """``text`` with every block ``<!-- diff OLD NEW -->`` made anew."""
+    """``text`` with every block ``<!-- diff OLD NEW -->`` replaced by the current diff."""
     return _BLOCK.sub(lambda m: f"<!-- diff {m[1]} {m[2]} -->\n```diff\n{diff(m[1], m[2])}```\n", text)
 
 

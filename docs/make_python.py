@@ -34,8 +34,8 @@ This page is made from the code by `python docs/make_python.py`. The examples ar
 that has ended, `directory` a directory, and `key` any text.
 """
 COMMON: Final = {
-    "job": "a `Job`, the job's id, or its name. If several jobs have the name, the name means the only one that has not ended. "
-    "Raises `AmbiguousName` if none or several of them have not ended, and `NotFound` if no job has the name",
+    "job": "a `Job`, the job's id, or its name. If several jobs have the name, the name means the one that has not ended. "
+    "Raises `AmbiguousName` if that is not exactly one job, and `NotFound` if no job has the name",
     "spec": "the path of a YAML or JSON file, a mapping, or a `JobSpec`",
     "checkpoint_id": "`id` of a checkpoint that `checkpoints` yields, such as `step-000000000120.a0001`",
     "owner": "name of an owner; None: all owners, or in `create_token` the caller",

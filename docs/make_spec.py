@@ -26,10 +26,12 @@ HEAD = """\
 
 A job spec is YAML or JSON. Ratchet refuses an unknown key, and names the nearest known one. A duration is a number of seconds, or
 a number with `s`, `m`, `h` or `d`. A size is a whole number with `Ki`, `Mi`, `Gi` or `Ti`. `ratchet submit FILE --dry-run` checks
-a spec and shows what would run, without starting it. A local job is checked against the service's machine, any other job against
-what its launcher can do. [troubleshooting.md](troubleshooting.md) explains the messages of the check, with the cure.
+a spec and shows what would run, without starting it. A job of the local launcher is checked against the machine that it will run
+on, any other job against what its launcher can do. [troubleshooting.md](troubleshooting.md) explains the messages of the check,
+with the cure.
 
-`python docs/make_spec.py` makes this page from the classes that define the spec.
+An attempt is one launch of a job. Its agents, one per node, start the ranks. With a [Session](python.md#session) a script saves
+and resumes through Ratchet.
 """
 _LARGE = 1_000_000
 """A bound above is a machine's, and no news to anybody."""
@@ -145,7 +147,7 @@ def page() -> str:
         parts += [_table(title, model, about), _example(f"launcher {kind}")]
     ready = [entry for entry in HOOKS.values() if entry.available]
     for entry in ready:
-        about = f"{entry.title}. What it computes, keeps and shows: [hooks.md](hooks.md).{_wrappers(entry)}\n"
+        about = f"{entry.title}. More: [hooks.md](hooks.md).{_wrappers(entry)}\n"
         parts += [_table(f"`hook: {{name: {entry.name}}}`", entry.spec, about), _example(entry.name)]
     later = ", ".join(f"`{entry.name}`" for entry in HOOKS.values() if not entry.available)
     if later:
@@ -154,7 +156,8 @@ def page() -> str:
 
 
 def _wrappers(entry: HookEntry) -> str:
-    return f" Takes a `wrapper`: {' or '.join(f'`{name}`' for name in WRAPPERS)}." if entry.wrappers else ""
+    names = " or ".join(f"`{name}`" for name in WRAPPERS)
+    return f" Takes a `wrapper`: {names} (short: `fp16`, `bf16`)." if entry.wrappers else ""
 
 
 def _example(name: str) -> str:
@@ -227,7 +230,7 @@ def _bounds(info: FieldInfo) -> str:
     found = [f"{word} {bound:g}" for word, bound in bounds if bound is not None and bound <= _LARGE]
     lengths = [m.min_length for m in info.metadata if getattr(m, "min_length", None)]
     patterns = [m.pattern for m in info.metadata if getattr(m, "pattern", None) not in (None, *_THEIRS)]
-    found += [f"at least {n} long" for n in lengths] + [f"`{p}`" for p in patterns]
+    found += ["not empty" if n == 1 else f"at least {n} long" for n in lengths] + [f"`{p}`" for p in patterns]
     return f" ({', '.join(found)})" if found else ""
 
 

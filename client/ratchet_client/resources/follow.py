@@ -50,8 +50,8 @@ class Following(Calls):
         return self._get(self._path(job, "hook"), views.HookView)
 
     def hook_history(self, job: str | Job, *, rank: int | None = None) -> Iterator[views.HookSampleView]:
-        """Yield the stored hook summaries in order of steps and ranks; with ``rank``, only those of this rank. Those of steps
-        that a later attempt does again are left out.
+        """Yield the stored hook summaries in order of steps and ranks; with ``rank``, only those of this rank. Summaries of steps
+        that a later attempt repeats are left out.
 
         >>> {sample.summary.phase for sample in client.hook_history(job_id, rank=0)} == {"warm-up", "compressing"}
         True
@@ -161,8 +161,8 @@ class Following(Calls):
     def follow_events(self, job: str | Job, *, after: int | None = None,
                       on_gap: Callable[[str], None] | None = None) -> Generator[views.EventView]:  # fmt: skip
         """Yield events until the job has ended, across restarts of the service. ``after``: the id of an event; yield only later
-        events, not all from the first. ``on_gap`` is called once per interruption, with the error text. Raises
-        ``ServiceUnreachable`` or ``ServiceFault`` if an interruption lasts longer than ``retry_for`` seconds.
+        events. ``on_gap`` is called once per interruption, with the error text. Raises ``ServiceUnreachable`` or ``ServiceFault``
+        if an interruption lasts longer than ``retry_for`` seconds.
 
         >>> seen = [event.id for event in client.follow_events(job_id)]
         >>> [event.id for event in client.follow_events(job_id, after=seen[2])] == seen[3:]

@@ -23,8 +23,8 @@ class Job:
     """One job, and the client that accesses it.
 
     ``view`` and the properties show the job's state at the last read. ``refresh``, ``wait``, ``poll``, ``resume``, ``suspend``,
-    ``cancel``, ``preempt`` and ``checkpoint_now`` update this state, and all but ``poll`` return this ``Job``. ``verify``,
-    ``export`` and ``pin`` without a checkpoint's id update it, too. Most methods call the client's method of the same name.
+    ``cancel``, ``preempt`` and ``checkpoint_now`` update this state, and all but ``poll`` return this ``Job``. Without a
+    checkpoint's id, ``verify``, ``export`` and ``pin`` update it, too. Most methods call the client's method of the same name.
 
     >>> job = client.job(job_id)
     >>> job.phase.value, job.progress.step == job.metrics("loss")["loss"].steps[-1]
@@ -178,9 +178,9 @@ class Job:
 
     def verify(self, checkpoint_id: str | None = None) -> views.VerifyResult:
         """Verify the checkpoint ``checkpoint_id`` (default: the newest): the service reads every byte and compares it with the
-        digests. If the checkpoint is damaged, no exception is raised: the result says so, and the service moves the checkpoint
-        to the quarantine if no attempt can be using it. Raises ``NotFound`` if the job has no checkpoint, and ``Conflict`` if
-        this one is quarantined or deleted already."""
+        digests. If the checkpoint is damaged, no exception is raised: the result says so, and the service moves the checkpoint to
+        the quarantine if no attempt can be using it. Raises ``NotFound`` if the job has no checkpoint, and ``Conflict`` if the
+        checkpoint is quarantined or deleted already."""
         return self._client.verify(self.id, self._checkpoint(checkpoint_id))
 
     def export(self, target: str | os.PathLike[str], checkpoint_id: str | None = None, *,

@@ -32,11 +32,10 @@ class Calls:
     _transport: Transport
 
     def job_id(self, job: str | Job) -> str:
-        """Return the id of the job with this id or name. If several jobs have the name, return the id of the only one that has
-        not ended. An id is returned unchanged, without a request and without a check that the job exists.
+        """Return the id of the job with this id or name. If several jobs have the name, return the id of the one that has not
+        ended. An id is returned unchanged, without a request and without a check that the job exists.
 
-        Raises ``NotFound`` if no job has the name. Raises ``AmbiguousName`` if several jobs have the name, and none or several of
-        them have not ended.
+        Raises ``NotFound`` if no job has the name, and ``AmbiguousName`` if it does not identify one job.
         """
         if not isinstance(job, str):
             return job.id

@@ -139,7 +139,9 @@ class StartSpec(SpecModel):
         "weights_only=True: a state_dict, or one under state_dict, model_state_dict, model or module.",
     )
     optimizer: bool = Field(
-        False, description="Also load the optimizer's state, from the file's optimizer or optimizer_state_dict."
+        False,
+        description="Also load the optimizer's state, from the file's optimizer or optimizer_state_dict. A file "
+        "without it is refused.",
     )
 
 
@@ -184,7 +186,7 @@ class WorldSpec(SpecModel):
         None,
         pattern=r"^[A-Za-z0-9_.@-]{1,15}$",
         description="Network interface by which several nodes connect (rendezvous, gloo, NCCL). null: the interface "
-        "with the node's address, if the launcher sets that address (Kubernetes does), else the interface of the route "
+        "with the address that the launcher sets for the node (Kubernetes: the pod's), else the interface of the route "
         "to the service.",
     )
 
@@ -253,8 +255,7 @@ class JobSpec(SpecModel):
     python: str | None = Field(
         None,
         description="The user's interpreter or virtual environment, with ratchet-train[worker] installed. null: the "
-        "interpreter of the agent. In an image this is `python`; without an image it is by default the service's own "
-        "interpreter.",
+        "agent's interpreter, which is `python` in an image, else by default the service's own.",
     )
     env: dict[EnvName, Annotated[str, AfterValidator(_env_value)]] = Field(
         {},
@@ -265,7 +266,7 @@ class JobSpec(SpecModel):
         [],
         max_length=64,
         description="Names of variables in env. The API, the command line and the plan do not show their values. Unlike "
-        "those of secrets, these values are stored, in the database and in launch.json.",
+        "the values of secrets, they are stored: in the database and in launch.json.",
     )
     secrets: dict[EnvName, SecretSpec] = Field(
         {}, description="Variables of every rank. Their values are read at launch and never stored."

@@ -66,8 +66,8 @@ class PolicySpec(SpecModel):
         3,
         ge=0,
         description="Number of failed or lost attempts that are allowed; one more ends the job. An attempt that saves a "
-        "new step resets the count. The job also ends after three attempts in a row that save no new step; if the "
-        "last one was killed, ran out of memory or was lost, the limit is max_failures if that is more. And it ends "
+        "new step resets the count. The job also ends after three attempts in a row that save no new step, or after "
+        "max_failures of them, if that is more and the last one was killed, ran out of memory or was lost. And it ends "
         "after two attempts in a row with the same exception at the same line before their first step, except for "
         "errors that may pass, such as those of a network.",
     )
@@ -75,7 +75,7 @@ class PolicySpec(SpecModel):
         [],
         max_length=32,
         description="The meaning of your own code's exit codes, such as `sys.exit(42)` in a script. Codes without a "
-        "rule are failures. Whatever the action, three attempts in a row that save no new step end the job. This does "
+        "rule are failures. With any action, three attempts in a row that save no new step end the job. This does "
         "not apply to a script without a Session, since its steps are unknown: limit its job by timeout. A retry is "
         "delayed as after a failure (backoff).",
     )
@@ -91,14 +91,14 @@ class PolicySpec(SpecModel):
     startup_deadline: Seconds | None = Field(
         None,
         description="Longest time from launch to the first step. After this time, the attempt ends as a hang. null: "
-        "300 s, or twice the longest start so far if that is more.",
+        "300 s, or twice the longest start so far if that is more, at most 1800 s.",
     )
     step_deadline: Seconds | None = Field(
         None,
         description="Longest silence (time without progress) of a rank. After this time, the attempt ends as a hang. "
         "null: Ratchet derives the deadline from the silences so far. At first the deadline is its upper limit: 300 "
-        "s, or twice the longest silence of an earlier attempt if that is more. After an hour of training it is ten "
-        "times the longest silence, but at least 120 s and at most the upper limit.",
+        "s, or twice the longest silence of an earlier attempt if that is more, at most 1800 s. After an hour of "
+        "training it is ten times the longest silence, but at least 120 s and at most the upper limit.",
     )
     stop_grace: Seconds = Field(120.0, description="Time from a stop request until ranks are killed.")
     preemption_notice: Seconds | None = Field(
