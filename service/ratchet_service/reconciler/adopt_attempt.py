@@ -8,7 +8,10 @@ started, it ended all processes of attempts that the database does not know.
 
 from __future__ import annotations
 
+import json
 import secrets
+import shlex
+from dataclasses import fields
 from typing import Any
 
 from sqlalchemy.orm import Session
@@ -39,15 +42,16 @@ def create_adopted_attempt(
     plan: dict[str, Any] = {"name": attempt_name(job.id, number), RECOVERED_FROM_DISK: True}
     token = secrets.token_urlsafe(32)
     text = f"attempt {number} is on the disk, but not in the database: a backup was restored. It is ended and recorded"
+    nodes = spec.world.nodes
     if written is not None:
+        nodes = written.spec.world.nodes
         plan["launch_file"] = written.model_dump(mode="json", exclude={"report_token", "spec"})
         token = written.report_token
-        changed = [key for key in ("world", "hook") if getattr(written.spec, key) != getattr(spec, key)]
-        if changed:
-            world = written.spec.world
+        changes = {key: options for key, options in _resume_options(written.spec, spec).items() if options}
+        if changes:
             text += (
-                f". It had another {' and another '.join(changed)} than the job has now: `ratchet suspend {job.id}`, then "
-                f"`ratchet resume {job.id} --world {world.ranks_per_node} --nodes {world.nodes} --hook {written.spec.hook.name}`"
+                f". It had another {' and another '.join(changes)} than the job has now: `ratchet suspend {job.id}`, then "
+                f"`ratchet resume {job.id} {' '.join(changes.values())}`"
             )
     session.add(
         Attempt(
@@ -59,7 +63,7 @@ def create_adopted_attempt(
         )
     )
     session.flush()
-    for node in range(spec.world.nodes):
+    for node in range(nodes):
         session.add(AttemptNode(job_id=job.id, attempt=number, node=node, gpus=[], cpu_slots=[]))
     values: dict[str, Any] = {"attempt": number, "not_before": None, "checkpoint_request": 0, **lease_columns}
     if job.started_at is None:
@@ -70,3 +74,16 @@ def create_adopted_attempt(
     add_event(session, job.id, EVENT, text, attempt=number, data={"attempt": number})
     add_event(session, job.id, KILLED, text, attempt=number)
     return Lease(job.id, number, lease_columns["lease_token"])
+
+
+def _resume_options(old: JobSpec, new: JobSpec) -> dict[str, str]:
+    """Return, for ``world`` and ``hook``, the options of ``ratchet resume`` that change a job's spec from ``new`` back to ``old``;
+    an empty text where both are equal."""
+    world = f"--world {old.world.ranks_per_node} --nodes {old.world.nodes}" if old.world != new.world else ""
+    before, now = old.hook.values(), new.hook.values()
+    if before == now:
+        return {"world": world, "hook": ""}
+    base = now if old.hook.name == new.hook.name else {field.name: field.default for field in fields(old.hook)}
+    named = {key: value for key, value in before.items() if key != "name" and base[key] != value}
+    settings = (f"--set {shlex.quote(f'hook.{key}={json.dumps(value)}')}" for key, value in named.items())
+    return {"world": world, "hook": " ".join((f"--hook {old.hook.name}", *settings))}

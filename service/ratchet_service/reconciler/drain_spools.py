@@ -16,6 +16,7 @@ from ratchet_contract.errors import Refused
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.protocol.messages import AGENT_RANK, Note, RankBatch, RankMessage, node_of_agent_rank, node_rank
 from ratchet_service.agent_reports.checkpoint_effects import hook_iterations
+from ratchet_service.agent_reports.fast_rows import read_shape
 from ratchet_service.agent_reports.ingest import ingest_batches
 from ratchet_service.config.output_limits import DEFAULT_BOUNDS, Bounds
 from ratchet_service.db.engine import Database
@@ -62,8 +63,9 @@ def ingest_leftover(
                 agent_node = node_of_agent_rank(rank)
                 number = max(0, rank) // ranks_per_node if agent_node is None else agent_node
                 node = session.get_one(AttemptNode, (job.id, lease.attempt, number))
+                shape = read_shape(session, job.id)._replace(nodes=nodes, ranks_per_node=ranks_per_node)
                 try:
-                    stored += ingest_batches(session, job, attempt, node, [batch], iterations, bounds)
+                    stored += ingest_batches(session, job, attempt, node, [batch], iterations, bounds, shape)
                 except Refused as error:  # user code wrote the file: it is to keep no attempt from ending
                     text = f"{spool.name} is not read: {error}"
                     add_event(session, job.id, "message-dropped", text, attempt=lease.attempt)

@@ -128,12 +128,17 @@ class Watcher:
             spec = JobSpec.model_validate(job.spec)
             limits = limits_of(spec)
             paths = self._home.job(lease.job_id).attempt(lease.attempt)
+            rows = sa.select(sa.func.count()).where(
+                AttemptNode.job_id == lease.job_id, AttemptNode.attempt == lease.attempt
+            )
+            nodes = session.scalar(rows) or spec.world.nodes
+            ranks = attempt.launch.get("launch_file", {}).get("ranks", ())
             watch = Watch(
                 lease,
-                AttemptRef(lease.job_id, lease.attempt, paths, spec.world.nodes),
+                AttemptRef(lease.job_id, lease.attempt, paths, nodes),
                 self._launchers[spec.launcher.kind],
                 limits,
-                spec.world.ranks_per_node,
+                len(ranks) or spec.world.ranks_per_node,  # the spec may be newer, after a backup was restored
                 view_of(job, limits),
                 lease_held_at=lease_held_at,
                 created_at=now,

@@ -6,12 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from ratchet_contract.paths import JobPaths
-from ratchet_contract.phases import AttemptPhase, Cause, JobPhase
+from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase
+from ratchet_contract.protocol.messages import Note
+from ratchet_contract.spec.job import JobSpec, Resolved
 from ratchet_service.checkpoints import run_directory_scan
 from ratchet_service.checkpoints.run_directory_scan import Next, next_attempt
 from ratchet_service.db.engine import Database
+from ratchet_service.db.models import AttemptNode
+from ratchet_service.launchers.launch_file import build_launch_file
+from ratchet_worker.ipc.atomic_files import now
 from tests.support.control_plane import Plane
 from tests.support.database_restore import dump_rows, restore_rows
 from tests.support.server import processes_below, wait_for
@@ -131,3 +137,33 @@ def test_attempt_numbers_with_leftover_checkpoints_are_skipped(control_plane: Pl
     (attempt,) = control_plane.attempts(job_id)
     assert (attempt.number, attempt.base_step) == (5, 0)
     assert control_plane.paths.job(job_id).attempt(5).launch_file.exists()
+
+
+def test_attempt_found_on_disk_is_ended_with_the_nodes_and_the_ranks_that_it_had(control_plane: Plane) -> None:
+    """The world and the hook were changed after the backup, before the attempt: the rows have those of the backup."""
+    control_plane.serve_api()
+    job_id = control_plane.submit({"steps": 5}, world={"ranks_per_node": 1})
+    job = control_plane.job(job_id)
+    changed = {"world": {"nodes": 2, "ranks_per_node": 2}, "hook": {"name": "powerSGD", "matrix_approximation_rank": 3}}
+    spec, resolved = JobSpec.model_validate(job.spec | changed), Resolved.model_validate(job.resolved)
+    paths = control_plane.paths.job(job_id).attempt(1)
+    launch = build_launch_file(control_plane.paths, job_id, 1, spec, resolved, (), "a-token", Desired.RUN)
+    paths.spool(3).parent.mkdir(parents=True)
+    paths.launch_file.write_text(launch.model_dump_json())
+    last = Note(rank=3, at=now(), type="last-rank", message="from the second node")
+    paths.spool(3).write_text(last.model_dump_json() + "\n")
+
+    control_plane.start_reconciler(lease=1.5)
+    control_plane.wait(job_id, JobPhase.SUCCEEDED)
+    attempts = control_plane.attempts(job_id)
+    assert [(a.number, a.cause) for a in attempts] == [(1, Cause.LAUNCHER_ERROR), (2, Cause.COMPLETED)]
+    with control_plane.database.read() as session:
+        rows = session.execute(
+            sa.select(AttemptNode.attempt, AttemptNode.node).order_by(AttemptNode.attempt, AttemptNode.node)
+        )
+        assert [*rows] == [(1, 0), (1, 1), (2, 0)]
+    events = {event.type: event.message for event in control_plane.events(job_id)}
+    assert events["note.last-rank"] == "from the second node"
+    advice = "--world 2 --nodes 2 --hook powerSGD --set hook.matrix_approximation_rank=3`"
+    assert f"another world and another hook than the job has now: `ratchet suspend {job_id}`" in events["attempt-found"]
+    assert advice in events["attempt-found"]
