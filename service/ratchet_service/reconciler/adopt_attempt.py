@@ -77,8 +77,8 @@ def create_adopted_attempt(
 
 
 def _resume_options(old: JobSpec, new: JobSpec) -> dict[str, str]:
-    """Return, for ``world`` and ``hook``, the options of ``ratchet resume`` that change a job's spec from ``new`` back to ``old``;
-    an empty text where both are equal."""
+    """Return, for ``world`` and ``hook``, the options of ``ratchet resume`` that change a job's spec from ``new`` to ``old``; an
+    empty text where both are equal."""
     world = f"--world {old.world.ranks_per_node} --nodes {old.world.nodes}" if old.world != new.world else ""
     before, now = old.hook.values(), new.hook.values()
     if before == now:
