@@ -48,8 +48,8 @@ What Ratchet does at every step ``n`` (counted from 1), in this order:
 
 The model is built on every rank and rank 0's weights are broadcast, so all ranks begin equal. Generators of torch, CUDA, numpy
 and ``random`` are seeded per rank before ``build``. Everything with state belongs into ``Parts``. Of other state, a resume
-restores only attributes of the task and of its parts. Variables of modules and closures are not restored; the resume report
-names them.
+restores only attributes of the task and of its parts. Variables of modules, classes and functions are not restored; the
+resume report names those that changed.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class TaskContext:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with state that can be saved and restored. ``state_dict`` returns tensors, numbers, strings, bools, None, and
-    lists, tuples and dicts of these; ``load_state_dict`` restores what it returned."""
+    """An object with state that can be saved and restored. ``state_dict`` returns what ``ratchet_hooks.state.encode`` accepts,
+    such as tensors, numbers, strings, bools, None, and lists, tuples and dicts of these; ``load_state_dict`` restores it."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -95,8 +95,10 @@ class TrainData(Protocol):
     """This rank's training data, whose position can be saved and restored.
 
     ``iter(data)`` yields this rank's batches from the current position to the end of the current epoch. A batch counts as
-    consumed when it is yielded, not when it was prefetched. At the end of the epoch ``epoch`` has grown by one and the position
-    is 0, so that ``iter(data)`` again gives the next epoch. A second ``iter`` ends the first.
+    consumed when it is yielded, not when it was prefetched. With the last batch of an epoch, before it is yielded, ``epoch``
+    grows by one and the position becomes 0, so that ``iter(data)`` again gives the next epoch. Data may also do that at the end
+    of the pass: restored behind an epoch's last batch, they may give one pass without a batch. Any other pass without a batch is
+    an error. A second ``iter`` ends the first.
 
     ``steps_per_epoch``: number of batches of this rank in one epoch, equal on all ranks; None if it is not known. ``exact`` is
     False for data that cannot continue exactly (a stream that cannot seek): the resume report then marks the data as not exact,
@@ -138,9 +140,10 @@ class Parts:
 
     Exactly one of ``total_steps`` (optimizer steps) and ``epochs`` must be set; ``epochs`` needs ``train.steps_per_epoch``, and
     means ``epochs * steps_per_epoch // accumulate`` steps. ``evaluate_every`` is in steps (None: only at the end).
-    ``scheduler.step()`` runs once per optimizer step. ``stateful`` holds further objects by name, each with ``state_dict`` and
-    ``load_state_dict`` (an exponential moving average, a tokenizer's counters ...); their state is saved per rank. ``digest``
-    identifies the data (for instance a digest of the files); it is recorded and compared at a resume.
+    ``scheduler.step()`` runs once per step, also where the scaler skips ``optimizer.step()``. ``stateful`` holds further objects
+    by name, each with ``state_dict`` and ``load_state_dict`` (an exponential moving average, a tokenizer's counters ...); their
+    state is saved per rank. ``digest`` identifies the data (for instance a digest of the files); it is recorded and compared at a
+    resume.
     """
 
     model: nn.Module
@@ -182,11 +185,11 @@ class Task(Protocol):
       ``sum of sums / sum of weights`` over all batches and ranks. ``model`` is the module inside DDP, in eval mode. The method
       runs without gradients, and with rank 0's buffers if DDP broadcasts buffers. Afterwards mode, buffers and generators are as
       before.
-    - ``batch_to_device(batch, device) -> batch``: the default moves tensors inside lists, tuples and dicts.
+    - ``batch_to_device(batch, device) -> batch``: the default moves a tensor, or tensors inside lists, tuples and dicts.
     - ``before_step(model, optimizer, step) -> None``: called after the gradients are averaged (and unscaled), before
       ``optimizer.step()``; for gradient clipping.
     - ``parameter_shapes() -> list[tuple[int, ...]]``: shapes of the trained parameters, without building the model (a model built
-      under ``torch.device("meta")`` takes no memory). With it, a dry run shows what the hook's state will hold.
+      under ``torch.device("meta")`` takes no memory). With this method, a dry run shows what the hook's state will hold.
     """
 
     def build(self, ctx: TaskContext) -> Parts:

@@ -71,8 +71,8 @@ class TrainLoader:
     before each sample is loaded. ``num_workers``, ``prefetch_factor`` and ``collate_fn`` are as in torch's ``DataLoader``;
     workers pass batches through /dev/shm and use one thread each. ``ratchet_worker.data.order`` defines the order and where an
     epoch ends; ``ratchet_worker.data.dataloader_workers`` describes the workers. Iterating consumes none of the rank's own random
-    numbers. ``dataset``, ``augment`` and ``collate_fn`` may have generators of their own. Without workers, these generators are
-    saved with the position. With workers they are not saved, and ``exact`` is False if there is one.
+    numbers. ``dataset``, ``augment`` and ``collate_fn`` may have generators of their own. Without workers, a checkpoint has their
+    states (``own_generators``) besides ``state_dict``. With workers, such generators make ``exact`` False.
     """
 
     def __init__(
@@ -202,8 +202,8 @@ class TrainLoader:
         self._loader = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the values that determine the order, as JSON. The position is the one after the last batch that
-        was yielded; prefetched batches do not count as consumed."""
+        """Return the position and the values that determine the order, fit for JSON. The position is the one after the last batch
+        that was yielded; prefetched batches do not count as consumed."""
         rule = self._cursor.rule
         return {
             "kind": "map",
@@ -220,7 +220,8 @@ class TrainLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the sample recorded in ``state``, and end the current iterator. The batch size may differ. Raises
-        ``ValueError`` if the order, the length of the data set or the number of ranks differs."""
+        ``ValueError``, and changes nothing, if the order, the length of the data set or the number of ranks differs, or if
+        ``state`` has no valid position."""
         recorded = state.get("world_size")
         if recorded != self._cursor.rule.world_size:
             raise ValueError(
@@ -231,8 +232,8 @@ class TrainLoader:
 
     def load_resized(self, states: Sequence[dict[str, Any]]) -> None:
         """Continue at the first unused sample of the global order, after the number of ranks has changed. ``states``: the states
-        of the old ranks, in rank order. Raises ``ValueError`` if the states do not belong to the same step, or if the order
-        differs."""
+        of the old ranks, in rank order. Raises ``ValueError``, and changes nothing, if there are none, if they differ from each
+        other, or for a reason of ``load_state_dict`` other than the number of ranks."""
         if not states:
             raise ValueError("there is no recorded data position to continue from")
         if any(other != states[0] for other in states):
@@ -261,14 +262,16 @@ class TrainLoader:
 Item = TypeVar("Item")
 
 
-def endless(data: Iterable[Item], on_batch: Callable[[], None]) -> Iterator[Item]:
+def endless(data: Iterable[Item], on_batch: Callable[[], None], *, restored: bool = False) -> Iterator[Item]:
     """Yield batches of ``data``, epoch after epoch, without end. ``on_batch`` is called before each batch is yielded. Raises
-    ``UserError`` for an epoch without batches."""
+    ``UserError`` for an epoch without batches. ``restored``: the data were restored, perhaps behind the last batch of an epoch,
+    so the first pass may have no batch."""
     while True:
         empty = True
         for batch in data:
             empty = False
             on_batch()
             yield batch
-        if empty:
+        if empty and not restored:
             raise UserError("the data gave no batch in a whole epoch: fewer samples than one global batch needs?")
+        restored = False

@@ -173,8 +173,8 @@ class Runtime:
 
     @property
     def earlier_total(self) -> int | None:
-        """The ``total`` of the attempt that saved the base. None where it was not known, or where the number of ranks has
-        changed, which may change the number of steps."""
+        """The ``total`` of the attempt that saved the base. None without a checkpoint, where it was not known, or where the
+        number of ranks has changed, which may change the number of steps."""
         manifest = self.chosen.manifest
         return manifest.total_steps if manifest is not None and manifest.world_size == self.world_size else None
 
@@ -187,10 +187,10 @@ class Runtime:
     # --- before the first step -----------------------------------------------------------------------------------------
 
     def wrap(self, module: nn.Module, *, find_unused_parameters: bool = False) -> ManagedDDP:
-        """Wrap ``module`` in DDP under the job's hook, on this rank's device and the recorded bucket layout, and return the
-        DDP. ``find_unused_parameters`` True enables that option even if the spec does not, unless the spec sets
-        ``static_graph``. A collective. Raises ``UserError`` for a second model, and if the hook or the checkpoint does not fit
-        the model."""
+        """Wrap ``module`` in DDP under the job's hook, on this rank's device, with the bucket layout that ``resume.build``
+        chooses, and return the DDP. ``find_unused_parameters`` True enables that option even if the spec does not, unless the
+        spec sets ``static_graph``. A collective. Raises ``UserError`` for a second model, and if the hook or the checkpoint does
+        not fit the model."""
         if self.state.ddp is not None:
             raise UserError(
                 "one model per job can be wrapped; put several networks into one module. Pass a copy that is not trained (an "
@@ -245,7 +245,7 @@ class Runtime:
         """Restore what was registered, report the result, and report that training begins. A collective, called once on every
         rank. ``total``: the number of steps, None if it is not known.
 
-        Raises ``UserError`` (a second call, state that does not fit, or a difference under ``determinism: strict``),
+        Raises ``UserError`` (such as for a second call, state that does not fit or a difference under ``determinism: strict``),
         ``StateError`` (the restored tensors are not those that were saved) and ``CheckpointError``.
         """
         if self.restored:
@@ -284,8 +284,9 @@ class Runtime:
 
     def begin_step(self) -> None:
         """Act on what the ranks have agreed on (a stop, a save), then start the next step. May block until the ranks have
-        agreed. Raises ``Stopped`` for a stop, ``UserError`` after the job's last step or if a step is open, and
-        ``CheckpointError`` after too many failed saves."""
+        agreed. In a trial it first ends the trial or injects a fault, if that is due. Raises ``Stopped`` for a stop and at the
+        end of a trial, ``UserError`` after the job's last step or if a step is open, and ``CheckpointError`` after too many
+        failed saves."""
         if self.stopped is not None:  # and the script caught it
             raise self.stopped
         self.check_not_ended()
@@ -388,7 +389,7 @@ class Runtime:
         """Yield the batches of ``data``, epoch after epoch, without an end. Raises ``UserError`` for an epoch without batches,
         and for a batch that is taken while no step is open: the position in the data would belong to another step than the rest
         of the state."""
-        return endless(data, self.count_batch)
+        return endless(data, self.count_batch, restored=self.chosen.manifest is not None)
 
     def count_batch(self) -> None:
         """Count a batch of the training data for the open step. Raises ``UserError`` if no step is open."""
@@ -504,8 +505,8 @@ class Runtime:
 
     def finish(self) -> None:
         """End the job: save the final checkpoint unless it exists, and wait until every rank has done its last step. An open
-        step that has done its work is ended first; one that has not is not counted. Does nothing if the job has been ended
-        before.
+        step that has done its work is ended first; one that has not is not counted. Does nothing after a call that has
+        ended the job.
 
         In a thread other than the one that does the steps, first wait for the last step; raises ``RuntimeError`` if that thread
         ends earlier. Raises ``Stopped`` if the ranks have agreed to stop, ``CheckpointError`` if the final save fails, and
@@ -604,8 +605,8 @@ class Runtime:
 
         Between two steps, entering it first acts on what the ranks have agreed on, and may raise ``Stopped``. A stop in the block
         cuts it short: the block is left without an exception, and the evaluation runs again after the resume. Within a loop's
-        body it belongs to the step, as does what the script does with its values (stepping a scheduler
-        by them): a stop comes after both.
+        body it belongs to the step, as does what the script does with its values (stepping a scheduler by them): a stop comes
+        after both.
         """
         ddp, hook = self.state.require_wrapped()
         cut_short = not self._in_body
@@ -764,5 +765,5 @@ def start_runtime(
 
 
 def _may_save_early(launch: LaunchFile, chosen: Chosen) -> bool:
-    """True if the job has no checkpoint of its own, so it may save one before the first scheduled one."""
+    """True if this attempt does not start from a checkpoint of this job. It may then save one before the first scheduled one."""
     return chosen.manifest is None or chosen.manifest.job_id != launch.job_id
