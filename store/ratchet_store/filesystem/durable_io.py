@@ -1,13 +1,13 @@
 """System calls of the store, and what their failures mean.
 
-Codes of the ``CheckpointError`` raised in this package:
+Codes of the ``CheckpointError`` raised in this package (``object_store.client`` has those of an object store):
 
 ``checkpoint-damaged``      the bytes on disk are not those that were committed: quarantine, fall back
-``checkpoint-missing``      no manifest: never committed, or deleted
+``checkpoint-missing``      what was requested is not there, such as a manifest: never committed, or deleted
 ``checkpoint-format``       written in another format: use the version that wrote it; never fall back
 ``checkpoint-unreadable``   the system refused to read, delete or move files (EIO, EACCES ...): nothing is proved; never fall back
 ``checkpoint-not-written``  the save failed (no space, EIO ...): older checkpoints are untouched
-``checkpoint-exists``       another manifest already exists, or the checkpoint is being deleted
+``checkpoint-exists``       another checkpoint is already there, or it is being deleted
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ def _space_text(path: Path, error: OSError, needed_bytes: int | None) -> str:
 
 
 def read_error(path: Path, error: OSError) -> CheckpointError:
-    """Return the ``CheckpointError`` for the caller to raise after a failed read. Its code is ``checkpoint-damaged`` if there
-    is no regular file at ``path``, otherwise ``checkpoint-unreadable``, which proves nothing about the checkpoint."""
+    """Return the ``CheckpointError`` for the caller to raise after a failed read. Its code is ``checkpoint-damaged`` if ``error``
+    says that there is no regular file at ``path``, otherwise ``checkpoint-unreadable``, which proves nothing about the
+    checkpoint."""
     if error.errno in _MISSING_ERRNOS:
         return CheckpointError(f"{path} is missing or not a plain file", code=DAMAGED)
     return CheckpointError(

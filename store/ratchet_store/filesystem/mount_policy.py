@@ -10,13 +10,14 @@ The commit protocol requires of a file system:
 
 It needs no byte-range locks, no hard links, no memory maps, and no file that two nodes write concurrently.
 
-What is refused, with the statement of its documentation:
+What is refused by the mount table entry, with a statement of its documentation (the trial refuses more):
 
 - FUSE on object stores, which have no rename and no fsync. s3fs: "renames via server-side copy" (README; under Limitations: not
   atomic); goofys: "fsync is ignored, files are only flushed on close" (README); gcsfuse: caching of metadata "breaks the
   consistency guarantees" (docs/semantics.md); Mountpoint for S3: "does not emulate operations like rename on S3 general purpose
   buckets" (doc/SEMANTICS.md); blobfuse: "Atomic rename operations are not supported by the Azure Storage Blob Service" (wiki,
   Differences from POSIX); rclone: files go up some seconds after they are closed (rclone mount, --vfs-write-back).
+  geesefs, ossfs and cosfs are refused as well.
 - NFS mounted ``soft`` or ``softerr``: a time-out "can cause silent data corruption"; ``nocto``: no close-to-open (nfs(5)).
 - SMB mounted ``nostrictsync``: fsync does not ask the server to flush (mount.cifs(8)).
 - overlay mounted ``volatile``: no sync call reaches the file system below (Linux, Documentation/filesystems/overlayfs.rst).
@@ -52,9 +53,10 @@ class Unfit(Exception):
 
 
 def probe(directory: Path) -> None:
-    """Try in ``directory`` the calls that a save, a resume and a quarantine make, and return None if they work. All files of
-    the trial are removed, and abandoned ones of earlier trials. Raises ``Unfit`` if the file system does not do one of the
-    calls as required, and ``OSError`` if the trial failed for other reasons (no space, no permission, input/output error)."""
+    """Try exclusive creation, fsync and renames of files and directories in ``directory``, and return None if they work. The
+    files of the trial are removed, and those that a killed process left more than an hour ago. Raises ``Unfit`` if the file
+    system does not do one of the calls as required. Raises ``OSError`` if the trial failed for other reasons, such as a full
+    disk, a missing permission or an input/output error."""
     _remove_stale(directory)
     scratch = directory / f"{_PREFIX}{secrets.token_hex(8)}"
     scratch.mkdir()

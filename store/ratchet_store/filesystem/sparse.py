@@ -20,8 +20,8 @@ def punch_hole(path: Path, begin: int, end: int) -> int:
     """Free the disk space of the whole granules (``GRANULE`` bytes) within the bytes ``begin <= i < end``; they read as zeros
     from then on. A process that has the file open may continue to write elsewhere in it.
 
-    Returns the number of bytes of disk space that were freed, 0 if no whole granule lies within. Raises ``OSError``, with
-    ``EOPNOTSUPP`` where the file system cannot do it.
+    Returns the number of bytes of disk space that were freed: 0 if no whole granule lies within, or only holes. Raises
+    ``OSError``, with ``EOPNOTSUPP`` where the file system cannot do it.
     """
     first, last = -(-begin // GRANULE) * GRANULE, end // GRANULE * GRANULE
     if last <= first:
@@ -42,7 +42,8 @@ def punch_hole(path: Path, begin: int, end: int) -> int:
 
 def unsupported_reason(directory: Path) -> str | None:
     """Return None if ``punch_hole`` frees space in files in ``directory``, and readers can skip the holes (``SEEK_DATA``);
-    otherwise a text on what does not work. It is tried with a small file there, which is removed."""
+    otherwise a text on what does not work, for example that the disk is full. It is tried with a small file there, which is
+    removed."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".holes-") as scratch:
             scratch.write(b"x" * (3 * GRANULE))

@@ -46,8 +46,8 @@ def _is_json(values: Iterable[JsonValue], depth: int) -> bool:
 
 
 def _refuse_json(value: JsonValue, pointer: str, depth: int) -> None:
-    """Raise ``StateError`` that names the first place in ``value`` that JSON would change. ``pointer``: where ``value`` is in
-    the state."""
+    """Raise ``StateError`` that names the first place in ``value`` that JSON would change; return if there is none.
+    ``pointer``: where ``value`` is in the state; ``depth``: how many levels deep."""
     if depth > _MAX_DEPTH:
         raise StateError(f"state at {pointer or '/'} is nested deeper than {_MAX_DEPTH} levels")
     if type(value) is dict:

@@ -1,4 +1,5 @@
-"""Commit a checkpoint, by one rename of its sealed manifest, and read manifests back with checks."""
+"""Commit a checkpoint, by one rename of its sealed manifest, and read manifests back with checks. Also create the marker files
+``FINISHED`` and ``CHANGED``."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def check_structure(manifest: Manifest) -> None:
     they are not.
 
     Every rank must have one file, with a digest per block. Every piece of a tensor must be inside its file, and pieces must not
-    overlap. Every tensor must be stored exactly once, a private one whole in its rank's file.
+    overlap. Every tensor must be stored exactly once, a private one whole in its rank's file, under a valid name, dtype and
+    shape.
     """
     StructureCheck().check(manifest)
 

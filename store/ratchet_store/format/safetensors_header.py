@@ -43,7 +43,7 @@ def header_entry(entry: TensorEntry, data_start: int) -> Stored:
 def build_header(members: bytes, state_text: str) -> tuple[bytes, bytes, bytes]:
     """Return a rank file's header as three pieces to be joined: a length field and the JSON, padded so that the data starts on a
     multiple of ``ALIGNMENT``. The second piece is ``members``, the tensors' JSON from ``entries_json``, which may be long.
-    ``state_text``: the rank's JSON state. Raises ``StateError`` if the header is too long."""
+    ``state_text``: the rank's JSON state. Raises ``StateError`` if the header is too long or has too many values."""
     try:
         return frame_header(header_json({STATE_METADATA_KEY: state_text}, members), ALIGNMENT)
     except ValueError as error:
@@ -53,7 +53,7 @@ def build_header(members: bytes, state_text: str) -> tuple[bytes, bytes, bytes]:
 
 def model_header(stored: dict[str, Stored], metadata: dict[str, str]) -> bytes:
     """Return the header of a safetensors file for other programs, with whole tensors and ``metadata``. Raises ``StateError``
-    if it is too long."""
+    if it is too long or has too many values."""
     try:
         return b"".join(frame_header(header_json(metadata, entries_json(stored)), 8))
     except ValueError as error:
@@ -82,8 +82,8 @@ def parse_header(raw: bytes) -> tuple[dict[str, Stored], str]:
 
 
 def check_safetensors(file: BinaryIO, size: int) -> None:
-    """Check that a file of ``size`` bytes has the valid header of a safetensors file, written by any program. Raises
-    ``CheckpointError`` if it has not, and ``OSError`` if reading fails."""
+    """Check that ``file``, open at its beginning and ``size`` bytes long, has the valid header of a safetensors file, written by
+    any program. The data are not read. Raises ``CheckpointError`` if it has not, and ``OSError`` if reading fails."""
     try:
         safetensors_header.read_header(file, size)
     except ValueError as error:
@@ -91,7 +91,7 @@ def check_safetensors(file: BinaryIO, size: int) -> None:
 
 
 def parse_json(raw: bytes | str) -> Any:
-    """Return the value of a JSON text. Raises ``CheckpointError`` for invalid JSON, and for a text that would take far more
+    """Return the value of a JSON text. Raises ``CheckpointError`` for invalid JSON, and for a text that may take far more
     memory than its length (``bounded_json`` in ``ratchet_hooks.state.safetensors_header``)."""
     try:
         return safetensors_header.bounded_json(raw)
@@ -100,7 +100,7 @@ def parse_json(raw: bytes | str) -> Any:
 
 
 def refuse_json_bomb(raw: bytes | str) -> None:
-    """Raise ``CheckpointError`` for a JSON text that would take far more memory than its length, by the function of the same
+    """Raise ``CheckpointError`` for a JSON text that may take far more memory than its length, by the function of the same
     name in ``ratchet_hooks.state.safetensors_header``."""
     try:
         safetensors_header.refuse_json_bomb(raw)

@@ -111,7 +111,7 @@ class ObjectStore:
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """Create an object and return True. Returns False if an object of that name exists already, which is not changed.
 
-        Of several writers exactly one gets True. But a writer whose response was lost may get False for the object that it has
+        Of several writers at most one gets True. A writer whose response was lost may get False for the object that it has
         created itself, so the caller must compare the content.
         """
         import obstore
@@ -133,7 +133,8 @@ class ObjectStore:
         return bytes(self.get_range(name, 0, found.size)) if found.size else b""
 
     def get_range(self, name: str, begin: int, end: int) -> memoryview:
-        """Return bytes ``begin <= i < end`` of an object; fewer if the object is shorter."""
+        """Return bytes ``begin <= i < end`` of an object; fewer if the object ends between ``begin`` and ``end``. If
+        it ends at or before ``begin``, the store's error is raised (``checkpoint-remote``)."""
         import obstore
 
         with self._translate_errors("get", name):
@@ -208,8 +209,8 @@ def open_store(
     """Return the store of a ``checkpoint.uri``, or of the prefix ``subprefix`` below it. No request is sent yet. ``environ``:
     the variables that decide about plain HTTP and checksums; None: the process's. Credentials are always the process's.
 
-    Raises ``CheckpointError``: ``checkpoint-no-client``, or ``checkpoint-remote-denied`` if settings are missing. Raises
-    ``ValueError`` for a URI that no spec may have.
+    Raises ``CheckpointError``: ``checkpoint-no-client``, or ``checkpoint-remote-denied`` if settings are missing or
+    wrong. Raises ``ValueError`` for a URI whose scheme is not one of ``SCHEMES``.
     """
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme not in SCHEMES:
@@ -261,7 +262,7 @@ def _delete_one(raw: Any, name: str) -> None:
 
 def _error_text(error: BaseException) -> str:
     """Return obstore's error message without its inner structure, on one line, at most ``_MAX_ERROR_CHARS`` long. Values of the
-    environment's credential variables, and user and password in URLs, are replaced by ``***``."""
+    environment's credential variables (from 4 characters), and user and password in URLs, are replaced by ``***``."""
     text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
     for name, value in os.environ.items():
         if name.startswith(_PROVIDERS) and _SECRET.search(name) and len(value) >= 4:

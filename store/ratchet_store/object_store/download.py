@@ -1,8 +1,8 @@
-"""Fetch a checkpoint from an object store to the local directory, which is a cache of it from then on.
+"""Fetch a checkpoint from an object store to the local directory, which is a cache of the store from then on.
 
-A few concurrent connections fill its files in a directory of another name next to it. The received bytes of every block are
-compared with its digest. The manifest comes last, then one rename, so what has a checkpoint's name was whole when it got that
-name.
+A few concurrent connections fill the files in a directory of another name among the checkpoints. The received bytes of every
+block are compared with its digest. The manifest comes last, then one rename, so what has a checkpoint's name was whole when it
+got that name.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Progress:
 
 def newest_local(checkpoints: Path, lineage: Sequence[Segment], progress: Progress | None = None) -> Id | None:
     """Return step and attempt of the newest intact checkpoint of the lineage on this disk; None if there is none. Every byte of
-    it is read and verified here. Missing and damaged ones are skipped, not moved. ``progress`` counts the bytes that are read;
-    its ``stop`` has no effect here.
+    it is read and verified here. Missing and damaged ones are skipped, not moved. Job and parent are not checked. ``progress``
+    counts the bytes that are read; its ``stop`` has no effect here.
 
     Raises ``CheckpointError`` for a checkpoint that cannot be judged (unreadable, another format version).
     """
@@ -133,11 +133,12 @@ def fetch(
     ``checkpoints`` has a directory of that name that is no intact copy, it is moved to ``quarantine`` if it has a manifest, and
     deleted if not. An intact copy stays as it is, and the downloaded one is dropped.
 
-    ``sizes``: bytes of the checkpoint's objects in the store, by name; None: they are listed. The marker files are restored by
-    the names; no file is fetched if one has another size than the manifest says. Raises ``CheckpointError``:
-    ``checkpoint-missing`` (not there, or deleted meanwhile), ``checkpoint-damaged``, ``checkpoint-format``,
-    ``checkpoint-remote``, ``checkpoint-remote-denied``, ``checkpoint-not-written``, ``checkpoint-unreadable`` (what has that
-    name cannot be moved or deleted).
+    ``sizes``: bytes of the checkpoint's objects in the store, by name; None: they are listed. The marker files named there are
+    restored. No file is fetched if one has another size than the manifest says.
+
+    Raises ``CheckpointError``: ``checkpoint-missing`` (no manifest, or an object is missing), ``checkpoint-damaged``,
+    ``checkpoint-format``, ``checkpoint-remote`` (also after ``progress.stop`` was set), ``checkpoint-remote-denied``,
+    ``checkpoint-not-written``, ``checkpoint-unreadable`` (what has that name here cannot be moved or deleted).
     """
     progress = progress or Progress()
     raw = remote.raw_manifest(folder)
@@ -173,8 +174,8 @@ def fetch(
 
 
 def _is_present(target: Path, manifest: Manifest) -> bool:
-    """True if ``target`` is an intact copy of the checkpoint already, because another process has fetched it meanwhile. Reads
-    every byte of ``target``."""
+    """True if ``target`` is an intact copy of the checkpoint already, for example because another process has fetched it
+    meanwhile. Reads every byte of ``target``. False also if ``target`` is missing or cannot be read."""
     try:
         there = read_manifest(target)
         verify_files(target, there)

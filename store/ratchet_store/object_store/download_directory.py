@@ -23,9 +23,10 @@ _STALE_SECONDS: Final = 7 * 86400.0
 
 @contextmanager
 def open_download_directory(checkpoints: Path, folder: str) -> Iterator[Path]:
-    """Context manager: yield a new, locked directory in ``checkpoints`` for the files of the checkpoint ``folder``. When the
-    files are complete, the caller calls ``remove_lock`` and renames the directory. If it still has its first name at the end of
-    the block, it is deleted with its content. Also deletes what killed fetches left (``_sweep``). Raises ``OSError``."""
+    """Context manager: yield a new directory in ``checkpoints`` for the files of the checkpoint ``folder``. It is locked if the
+    file system has locks. When the files are complete, the caller calls ``remove_lock`` and renames the directory. If it still
+    has its first name at the end of the block, it is deleted with its content. Also deletes what killed fetches left
+    (``_sweep``). Raises ``OSError``."""
     _sweep(checkpoints)
     place = checkpoints / f"{_PREFIX}{folder}.{os.getpid()}.{time.monotonic_ns()}"
     place.mkdir()

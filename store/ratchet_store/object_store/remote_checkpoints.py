@@ -1,7 +1,8 @@
 """A job's checkpoints in an object store: ``<uri>/<job id>/checkpoints/<checkpoint>/``, the same names as on the disk.
 
-Data objects are written first, the manifest last and only if none exists; it is deleted first when a copy is deleted. Names
-contain the attempt, so attempts of one run directory write the same object only for a committed checkpoint that they share.
+``upload.py`` writes data objects first, the manifest last and only if none exists. When a copy is deleted, its manifest is
+deleted first. Names contain the attempt, so attempts of one run directory write the same object only for a committed checkpoint
+that they share.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class RemoteCheckpoints:
         return self.parse(folder, self.raw_manifest(folder))
 
     def raw_manifest(self, folder: str) -> bytes:
-        """Return the bytes of a checkpoint's manifest, unchecked. Raises ``checkpoint-missing`` if there is none."""
+        """Return the bytes of a checkpoint's manifest, unchecked. Raises ``checkpoint-missing`` if there is none, and
+        ``checkpoint-damaged`` if it has more than ``MAX_MANIFEST_BYTES``."""
         return self.objects.get(f"{folder}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
 
     def parse(self, folder: str, raw: bytes) -> Manifest:
@@ -107,7 +109,7 @@ class RemoteCheckpoints:
     def quarantine(self, folder: str) -> None:
         """Set aside a damaged checkpoint in the store: its manifest is copied to ``QUARANTINED_MANIFEST`` and deleted, so that
         the checkpoint no longer counts. Its data stay for inspection. If the manifest is missing or too large, the copy is
-        empty."""
+        empty. A copy from an earlier call is not replaced."""
         try:
             raw = self.raw_manifest(folder)
         except CheckpointError as error:
@@ -127,5 +129,5 @@ class RemoteCheckpoints:
 
 
 def is_complete(manifest: Manifest, sizes: dict[str, int]) -> bool:
-    """True if ``sizes`` (by object name) contains all files of the manifest, with their sizes."""
+    """True if ``sizes`` (by object name) contains all rank files of the manifest, with their sizes."""
     return all(sizes.get(entry.name) == entry.size for entry in manifest.files)

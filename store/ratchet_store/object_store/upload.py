@@ -1,6 +1,6 @@
 """Copy the local directory of checkpoints to an object store. Level-triggered: each call compares what is committed here with
-what is known to be in the store, and does one thing about the difference. A process that is killed half-way leaves nothing that
-counts.
+what is known to be in the store, and copies one checkpoint, or else updates marker files and deletes copies. A process that is
+killed half-way leaves nothing that counts.
 
 A complete copy is deleted only after its checkpoint was deleted here, by retention or by hand: by this directory's own record it
 was copied from here, and it is gone from here and not in quarantine. If a directory is lost, so is its record, and no complete
@@ -54,8 +54,8 @@ class Uploaded(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A checkpoint that cannot be copied although the store works: it is damaged or unreadable on this disk, or the store has
-    another checkpoint of the same name. The ``Mirror`` does not try it again."""
+    """A checkpoint that cannot be copied although the store works. For example it is damaged or unreadable on this disk, or the
+    store has another checkpoint of the same name. The ``Mirror`` does not try it again."""
 
     folder: str
     error: str
@@ -72,8 +72,8 @@ class Step(NamedTuple):
 
 
 class Mirror:
-    """Copies local checkpoints to the object store, and deletes the copies of checkpoints that retention has deleted here. Runs
-    for one attempt, in one thread. The caller calls ``step`` repeatedly.
+    """Copies local checkpoints to the object store, and deletes the copies of checkpoints that were deleted here. Runs for one
+    attempt, in one thread. The caller calls ``step`` repeatedly.
 
     ``attempt``: the attempt's number; all of its own checkpoints are copied. ``lineage``: checkpoints of earlier attempts that
     are copied, too. Copies are deleted whatever attempt they are of, except pinned copies and the newest complete one.
@@ -98,8 +98,9 @@ class Mirror:
         return [checkpoint_dir_name(*one) for one in self._committed() if one not in self._uploaded]
 
     def step(self, check_interrupted: Callable[[], None] = lambda: None) -> Step:
-        """Copy one checkpoint: the newest that has no complete copy and has not failed. If there is none, update the marker
-        files in the store and delete the copies of checkpoints that retention has deleted here. Blocks until that is done.
+        """Copy one checkpoint: the newest that is not known to have a complete copy and has not failed. If there is none,
+        update the marker files in the store and delete the copies of checkpoints that were deleted here. Blocks until that is
+        done.
 
         A call may also only discard what is known of the store, so that the next call lists the store again.
         ``check_interrupted`` is called repeatedly; an exception from it ends the call. Raises ``CheckpointError``:
@@ -140,7 +141,7 @@ class Mirror:
 
     def _list_remote(self) -> dict[Id, dict[str, int]]:
         """Return the sizes of the objects in the store, by checkpoint and name. The store is listed once, and the result is
-        kept.
+        kept until ``step`` discards it.
 
         When it is listed, incomplete copies are deleted if their checkpoint is of an earlier attempt and not on this disk.
         """
@@ -219,7 +220,7 @@ class Mirror:
 
     def _sync_markers(self, checkpoint: Id, directory: Path) -> bool:
         """Create or delete the marker files ``_MARKERS`` of a checkpoint in the store, so that the same exist as on this disk.
-        Returns True if anything was changed."""
+        Contents are not compared. Does nothing if ``directory`` is gone. Returns True if anything was changed."""
         names, changed = self._list_remote().setdefault(checkpoint, {}), False
         for mark in _MARKERS:
             here = (directory / mark).exists()
@@ -240,8 +241,8 @@ class Mirror:
     # --- remove ---
 
     def _remove_deleted(self) -> list[Id]:
-        """Delete the copies of checkpoints that retention has deleted here. Pinned ones are not deleted, nor is the newest
-        complete copy of this attempt and its lineage. Returns the checkpoints whose copies were deleted.
+        """Delete the copies of checkpoints that were deleted here. Pinned ones are not deleted, nor is the newest
+        complete copy of this attempt and its lineage. Returns the checkpoints whose copies are gone now.
 
         Raises ``CheckpointError`` if the first deletion fails. After a later failure it returns what was deleted so far.
         """
@@ -276,8 +277,8 @@ class Mirror:
         return removed
 
     def _is_deleted(self, checkpoint: Id) -> bool:
-        """True if the checkpoint counts as deleted by retention: its directory is gone, and it is not in quarantine. False
-        for a directory that lacks only its manifest, which may be restored."""
+        """True if the checkpoint counts as deleted: its directory is gone, and it is not in quarantine. False for a directory
+        that lacks only its manifest, which may be restored."""
         folder = checkpoint_dir_name(*checkpoint)
         return not os.path.lexists(self._checkpoints / folder) and not any(self._quarantine.glob(f"{folder}*"))
 

@@ -18,8 +18,8 @@ Id = tuple[int, int]
 
 class Record:
     """The record of which checkpoints were copied to the store ``url``, kept in the file ``path``. It starts empty if that file
-    cannot be read or is about another URL; then no complete copy is deleted in the store. A method that cannot write the file
-    raises ``CheckpointError``."""
+    cannot be read or is about another URL; then no copy that the file had recorded is deleted in the store. A method
+    that cannot write the file raises ``CheckpointError``."""
 
     def __init__(self, path: Path, url: str) -> None:
         self._path, self._url = path, url

@@ -137,7 +137,7 @@ class _Reading:
     def make_reader(self, is_cancelled: IsCancelled) -> Callable[[int], Block | None]:
         """Return a function for one thread, with a scratch buffer of its own. The function reads the block of the number that
         it gets and returns the block if it is damaged. It returns None if the block is intact or ``is_cancelled`` returns
-        True."""
+        True. With ``stop_at_first`` it raises ``_Found`` for a damaged block."""
         scratch = memoryview(bytearray(min(CHUNK, self._file.size)))
         return lambda number: self._read(number, scratch, is_cancelled)
 

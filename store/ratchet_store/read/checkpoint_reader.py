@@ -149,8 +149,8 @@ def damaged_blocks(
     directory: Path, file: FileEntry, entries: Collection[TensorEntry], progress: Progress | None = None
 ) -> list[Block]:
     """Read one whole file and return all of its damaged blocks; empty if it is intact. The header is checked only if no block
-    is damaged. Raises ``CheckpointError`` for what is wrong with the file as a whole: its size, its header, or that it cannot
-    be read."""
+    is damaged. Raises ``CheckpointError`` for what is wrong with the file as a whole, such as its size, its header, or that it
+    cannot be read."""
     order = file_order(list(entries))
     with open_rank_file(directory, file) as fd:
         header, regions = _regions(file, order, {})
@@ -172,7 +172,7 @@ def _read_file(
 ) -> tuple[JsonValue, int]:
     """Read and verify the selected pieces of one rank file into the memory that ``target_of`` returns. Returns the rank's JSON
     state and the number of bytes read. ``entries``: all tensors of the file, in file order; ``complete``: read all blocks.
-    Raises ``CheckpointError`` for the first damaged block."""
+    Raises ``CheckpointError`` for the first damaged block, and for what is wrong with the file as a whole."""
     with open_rank_file(directory, file) as fd:
         targets = {(entry.offset, entry.nbytes): target_of(entry) for entry in selected}
         header, regions = _regions(file, entries, targets)
@@ -189,7 +189,7 @@ def _regions(
 ) -> tuple[memoryview, list[Region]]:
     """Return a buffer for the header, and regions that cover the whole file: the header, then the tensors of ``entries``.
     ``targets``: the target memory by a tensor's offset and size; other tensors have none. Raises ``CheckpointError`` if the
-    tensors leave gaps or do not end with the file."""
+    tensors leave gaps, do not end with the file, or leave an impossible length for the header."""
     data_start = entries[0].offset if entries else min(file.size, LENGTH_BYTES + MAX_HEADER)
     if not LENGTH_BYTES <= data_start <= LENGTH_BYTES + MAX_HEADER:
         raise CheckpointError("the header's length is impossible")

@@ -120,7 +120,8 @@ def compare(a: Path, b: Path, *, exclude: Collection[str] = ()) -> Comparison:
 
     ``exclude``: shell patterns of JSON pointers into the ranks' states that may differ, such as ``/timing/*`` (``*`` also
     matches ``/``). Raises ``CheckpointError`` if either checkpoint cannot be read or is damaged. Memory: 64 MiB of tensors of
-    each checkpoint, or the largest tensor; tensors that only ``b`` has are not counted in this.
+    each checkpoint, or the largest tensor. These are counted by the sizes in ``a``: tensors that are larger in ``b``, or only
+    there, come on top.
     """
     return compare_opened(CheckpointReader(a), CheckpointReader(b), exclude=exclude)
 
@@ -387,7 +388,7 @@ def render(comparison: Comparison, *, limit: int = 10) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line: print the comparison of two directories. Returns the exit status: 0 identical, 1 not, 2 a
-    checkpoint cannot be read."""
+    checkpoint cannot be read or is damaged."""
     parser = argparse.ArgumentParser(
         prog="python -m ratchet_store.compare", description="Compare two checkpoints bit by bit."
     )

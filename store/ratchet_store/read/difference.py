@@ -90,7 +90,7 @@ def advice(found: Sequence[Difference], unsaved: Sequence[str]) -> str | None:
 def _order_index(one: Difference) -> int:
     """Return the index in ``_ORDER`` by which a difference is sorted: that of its component, with three exceptions.
     ``param_groups`` of an optimizer count as ``scheduler``, gradients in ``modules`` as ``gradients``, and an unknown component
-    as ``user``."""
+    as ``user``. The suffix of a further optimizer or scheduler (``_`` and what follows) is ignored."""
     component = one.component
     if component.startswith("optimizer") and "param_groups" in one.place:  # learning rates are set by a scheduler
         return _ORDER.index("scheduler")
@@ -125,7 +125,8 @@ def _place_text(component: str, name: str, rank: int | None) -> str:
 
 
 def _detail_text(tensor: TensorComparison) -> str:
-    """Return how a tensor differs: its note, or the number of elements that differ and the first of them."""
+    """Return how a tensor differs: its note, or the number of elements that differ and the first of them, with its values and the
+    largest difference if these are known."""
     if tensor.note is not None:
         return tensor.note
     assert tensor.first is not None and tensor.count is not None

@@ -83,9 +83,9 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Context manager: hold a shared lock, so that no start of the script runs until the block ends. Raises
-        ``BlockingIOError``, without waiting, if one is running. Without a lock file (a copy in which no script was started),
-        nothing is locked."""
+        """Context manager: hold a shared lock, so that no start of the script runs until the block ends. Without a lock file (a
+        copy in which no script was started), nothing is locked. Raises ``OSError``; ``BlockingIOError``, without waiting, if a
+        start is running."""
         try:
             fd = self._open(NodePaths(self._paths.root).lock_file)
         except FileNotFoundError:  # no run was ever started in this copy
@@ -100,7 +100,7 @@ class RunDirectory:
     def newest_manifest(self) -> Manifest:
         """Return the manifest of the checkpoint that the next start would continue from. Only the files' sizes are checked.
         Raises ``CheckpointError``: ``checkpoint-missing`` if there is none; ``checkpoint-damaged`` if the newest one is damaged,
-        so that no older one is used in its place."""
+        so that no older one is used in its place; other codes as ``find_base``."""
         found, _ = find_base(
             self._paths.checkpoints,
             None,
@@ -118,8 +118,8 @@ class RunDirectory:
         copy. The marker files ``FINISHED`` and ``CHANGED`` are copied, a pin is not.
 
         Also copies step counters and rings of step fingerprints: those of the attempt that wrote the checkpoint and of the
-        newest ``RING_ATTEMPTS`` attempts since. With these the job's attempts check that steps done again are the same (replay
-        proof).
+        newest ``RING_ATTEMPTS`` attempts since. Missing ones are skipped. With these the job's attempts check that steps done
+        again are the same (replay proof).
 
         Raises ``CheckpointError`` for a damaged checkpoint, and ``OSError``, also if a file exists in the target already. After
         an error, what was copied so far stays in the target, possibly with the manifest; the caller removes it.

@@ -1,7 +1,8 @@
 """Retention by the attempt that saves: after every commit it deletes surplus checkpoints, and only those that it wrote itself.
 
 Called after each save of a job that may save at every step, so it remembers instead of reading: one listing of the directory,
-a few ``lstat`` calls, and the deletions. The service deletes what other attempts wrote.
+a few ``lstat`` calls, and the deletions. What other attempts wrote is deleted by the service, or in a run without a service
+before a start trains and after its last save.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Keeper:
     ``checkpoints``: the job's checkpoint directory. ``protected``: checkpoints that are never deleted, whatever the rules say.
     The rules are applied to the attempt's own checkpoints alone. While it runs, the job may therefore have more than its rules
     allow: also those of earlier attempts. The service applies the rules of the whole job when the attempt has ended.
+    A run without a service applies them before a start trains and after its last save.
     """
 
     def __init__(self, checkpoints: Path, spec: CheckpointSpec, attempt: int, protected: Collection[Id] = ()) -> None:
@@ -194,7 +196,7 @@ class Keeper:
     def _delete(self, steps: list[int], values: Mapping[int, float]) -> Retained:
         """Delete the checkpoints of ``steps``, which are newest first, beginning with the oldest. A pinned one is skipped
         without a note. An error becomes a note, and the next checkpoint is deleted. ``values``: the metric by step. If a
-        checkpoint was deleted under ``keep_best`` while no step has a value, a further note says why."""
+        checkpoint was deleted under ``keep_best`` while no step has a value other than NaN, a further note says why."""
         deleted: list[Id] = []
         notes: list[tuple[str, str]] = []
         for step in reversed(steps):

@@ -1,9 +1,10 @@
 """Delete checkpoints. The manifest is removed first, by a durable rename, so that a crash never leaves one that looks whole.
 
-Only the fenced service, or a worker within its own attempt, may call these functions. A pin may come at any time: the pinning
-process creates the marker file, durably, and then checks for the manifest; the deleting process removes the manifest, durably,
-and then checks for the marker file. One of the two notices the other, so a pin that found a manifest holds, and one that comes
-too late fails. A manifest that was removed although the marker file exists is restored; after a crash in between, by ``sweep``.
+The caller makes sure that no process is still writing the checkpoints that it deletes. A pin may come at any time: the pinning
+process creates the marker file, durably, and then checks for the manifest; ``delete_unless_pinned`` removes the manifest,
+durably, and then checks for the marker file. One of the two notices the other, so a pin that found a manifest holds, and one
+that comes too late fails. A manifest that was removed although the marker file exists is restored; after a crash in between, by
+``sweep``.
 
 A link with a checkpoint's name is never followed, since its target may be another job's checkpoint: only the link is deleted.
 """
@@ -32,8 +33,9 @@ def complete_checkpoints(checkpoints: Path, lineage: Sequence[Segment]) -> dict[
     (has the marker file ``PINNED``). A checkpoint looks complete if it is no link, its manifest is valid and its rank files have
     their sizes; the bytes are not read.
 
-    The service applies the retention rules to the result when no attempt is alive; a live attempt deletes its own checkpoints
-    by a ``Keeper``. No rule keeps or deletes the others: ``find_base`` handles them.
+    The service applies the retention rules to the result when no attempt is alive, and a run without a service before a start
+    trains and after its last save. A live attempt deletes its own checkpoints by a ``Keeper``. No rule keeps or deletes
+    checkpoints that do not look complete: ``find_base`` handles them.
     """
     found = [
         (s, e, d) for s, e, d in checkpoint_dirs(checkpoints) if lineage_contains(lineage, s, e) and _looks_complete(d)

@@ -89,9 +89,9 @@ class RankWriter:
 
         ``pieces``: in ``file_order``. ``data``: the bytes of the pieces, concatenated, which must not change meanwhile; if
         they start on a page, they are written past the page cache where the system supports that. ``state``: the rank's JSON
-        state. ``ranges``: parts of ``data`` that get digests of their own, for ``Written.digests``. The file is written as
-        ``.tmp``, hashed while it is written, synced and renamed; then the directory, which is created if missing, is synced. The
-        name of a new directory becomes durable only by the commit.
+        state. ``ranges``: parts of ``data`` (bytes ``begin <= i < end``), without overlaps, that get digests of their own, for
+        ``Written.digests``. The file is written as ``.tmp``, hashed while it is written, synced and renamed; then the directory,
+        which is created if missing, is synced. The name of a new directory becomes durable only by the commit.
 
         Raises ``StateError`` for tensors or state that cannot be stored. Raises ``CheckpointError`` when the system refuses
         (``checkpoint-not-written``; the ``.tmp`` is removed) or the directory holds a committed checkpoint, or one that is
@@ -191,7 +191,8 @@ def _header_entries(pieces: Sequence[Piece]) -> dict[str, Stored]:
 
 
 def _check_piece(piece: Piece) -> None:
-    """Check that a piece's name, shape and dtype can be stored, and that its bytes fit them. Raises ``StateError``."""
+    """Check that a piece's name and shape can be stored, and that its bytes fit the shape and the dtype. The dtype must be a
+    known one. Raises ``StateError``."""
     where = f"tensor {piece.name!r}"
     try:
         piece.name.encode()
