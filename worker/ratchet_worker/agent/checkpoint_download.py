@@ -1,14 +1,15 @@
 """Fetches the checkpoint that an attempt starts from, if the local disk has lost it, from the object store before any rank is
 started.
 
-First the newest intact checkpoint of the local directory is determined, with every byte verified. If the local disk has an error,
-nothing is fetched: the ranks will report the error. Then the object store is queried:
+First the newest intact checkpoint of the local directory is determined, with every byte verified. If the local checkpoints cannot
+be read, nothing is fetched: the ranks will report the error. Then the object store is queried:
 
 - If the store has a newer checkpoint of the lineage, it is fetched, and the directory is its cache from then on.
-- If the store is unreachable, the attempt starts from the local checkpoint if that is as new as the one that the service has
-  recorded. If the service has recorded none, the attempt starts without the store, too. Otherwise the query is repeated until
-  ``policy.startup_deadline`` has passed without a byte. The attempt then ends with a checkpoint-error, which policy may retry. A
-  job with a recorded checkpoint never starts from scratch because a network was down.
+- If the store cannot be queried (it is unreachable or refuses, or obstore is not installed), the attempt starts from the local
+  checkpoint if that is at least as new as the one that the service has recorded. If the service has recorded none,
+  the attempt starts without the store, too. Otherwise the query is repeated until ``policy.startup_deadline`` has passed without
+  a byte. The attempt then ends with a checkpoint-error, which policy may retry. A job with a recorded checkpoint never starts
+  from scratch because a network was down.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ def download_checkpoint(launch: LaunchFile, paths: AttemptPaths, wait_for: WaitF
     """Fetch the newest checkpoint from the object store if it is newer than the newest local one, and report and record what was
     found. Blocks; does nothing if no attempt has trained yet.
 
-    Raises ``NotStarted`` if the attempt is over meanwhile. Raises it with cause checkpoint-error if a query or download fails
-    although the store is reachable, and if the store stays unreachable and the local checkpoint is older than the one that the
-    service has recorded. For an error of the local disk nothing is raised: the ranks will report it.
+    Raises ``NotStarted`` if the attempt is over meanwhile. Raises it with cause checkpoint-error if a fetch fails although the
+    store can be queried, for example because the local disk is full. Raises it also if the store cannot be queried until the
+    deadline and the local checkpoint is missing, or older than the one that the service has recorded. If the local checkpoints
+    cannot be read, nothing is raised: the ranks will report it.
     """
     if not launch.lineage:
         return  # no attempt has begun to train: there is no checkpoint to fetch
@@ -98,8 +100,8 @@ class _Work(threading.Thread):
 
     def run(self) -> None:
         """Find the newest local checkpoint, then try to fetch a newer one every second until ``_try_fetch`` is done or
-        ``progress.stop`` is set. Raises nothing: a failure is stored in ``failure``. An error of the local disk is only logged,
-        since the ranks will report it."""
+        ``progress.stop`` is set. Raises nothing: a failure is stored in ``failure``. An error in reading the local checkpoints
+        is only logged, since the ranks will report it."""
         try:
             local = newest_local(self._job.checkpoints, self._launch.lineage, self.progress)
             while not self.progress.stop.is_set() and not self._try_fetch(local):
@@ -134,7 +136,7 @@ class _Work(threading.Thread):
 
     def _can_start_from_local(self, local: tuple[int, int] | None) -> bool:
         """True if the attempt may start without the unreachable store. This is so if the service has recorded no checkpoint, or
-        ``local`` is as new as the recorded one. Adds a note if so."""
+        ``local`` is at least as new as the recorded one. Adds a note if so."""
         recorded = self._launch.recorded
         if recorded is not None and (local is None or local < (recorded.step, recorded.attempt or 0)):
             return False
@@ -147,7 +149,8 @@ class _Work(threading.Thread):
         return True
 
     def _record_result(self, result: FetchResult, local: tuple[int, int] | None) -> None:
-        """Add notes on what was fetched, and on a recorded checkpoint that neither the disk nor the store has."""
+        """Add notes on damaged copies in the store, on what was fetched, and on a recorded checkpoint that neither the disk nor
+        the store has."""
         self.notes += result.notes
         if result.fetched is not None:
             self.notes.append(f"fetched from {result.uri}: this disk had {_describe_local(local)}")

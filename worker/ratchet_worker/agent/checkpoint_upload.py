@@ -1,9 +1,10 @@
 """Uploads committed checkpoints to the object store, in a thread of node 0's agent that nothing waits for while ranks train. It
-also deletes the copies of checkpoints that retention has deleted here.
+also deletes the copies of checkpoints that were deleted here.
 
-Failures are reported and retried at growing intervals, without effect on training. After the ranks' end the thread continues
-until nothing is left to do, the store fails, or the time that the caller allows is over. Checkpoints that are still missing then
-are reported by name; the next attempt's agent uploads them.
+Failures are reported, without effect on training. A round that fails is repeated, at growing intervals. A checkpoint that itself
+cannot be copied is not tried again. After the ranks' end the thread continues until nothing is left to do, a round fails, or the
+time that the caller allows is over. Checkpoints that are still missing then are reported; the next attempt's agent uploads those
+that are still on the disk.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class _Over(Exception):
 
 
 class Uploader:
-    """Uploads this job's committed checkpoints from a thread of its own, deletes copies of those that retention has deleted here
+    """Uploads this job's committed checkpoints from a thread of its own, deletes copies of those that were deleted here
     (``Mirror``), and reports both. Call ``start`` once, and ``finish`` or ``abandon`` at the end, from the same thread."""
 
     def __init__(self, launch: LaunchFile, messages: AgentMessages) -> None:
@@ -96,8 +97,8 @@ class Uploader:
         self._thread.start()
 
     def finish(self, seconds: float) -> None:
-        """Upload missing checkpoints for at most ``seconds``, then report those that are not known to be in the store. Blocks. A
-        thread that still hangs in a request is left behind. Does nothing without ``start``."""
+        """Upload missing checkpoints for at most ``seconds``, then report those that are not known to be in the store, the
+        newest five by name. Blocks. A thread that still hangs in a request is left behind. Does nothing without ``start``."""
         if self._thread.ident is None:
             return
         self._deadline = time.monotonic() + seconds
@@ -126,8 +127,8 @@ class Uploader:
         return ["any committed checkpoint"]
 
     def _run(self) -> None:
-        """The thread's loop: upload or delete one checkpoint per round, and wait when nothing is left to do or after a failure.
-        After ``finish`` it ends when nothing is left, at the first failure, or at the deadline."""
+        """The thread's loop: call ``Mirror.step`` once per round, and wait when nothing is left to do or after a failure. After
+        ``finish`` or ``abandon`` it ends when nothing is left, at the first failure, or at the deadline."""
         while True:
             ending = self._deadline is not None
             try:
@@ -161,7 +162,8 @@ class Uploader:
             raise _Over
 
     def _report_step(self, step: Step) -> None:
-        """Report what one round has uploaded, failed to upload and deleted, and reset the count of failures."""
+        """Report what one round has uploaded, failed to upload and deleted, and reset the count of failures. An upload of a
+        checkpoint that was reported before is not reported again."""
         if self._failures:
             log_message("the object store answers again")
         self._failures, self._reported_code = 0, ""

@@ -33,7 +33,8 @@ def download_code(launch: LaunchFile, wait_until: WaitUntil, raise_if_over: Call
     """Fetch the job's code, and the file of ``start_from``, from the service if this node lacks them. Blocks. Returns the digest
     of the code if the code lies on the nodes (``code.source``), else None. ``raise_if_over`` raises if the attempt is over.
 
-    Raises ``NotStarted`` if the code cannot be fetched (in time, or at all) or the attempt is over. Raises ``UserError`` if code
+    Raises ``NotStarted`` if the code cannot be fetched (in time, or at all), code on this node cannot be read, or the attempt is
+    over. Raises ``UserError`` if code
     that should lie on this node is missing, or its directory contains what a code directory must not.
     """
     resolved, wanted = launch.resolved, []

@@ -3,8 +3,8 @@ learned from the job's pace.
 
 No deadline applies to a rank in stage ``UNMANAGED``: its script has no Session, so its progress is unknown.
 
-``Learner`` shortens an attempt's step deadline while it runs, by the attempt's own pace; the rule and its reasons are in
-``ratchet_contract.protocol.timing``. Times are in seconds.
+``Learner`` shortens the deadlines of an attempt's stages after start-up while it runs, by the longest silences of this attempt
+and of earlier ones. The rule and its reasons are in ``ratchet_contract.protocol.timing``. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class Learner:
         self._longest_silences[stage] = max(self._longest_silences[stage], silence)
 
     def deadline(self, stage: Stage) -> float:
-        """The longest time, in seconds, that a rank may be silent in ``stage``. It is the learned time if learning is allowed and
-        enough was observed. Otherwise it is ``deadlines.step``, the limit with which the attempt begins."""
+        """The longest time, in seconds, that a rank may be silent in ``stage`` once start-up is over. It is the learned time if
+        learning is allowed and enough was observed. Otherwise it is ``deadlines.step``, the limit with which the attempt
+        begins."""
         ceiling, settled = self.deadlines.step, self._trained >= SETTLED_SECONDS
         seen = max(self._silence_counts[stage].values(), default=0) if stage in self._silence_counts else 0
         if not self.deadlines.learns or not settled or seen < MIN_OBSERVATIONS:
@@ -191,8 +192,8 @@ class Watch:
         of it. An example is rank 0 while it evaluates alone or writes a manifest.
 
         ``places``: the positions, before this progress, of the ranks of all nodes that make progress. ``moved``: the new
-        readings, by rank, of those on this node. If such a rank was behind the silent one, the silent one is recorded as waiting:
-        its silence is no measure of its own pace.
+        readings, by rank, of those on this node. If a rank that makes progress, on any node, was behind the silent one, the
+        silent one is recorded as waiting: its silence is no measure of its own pace.
         """
         if not places:
             return
@@ -204,9 +205,9 @@ class Watch:
                     self._waited_ranks.add(rank)
 
     def _poll_others(self, now: float) -> list[tuple[int, int]]:
-        """Return the former positions of other nodes' ranks that have made progress since the last poll. Their counters are read
-        only while a rank of this node makes no progress. They are read less often the more ranks there are, since many machines
-        may share the disk."""
+        """Return the former positions of other nodes' ranks that have made progress since their counters were last read. These
+        are read only once a rank of this node has made no progress for some seconds; otherwise the result is empty. They are
+        read less often the more ranks there are, since many machines may share the disk."""
         still = now - min(self._progress_at.values(), default=now)
         if still < min(_SILENCE_SECONDS, self._learner.deadlines.step / 2) or now - self._others_polled_at < max(
             1.0, len(self._other_readers) / _POLLS_PER_SECOND

@@ -2,8 +2,8 @@
 
 Ranks write to their log files directly, so that nothing in between can block a rank. A log that takes more disk space than
 ``LaunchFile.log_bytes`` loses its middle: the agent punches a hole. Sizes and offsets stay valid, and with them line ids,
-followers' positions and the ranks' descriptors. The first MiB stays, since it shows how the job was configured, and so does the
-end. If the file system cannot punch holes, the logs grow without bound, and a message reports that.
+followers' positions and the ranks' descriptors. The beginning stays (``HEAD``), since it shows how the job was configured, and so
+does the end. If the file system cannot punch holes, the logs grow without bound, and a message reports that.
 """
 
 from __future__ import annotations

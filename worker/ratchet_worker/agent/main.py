@@ -176,9 +176,9 @@ class _Attempt:
         return exit_code_of(result.cause)
 
     def _start(self) -> None:
-        """Fetch the code and the checkpoint that this node lacks, prepare the working directory, meet the other nodes and start
-        the ranks. Closes the agent's copy of the rendezvous store's socket: only rank 0 keeps it open. Raises ``NotStarted``,
-        ``UserError`` or ``OSError``."""
+        """Fetch the code and, on node 0, the newest checkpoint from the object store, if this node lacks them. Then prepare the
+        working directory, meet the other nodes and start the ranks. Closes the agent's copy of the rendezvous store's socket:
+        only rank 0 keeps it open. Raises ``NotStarted``, ``UserError`` or ``OSError``."""
         code, work = self._launch.code_dir, Path(self._launch.workdir)
         digest = code_download.download_code(self._launch, self._wait_until, self._supervisor.raise_if_over)
         self._deadline += self._object_store.fetch(self._report_sender, self._supervisor.wait_for)
@@ -219,9 +219,8 @@ class _Attempt:
             spool.close()
 
     def _join_rendezvous(self) -> Rendezvous:
-        """Return the rendezvous of this node: on one node at once, on several after all nodes have met. Raises ``NotStarted`` if
-        the attempt is over, the nodes do not meet in time or node 0 cannot be reached; ``UserError`` if the spec's interface
-        cannot be used."""
+        """Return the rendezvous of this node: of a job with one node at once, of one with several after all nodes have met.
+        Raises as ``single_node`` or ``NodeRendezvous.join``."""
         if self._rendezvous is None:
             return single_node(self._launch.world_size)
         told = os.environ.get(names.NODE_ADDRESS)
@@ -277,7 +276,7 @@ class _Attempt:
             return None
 
     def _report_result(self, result: AttemptResult) -> None:
-        """Write the result to disk, then send it to the service, unless the attempt is fenced. If sending fails, the service
+        """Write the result to disk. Then, unless the attempt is fenced, also send it to the service; if that fails, the service
         reads the result from the disk."""
         log_message(f"ended: {result.cause}: {result.message}")
         write_result(self._node_paths, result)

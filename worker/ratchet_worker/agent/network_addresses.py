@@ -83,8 +83,8 @@ def find_node_address(
 ) -> Place:
     """Return the address at which other nodes reach this node, and its interface. It is the first address of ``interface`` (from
     the spec) if given. Otherwise it is ``launcher_address``, a host name or address, if the launcher gave one. Otherwise it is
-    the local address of the route to the service, whose host and port ``service_address`` returns. Raises ``NoAddress``, and what
-    ``service_address`` raises."""
+    the local address of the route to the service, whose host and port ``service_address`` returns. Raises ``NoAddress``,
+    ``OSError`` if the interfaces cannot be listed, and what ``service_address`` raises."""
     here = interfaces()
     if interface is not None:
         if interface not in here:
@@ -134,8 +134,8 @@ def _route_address(host: str, port: int) -> str:
 
 
 def _candidates(host: str, port: int) -> list[Any]:
-    """The addresses of ``host``, IPv4 first, so that all nodes of a network with both families use the same one. Raises
-    ``OSError``."""
+    """The entries of ``getaddrinfo`` for ``host``, IPv4 first, so that all nodes of a network with both families use the same
+    address. Raises ``OSError``."""
     return sorted(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM), key=lambda info: info[0] != socket.AF_INET)
 
 

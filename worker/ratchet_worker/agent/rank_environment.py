@@ -99,8 +99,8 @@ def _choose_interface(env: dict[str, str], world: WorldSpec, interface: str) -> 
 
 def _secrets(launch: LaunchFile, inherited: Mapping[str, str]) -> dict[str, str]:
     """The values of the spec's secrets by name, from the agent's environment. Launchers pass a value under the secret's own name,
-    so this variable is tried first. The variable named like the secret's source may hold another secret by now, or belong to the
-    node. Raises ``UserError`` if a value is missing."""
+    so this variable is tried first. Then comes the variable of the secret's source (``from_env``), which may hold another secret
+    by now, or belong to the node. Raises ``UserError`` if a value is missing."""
     values = {}
     for name, secret in launch.spec.secrets.items():
         value = inherited.get(name, inherited.get(secret.from_env or name))

@@ -1,4 +1,4 @@
-"""Starting a rank's process. The agent depends only on the two protocols. ``ProcessStarter`` is the plain implementation,
+"""Starting a rank's process. The supervisor depends only on the two protocols. ``ProcessStarter`` is the plain implementation,
 ``fork_starter`` the fast one; another one (which starts a container, say) implements the same protocols. In every implementation
 a rank is the leader of its own session and process group.
 """
@@ -38,7 +38,8 @@ class RankProcess(Protocol):
     def pid(self) -> int: ...
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the process has ended."""
+        """A descriptor that becomes readable when the process has ended, and perhaps on other news before. It may change: call
+        this before each wait."""
 
     def exit_code(self) -> int | None:
         """The exit code: None while the process runs, ``-signal`` if a signal ended it. Does not reap the process."""
@@ -48,7 +49,7 @@ class RankProcess(Protocol):
 
     def request_stacks(self) -> None:
         """Request, by a signal, that the rank writes the stacks of all its threads to its log (``stack_dump``). A halted rank is
-        continued for it."""
+        continued for it, and one that has no handler for the signal yet is ended by it."""
 
     def reap(self) -> None:
         """Reap the ended process and close its descriptor."""

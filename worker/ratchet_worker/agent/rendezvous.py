@@ -57,7 +57,8 @@ class NodeRendezvous:
         self.address: str | None = None
 
     def on_group(self, group: Group) -> None:
-        """Receive what the service knows of the group: which nodes are present, and where node 0 listens. Logs a change."""
+        """Receive what the service knows of the group: which nodes are present, and where node 0 listens. Logs a change of the
+        nodes that are present."""
         if self._group is None or group.present != self._group.present:
             log_message(f"present: {_format_nodes(group.present)} of {self._nodes}")
         self._group = group
@@ -70,7 +71,8 @@ class NodeRendezvous:
 
         Raises ``NotStarted`` if the attempt is over. Raises it with cause launcher-error if this node's address or the service is
         not found, a node does not arrive in time, or node 0 cannot be reached. Raises ``UserError`` if the spec's interface does
-        not exist or has no address.
+        not exist, is not up or has no address. Raises ``OSError`` if node 0 cannot open the socket, or the interfaces cannot be
+        listed.
         """
         place = self._find_address(launcher_address, wait_until)
         listener = (

@@ -2,8 +2,8 @@
 while ranks train.
 
 Lines are numbered and sent until acknowledged, so a lost response costs only a repetition. The service may stop, come back at
-another address, or never have existed: training is not affected. Only a proof that the attempt is no longer the job's current one
-("fenced") ends the attempt: a response of the service, or the fence file on the disk.
+another address, or never have existed: training is not affected. An attempt that is no longer the job's current one ("fenced") is
+ended only on a proof: a response of the service, or the fence file on the disk.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ class ReportSender:
             self._thread.start()
 
     def finish(self, result: AttemptResult, timeout: float) -> bool:
-        """Send what is left and ``result``, for at most ``timeout`` seconds. Blocks, and ends the thread. True if the service has
-        all of it."""
+        """Have the thread send what is left and ``result``, try again for at most ``timeout`` seconds, and end. Wait for that at
+        most a second longer. True if the service has received ``result``, which is sent with the last messages. Call ``start``
+        before."""
         self._result = result
         self._deadline = time.monotonic() + timeout
         self._wake.set()
@@ -133,8 +134,9 @@ class ReportSender:
             time.sleep(delay)
 
     def _send_report(self) -> float:
-        """Send one report, or skip it, and return the seconds until the next one. Raises ``Fenced`` if the service refuses the
-        attempt, or if the fence file exists, even with an unreachable service."""
+        """Send one report and pass the response on, or skip the report; return the seconds until the next one. Raises nothing if
+        the service is unreachable. Raises ``Fenced`` if the service refuses the attempt, or if the fence file exists, even with
+        an unreachable service."""
         if self._fence_file.exists():
             raise Fenced(f"{self._fence_file} exists: the service has declared this attempt over")
         ending = self._result
@@ -189,8 +191,8 @@ class ReportSender:
 
         Only reports that have nothing but figures (metrics, progress, hook summaries) are skipped, and only while ranks train.
         They are sent in every second period at most, and less often if responses are slow or request it (``periods_to_wait``), so
-        that a service can manage more jobs. A stop request still reaches the ranks within a second, or within ten seconds if the
-        service manages hundreds of jobs.
+        that a service can manage more jobs. They are skipped for at most ``max_control_delay`` seconds, since a stop request
+        arrives with a response.
         """
         busy = (
             self._deadline is not None

@@ -31,8 +31,8 @@ LONGEST_WAIT: Final = 60.0
 
 
 class Unreachable(Exception):
-    """Raised if there is no usable response now. The caller may retry later. If the service has requested a wait (429, 503), the
-    caller must not retry before ``retry_after_seconds`` seconds."""
+    """Raised if there is no usable response now. The caller may retry later. ``retry_after_seconds``: the wait that the service
+    has requested (429, 503), else 0.0; a caller with a nearer deadline may retry earlier."""
 
     retry_after_seconds: float = 0.0
 
@@ -69,7 +69,7 @@ class ServiceLink:
         return self._launch.service_url is not None or self._file.exists()
 
     def address(self) -> tuple[str, int]:
-        """Host and port of the service, without connecting. Raises ``Unreachable`` if none is known."""
+        """Host and port of the service, without connecting. Raises ``Unreachable`` if no usable address is known."""
         url = self._url()
         return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
@@ -100,7 +100,7 @@ class ServiceLink:
     def fetch(self, name: str) -> Iterator[http.client.HTTPResponse]:
         """Send a GET for ``name`` below the attempt's address and yield the response with status 200; read its body within the
         block. The connection is closed afterwards. Raises ``Unreachable``, ``Denied`` (404 from a Ratchet service) or
-        ``Fenced``."""
+        ``Fenced``. Errors of reading the body are raised as ``OSError`` or ``HTTPException``."""
         try:
             answer = self._request("GET", self._root + name, None, {}, _TIMEOUT)
             data = b"" if answer.status == 200 else answer.read(_MAX_RESPONSE_BYTES)
@@ -119,7 +119,7 @@ class ServiceLink:
 
     def _exchange(self, body: bytes, timeout: float) -> tuple[int, bytes]:
         """Post ``body`` as a report; return the status and body of the response. The body is cut at ``_MAX_RESPONSE_BYTES``, and
-        the connection is then closed. Raises ``OSError`` or ``HTTPException``."""
+        the connection is then closed. Raises ``OSError``, ``HTTPException`` or, without an address, ``Unreachable``."""
         answer = self._request("POST", self._path, body, {"Content-Type": "application/json"}, timeout)
         data = answer.read(_MAX_RESPONSE_BYTES)
         if answer.will_close or not answer.isclosed():
@@ -156,8 +156,8 @@ class ServiceLink:
         return self._connection
 
     def _url(self) -> SplitResult:
-        """The URL of the service: the one from the launch file, else the one in ``service.json``. Raises ``Unreachable`` if there
-        is none or it is not an HTTP URL."""
+        """The URL of the service: the one from the launch file, else the one in ``service.json``. Raises ``Unreachable`` if it is
+        not an HTTP URL, or as ``_service``."""
         given = self._launch.service_url
         text = given if given is not None else self._service().url
         url = urlsplit(text)
@@ -228,7 +228,8 @@ class ServiceLink:
 
 
 def parse_retry_after(header: str | None) -> float:
-    """The header's value in seconds, at most ``LONGEST_WAIT``; 0.0 if it is missing or not a number (proxies may send a date)."""
+    """The header's value in seconds, at most ``LONGEST_WAIT``; 0.0 if it is missing or not a whole number (proxies may send a
+    date)."""
     text = (header or "").strip()
     if not (text.isascii() and text.isdigit()):
         return 0.0

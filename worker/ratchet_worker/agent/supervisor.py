@@ -1,5 +1,5 @@
-"""Runs the ranks of one attempt from the first start to the last death. Ranks die with the thread that forked them, so everything
-here runs in the agent's main thread. The report sender's thread uses only ``status``, ``on_*`` and, through them,
+"""Runs one node's ranks of an attempt from the first start to the last death. Ranks die with the thread that forked them, so all
+of it runs in the agent's main thread. The report sender's thread uses only ``status``, ``on_*`` and, through them,
 ``DesiredState``."""
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ its own rank halted reports it first; the others wait this long for that report 
 
 
 class Supervisor:
-    """Runs one attempt: call ``run`` once after ``start``. It is also the ``Listener`` of the report sender."""
+    """Runs one node's ranks of an attempt: call ``run`` once after ``start``. It is also the ``Listener`` of the report
+    sender."""
 
     def __init__(self, launch: LaunchFile, paths: AttemptPaths, starter: Starter, timing: Timing) -> None:
         self._paths = paths
@@ -95,14 +96,14 @@ class Supervisor:
 
     def status(self) -> Status:
         """Return the phase and the last finished step for the next report. The phase is STOPPING once a stop was requested or a
-        rank has failed, RUNNING once start-up is over, and LAUNCHING before."""
+        rank of this node has failed. Else it is RUNNING while start-up is over (``Watch.ready``), and LAUNCHING otherwise."""
         stopping = self._stop_since is not None or self._failed_since is not None
         running = AttemptPhase.RUNNING if self._watch.ready else AttemptPhase.LAUNCHING
         return Status(AttemptPhase.STOPPING if stopping else running, self.last_step)
 
     def on_control(self, control: Control) -> None:
         """Receive a response of the service, and wake the main thread. The response has the desired state and, if another node
-        has ended, that end; only the first end of another node counts."""
+        has failed or ended without starting a rank, a message about that; only the first such message counts."""
         self._peer_cause = self._peer_cause or control.peer_cause
         self._peer_end = self._peer_end or control.peer_end
         self._desired.update_from_service(control.model_copy(update={"peer_end": None, "peer_cause": None}))
@@ -185,8 +186,8 @@ class Supervisor:
         return self.finish()
 
     def finish(self) -> list[Ended]:
-        """Kill what is left of the ranks' process groups, reap the ranks, and return their ends in the order of ranks. Safe to
-        call at any time and repeatedly."""
+        """Kill what is left of the ranks' process groups, wait for the ranks' death (``_kill_live``), reap those that have died,
+        and return all ends in the order of ranks. Safe to call at any time and repeatedly."""
         self._kill_live("the attempt ends")
         self._watch.poll(time.monotonic())
         for rank in self._ranks.values():
@@ -196,8 +197,9 @@ class Supervisor:
         return [rank.end(self._watch.last_step(number)) for number, rank in sorted(self._ranks.items())]
 
     def _step(self) -> None:
-        """Make one pass of the main loop: record deaths, read the counters and write the desired state. Kill the ranks if the
-        attempt is fenced, a rank or another node has failed, ranks hang, or a requested stop is overdue."""
+        """Make one pass of the main loop: record deaths, read the counters, carry out a trial's fault, write the desired state
+        and do the ``_housekeeping``. Kill all ranks if the attempt is fenced, another node has failed, ranks hang, or a requested
+        stop is overdue, and ``failure_grace`` after a rank has failed."""
         self._collect()
         if self._fenced is not None:
             log_message(f"fenced: {self._fenced}")
@@ -336,8 +338,8 @@ class Supervisor:
         return f"; the stacks of all threads are in the ranks' logs ({self._logs_command}){told}"
 
     def _kill_live(self, why: str) -> None:
-        """Kill all live ranks and wait for their death, for at most ``_KILL_TIMEOUT`` seconds; a rank that is still alive then
-        counts as dead."""
+        """Kill all live ranks (``_abort_and_kill``), then wait for their death, for at most ``_KILL_TIMEOUT`` seconds. A rank
+        that is still alive then counts as dead."""
         self._evidence = replace(self._evidence, killed_at=self._evidence.killed_at or time.time())
         self._abort_and_kill([rank for rank in self._ranks.values() if rank.live], why)
         deadline = time.monotonic() + _KILL_TIMEOUT

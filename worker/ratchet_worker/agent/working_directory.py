@@ -56,8 +56,8 @@ def prepare(code: Path | None, work: Path, digest: str | None = None) -> list[st
     The copy is made under another name in the same directory, synced and renamed. So a copy that a crash interrupted is never
     used; the next call that copies anything removes it. On a disk that nodes share with node 0, node 0's agent calls this before
     the other agents, which then find the directory ready. ``digest``: the digest of ``code``; an existing copy is updated if it
-    was made of code with another digest (None: it is not updated). A file that was left as it is, and is gone by the next call,
-    is copied then.
+    was made of code with another digest, or an update was interrupted (None: it is not updated). A file that was left as it is,
+    and is gone by the next call, is copied then.
     """
     if work.is_dir():
         return [] if code is None else _update(code, work, digest)
@@ -96,9 +96,10 @@ def _remove_leftovers(work: Path) -> None:
 
 def _update(code: Path, work: Path, digest: str | None) -> list[str]:
     """Update ``work`` to ``code``. Files of the old code that the new code lacks are deleted, unless the job has changed them.
-    Return the paths of files that differ in the new code but that the job has changed, too: these are left as they are. The
-    result is empty if the code has not changed or ``digest`` is None. With unchanged code and no interrupted update, the only
-    files copied are those that were left before and are gone now.
+    Return the paths of files that differ in the new code but that the job has changed, too: these are left as they are. One that
+    the job has deleted is copied again if it differs in the new code. The result is empty if the code has not changed or
+    ``digest`` is None. With unchanged code and no interrupted update, the only files copied are those that were left before and
+    are gone now.
 
     An update after an interrupted one, even with other code or with the old one, gives the same result: the forms that may be
     copied are recorded first, those that were copied last.
@@ -168,7 +169,7 @@ def _form(path: Path) -> str:
 
 def _form_in(work: Path, path: str) -> str | None:
     """The form of ``path`` (relative) in the working directory. None if it does not exist; ``other`` if it is unreadable or lies
-    below a link, since user code may have put anything there."""
+    below a link or a file, since user code may have put anything there."""
     place = work / path
     folders = list(place.parents)[: path.count("/")]
     if any(folder.is_symlink() or (folder.exists() and not folder.is_dir()) for folder in folders):

@@ -56,7 +56,7 @@ class Contents:
     ) -> Content:
         """Return the content after ``step``; its tensors are live.
 
-        The first call is a collective, which all ranks must make. ``environment``: this rank's facts; ``provenance``: further
+        The first call may be a collective, so all ranks must make it. ``environment``: this rank's facts; ``provenance``: further
         entries for the manifest, which are not compared. Raises as ``JobState.capture``.
         """
         _, hook = self._state.require_wrapped()

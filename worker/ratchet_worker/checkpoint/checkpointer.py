@@ -111,8 +111,9 @@ class Checkpointer:
 
         ``capture_step_tensors``: returns the parameters and the optimizers' tensors, and roughly the number of bytes that a rank
         saves besides them. ``make_content``: captures the whole state; called only if a save is due. Returns before the new save
-        has ended (see ``begin_save``), but may wait for the previous one. Raises ``UserError`` for state that cannot be stored
-        and for ranks that are not at the same step, ``CheckpointError`` if a save is stuck.
+        has ended (see ``begin_save``), but may wait for the previous one. After the first step it also prepares for later saves
+        (``_prepare``). Raises ``UserError`` for state that cannot be stored and for ranks that are not at the same step, and
+        otherwise as ``drain``.
         """
         self._process_result()
         if self._schedule is not None:
@@ -130,11 +131,12 @@ class Checkpointer:
         self._first = False
 
     def wait_until_copied(self, until: Until, *, ends_audit: bool = True) -> None:
-        """Wait until the save in progress, if any, has copied the tensors of the kind ``until``. The caller is about to change
-        them; it may be a thread of a backward pass.
+        """Wait until the save in progress, if any, has copied the tensors of the kind ``until``, or has given up. The caller is
+        about to change them; it may be a thread of a backward pass.
 
-        ``Until.STEP`` also ends the audit: the check that only ``optimizer.step()`` changes the parameters. With ``ends_audit``
-        False the audit goes on, since the caller will undo its change.
+        ``Until.STEP`` also waits for the hook's state, and ends the audit: the check that only ``optimizer.step()`` changes the
+        parameters and the optimizers' tensors. With ``ends_audit`` False the audit goes on, since the caller will undo its
+        change.
         """
         save = self._save
         if save is not None:
@@ -155,8 +157,8 @@ class Checkpointer:
         is processed after a later step.
 
         Waits until the state is copied, unless it may be copied concurrently with the next step (``checkpoint.staging``, once the
-        audit of ``wait_until_copied`` is done). No effect after too many failures. Raises ``CheckpointError`` if the previous
-        save is stuck, ``UserError`` for state that cannot be stored.
+        audit of ``wait_until_copied`` is done). Does not save after too many failures. Raises ``UserError`` for state that cannot
+        be stored, and otherwise as ``drain``.
         """
         self.drain()
         if self._given_up_at:  # the same on all ranks: the stop that follows from it is being agreed on
@@ -176,10 +178,10 @@ class Checkpointer:
     ) -> Outcome:
         """Save ``step`` on every rank, wait until the save has ended, and return its outcome, which is the same on all ranks.
 
-        ``finished``: the job has ended at this step; the save is then attempted up to three times. ``remaining_seconds``: seconds
-        until the processes are killed; for a stop, a save that is expected to take longer is not begun. Raises
-        ``CheckpointError`` after the third failure in a row or if a save is stuck. Raises ``UserError`` for state that cannot be
-        stored, and if the ranks differ in ``step`` or ``finished``.
+        ``finished``: the job has ended at this step; the save is then repeated until it succeeds or three saves in a row have
+        failed. ``remaining_seconds``: seconds until the processes are killed; for a stop, a save that is expected to take longer
+        is not begun, and the outcome has the reason. None: no limit is known. Raises ``CheckpointError`` after the third failure
+        in a row, ``UserError`` for state that cannot be stored, and otherwise as ``drain``.
         """
         self._counter.enter_stage(Stage.CHECKPOINTING)
         self.drain()
@@ -229,7 +231,8 @@ class Checkpointer:
 
     @property
     def is_overlapped(self) -> bool:
-        """True if a save may be copied concurrently with a step; otherwise ``begin_save`` copies it before the next step."""
+        """True if saves may be copied concurrently with a step, once the audit is done (``wait_until_copied``). Otherwise
+        ``begin_save`` copies each before the next step."""
         return self._overlapped
 
     @property
@@ -243,8 +246,8 @@ class Checkpointer:
         return None if step == self._early_step else step
 
     def record_metrics(self, step: int, values: dict[str, float]) -> None:
-        """Store the values that rank 0 has logged, by name, for the checkpoint of ``step``: they decide which checkpoints are
-        kept as the best."""
+        """Record the values that rank 0 has logged, by name, for the checkpoint of ``step``: with ``checkpoint.keep_best`` they
+        decide which checkpoints are kept as the best."""
         self._committer.record_metrics(step, values)
 
     def finish(self) -> None:
@@ -372,9 +375,9 @@ class Checkpointer:
         return failures
 
     def _prepare(self, step_tensors: Snapshot, private: int) -> None:
-        """After the attempt's first step: have the saving thread allocate memory for the copies. If saves may be overlapped, also
-        begin the audit: the check that only ``optimizer.step()`` changes the parameters. ``private``: bytes that this rank saves
-        besides ``step_tensors``."""
+        """After the attempt's first step: have the saving thread allocate memory for the copies, unless a save is in progress. If
+        saves may be overlapped, also begin the audit: the check that only ``optimizer.step()`` changes the parameters and the
+        optimizers' tensors. ``private``: bytes that this rank saves besides ``step_tensors``."""
         slices = self._cuts.plan(step_tensors.sizes(), self._world_size)[self._rank]
         sources = self._lister.list_sources(step_tensors, slices)
         if self._save is None:

@@ -27,8 +27,8 @@ class Work:
         self._owner: int | None = None
 
     def take(self) -> Sequence[Move]:
-        """Return the next moves that no thread has taken, about ``BYTES_PER_TURN`` bytes. Empty if none is left or another thread
-        has taken over."""
+        """Return the next moves that no thread has taken, of at least ``BYTES_PER_TURN`` bytes if so many are left. Empty if none
+        is left or another thread has taken over."""
         with self._lock:
             first, nbytes = self._next, 0
             if self._owner not in (None, threading.get_ident()):

@@ -1,10 +1,10 @@
 """Lists the elements of live tensors that one rank copies and writes.
 
-``Audit`` checks once, before the first overlapped copy of an attempt, whether anything but ``optimizer.step()`` changes the
-parameters. Torch counts in-place changes of a tensor, but not those through ``tensor.data``. So a digest of the parameters is
-computed after an attempt's first step, and again when the next step is about to change them. If the two differ, the state is
-copied before a step begins, not concurrently with it. Code that changes parameters only now and then is not noticed: that is what
-``checkpoint.staging: blocking`` is for.
+``Audit`` is used once, before the first overlapped copy of an attempt: it detects whether anything but ``optimizer.step()``
+changes the parameters or the optimizers' tensors. Torch counts in-place changes of a tensor, but not those through
+``tensor.data``. So digests of these tensors are computed after an attempt's first step, and again when the next step is about to
+change them. If the two differ, the ``Checkpointer`` copies the state before a step begins, not concurrently with it. Code that
+changes these tensors only now and then is not noticed: that is what ``checkpoint.staging: blocking`` is for.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Sources(NamedTuple):
 
 
 class Lister:
-    """Lists one rank's slices of the shared tensors and all of its private ones. Names and ranges are built again only if names,
-    shapes or slices have changed since the previous save."""
+    """Lists one rank's slices of the shared tensors and all of its private ones. Names and ranges are built again only if they
+    may have changed since the previous save."""
 
     def __init__(self, rank: int) -> None:
         self._prefix = f"{RANK_PREFIX}{rank}/"

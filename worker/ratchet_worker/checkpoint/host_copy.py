@@ -177,8 +177,8 @@ class _Place(NamedTuple):
 class Staged:
     """Copies in progress of one save, made kind by kind (``Until``).
 
-    ``copy`` copies the tensors of one kind, in any thread. ``wait``, in another thread, waits until a kind is copied, and takes
-    part in the copying. ``error``: set once a tensor has changed before it was copied.
+    ``copy`` copies the tensors of one kind, in any thread. ``wait``, in another thread, waits until a kind is copied, and on the
+    CPU takes part in the copying. ``error``: set once a tensor has changed before it was copied, or could not be copied.
     """
 
     def __init__(
@@ -220,10 +220,10 @@ class Staged:
 
     def copy(self, until: Until, *, exclusive: bool = False, is_waiting: bool = False) -> None:
         """Copy every source of the kind ``until`` that no other thread has taken. Sets ``error`` if one changed before it was
-        copied.
+        copied, or could not be copied.
 
-        ``exclusive``: other threads leave the rest to this one. ``is_waiting``: the caller is the loop's thread, which runs no
-        user code meanwhile.
+        ``until``: not ``Until.BOUNDARY``, which ``copy_at_boundary`` copies. ``exclusive``: other threads leave the rest to this
+        one. ``is_waiting``: the caller is the loop's thread, which runs no user code meanwhile.
         """
         work = self._work[until]
         try:
@@ -256,7 +256,7 @@ class Staged:
         return waited
 
     def _copy_move(self, move: Move, *, direct: bool) -> None:
-        """Make one copy. Sets ``error`` if the tensor has changed or lost its memory.
+        """Make one copy. Sets ``error`` if the tensor has changed or lost its memory, or torch cannot copy it.
 
         ``direct``: read the memory directly, since the loop's code, which could free it, does not run meanwhile.
         """
@@ -288,8 +288,8 @@ class Staged:
             self.error = self.error or changed_error(self._sources[number].name)
 
     def require_intact(self, until: Until) -> None:
-        """Raises ``StateError`` if a tensor of the kind ``until`` has changed since the boundary, or if any tensor had changed
-        before it was copied. Call it before the loop may change tensors of this kind."""
+        """Raises ``StateError`` if a tensor of the kind ``until`` has changed since the boundary, or if ``error`` is set. Call it
+        before the loop may change tensors of this kind."""
         for number in self._layout.numbers_by_until[until]:
             self._check(number)
         if self.error is not None:
@@ -307,7 +307,8 @@ class Staged:
     def finish(self) -> None:
         """Copy what is not copied yet, and wait for what other threads are copying. Called in the saving thread.
 
-        Raises ``StateError`` if a tensor changed before it was copied, or a thread that was copying was interrupted.
+        Raises ``StateError`` if a tensor changed before it was copied or could not be copied, or if a thread that was copying was
+        interrupted.
         """
         for until in self._work:
             self.copy(until)
@@ -325,7 +326,7 @@ class Staged:
             copied.set()
 
     def wait(self, until: Until) -> None:
-        """Wait until tensors of the kind ``until`` are copied, so that they may change.
+        """Wait until tensors of the kind ``until`` are copied or the copies are abandoned (``abandon``): they may change then.
 
         On the CPU, the calling thread takes part in the copying. On CUDA, the host waits only until the copies are queued, and
         the current stream waits for the copies.
@@ -347,8 +348,7 @@ class Staged:
     def data_to_write(self) -> tuple[list[Piece], memoryview]:
         """Return the pieces to write, and the bytes of all of them in file order. Call it when all kinds are copied.
 
-        The host waits for the device. The list of pieces is the same object as before while names, shapes and dtypes are the
-        same.
+        The host waits for the device. The list of pieces is the same object as in an earlier save with the same ``layout_key``.
         """
         for mark in self._events.values():
             mark.synchronize()

@@ -1,6 +1,6 @@
 """Detects what a script changes after ``checkpoint()`` in the same loop body. The undisturbed run has these changes, the
-checkpoint has not: the checkpoint is marked, and a resume from it is not exact. The step counter records that a body continues
-after ``checkpoint()``: if the process ends there, the attempt that resumes from the checkpoint marks it.
+checkpoint has not: the caller (``Runtime``) marks the checkpoint, and a resume from it is not exact. The step counter records
+that a body continues after ``checkpoint()``: if the process ends there, the attempt that resumes from the checkpoint marks it.
 
 The state is captured when ``checkpoint()`` has saved it, and again at the end of the body. Both captures are views: small tensors
 on the CPU are compared by value, the others by torch's count of in-place changes.
@@ -34,7 +34,8 @@ class LateChanges:
         self._marks = _marks(self._snapshot)
 
     def changed_components(self) -> list[str]:
-        """Return the sorted names of the components that have changed since this object was created. Captures the state again."""
+        """Return the sorted names of the components that have changed since this object was created, except harmless ones
+        (``_harmless_components``). Captures the state again."""
         now = self._capture()
         marks = _marks(now)
         names = {
@@ -46,8 +47,9 @@ class LateChanges:
 
     @contextmanager
     def ignoring_evaluation(self) -> Iterator[None]:
-        """In this block, do not count changes of parameters and buffers. The block runs an evaluation, which restores them bit
-        for bit at its end; torch counts that as a change. Changes made before the block still count."""
+        """In this block, do not count changes of parameters and buffers. The block runs an evaluation, at whose end
+        ``preserving_state`` puts values back; torch counts that as a change. A change of parameters that the evaluation leaves is
+        not counted either. Changes made before the block still count."""
         before = self._model_marks()
         try:
             yield

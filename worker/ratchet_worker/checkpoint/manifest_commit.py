@@ -1,5 +1,5 @@
-"""Rank 0's part of a save, in the saving thread: collect all reports, check that replicas are equal, commit the manifest, delete
-older checkpoints."""
+"""Rank 0's part of a save: collect all reports, check that replicas are equal, commit the manifest, delete older checkpoints. It
+runs in the saving thread; if training continues meanwhile, the deletion runs in a thread of its own (``saver_thread``)."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Committer:
         self._committed: tuple[Manifest, float] | None = None  # the newest of this attempt, and the seconds it took
 
     def decide(self, order: Order, content: Content | None, stall: float) -> Verdict:
-        """Wait for all ranks' reports on a save, and commit its manifest. Return the verdict, with the error if nothing was
-        committed.
+        """Wait for all ranks' reports on a save, check that they are free of errors and agree, and commit its manifest. Return
+        the verdict, with the error if nothing was committed. Nothing is committed either if the attempt is fenced.
 
         The wait continues as long as files are being written. ``content`` None: rank 0 itself has failed. ``stall``: seconds
         that the loop has waited. Called in the saving thread.
@@ -140,8 +140,8 @@ class Committer:
         self._reporter.report_committed(*self._committed)
 
     def record_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Store the metrics ``values``, by name, that were logged at ``step``. Any thread may call it; it does not wait for the
-        disk."""
+        """Record, in memory, the metrics ``values``, by name, that were logged at ``step``, for the retention by
+        ``checkpoint.keep_best``. Any thread may call it."""
         self._keeper.record_metric(step, values)
 
     def retain(self) -> None:
@@ -198,7 +198,8 @@ class Committer:
         writer_digests: Sequence[Sequence[str]],
         other_digests: Sequence[Mapping[str, Sequence[str]]],
     ) -> tuple[str, str | None] | None:
-        """Return a message about the first tensor that differs between ranks, and its name; None if all are equal.
+        """Return a message about the first tensor that differs between ranks, and its name; None if no digest differs. A save
+        that is not thorough may have digests of some parts only.
 
         The name is None if the ranks hold different sets of tensors. ``writer_digests``: by part, digests of its slices from the
         rank that writes it. ``other_digests``: by rank, its digests of parts that other ranks write.

@@ -73,8 +73,9 @@ class JobState:
     ``set_model``."""
 
     def __init__(self, rank: int, device: torch.device, *, code: Path | None = None, strict: bool = False) -> None:
-        """``code``: the directory of the job's own modules. ``strict``: a save raises ``UserError`` for state that cannot be
-        stored. If not ``strict``, the save leaves that state out, and the report of a resume names it."""
+        """``code``: the directory of the job's own modules. ``strict``: a save raises ``UserError`` for a change outside of
+        ``state_dict`` that cannot be stored. If not ``strict``, the save leaves such a change out, and the report of a resume
+        names it."""
         self.rank, self._device, self._strict = rank, device, strict
         self.ddp: ManagedDDP | None = None
         self.hook: ManagedHook | None = None
@@ -98,7 +99,7 @@ class JobState:
 
     def register(self, component: str, item: Any) -> None:
         """Add one object under a component's name; ``data`` is the name of the training data. Raises ``UserError`` for an invalid
-        or used name, and for an object whose state cannot be restored."""
+        or used name, for an object whose state cannot be restored, and for a DDP model, which ``wrap`` registers."""
         if not component or "/" in component:
             raise UserError(
                 f"{component!r} is not a valid name of a registered object: it must not be empty or have a slash"
@@ -125,13 +126,13 @@ class JobState:
             self.stateful[component] = _as_stateful(component, item)
 
     def check_parameters_unchanged(self) -> None:
-        """Raises ``UserError`` for a parameter that was added, removed, replaced or unfrozen after the model was wrapped. The
-        outcome is the same on every rank."""
+        """Raises ``UserError`` for a parameter that was added, removed, replaced or unfrozen after the model was wrapped.
+        Looks at this rank's model only."""
         module_baseline.check_parameters_unchanged(self._updated_walk(self.require_wrapped()[0].module), self._origin)
 
     def check_parameters_covered(self) -> None:
         """Raises ``UserError`` if a registered optimizer has a parameter that is neither in the model nor in the state of a
-        registered object: it would not be saved. Calls every registered ``state_dict()``."""
+        registered object: it would not be saved. Calls ``state_dict()`` of all registered objects but optimizers and data."""
         names, held = (
             self._parameter_names(),
             {p for item in self.stateful.values() for p in tensor_addresses(item.state_dict())},
@@ -151,12 +152,14 @@ class JobState:
         """Return this rank's current state as views of live tensors, not copies. ``Snapshot.until`` says how long each of them
         stays unchanged.
 
-        The first call is a collective, which all ranks must make (the hook may let DDP rebuild its buckets). From the beginning
-        of an evaluation between two steps until the next step, the copy that ``on_evaluation_begin`` has made is returned for
-        registered objects other than optimizers and data, and for state outside of ``state_dict``. Raises ``HookStateError`` if
-        the hook's state cannot be stored, ``UserError`` if other state cannot, and for a parameter that was added, removed,
-        replaced or unfrozen after the model was wrapped. If the job is not ``strict``, state outside of ``state_dict`` that
-        cannot be stored is left out.
+        The first call may be a collective, since the hook may let DDP rebuild its buckets, so all ranks must make it. From the
+        beginning of an evaluation between two steps until the next step, the copy that ``on_evaluation_begin`` has made is
+        returned for registered objects other than optimizers and data, and for state outside of ``state_dict``. If the job is not
+        ``strict``, state outside of ``state_dict`` that cannot be stored is left out.
+
+        Raises ``HookStateError`` if the hook's state cannot be stored, ``UserError`` if other state cannot be encoded, and for a
+        parameter that was added, removed, replaced or unfrozen after the model was wrapped. Raises ``RuntimeError`` inside a
+        backward pass.
         """
         ddp, hook = self.require_wrapped()
         hook_tensors, hook_data = hook.capture(copy=False)  # first, since no rank may fail before this collective
@@ -207,8 +210,9 @@ class JobState:
         self._before_evaluation = None
 
     def require_storable(self) -> None:
-        """Raises ``UserError`` naming registered state that cannot be stored. Calls every registered ``state_dict()``, and
-        afterwards sets the random generators back to their state before."""
+        """Raises ``UserError`` if a save could not store the parameters, the state of a registered object or, under ``strict``, a
+        change outside of ``state_dict``. Buffers and the hook's state are not checked. Calls ``state_dict()`` of the registered
+        objects, and afterwards sets the random generators back to their state before."""
         out = self.capture_step_tensors()
         for name, tensor in (*out.shared.items(), *out.private.items()):
             if tensor.dtype not in DTYPE_NAMES:
@@ -311,8 +315,8 @@ class JobState:
     # --- restore -------------------------------------------------------------------------------------------------------
 
     def restore(self, saved: Snapshot, transfer: StateTransfer) -> list[ComponentReport]:
-        """Restore ``saved``, the state that the same rank of a group of the same size has saved, bit for bit except for what
-        ``transfer`` changes.
+        """Restore ``saved``, the state that the same rank of a group of the same size has saved. It is restored bit for bit,
+        except for what ``transfer`` changes and what the reports name as not exact or absent.
 
         Return the reports on the restored components, exact ones included, and on what is missing. Raises ``UserError`` if an
         object does not accept its state.
@@ -346,11 +350,12 @@ class JobState:
     def _restore_common(
         self, saved: Snapshot, status: ComponentStatus, reason: str | None, transfer: StateTransfer
     ) -> list[ComponentReport]:
-        """Restore model, buffers, optimizers, other registered objects and state outside of ``state_dict``; return their reports.
+        """Restore model, buffers, optimizers, other registered objects and state outside of ``state_dict``. Return their reports,
+        and those on what is missing.
 
         ``status``, ``reason``: those of the reports on state that each rank has for itself (buffers, other registered objects,
-        state outside of ``state_dict``). Reports on the model and the optimizers say ``exact``. If several replicas became one,
-        ``transfer`` has another status and reason for some components.
+        state outside of ``state_dict``), unless such a report is ``not-exact``. Reports on the model and the optimizers say
+        ``exact``. If several replicas became one, ``transfer`` has another status and reason for some components.
         """
         ddp = self.require_wrapped()[0]
         module = ddp.module
@@ -406,7 +411,8 @@ class JobState:
         return self._report(component, report.status, f"{report.reason}; {why}")
 
     def _report_unsaved(self, saved: Snapshot) -> list[ComponentReport]:
-        """Return reports about state that training changed and the checkpoint does not have. Sets ``unmatched_ignores``."""
+        """Return reports about what training changed and the checkpoint does not have: state that cannot be saved, and that a
+        buffer shares the memory of another tensor. Sets ``unmatched_ignores``."""
         modules, reasons = saved.value("modules"), []
         if names := modules.get("parted", []):
             reasons.append(
@@ -422,7 +428,8 @@ class JobState:
         return reports
 
     def _report_absent(self, saved: Snapshot) -> list[ComponentReport]:
-        """Return a report of status ``absent`` for each component that only the checkpoint or only this rank has."""
+        """Return a report of status ``absent`` for each registered component that only the checkpoint or only this rank has.
+        Objects without ``state_dict`` (``plain``) are left out: their state is a part of that outside of ``state_dict``."""
         here = {*self.optimizers, *self.stateful, *(["data"] if self.data is not None else [])}
         there = set(saved.state) - _BUILT_IN_COMPONENTS
         lost = [
@@ -509,8 +516,8 @@ class JobState:
         return [c for c, item in self.stateful.items() if c in ("scaler", "scheduler") or isinstance(item, kinds)]
 
     def user_components(self) -> list[str]:
-        """Return the names of the other registered objects that have a ``state_dict``. Generators are left out, since their draws
-        differ per rank, whether replicas are equal or not."""
+        """Return the names of the registered objects with a ``state_dict`` that are no optimizer, data or ``group_components``.
+        Generators are left out, since their draws differ per rank, whether replicas are equal or not."""
         group = self.group_components()
         return [c for c, item in self.stateful.items() if c not in group and not isinstance(item, rng.GeneratorState)]
 

@@ -20,8 +20,8 @@ class Save:
     """One save on one rank. The loop creates it, and the saving thread fills in the result.
 
     ``content`` and ``staged`` are None if there is nothing to write; ``error`` is the reason. ``thorough``: training waits for
-    the save, so the replicas are compared in full. ``done`` is set when the save has ended; then ``verdict`` is its result, or
-    ``failure`` the error that left none, and ``seconds`` its duration.
+    the save, so the replicas are compared in full. ``done`` is set when the save has ended: then ``verdict`` is its result,
+    unless ``failure`` is set, which is an error of the saving thread itself. ``seconds`` is its duration.
     """
 
     order: Order
@@ -53,21 +53,22 @@ class Save:
 
     @property
     def is_hurried(self) -> bool:
-        """True if the loop waits for the live tensors, and the save is not ``thorough``: reading them should end soon."""
+        """True once the loop has begun to wait for tensors of the kind ``Until.STEP``, unless the save is ``thorough``: reading
+        live tensors should end soon."""
         return self.loop_waits.is_set() and not self.thorough
 
     @property
     def stall(self) -> float:
-        """Seconds that the loop has waited for this save until now.
+        """Seconds that this save has held up the loop until now: to capture the state, and in ``wait_until_copied``.
 
-        The saving thread may read it even before a loop that was just released has run.
+        A wait in progress counts, so the saving thread may read this even before a loop that was just released has run.
         """
         seconds, since = self.stall_state
         return seconds if since is None else seconds + time.perf_counter() - since
 
     def wait_until_copied(self, until: Until) -> float:
-        """Wait until tensors of the kind ``until`` are copied and no thread reads them; return the seconds that this took. Called
-        before they change.
+        """Wait until tensors of the kind ``until`` are copied and no thread reads them, or the save has given up. Return the
+        seconds that this took. Called before they change.
 
         A kind that changes later includes the earlier one: ``Until.STEP`` also waits for ``Until.BACKWARD``. On CUDA the host
         waits until the copies are queued, and the current stream until they are made. Returns 0.0 at once if the save has ended
@@ -111,21 +112,21 @@ class Save:
             self._checked.add(until)
 
     def require_intact(self) -> None:
-        """Raises ``StateError`` if tensors had changed before they were copied and compared. Called in the saving thread, when
-        everything is written."""
+        """Raise ``StateError`` if a tensor has changed too early: before ``wait_until_copied`` returned for its kind or, without
+        that call, before this one. Called in the saving thread, when everything is written."""
         for until in (Until.BACKWARD, Until.STEP):
             self._check(until)
         if self._change_error is not None:
             raise self._change_error
 
     def wait_for_previous(self) -> None:
-        """Wait for the previous save's ``retention_done``: until older checkpoints are deleted, so that the disk does not have to
-        hold yet another one."""
+        """Wait, without a time limit, for ``retention_done`` of the previous save, if there is one. On rank 0 older checkpoints
+        are then deleted, so that the disk does not have to hold yet another one."""
         if self.previous_retention_done is not None:
             self.previous_retention_done.wait()
 
     def release(self) -> None:
-        """Stop reading the live tensors, whether they are copied or not, and release a loop that waits for them."""
+        """Drop the copies that no thread has begun, and release a loop that waits for the live tensors."""
         if self.staged is not None:
             self.staged.abandon()
         self.released.set()

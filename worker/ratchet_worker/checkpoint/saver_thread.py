@@ -1,8 +1,9 @@
 """The saving thread of one rank: makes the copies and the rank file, reports, waits for the verdict; rank 0's thread commits.
 
-It does one save at a time. If training continues meanwhile, older checkpoints are deleted in another thread: the next save is
-copied concurrently with that, and written after it. If training waits for the save, this thread deletes them before the save
-ends. It has a separate store client, since a waiting client blocks every other caller.
+It does one save at a time. Rank 0 then deletes the checkpoints that no retention rule keeps. If training continues meanwhile,
+another thread deletes them: rank 0 copies the next save concurrently with that, and writes it after that. If training waits for
+the save, the saving thread deletes them before the save ends. The saving thread has a separate store client, since a waiting
+client blocks every other caller.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MAX_FAILURES: Final = 3
 
 class Saver:
     """The saving thread, which the constructor starts. ``give_up`` is called in this thread, on rank 0, after the third failed
-    save in a row."""
+    save in a row and each further one, unless the verdict has ``parted``."""
 
     def __init__(
         self,
@@ -68,8 +69,8 @@ class Saver:
         self._queue.put(save)
 
     def _run(self) -> None:
-        """The thread's main loop: do the submitted work in order. An error of a save is kept in ``save.failure``, or, if the loop
-        has the verdict already, raised for the next save."""
+        """The thread's main loop: do the submitted work in order. An error of a save is kept in ``save.failure``. If
+        ``save.done`` was set before, so that the loop may have missed the error, the next save fails with it, too."""
         set_long_time_slice()
         while True:
             work = self._queue.get()
@@ -93,9 +94,9 @@ class Saver:
     def _save(self, save: Save) -> bool:
         """Do one save, from the copy to the verdict, and store the verdict in ``save``.
 
-        Return True if older checkpoints are still being deleted: ``save.retention_done`` is set when they are. Raises an error
-        of the exchange, or one left by the previous save's deletions. An error of this rank's part only makes the verdict an
-        error.
+        Return True if older checkpoints are still being deleted: ``save.retention_done`` is set when they are. An error of this
+        rank's part only makes the verdict an error. Other errors are raised, such as one of the exchange or of the clean-up, and
+        one that the previous save's clean-up left.
         """
         order, rank = save.order, self._exchange.rank
         try:
@@ -140,11 +141,12 @@ class Saver:
         return replica_divergence.cause(name, self._exchange.gather(f"{order}/cause", mine, timeout=self._timeout))
 
     def _clean_up(self, save: Save, retention_thread: BackgroundThread) -> bool:
-        """Clean up after the verdict, on rank 0: delete older checkpoints, and entries of earlier saves in the store.
+        """Clean up after the verdict, on rank 0: if the save has succeeded, delete the checkpoints that no retention rule
+        keeps, and entries of earlier saves in the store. Otherwise call ``give_up`` after too many failures in a row, unless the
+        verdict has ``parted``.
 
         A training that continues does not wait for it, not even to begin the next save. Return True if checkpoints are still
-        being deleted. After too many failures in a row, ``give_up`` is called. (All ranks are past the previous save, since they
-        have reported for this one.)
+        being deleted. (All ranks are past the previous save, since they have reported for this one.)
         """
         self._published_names.append(save.order.name)
         if save.verdict["error"] is None:
@@ -165,7 +167,8 @@ class Saver:
         return False
 
     def _delete_older(self, settled: Latch) -> None:
-        """Delete older checkpoints, then set ``settled``. An error is kept and raised by the next save."""
+        """Delete the checkpoints that no retention rule keeps, then set ``settled``. An error is kept, and raised by the next
+        save."""
         try:
             self._committer.retain()
         except BaseException as error:  # must reach the loop

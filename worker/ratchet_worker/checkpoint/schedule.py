@@ -64,8 +64,8 @@ class Schedule:
     """Decides on rank 0 when to save, from measured durations of steps and saves; ``Due`` passes the decision on to the other
     ranks.
 
-    ``interval``: steps between saves under ``every_steps: auto``; None until a save has been measured. ``step``: the step from
-    which the attempt starts. ``clock``: returns seconds.
+    ``interval``: steps between saves under ``every_steps: auto``; None until a save has been measured, and without ``auto``.
+    ``step``: the step from which the attempt starts. ``clock``: returns seconds.
     """
 
     def __init__(self, spec: CheckpointSpec, step: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -131,7 +131,7 @@ class Schedule:
         return step + self._steps_within(left)
 
     def record_save_begin(self, step: int) -> None:
-        """Note that the save of ``step`` begins now: the interval to the next one counts from here."""
+        """Note that the scheduled save of ``step`` begins now: the interval to the next one counts from here."""
         self._saved_step, self._saved_at = step, self._clock()
 
     def record_skip(self, step: int) -> None:
@@ -139,8 +139,8 @@ class Schedule:
         self.record_save_begin(step)
 
     def next_check(self, step: int) -> float:
-        """Return the first step after ``step`` at which a save may be due; infinite: never. Under ``every_steps: auto``, computes
-        ``interval`` again."""
+        """Return the step after ``step`` at which to check next whether a scheduled save is due; infinite: never. Under
+        ``every_steps: auto``, computes ``interval`` again."""
         spec = self._spec
         steps = math.inf
         if isinstance(spec.every_steps, int):
@@ -214,7 +214,7 @@ class Due:
         ``busy``: the previous save is in progress. ``drain``: waits for that save; called on rank 0 if a scheduled save is due
         meanwhile and ``checkpoint.when_busy`` is not ``skip``. ``expected_seconds``: returns the expected duration of the save
         before the first scheduled one, or None if that one is not needed any more. Other ranks wait for rank 0's decision, unless
-        it follows from the step alone. Raises ``UserError`` if the ranks are not at the same step.
+        it follows from the step alone. They raise ``UserError`` if that decision is for another step than ``step``.
         """
         plan: dict[str, Any] = {}
         early = step >= self._early
@@ -244,13 +244,14 @@ class Due:
         self._plans_read = self._plans
 
     def on_save_success(self) -> None:
-        """Note that all ranks have reported for the save. Rank 0 deletes from the store the broadcasts made before that save."""
+        """Note that the save has succeeded, for which all ranks have reported. Rank 0 deletes from the store the broadcasts that
+        it made before that save began."""
         while self.schedule is not None and self._plans_deleted < self._plans_read:
             self._plans_deleted += 1
             self._exchange.delete_broadcast(f"plan/{self._plans_deleted}")
 
     def _needs_broadcast(self) -> bool:
-        """True if rank 0 has to decide, since what is due does not follow from the step alone."""
+        """True if rank 0 has to decide about scheduled saves, since they do not follow from the step alone."""
         by_steps = isinstance(self._spec.every_steps, int) and self._spec.every_seconds is None
         return not by_steps or self._spec.when_busy == "skip"
 
@@ -262,9 +263,12 @@ class Due:
         drain: Callable[[], object],
         expected_seconds: Callable[[], float | None],
     ) -> dict[str, Any]:
-        """Return rank 0's decision at ``step``, as JSON. ``save``: the reason to save; None: do not save. ``due``: the next step
-        at which a scheduled save may be due. ``early``: the next step at which a save before the first scheduled one may be due.
-        None for either: never."""
+        """Make rank 0's decision at ``step``, which may wait for the previous save, and return it as values for JSON.
+
+        ``step``: the argument. ``save``: the reason to save; None: do not save. ``due``: the next step at which to check for a
+        scheduled save. ``early``: the next step at which to check for the save before the first scheduled one. None for either
+        of these two: never.
+        """
         due, early, reason = schedule.is_due(step), self._early, None
         if due:
             early = math.inf

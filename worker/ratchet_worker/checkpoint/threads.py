@@ -60,10 +60,11 @@ def raise_nice_value() -> None:
 
 
 def set_long_time_slice() -> None:
-    """Give the calling thread a long time slice, so that any thread that wakes up preempts it; its share of the processor stays
-    the same.
+    """Give the calling thread a long time slice, so that a thread that wakes up usually preempts it; its share of the processor
+    stays the same.
 
-    Needs Linux 6.12. An older kernel, one that refuses, or a policy without slices leaves the slice unchanged, without an error.
+    Needs Linux 6.12 on x86-64 or ARM64. On another system, or if the kernel refuses or the thread's policy has no slices, the
+    slice stays unchanged, without an error.
     """
     calls = _CALLS.get(platform.machine()) if sys.platform == "linux" and sys.maxsize > 2**32 else None
     if calls is None:
@@ -129,8 +130,9 @@ class BackgroundThread:
     """A background thread that makes submitted calls one after the other. The constructor starts it, so that no later call fails
     because a thread cannot be started.
 
-    The end of the process does not wait for it. Where Linux supports it (``set_long_time_slice``), any thread that wakes up
-    preempts it. With ``quiet``, other threads that want the same processor for long get most of it (``raise_nice_value``).
+    The end of the process does not wait for it. Where Linux supports it (``set_long_time_slice``), a thread that wakes up
+    usually preempts it. With ``quiet``, other threads that want the same processor for long get most of it
+    (``raise_nice_value``).
     """
 
     def __init__(self, name: str, *, quiet: bool = False) -> None:

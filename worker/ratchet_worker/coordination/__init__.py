@@ -1,1 +1,1 @@
-"""Coordination between the ranks of a job: process group, exchange, stop agreement, reports."""
+"""Coordination between the ranks of a job: process group, exchange, stop requests and agreement, reports."""

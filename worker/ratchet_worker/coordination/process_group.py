@@ -34,8 +34,8 @@ class Identity:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Identity:
-        """Read the identity from the variables that the agent or torchrun sets. Raises ``KeyError`` if one is missing,
-        ``ValueError`` if one is not a number."""
+        """Read the identity from the variables that the agent or torchrun sets. Without ``STORE_FD``, ``store_fd`` is None.
+        Raises ``KeyError`` if another one is missing, ``ValueError`` if one that must be a number is not."""
         fd = env.get(names.STORE_FD)
         return cls(
             rank=int(env[names.RANK]),
@@ -79,9 +79,12 @@ def select_device(launch: LaunchFile, identity: Identity) -> torch.device:
 
 
 def connect(identity: Identity, timeout: float) -> Clients:
-    """Connect to the rendezvous store and return the clients; rank 0 first serves the store on the socket that the agent has
-    bound, and closes the inherited descriptor. ``timeout``: seconds that each operation of a client may take. Blocks until the
-    server is reached; if ``timeout`` ends before that, raises torch's ``DistNetworkError``."""
+    """Connect to the rendezvous store and return the clients. Rank 0 first serves the store on the socket that its agent has
+    bound (without one, on a new socket), and closes the inherited descriptor.
+
+    ``timeout``: seconds that each operation of a client may take. Blocks until the server is reached; if ``timeout`` ends before
+    that, raises torch's ``DistNetworkError``.
+    """
     limit = timedelta(seconds=timeout)
     server = None
     if identity.rank == 0:

@@ -1,5 +1,5 @@
-"""A rank's reports to the service: one method per message, on top of the spool. No method raises, and none waits unless the
-rank's communicators have been aborted.
+"""A rank's reports to the service: one method per message, on top of the spool. No method raises. None waits, but one that
+sends a message blocks for ever once an abort of the rank's communicators has begun.
 
 Which steps' metrics are due (``metrics_due``) depends on step numbers alone, so that two runs of a job send the same series.
 Progress and hook summaries serve people who watch, and are sent by time.
@@ -72,8 +72,8 @@ class Reporter:
 
     def metrics_due(self, step: int, total_steps: int | None) -> bool:
         """True if the metrics of ``step`` are due. In a job of fewer than 2000 steps, every step is due. In a longer one, every
-        n-th is, so that there are about 1000 to 1500 points. If ``total_steps`` is None, every tenth is. The first and the last
-        step are always due."""
+        n-th is, so that there are about 1000 to 1500 points. If ``total_steps`` is None, every tenth is. The first step, and the
+        last if ``total_steps`` is known, are always due."""
         every = 10 if total_steps is None else max(1, total_steps // _POINTS)
         return step % every == 0 or step == total_steps or step == 1
 
@@ -84,8 +84,8 @@ class Reporter:
     def report_progress(
         self, step: int, total_steps: int | None, data_epoch: int | None, *, always: bool = False
     ) -> None:
-        """Send progress, at most every half second unless ``always``. The message has the steps per second since the previous
-        message. ``total_steps`` and ``data_epoch``: None if not known."""
+        """Send progress. Without ``always``, do nothing if the previous message is less than half a second old. The message has
+        the steps per second since the previous one, if steps were done. ``total_steps`` and ``data_epoch``: None if not known."""
         instant = time.monotonic()
         seconds = instant - self._progress_at
         if not always and seconds < _PROGRESS_SECONDS:
@@ -105,8 +105,8 @@ class Reporter:
         )
 
     def hook_due(self) -> bool:
-        """True if a summary is due. That is so every second, or less often if making a summary is slow: the time from this call
-        to ``report_hook`` is to be at most the share ``_HOOK_SHARE``. Also begins to measure that time."""
+        """True if a summary is due. That is so every second, or less often if making a summary is slow: the time from a call that
+        returns True to ``report_hook`` is measured, and is to be at most the share ``_HOOK_SHARE`` of all time."""
         instant = time.monotonic()
         due = instant - self._hook_at >= self._hook_pause
         if due:
@@ -114,7 +114,7 @@ class Reporter:
         return due
 
     def report_hook(self, summary: HookSummary, warnings: Iterable[HookWarning] = ()) -> None:
-        """Send the hook's summary, and each of ``warnings`` that was not sent before as a note."""
+        """Send the hook's summary, and as a note each of ``warnings`` whose text was not sent before."""
         self._hook_at = time.monotonic()
         if self._hook_begun_at is not None:
             self._hook_pause = max(_HOOK_SECONDS, (self._hook_at - self._hook_begun_at) / _HOOK_SHARE)
@@ -151,7 +151,7 @@ class Reporter:
 
     def report_committed(self, manifest: Manifest, seconds: float, stall: float | None = None) -> None:
         """Send that a checkpoint was committed. ``seconds``: the time from the start of the save to the commit; ``stall``: the
-        seconds that training waited for it."""
+        seconds that training waited for it; None: not stated."""
         self._send(
             m.CheckpointCommitted(
                 rank=self._rank, at=now(), step=manifest.step, attempt=manifest.attempt, digest=manifest.digest,
@@ -181,7 +181,7 @@ class Reporter:
         self._spool.close()
 
     def _send(self, message: m.RankMessage) -> None:
-        """Append a message to the spool. Blocks if the rank's communicators have been aborted."""
+        """Append a message to the spool. Blocks for ever if an abort of the rank's communicators has begun."""
         self._block_if_aborting()
         self._spool.append(message)
 
@@ -191,7 +191,7 @@ Reason = Literal["schedule", "stop", "request", "end", "first"]
 
 def metric_value(name: str, value: float | torch.Tensor) -> float:
     """Return a metric's value as a float; for a tensor on a GPU this waits for the GPU. Raises ``UserError`` for an invalid name
-    or a value that is not one number."""
+    or a value that is not one number. An error of the device is raised unchanged."""
     if not name or len(name) > 200:
         raise UserError(f"a metric needs a name of 1 to 200 characters, not {name[:20]!r}")
     try:

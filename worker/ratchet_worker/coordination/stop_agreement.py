@@ -62,8 +62,8 @@ class Decision:
 
 
 class Stopped(SystemExit):
-    """Raised on all ranks after the same step to stop them, as an exit of the script; do not catch it. ``cause``: the origin of
-    the stop request."""
+    """Raised on all ranks after the same step, or before the first one, to stop them, as an exit of the script; do not catch it.
+    ``cause``: why they stop."""
 
     def __init__(self, cause: Cause, message: str) -> None:
         super().__init__(EXIT_PREEMPTED)
@@ -157,7 +157,8 @@ class Agreement:
             return self._decision
 
     def pending(self) -> Decision | None:
-        """Return the decision that this rank can act on now, with nothing left to run before it; else None. Never waits."""
+        """Return the decision that this rank can act on now, with nothing left to run before it; else None. Does not wait for a
+        decision. Call it between two units: one that has begun counts as run."""
         with self._condition:
             decision = self._decision
             return decision if decision is not None and decision.target <= self._position else None

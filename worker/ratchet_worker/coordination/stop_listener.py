@@ -45,15 +45,19 @@ class Listener:
         self.abort = GroupAbort()
 
     def install(self) -> None:
-        """Install the handlers for SIGTERM, SIGINT, stack dumps, and the agent's request to abort the process groups."""
+        """Install the handlers for SIGTERM, SIGINT, fatal errors (``faulthandler``) and stack dumps, and start the thread for the
+        agent's request to abort the process groups. Call it before any other thread is started."""
         self.install_signal_handlers()
         faulthandler.enable()
         stack_dump.install_handlers()
         self.abort.start()
 
     def install_signal_handlers(self) -> Callable[[], None]:
-        """Install handlers for SIGTERM and SIGINT, on the main thread. The returned function restores the previous handlers,
-        except where others have replaced the installed ones; ``wait`` receives no more signals after it."""
+        """Install handlers for SIGTERM and SIGINT, a wake-up descriptor, and callbacks for forks. Call it on the main thread.
+
+        The returned function restores the previous descriptor, and the previous handlers except where others have replaced the
+        installed ones. The callbacks stay. After that call, ``wait`` receives no more signals.
+        """
         wakeup = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._previous_handlers = {number: signal.signal(number, self._handle_signal) for number in STOP_SIGNALS}
         self._installed = True
@@ -80,7 +84,7 @@ class Listener:
 
     def wait(self, seconds: float) -> tuple[Cause | None, int]:
         """Wait up to ``seconds`` for a signal, and read the control file. Returns the cause of the requested stop (None: no stop)
-        and the number of "save now" requests, both for all that was received so far."""
+        and the number of all "save now" requests. A signal counts for ever, the control file by its latest content."""
         readable, _, _ = select.select([self._read_fd], [], [], seconds)
         if readable:
             numbers = os.read(self._read_fd, 4096)
@@ -100,7 +104,7 @@ class Listener:
 
     def forward_interrupt(self) -> bool:
         """Send the main thread a SIGINT for the handler that was installed before (``KeyboardInterrupt``). Returns False, and
-        sends nothing, if there was no such handler or a SIGINT was sent before. May be called from any thread."""
+        sends nothing, if there was no such handler or an earlier call has sent the SIGINT. May be called from any thread."""
         if self._forwards_interrupt or not callable(self._previous_handlers.get(signal.SIGINT)):
             return False
         self._forwards_interrupt = True

@@ -77,6 +77,6 @@ class SampleLoader(Dataset[Any]):
 
     def batch(self, keys: Sequence[tuple[int, int]], collate: Callable[[list[Any]], Any]) -> Any:
         """Load the samples of ``keys``, each (epoch, index), in this process and return them collated to one batch. Afterwards
-        the process-wide generators have the states from before the call."""
+        the process-wide CPU generators have the states from before the call."""
         with preserving_process_generators():
             return collate([self[key] for key in keys])

@@ -21,9 +21,9 @@ _MAX_PENDING: Final = 64  # batches on an accelerator that are hashed together
 
 class BatchDigest:
     """A digest (XXH3-128) of ``batch`` as it is now, over at most about 64 KiB of its tensors, arrays, numbers and strings.
-    Later in-place changes have no effect. Large tensors are sampled on an even grid of elements; of more than 4096 values the
-    rest is left out. Tensors on an accelerator are copied there now, without waiting for the copy, and hashed when ``hex`` is
-    called."""
+    Later in-place changes have no effect. Large tensors are sampled on an even grid of elements, long strings at both ends; of
+    more than 4096 values the rest is left out. Tensors on an accelerator are copied there now, without waiting for the copy, and
+    hashed when ``hex`` is called."""
 
     def __init__(self, batch: Any) -> None:
         leaves = list(islice(_leaves(batch, 0), _LEAVES))

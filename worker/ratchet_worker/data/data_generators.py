@@ -31,8 +31,8 @@ class OwnGenerators:
     """Finds and saves the generators that the objects ``roots`` hold. A generator is identified by the attribute path at which
     it is found first, such as ``dataset.rng``. ``roots``: objects by the first part of the path.
 
-    The search covers attributes, bound methods, ``partial``, closures, and containers of up to 100 items. Process-wide
-    generators belong to the rank and are excluded.
+    The search covers attributes, bound methods, ``partial``, closures and defaults of functions, and lists, tuples and dicts of
+    up to 100 items; see ``reachable``. Process-wide generators belong to the rank and are excluded.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
@@ -116,7 +116,8 @@ class StreamGenerators(OwnGenerators):
 
     def states(self) -> dict[str, Any]:
         """Return the states by path as ``OwnGenerators.states`` does, and the points of ``marks`` under a key of their own.
-        Between ``before_move`` or ``load`` and ``after_move`` the states are those that ``after_move`` will restore."""
+        For a stream that restores itself, the states between ``before_move`` or ``load`` and ``after_move`` are those that
+        ``after_move`` will restore."""
         own = dict(super().states() if self._pending_states is None else self._pending_states)
         return {**own, _MARKS: {name: mark.state() for name, mark in self.marks.items()}} if self.marks else own
 
@@ -158,8 +159,9 @@ def for_data(data: Any) -> OwnGenerators:
 
 
 def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, object) for everything reachable from ``roots``, breadth first, each object once, at most ``_MAX_OBJECTS``.
-    Plain values, arrays, tensors, modules, types, process-wide generators and the Session are left out."""
+    """Yield (path, object) for what ``_children`` finds from ``roots`` on, breadth first, each object once, up to about
+    ``_MAX_OBJECTS``. Plain values, arrays, tensors, Python modules, types, process-wide generators and the Session are left out.
+    What a generator holds is not searched."""
     # Holds the objects, so that no id() is reused meanwhile.
     seen: dict[int, Any] = {id(item): item for item in process_generators()}
     waiting = deque(roots.items())

@@ -47,8 +47,9 @@ def enumerate_readers(iterator: Iterator[Any]) -> list[enumerate[Any]]:
 
 
 def find_restarted(iterator: Iterator[Any], frame: FrameType | None) -> str | None:
-    """Return a sentence about code that does not continue after a resume within an epoch; None if everything does. Examined are
-    the loop in ``frame`` that reads ``iterator``, and the generators and Python iterators between the two.
+    """Return a sentence about code that does not continue after a resume within an epoch; None if no such code is found. Examined
+    are the loop in ``frame`` that reads ``iterator``, and the generators and Python iterators between the two. An ``enumerate``
+    directly around ``iterator`` is no such code: ``advance`` can make it continue.
 
     An ``enumerate`` around a generator, such as a progress bar's, cannot be advanced: the generator is already running. One
     around ``map`` would call the map's function.

@@ -1,8 +1,8 @@
 """A DataLoader over a map-style data set, whose position in an epoch is restored through its sampler, without loading a sample.
 
 The order of an epoch follows from the states of the generators, and the plain attributes of the samplers, when it began. A resume
-restores these, reads the used indices from the sampler again, compares them by a digest, and loads nothing. Any sampler and batch
-sampler that returns the same indices again is supported.
+restores these, reads the used indices from the sampler again, and compares them by a digest; it loads no used batch. Any sampler
+and batch sampler that returns the same indices again is supported.
 
 While they are loaded, samples draw the same random numbers as in a plain DataLoader. In the rank's own process the process-wide
 generators are, at a step boundary, where the last batch left them; states of workers' generators arrive with the batches
@@ -253,8 +253,9 @@ class SamplerPosition(LoaderPosition):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the number of batches taken in it, and the states that determine the order of the epoch. Between
-        ``load_state_dict`` and ``reach`` return the loaded state."""
+        """Return the epoch, the number of batches taken in it, the states that determine the order of the epoch, the states of
+        workers' generators, and more that ``reach`` needs. Between ``load_state_dict`` and ``reach`` return a copy of the loaded
+        state."""
         if self._recorded is not None:
             return dict(self._recorded)
         state: dict[str, Any] = {"kind": self._kind, "epoch": self.epoch, "position": self.position}

@@ -49,7 +49,7 @@ class StreamPosition(LoaderPosition):
         )
 
     def data_digest(self) -> str | None:
-        """Return the digest that identifies the stream's data; None without one."""
+        """Return None: no digest identifies the data of a loader that is read as a stream."""
         return self.stream.data_digest()
 
     def __iter__(self) -> Iterator[Any]:
@@ -128,6 +128,6 @@ class StreamPosition(LoaderPosition):
 
     def restart_epoch(self, state: dict[str, Any]) -> bool:
         """Move to the beginning of the epoch recorded in ``state``. Called in place of ``load_state_dict`` when the number of
-        ranks has changed. Returns True if batches of that epoch had been taken, which are then taken again."""
+        ranks has changed. Returns True if batches of that epoch had been read, even if only ahead; they are then read again."""
         self.stream.epoch = state["epoch"]
         return bool(state.get("taken"))

@@ -124,7 +124,8 @@ class TrainStream:
     # --- batches -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over the batches from the position to the end of the epoch; it ends an earlier iterator."""
+        """Return an iterator over the batches from the position to the end of the epoch; it ends an earlier iterator. Within an
+        epoch, it first moves the stream to the position as after a resume, unless ``reach`` has just done so."""
         self._run += 1
         return self._batches(self._run)
 

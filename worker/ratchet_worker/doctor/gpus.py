@@ -53,8 +53,8 @@ class Gpu:
 
 
 def findings_without_torch() -> list[Finding]:
-    """Return a finding for each GPU that ``nvidia-smi`` lists, for an interpreter without torch. Empty if it lists none or is
-    missing; one failed finding if it fails."""
+    """Return a finding for each GPU that ``nvidia-smi`` lists, for an interpreter without torch. Empty if it lists none, is
+    missing, or prints numbers that cannot be read; one failed finding if it fails."""
     try:
         return [_finding(gpu) for gpu in query_smi()]
     except SmiError as error:
@@ -62,8 +62,8 @@ def findings_without_torch() -> list[Finding]:
 
 
 def findings_with_torch(torch: Any) -> tuple[list[str], list[Finding]]:
-    """Return the names of the devices that torch can use, and the findings: a summary and one for each GPU. ``torch``: the
-    imported module."""
+    """Return the names of the devices that torch can use, and the findings: a summary, and one for each GPU that ``nvidia-smi``
+    lists. If it lists none but torch can use some, one for each of these. ``torch``: the imported module."""
     rows, broken = list[Gpu](), None
     try:
         rows = query_smi()
@@ -137,7 +137,7 @@ def _finding(gpu: Gpu) -> Finding:
 
 
 def _from_torch(torch: Any, index: int, name: str) -> Finding:
-    """The finding on one GPU by torch alone, if ``nvidia-smi`` is missing or fails."""
+    """The finding on one GPU by torch alone, if ``nvidia-smi`` is missing, fails or cannot be read."""
     try:
         free, total = (n >> 20 for n in torch.cuda.mem_get_info(index))
     except Exception as error:  # a GPU in exclusive mode that another process holds

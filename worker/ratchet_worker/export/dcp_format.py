@@ -2,8 +2,8 @@
 this format and never reads it: its ``.metadata`` is a pickle, and so is every value in it that is not a tensor.
 
 Keys, as DCP flattens them: ``model.<key of state_dict>``; ``optimizer.state.<parameter>.<key>`` and
-``optimizer.param_groups.<n>.<key>``, by parameter names, as in ``torch.distributed.checkpoint.state_dict``; ``step``; and
-``ratchet``, JSON with the origin.
+``optimizer.param_groups.<n>.<key>``, by parameter names, as in ``torch.distributed.checkpoint.state_dict``; the same under
+``user:<name>`` for each registered optimizer; ``step``; and ``ratchet``, JSON with the origin.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Path = str | os.PathLike[str]
 
 
 def write(chosen: Chosen, out: BinaryIO) -> list[str]:
-    """Write a tar of DCP's files to ``out``, ``.metadata`` last; return notes for its reader. Raises ``CheckpointError``,
-    ``StateError``, ``OSError``."""
+    """Write a tar of DCP's files to ``out``, ``.metadata`` last; return notes for its reader. The files are made first, without
+    names, in the directory for temporary files. Raises ``CheckpointError``, ``StateError``, ``OSError``, ``MemoryError``."""
     state, notes = _state(chosen)
     files = _Unnamed()
     writer = FileSystemWriter("checkpoint", sync_files=False)
@@ -125,7 +125,8 @@ class _Unnamed(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path: Path, mode: str) -> Generator[Any]:
-        """Open a new unnamed file under ``path`` for writing; it stays open after the block."""
+        """Open a new unnamed file for writing, which is kept in ``files`` by the last part of ``path``. The yielded stream is
+        closed after the block; the file stays open."""
         assert mode == "wb", mode
         file = self.files[PurePosixPath(path).name] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
         with os.fdopen(os.dup(file.fileno()), "wb") as stream:  # the writer closes it

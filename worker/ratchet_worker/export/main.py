@@ -41,9 +41,9 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def main() -> None:
-    """Read the request from standard input, export the checkpoint, and write the response to the request's descriptor ``answer``.
-    An error of Ratchet, of the operating system or for lack of memory becomes a response with ``error``. The process ends with
-    its parent."""
+    """Read the request from standard input, export the checkpoint, and write the response to the request's descriptor
+    ``answer``. A ``RatchetError``, ``OSError`` or ``MemoryError`` becomes a response with ``error``; any other exception
+    propagates, without a response. The process ends with its parent."""
     request = json.load(sys.stdin)
     die_with_parent(request["asker"])
     answer: dict[str, Any]
@@ -60,8 +60,10 @@ def main() -> None:
 
 
 def export(request: dict[str, Any]) -> dict[str, Any]:
-    """Verify and export the checkpoint of the ``request``, write the exported file to the request's descriptor ``fd``, and return
-    the response with notes and digest. Raises ``CheckpointError``, ``StateError``, ``OSError``."""
+    """Write the exported checkpoint of the ``request`` to the request's descriptor ``fd``, close it, and return the response
+    with notes and digest. What is read is verified; of files that the format does not need, only the size is checked. Raises
+    ``CheckpointError``, also if the checkpoint's manifest has another digest than the requested one, ``StateError``,
+    ``OSError``."""
     directory = Path(request["checkpoint"])
     manifest = read_manifest(directory)
     if manifest.digest != request["digest"]:

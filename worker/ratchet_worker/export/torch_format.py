@@ -39,8 +39,8 @@ class Model:
     notes: list[str] = field(default_factory=list)
 
     def metadata(self, manifest: Manifest) -> dict[str, str]:
-        """Return the metadata of a safetensors file: tied keys as ``safetensors.torch.load_model`` reads them, and the file's
-        origin."""
+        """Return the metadata of a safetensors file: tied keys as ``safetensors.torch.load_model`` reads them, ``format``, and
+        under ``ratchet``, as JSON, the file's origin and the notes."""
         facts = {**origin(manifest), "notes": self.notes}
         return {**self.tied, "format": "pt", "ratchet": json.dumps(facts)}
 
@@ -60,11 +60,11 @@ def origin(manifest: Manifest) -> dict[str, Any]:
 
 
 def read_model(chosen: Chosen) -> Model:
-    """Return the model of a checkpoint (parameters and buffers); what is read is verified. Raises ``CheckpointError``,
-    ``StateError``.
+    """Return the model of a checkpoint: the parameters and buffers that its ``state_dict`` has. What is read is verified.
+    Raises ``CheckpointError``, ``StateError``.
 
-    If replicas differ, the result is their mean, as in a resume on another number of ranks (``average_replicas.mean``). Buffers
-    are rank 0's.
+    If replicas differ, the parameters are their mean, as in a resume on another number of ranks (``average_replicas.mean``);
+    what has no mean, and all else, is rank 0's. Other entries of the ``state_dict`` are left out; ``notes`` says so.
     """
     manifest = chosen.manifest
     assert manifest is not None
@@ -98,9 +98,13 @@ def read_model(chosen: Chosen) -> Model:
 
 
 def read_rank(chosen: Chosen, rank: int) -> dict[str, Any]:
-    """Return one rank's whole state (model, optimizers, hook, random number generators, registered objects) as a dict that
-    ``torch.save`` writes and ``torch.load(weights_only=True)`` reads. What is read is verified. Raises ``CheckpointError``,
-    ``StateError``."""
+    """Return one rank's state (the model's ``state_dict``, optimizers, hook, random number generators, registered objects),
+    with the checkpoint's origin, as a dict for ``torch.save``. Entries of ``state_dict`` that are neither parameter, buffer
+    nor extra state are left out; its ``notes`` say so. What is read is verified. Raises ``CheckpointError``, ``StateError``.
+
+    ``torch.load(weights_only=True)`` reads the dict, unless a registered object has a value that it refuses (see
+    ``to_plain``).
+    """
     manifest = chosen.manifest
     assert manifest is not None
     saved = disk.read(chosen, [rank])[rank]
@@ -136,9 +140,14 @@ def read_rank(chosen: Chosen, rank: int) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """Return ``value``, nested values included, without anything that ``torch.load(weights_only=True)`` refuses. A numpy
-    ``RandomState`` or ``Generator`` becomes its state as a dict. Arrays become tensors; those of integers or text with at most
-    one dimension become lists. Numpy scalars become Python values, and sets become sorted lists."""
+    """Return ``value`` with types converted, nested ones included, for ``torch.load(weights_only=True)``. A numpy
+    ``RandomState`` or ``Generator`` becomes its state as a dict. Arrays become tensors; those of integers or text become a
+    list if they have one dimension, and a Python value if they have none. Numpy scalars become Python values, sets become
+    sorted lists, and subclasses of ``dict`` other than ``OrderedDict`` become dicts.
+
+    All else is returned unchanged, even if ``torch.load`` refuses it, such as a deque. Raises ``TypeError`` or ``ValueError``
+    for an array that torch cannot represent, such as one of times.
+    """
     if isinstance(value, np.random.RandomState):
         return to_plain(value.get_state(legacy=False))
     if isinstance(value, np.random.Generator):

@@ -6,7 +6,7 @@ first 128 KiB, at most 64 MiB), and large blocks likewise; every page is then fa
 CPU time of a step of a small model. Results do not depend on this setting. Processes that a rank forks, such as DataLoader
 workers, inherit it.
 
-Garbage collector: it is off during imports and during work that training waits for.
+Garbage collector: it is off while a rank or the fork server imports torch, and during the work of a save that training waits for.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _VARIABLES: Final = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC
 
 
 def keep_freed_memory() -> bool:
-    """Make the allocator of this process keep freed memory, and return True; blocks above 32 MiB are still returned to the system
-    (mallopt(3)). Return False, without effect, if the environment has the user's own allocator settings or the process does not
-    use glibc; also False if glibc refuses a setting."""
+    """Make the allocator of this process keep freed memory, and return True. Blocks above 32 MiB (mallopt(3)), and what is
+    free at the heap's top beyond 1 GiB, are still returned to the system. Return False, without effect, if the environment has
+    the user's own settings of these thresholds, or any ``glibc.malloc`` tunable, or if the process does not use glibc. Also
+    return False if glibc refuses a setting."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     own = any(name in os.environ for name in _VARIABLES) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
     if mallopt is None or own:

@@ -1,7 +1,8 @@
-"""Settings under which the same inputs give the same bits: algorithms, libraries, thread count.
+"""Settings of torch under which the same inputs give the same bits: deterministic algorithms and the thread count. Environment
+variables, such as ``CUBLAS_WORKSPACE_CONFIG``, are set by the agent that starts a rank, or by ``session.without_service``.
 
-The thread count is set in every mode: it is part of a job's resources, and gradients of convolution, linear and LayerNorm layers
-differ between 1 and 2 threads.
+The thread count is set in every mode: it is part of a job's resources, and gradients of convolution, linear and LayerNorm
+layers differ between 1 and 2 threads.
 """
 
 from __future__ import annotations

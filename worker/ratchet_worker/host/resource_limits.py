@@ -16,8 +16,9 @@ from ratchet_contract.protocol.messages import LaunchFile
 
 
 def apply(launch: LaunchFile) -> None:
-    """Set the limits of the spec on open files and memory, hard and soft, for this process and all that it starts. Raises
-    ``UserError`` if the machine allows less than requested."""
+    """Set the spec's limit on open files and, with the local launcher, this rank's share of the spec's memory, as hard and
+    soft limits of this process and, each by itself, of all processes that it starts. Raises ``UserError`` if the machine
+    allows less than requested."""
     wanted = launch.spec.resources
     if wanted.open_files is not None:
         _set(resource.RLIMIT_NOFILE, wanted.open_files, f"resources.open_files is {wanted.open_files}")

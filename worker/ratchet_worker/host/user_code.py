@@ -1,4 +1,5 @@
-"""Finds and runs the user's code. Errors that no retry can fix are raised as ``UserError`` with advice."""
+"""Finds and runs the user's code. Errors in finding or importing it that no retry can fix are raised as ``UserError`` with
+advice."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ def add_to_path(code: Path) -> None:
 
 
 def make_task(spec: TaskSpec, code: Path) -> Any:
-    """Import the entrypoint, construct the task object with its arguments, and return it. Raises ``UserError`` if the entrypoint
-    is missing, cannot be imported, is no task, or does not take the arguments. Exceptions of its constructor propagate."""
+    """Import the entrypoint, construct the task object with its arguments, and return it. Raises ``UserError`` if the
+    entrypoint is missing, its import fails with ``ImportError`` or ``SyntaxError``, it is no task, or it does not take the
+    arguments. Other exceptions of its module, and all of its constructor, propagate."""
     module_name, _, attribute = spec.entrypoint.partition(":")
     found: Any = _import(module_name, code)
     for part in attribute.split("."):
@@ -56,8 +58,8 @@ def make_task(spec: TaskSpec, code: Path) -> Any:
 
 
 def _import(name: str, code: Path) -> Any:
-    """Import the user's module ``name``. Raises ``UserError``, with advice, if it or a module that it imports is missing or
-    cannot be imported; other exceptions propagate."""
+    """Import the user's module ``name``. Raises ``UserError`` for an ``ImportError``, such as that of a missing module, and
+    for a ``SyntaxError``, in it or in a module that it imports; other exceptions propagate."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -93,7 +95,8 @@ def shadowing_advice(error: BaseException) -> str | None:
 
 
 def _pip_install(module: str | None) -> str:
-    """Return the pip command that installs the package of ``module`` for this interpreter."""
+    """Return the pip command that installs the package of ``module`` for this interpreter; the package is assumed to have the
+    name of the top-level module."""
     top = (module or "").partition(".")[0]
     return shlex.join([sys.executable, "-m", "pip", "install", requirement(top)])
 
@@ -104,8 +107,9 @@ def _names_in(code: Path) -> str:
 
 
 def _check_arguments(factory: Any, spec: TaskSpec) -> None:
-    """Raise ``UserError`` if ``factory`` does not take the spec's arguments. It is checked before the call, so that a
-    ``TypeError`` raised inside the constructor is not mistaken for wrong arguments."""
+    """Raise ``UserError`` if the signature of ``factory`` does not take the spec's arguments; one without a signature is not
+    checked. This comes before the call, so that a ``TypeError`` raised inside the constructor is not mistaken for wrong
+    arguments."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):

@@ -53,8 +53,8 @@ _DDP_ALONE: Final = ("deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Accelerate's ``Accelerator`` that trains within the rank's ``Session``; takes the same arguments. ``session``: that
-    Session, made here if the script has none yet. Raises ``UserError`` for arguments that the spec decides, and for features that
-    a Session cannot resume."""
+    Session, made here if the script has none yet. Raises ``UserError`` for arguments that the spec decides, for features that
+    a Session cannot resume, and if the number of ranks or the type of device is not the Session's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.session = rank_session()
@@ -128,7 +128,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare the DataLoader as Accelerate does. The first one that is prepared is the training's: it is returned as a
         ``TrainingLoader``, whose batches are the job's steps. Later ones, and one that is prepared already, are returned as
-        Accelerate returns them."""
+        Accelerate returns them. Raises ``UserError`` for a training loader that ``TrainingLoader`` refuses."""
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if prepared is data_loader or self._loop.loader is not None:
             return prepared
@@ -230,8 +230,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def rank_session(make: Callable[[], Session] = Session) -> Session:
-    """Return the Session that ``make()`` makes. If Accelerate has started a process group already, that group is closed first,
-    and the Session starts its own."""
+    """Return the Session that ``make()`` makes. If that fails because a process group exists, and Accelerate's state is set up
+    in this process, close the group and call ``make()`` again: the Session then starts its own group."""
     try:
         return make()
     except UserError as error:
@@ -338,8 +338,8 @@ class _Counts:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters and flags: batches of the open step, skipped optimizer steps, passes of the training's loader and
-        saves."""
+        """The counters and flags: Accelerate's count of accumulated batches, whether the last batch synchronised gradients,
+        whether each optimizer's last step was skipped, the number of passes of the training's loader and of saves."""
         one = self._accelerator
         return {
             "step": one.step,

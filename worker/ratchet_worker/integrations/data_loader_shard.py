@@ -35,8 +35,9 @@ def begin_pass(loader: Any, *, is_resumed: bool) -> None:
 
 
 def deliver_batch(loader: Any, batch: Any, more: Callable[[], bool]) -> Any:
-    """Return ``batch`` on the loader's device, for the training. Before that, ``more()`` is called: it loads the next batch, and
-    returns False if there is none. Sets the loader's ``end_of_dataloader`` to True for the last batch, else to False."""
+    """Return ``batch``, moved to the loader's device if it has one. Before that, ``more()`` is called: it loads the next
+    batch, and returns False if there is none. Sets the loader's ``end_of_dataloader`` to True for the last batch, else to
+    False."""
     if loader.device is not None:
         batch = send_to_device(batch, loader.device, non_blocking=loader._non_blocking)
     loader.end_of_dataloader = not more()

@@ -22,9 +22,10 @@ A resumed Trainer begins as a new one does, with the hooks from ``setup`` to ``o
 resumed. All state is restored when it requests its first batch, which is the point where it was saved. Lightning's own way of
 resuming is not used; it leaves out hooks, schedulers' steps and logged values.
 
-Not supported, and refused with an error that names it: ``ckpt_path`` of ``fit`` (the job resumes from its own checkpoints), a
-second ``fit``, several training loaders, ``StochasticWeightAveraging`` of a model with batch norm, ``BaseFinetuning``,
-``ModelPruning``. A stop waits for the end of a validation.
+Some features are not supported, and are refused with an error that names them: among others ``ckpt_path`` of ``fit`` (the job
+resumes from its own checkpoints), a second ``fit``, several training loaders, a loader without a length, ``Tuner.lr_find``,
+``StochasticWeightAveraging`` of a model with batch norm, ``BaseFinetuning``, ``ModelPruning``. A stop waits for the end of a
+validation.
 """
 
 from __future__ import annotations
@@ -187,9 +188,9 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """Make the Session, which starts the process group, unless the script has made it. Rewind Lightning's checkpoint and log
-        files at the first call (``_rewind_files``). Raises ``UserError`` if the Trainer and the Session use different types of
-        devices."""
+        """Make the Session, which starts the process group, unless the script has made it, and connect the Trainer's logging
+        to it. At the first call, unless the state is restored already, also rewind Lightning's checkpoint and log files
+        (``_rewind_files``). Raises ``UserError`` if the Trainer and the Session use different types of devices."""
         if self._session is None:
             self._session = Session()
         device = self._session.device
@@ -214,9 +215,10 @@ class SessionStrategy(DDPStrategy):
                 connector.log_metrics = partial(self._log, connector.log_metrics)
 
     def _rewind_files(self, trainer: Any) -> None:
-        """Rewind checkpoint and log files to the step that this attempt begins with. It is called before the first callback or
-        logger writes a file, which may be in a validation before ``fit``. In a resumed attempt the loggers are muted until
-        everything is restored, since values before that point have been logged. Every rank must call it."""
+        """Rewind checkpoint and log files to the step that this attempt begins with, and let the loggers use the directories
+        of the job's first attempt. It is called before the first callback or logger writes a file, which may be in a
+        validation before ``fit``. If the checkpoint has the Trainer's state, the loggers are muted until all is restored:
+        values before that point have been logged. Every rank must call it."""
         runtime, versions = self._runtime, list[Any]()
         if self.is_global_zero:
             journal = JobPaths(Path(runtime.launch.job_root)).framework_files
@@ -234,7 +236,7 @@ class SessionStrategy(DDPStrategy):
 
     def _recorded_state(self) -> dict[str, Any]:
         """Return the Trainer's state in the checkpoint that this attempt starts from. Empty without a checkpoint, or if the
-        checkpoint has no such state."""
+        checkpoint has no such state. Call it before the state is restored."""
         if self._runtime.chosen.manifest is None:
             return {}
         held = self._runtime.chosen.loaded[-1]
@@ -264,8 +266,9 @@ class SessionStrategy(DDPStrategy):
         """Do nothing: the Session has registered the hook."""
 
     def _register(self, trainer: Any) -> None:
-        """Register optimizers, schedulers, the scaler and the Trainer's own state with the Session, and prepare the Trainer for
-        the epoch that is resumed."""
+        """Register optimizers, schedulers, the scaler and the Trainer's own state with the Session, put ``_try_out`` and
+        ``_link`` in place of methods of callbacks, and prepare the Trainer for the epoch that is resumed. Then
+        ``_restore_if_done`` is called."""
         state: dict[str, Any] = {}
         for number, optimizer in enumerate(self.optimizers):
             plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -304,8 +307,8 @@ class SessionStrategy(DDPStrategy):
             self.is_trying_out = False
 
     def _total(self) -> int | None:
-        """Return the number of steps of the whole job, if the Trainer's limits determine it. None if they do not, and for a
-        module with manual optimization, which may step at any batch."""
+        """Return the number of steps of the whole job, if the Trainer's limits determine it. None if they do not, before the
+        training's loader is known, and for a module with manual optimization, which may step at any batch."""
         trainer = self._trainer()
         if not trainer.lightning_module.automatic_optimization or self._batches is None:
             return None
@@ -319,8 +322,9 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the training's loader as ``Batches``, which are registered as the job's data. If the Trainer loads its training
-        data again, the new ``Batches`` replace the old ones. Any other loader is returned as it is."""
+        """Return the training's loader as ``Batches``, which are registered as the job's data; ``_restore_if_done`` is then
+        called. If the Trainer loads its training data again, the new ``Batches`` replace the old ones. Any other loader is
+        returned as it is. Raises ``UserError`` for training data without a length."""
         trainer = self._trainer()
         if trainer.state.fn != TrainerFn.FITTING or trainer.state.stage != RunningStage.TRAINING:
             return dataloader
@@ -337,9 +341,10 @@ class SessionStrategy(DDPStrategy):
         return batches
 
     def _restore_if_done(self) -> None:
-        """Restore the state now if the base is a job's final checkpoint, or if the Trainer has nothing left to do and so requests
-        no batch; in the second case the job is finished here. Raises ``UserError`` if this job's run has ended but the Trainer
-        requests more steps. Does nothing before model and data are registered, in trial steps, and after the restore."""
+        """Restore the state now if the base is a job's final checkpoint, or if the Trainer has nothing left to do and so
+        requests no batch. If it has nothing left to do after the restore, the job is finished here. Raises ``UserError`` if
+        this job's run has ended but the Trainer is not done, unless it is known to request more steps than before
+        (``Runtime.is_extended``). Does nothing before model and data are registered, in trial steps, and after the restore."""
         if self._progress is None or self._batches is None or self._runtime.restored or self.is_trying_out:
             return
         loop, manifest = self._trainer().fit_loop, self._runtime.chosen.manifest
@@ -380,9 +385,9 @@ class SessionStrategy(DDPStrategy):
         return self._runtime.restored and not self.is_trying_out
 
     def restore(self) -> None:
-        """Restore the state before the first batch, when all objects exist. Does nothing if it is restored already. Raises
-        ``UserError`` for several training loaders, for a ``training_step`` that takes an iterator, and for state that cannot be
-        stored."""
+        """Restore the state before the first batch, when all objects exist, and set the epoch on samplers. Does nothing if it
+        is restored already. Raises ``UserError`` for several training loaders, for a ``training_step`` that takes an iterator,
+        and for state that cannot be stored; otherwise raises as ``Session.restore`` does."""
         if self._runtime.restored:
             return
         trainer = self._trainer()
@@ -401,8 +406,9 @@ class SessionStrategy(DDPStrategy):
         self._batches.set_epoch(self._batches.data.epoch)
 
     def next_step(self) -> None:
-        """End the open step and begin the next one. Does nothing, except count progress, if the Trainer's ``global_step`` has not
-        changed since the last step began. Called when the Trainer requests a batch. Raises ``Stopped``."""
+        """End the open step and begin the next one; then delete the hidden files of Lightning (``_finalize_files``). Does
+        nothing, except count progress, if the Trainer's ``global_step`` has not changed since the last step began. Called when
+        the Trainer requests a batch. Raises ``Stopped``, and ``UserError`` after the last step."""
         trainer = self._trainer()
         self._runtime.counter.tick()
         if self._global_step == trainer.global_step:
@@ -437,7 +443,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """End the last step and save the final checkpoint, before Lightning takes the model off its device."""
+        """Do what Lightning does. Then, except in trial steps, end the last step, save the final checkpoint, and record the
+        end in the journal of files. Lightning takes the model off its device only after this call."""
         super().on_train_end()
         if not self.is_trying_out:
             self.session.finish()
@@ -446,8 +453,8 @@ class SessionStrategy(DDPStrategy):
                 self._files.record_end()
 
     def _log(self, log: Callable[..., None], metrics: dict[str, Any], step: int | None = None) -> None:
-        """Pass ``metrics`` to ``log``, the Trainer's own function, and log them as the job's metrics, even if the Trainer has no
-        logger."""
+        """Pass ``metrics`` to ``log``, the Trainer's own function. Except in trial steps, also log them as the job's metrics
+        (``_log_in_training``), even if the Trainer has no logger."""
         log(metrics, step)
         if metrics and not self.is_trying_out:
             _log_in_training(self.session, metrics)
@@ -455,8 +462,8 @@ class SessionStrategy(DDPStrategy):
     # --- files ---------------------------------------------------------------------------------------------------------
 
     def _finalize_files(self) -> None:
-        """Make removals of Lightning's files final up to the step of the last committed checkpoint of the job: until then they
-        are only hidden."""
+        """Delete the files of Lightning that were hidden or moved aside, for steps up to the job's last committed checkpoint.
+        Does nothing on ranks that write no such files."""
         step = self._runtime.checkpointer.last.step
         if self._files is not None and step != self._committed_step:
             self._files.finalize(step)
@@ -556,8 +563,8 @@ class SessionLogger(Logger):
 
     @override
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Log ``metrics`` as the job's metrics of the open step; ``step`` is ignored. Raises ``UserError`` without a
-        ``SessionStrategy``."""
+        """While the job trains, log ``metrics`` as its metrics of the open step; ignore them otherwise. ``step`` is ignored.
+        Raises ``UserError`` without a ``SessionStrategy``."""
         if self.session is None:
             raise UserError("SessionLogger needs Trainer(strategy=SessionStrategy())")
         _log_in_training(self.session, metrics)
@@ -640,8 +647,8 @@ class _Progress:
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state. Calls the hooks ``on_load_checkpoint`` and lets the loggers log again. Raises ``ValueError`` if an
-        epoch has another number of steps than the recorded one, or the number of ranks has changed within an epoch."""
+        """Restore the state. Calls the hooks ``on_load_checkpoint`` and lets the loggers log again. Raises ``ValueError`` if
+        an epoch has another number of batches than the recorded one, or the number of ranks has changed within an epoch."""
         state = self._localize_paths(state)
         trainer: Any = self._trainer
         check_same_epochs(
@@ -709,7 +716,8 @@ class _Progress:
                 callback.n_averaged.fill_(callback._init_n_averaged)
 
     def _checkpoint(self) -> dict[str, Any]:
-        """Return a checkpoint as Lightning makes it, before the hooks change it."""
+        """Return a checkpoint with Lightning's entries for the module, the fit loop, callbacks, optimizers and schedulers,
+        before the hooks change it."""
         trainer = self._trainer
         module = trainer.lightning_module
         return {
@@ -754,7 +762,8 @@ def _batches_per_step(trainer: Any, epoch: int) -> int:
 
 
 def _check_supported(trainer: Any) -> None:
-    """Raise ``UserError`` for a callback or setting that a job cannot resume."""
+    """Raise ``UserError`` for a callback or setting that a job cannot resume. Loaders, ``training_step`` and the state itself
+    are checked later (``SessionStrategy.restore``)."""
     if not trainer.lightning_module.automatic_optimization and trainer.strategy._runtime.launch.spec.ddp.static_graph:
         raise UserError(
             "automatic_optimization = False with ddp.static_graph: Lightning drives DDP's reducer by itself; drop static_graph"

@@ -1,4 +1,5 @@
-"""The Trainer's training data as the job's data: any DataLoader; its position is restored like that of a prepared one."""
+"""The Trainer's training data as the job's data: any loader with a length; its position is restored like that of a prepared
+one."""
 
 from __future__ import annotations
 

@@ -41,11 +41,11 @@ class CheckpointFiles:
         self._versions: list[Any] | None = None
 
     def rewind(self, base: int) -> None:
-        """Restore the checkpoint files as they were after step ``base``, and rewrite the journal. Files that later steps removed
-        are put back. Files that later steps wrote are moved aside, and kept until these steps are redone. Files that steps up to
-        ``base`` had hidden, or that were moved aside for them, are deleted. Exception: if ``base`` is 0 and an earlier training
-        had ended, its checkpoints were deleted to begin another training; files are then left alone, and the journal is emptied.
-        """
+        """Restore the checkpoint files as they were after step ``base``, and rewrite the journal. Files that later steps
+        removed are put back. Files that later steps wrote are moved aside, and kept until these steps are redone; a file that
+        existed before they wrote it keeps their content. Files that steps up to ``base`` had hidden, or that were moved aside
+        for them, are deleted. Exception: if ``base`` is 0 and an earlier training had ended, its checkpoints were deleted to
+        begin another training; files are then left alone, and the journal is emptied."""
         entries = self._read()
         if not base and any(entry["kind"] == ENDED for entry in entries):
             entries = []
@@ -72,8 +72,8 @@ class CheckpointFiles:
             write_atomic(self._journal, "".join(map(_line, self._entries)).encode(), durable=True)
 
     def versions(self, found: list[Any]) -> list[Any]:
-        """Return the versions in the loggers' directory names, as the job's first attempt used them. In the first attempt, record
-        and return ``found``. Call it after ``rewind``, which reads the record."""
+        """Return the versions in the loggers' directory names that the journal records. If it records none, as in the job's
+        first attempt, record and return ``found``. Call it after ``rewind``, which reads the record."""
         if self._versions is None:
             self._versions = found
             self._add({"kind": LOGS, "step": 0, "path": "", "versions": found})
@@ -199,7 +199,8 @@ def unmute(loggers: Iterable[Logger]) -> None:
 
 
 def csv_rows(loggers: Iterable[Logger]) -> list[int]:
-    """Return, for each logger, the number of rows in its CSV file, after writing buffered ones; 0 if it has no file."""
+    """Return, for each logger, the number of rows in its CSV file, without the header, after writing buffered ones; 0 if it
+    has no such file."""
     return [_rows(logger) for logger in loggers]
 
 

@@ -156,8 +156,8 @@ class Attributes:
         }
 
     def restore(self, state: State) -> None:
-        """Restore ``state``. Attributes that the recorded training had not changed get the value that they had at the start of
-        this process."""
+        """Restore ``state``. Attributes that the recorded training had not changed get the value that they had when this
+        object was made."""
         found = {path: (item, key) for path, item, key, _ in self._storable_attributes()}
         for path, (item, key) in found.items():
             if path in state:
@@ -245,8 +245,8 @@ def _is_same(before: tuple[Tensors, Any] | None, value: Any) -> bool:
 class Additions:
     """The changes that hooks make to a checkpoint: the keys they added, replaced or removed, without the original content.
 
-    ``checkpoint`` is shared with the hooks, which change it in place. Within ``state_dict`` and ``callbacks`` changes are tracked
-    per entry.
+    ``checkpoint`` is shared with the hooks, which change it in place. Within ``state_dict`` and ``callbacks`` changes are
+    tracked per entry; a change within another value, which stays the same object, is not noticed.
     """
 
     TRACKED_PARTS: Final = ("state_dict", "callbacks")

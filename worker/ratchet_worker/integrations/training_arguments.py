@@ -27,7 +27,8 @@ _DDP: Final = {
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raise ``UserError`` for an argument that no resume could honour, and for one process with several GPUs."""
+    """Raise ``UserError`` for an argument that no resume could honour, and for one process with several GPUs. What depends on
+    the data or the collator is checked when training begins (``make_generator``, ``TrainingBatches``)."""
     for name, why in _REFUSED.items():
         if getattr(args, name, None):
             raise UserError(f"{name}: {why}")
@@ -42,8 +43,9 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def ddp_arguments(args: TrainingArguments) -> dict[str, Any]:
-    """Return ``ddp`` for ``Session``, from the arguments of ``args`` that are set. ``find_unused_parameters`` is left out, since
-    the Trainer has a default of its own for it."""
+    """Return ``ddp`` for ``Session``, from the DDP arguments of ``args`` that are set. Left out are
+    ``find_unused_parameters``, for which the Trainer has a default of its own, and ``ddp_timeout``, which does not apply
+    within a Session."""
     return {theirs: value for ours, theirs in _DDP.items() if (value := getattr(args, ours)) is not None}
 
 

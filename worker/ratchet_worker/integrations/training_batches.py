@@ -16,7 +16,8 @@ from ratchet_worker.integrations import data_loader_shard
 
 class TrainingBatches:
     """The batches of ``loader``, with a ``position`` that checkpoints save. A pass begins with an epoch or, after a resume,
-    within one. Length and attributes are the loader's. Raises ``UserError`` for a loader whose position cannot be restored."""
+    within one. Length and attributes are the loader's. Raises ``UserError`` for a loader whose position cannot be restored,
+    and for one that gives ranks different numbers of batches."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

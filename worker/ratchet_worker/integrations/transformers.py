@@ -160,8 +160,8 @@ class Trainer(transformers.Trainer):
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """Return two numbers: the epoch to begin with, and 0 as the number of steps to skip in it. ``_run_epoch`` shortens a
-        resumed epoch instead."""
+        """Prepare the Trainer's counters as the original does. Return two numbers: the epoch to begin with, and 0 as the
+        number of steps to skip in it. ``_run_epoch`` shortens a resumed epoch instead."""
         super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
         self._progress.steps_per_epoch = num_update_steps_per_epoch
         # The Trainer sets these, to the same values, after the restore; but the state is read before that.
@@ -221,8 +221,9 @@ class Trainer(transformers.Trainer):
 
     @override
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """End the previous step, begin a new one, and return its batches. The Trainer calls it once per optimizer step. Raises
-        ``Stopped``, and ``UserError`` if the data end before their epoch does."""
+        """End the previous step, begin a new one, and return its batches with their number of items, as the original does. The
+        Trainer calls it once per optimizer step. Raises ``Stopped``; raises ``UserError`` if the data end before their epoch
+        does, and after the job's last step."""
         self._steps.next_step()
         self._runtime.trial.count_batches(num_batches)
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -244,8 +245,8 @@ class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
 
 
 def _is_written_by(checkpoint: Path, launch: LaunchFile) -> bool:
-    """True if this job has written the Trainer's ``checkpoint`` (a directory). For an incomplete one, which a kill has left, True
-    if this is not the job's first attempt."""
+    """True if this job has written the Trainer's ``checkpoint`` (a directory). If the file with the Trainer's state cannot be
+    read, as in a checkpoint that a kill has left incomplete, True if this is not the job's first attempt."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
     except (OSError, ValueError):
@@ -298,7 +299,8 @@ class RatchetJob(TrainerCallback, ExportableState):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Count progress in an evaluation, and record the evaluation for a trial run (``ratchet prove``)."""
+        """Count progress in an evaluation and, while the job trains, record the evaluation for a trial run (``ratchet
+        prove``). Does nothing before ``train()``."""
         if self._trainer._session is None:
             return
         runtime = self._trainer._runtime
@@ -325,7 +327,8 @@ class _Progress:
         return self._loaded is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the Trainer's counters, log and loss, and the attributes of callbacks with a state."""
+        """Return the Trainer's counters, log and loss, whether its training is to stop, and the attributes of callbacks with a
+        state."""
         trainer = self._trainer
         state: dict[str, Any] = {name: deepcopy(getattr(trainer.state, name)) for name in _PROGRESS}
         state["log_history"] = [_without_measurements(entry) for entry in state["log_history"]]
@@ -343,8 +346,8 @@ class _Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state, and keep it for ``undo_trainer_changes``. Raises ``ValueError`` if an epoch or a step has another
-        size than the recorded one."""
+        """Restore the state, and keep it for ``undo_trainer_changes``. Raises ``ValueError`` if the number of steps of an
+        epoch, or of accumulated batches of a step, is not the recorded one."""
         now = {"steps_per_epoch": self.steps_per_epoch}
         now["gradient_accumulation_steps"] = self._trainer.args.gradient_accumulation_steps
         for name, value in now.items():

@@ -17,7 +17,8 @@ def write_control(path: Path, control: Control) -> None:
 
 
 class ControlReader:
-    """Reads ``control.json`` and returns each change once. Not thread-safe: use one reader per thread."""
+    """Reads ``control.json`` and returns the newest state once after it has changed; states between two calls of ``poll`` are
+    skipped. Not thread-safe: use one reader per thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

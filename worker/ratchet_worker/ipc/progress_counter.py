@@ -66,7 +66,7 @@ class StepCounter:
 
     @classmethod
     def create(cls, path: Path) -> StepCounter:
-        """Return a counter in a new file ``path``. Raises ``OSError``."""
+        """Return a counter in the file ``path``, which is created or overwritten. Raises ``OSError``."""
         return cls(path)
 
     def tick(self) -> None:

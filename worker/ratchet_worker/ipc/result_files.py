@@ -104,8 +104,8 @@ def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusi
     - the agent's own decisions: fenced (lease-lost), a hang, the failure of another node;
     - the failure of a rank that caused the failures of the others (``_root_failure``);
     - a stop whose grace period has expired (``_overdue_conclusion``);
-    - the cause is ``unknown`` if no rank has a cause, or only some ranks have one; the latter does not hold if a SIGTERM ended a
-      rank before its handler was installed;
+    - the cause is ``unknown`` if no rank has a cause, or only some ranks have one; the latter does not hold if a rank was ended
+      by SIGTERM without a result;
     - otherwise the rank's stop or completion that is first in ``CAUSE_PRECEDENCE``.
     """
     codes = {e.end.rank: e.end.exit_code for e in ends}
@@ -135,8 +135,9 @@ def cause_of(end: RankEnd, *, oom: bool = False) -> Cause | None:
     """Return the cause of one rank's end; None if the rank left no result and no exit code, because the agent killed it.
 
     The rank's result decides. Without one, the exit code does; 0 is then no success but ``exception``, since the process ended
-    without the runtime's knowledge. ``oom``: the kernel's out-of-memory killer was active when the rank died; a SIGKILL then
-    counts as ``oom``.
+    without the runtime's knowledge. Without a result, a death by SIGTERM is ``sigterm``, and one by any other signal
+    ``rank-killed``. ``oom``: the kernel's out-of-memory killer was active when the rank died; a SIGKILL then counts as
+    ``oom``.
     """
     if end.result is not None:
         return end.result.cause
@@ -152,7 +153,8 @@ def cause_of(end: RankEnd, *, oom: bool = False) -> Cause | None:
 
 
 def is_fine(end: RankEnd) -> bool:
-    """True if the rank completed or stopped as agreed, so that the other ranks may continue to their own end."""
+    """True if the rank completed or was stopped, so that the other ranks may continue to their own end. False if it failed, or
+    if its cause is not known."""
     cause = cause_of(end)
     return cause is not None and cause.outcome not in (Outcome.FAILED, Outcome.LOST)
 

@@ -25,8 +25,8 @@ _TICK: Final = 0.02
 
 
 def install_handlers() -> None:
-    """Install signal handlers that write the Python stacks of all threads to stderr, which is the rank's log. Called in a rank,
-    before anything else."""
+    """Install signal handlers that write the Python stacks of all threads to stderr, which is the rank's log. Called at the
+    start of the fork server and of every rank."""
     for number in (STACKS_SIGNAL, signal.SIGUSR1):
         faulthandler.register(number, all_threads=True)
 

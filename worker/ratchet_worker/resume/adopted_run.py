@@ -1,5 +1,5 @@
-"""Facts for the resume of a job that starts from the checkpoint of an adopted run (one without a service). The spec and code that
-the run recorded are compared with what the run would have recorded for this job."""
+"""Facts for the resume of a job that starts from the checkpoint of an adopted run (one without a service): what the run would
+have recorded for this job's spec and code. The resume compares them with what the run did record."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 the disk.
 
 Each rank reads what it needs into fresh memory, its own file completely; in a group of another size the old ranks' files are
-divided among the ranks. So some rank verifies every byte of every file before anything depends on the choice: the bucket layout
-with which the model is wrapped comes from the manifest, and damaged bytes must not reach live tensors. A rank holds what it has
-read until ``restore`` copies it: one copy of the rank's state, which must exist next to the live tensors at that point anyway.
+divided among the ranks. So every byte of every file is verified by at least one rank before anything depends on the choice: the
+bucket layout with which the model is wrapped comes from the manifest, and damaged bytes must not reach live tensors. A rank
+holds what it has read until ``restore`` copies it: one copy of the rank's state, which must exist next to the live tensors at
+that point anyway.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ def _read_visible(chosen: Chosen, directory: Path, digest: str, timeout: float) 
     """Return ``chosen`` with the manifest that rank 0 has found in ``directory``, read again on this node. ``digest``: of that
     manifest.
 
-    This node's file system may show the checkpoint late. So while its manifest is missing or has another digest, or files of it
-    are missing or incomplete, retry for ``timeout`` seconds (0: do not retry); then raise ``CheckpointError``.
+    This node's file system may show the checkpoint late. So while its manifest is missing, damaged or has another digest, or
+    files of it are missing or have another size, retry for ``timeout`` seconds (0: do not retry); then raise
+    ``CheckpointError``. Any other ``CheckpointError``, such as for a file that cannot be read, is raised at once.
     """
     end = time.monotonic() + timeout
     while True:
@@ -157,7 +159,8 @@ class _RankZero:
 
     def _find(self) -> list[str]:
         """Find the next candidate, store it in ``_candidate`` (None: start from scratch), and return notes on it for the report.
-        Checkpoints that are found damaged are moved to quarantine and reported."""
+        Checkpoints of the job that are found damaged are moved to quarantine and reported. Raises ``CheckpointError``, and
+        ``UserError`` if the source of a fork is missing or damaged."""
         launch, job, fork = self._launch, self._job, self._launch.fork
         manifest, moved = find_base(
             job.checkpoints,

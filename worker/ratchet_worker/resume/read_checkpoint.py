@@ -29,8 +29,8 @@ from ratchet_worker.state.snapshot import Snapshot, byte_view, empty
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoint that this attempt starts from; ``manifest`` and ``directory`` are None if it starts from scratch. ``base``:
-    its step, attempt and digest.
+    """The checkpoint that this attempt starts from, with its step, attempt and digest as ``base``. If the attempt starts from
+    scratch, ``manifest`` and ``directory`` are None, ``base`` is an empty ``Base``, and ``loaded`` is empty.
 
     All fields are the same on every rank, except ``loaded``: the state that this rank has read already, in a list of at most one,
     so that ``take`` can empty it. ``quarantined``: texts about the damaged checkpoints that were moved away. ``notes``: for the
@@ -46,7 +46,7 @@ class Chosen:
 
     def take(self) -> Snapshot:
         """Return the state that this rank has read, and drop the reference to it in ``loaded``, so that only the caller holds it.
-        Call it only once."""
+        Call it only once, and not if the attempt starts from scratch."""
         return self.loaded.pop()
 
 
@@ -62,8 +62,8 @@ def read(
     All bytes that are read are verified.
 
     ``select(component)`` returns True if the tensors of this private component are to be read; the JSON of all components is
-    returned anyway. ``shared`` False: leave out the shared tensors, which otherwise are in every snapshot returned.
-    ``verified_ranks``: ranks whose files are verified completely, including parts that are not returned. Raises
+    returned anyway. ``shared`` False: leave out the shared tensors; otherwise all snapshots returned refer to the same objects
+    for them. ``verified_ranks``: ranks whose files are verified completely, including parts that are not returned. Raises
     ``CheckpointError`` for a file that is damaged or cannot be read.
     """
     manifest, directory = chosen.manifest, chosen.directory
@@ -132,8 +132,8 @@ def differences(
     ``directory``: the checkpoint's. ``current``: the facts of this process's environment. ``own``: what this rank itself had
     recorded, its GPU and the digest of its share of the data included; None: rank 0's record in the manifest is compared.
     ``packages``: the packages of this process; they are not compared with a checkpoint of a Ratchet version that recorded none.
-    ``data_digest``: that of this rank's data, None if unknown. Specs that differ only in the number of ranks count as equal:
-    ``world_size`` and ``ranks_per_node`` show that difference.
+    ``data_digest``: that of this rank's data, None if unknown. Specs that differ only in ``ranks_per_node`` count as equal: the
+    facts ``world_size`` and ``ranks_per_node`` show that difference.
     """
     recorded = {
         **(own if own is not None else {**compared_facts(manifest.environment), "data_digest": manifest.data_digest}),
@@ -158,7 +158,8 @@ def is_same_spec_ignoring_ranks(manifest: Manifest, launch: LaunchFile, *, any_h
 
 
 def _spec_with_recorded_ranks(manifest: Manifest, launch: LaunchFile, updates: Mapping[str, Any]) -> JobSpec:
-    """Return this attempt's spec with the checkpoint's number of ranks and the values in ``updates``."""
+    """Return a copy of this attempt's spec, with the ``ranks_per_node`` that its number of nodes gives for the checkpoint's
+    number of ranks, and with the values in ``updates``."""
     world = launch.spec.world
     ranks = {"world": world.model_copy(update={"ranks_per_node": manifest.world_size // world.nodes})}
     return launch.spec.model_copy(update={**ranks, **updates})
@@ -209,5 +210,6 @@ def recorded_hook(manifest: Manifest) -> HookSpec | None:
 
 
 def recorded_hook_change(manifest: Manifest, launch: LaunchFile) -> HookChange | None:
-    """Return the change from the hook that made the checkpoint to the hook of this attempt's spec. None if they are the same."""
+    """Return the change from the hook that made the checkpoint to the hook of this attempt's spec. None if nothing has changed
+    that can change a bit. If this version does not know the recorded hook, the change has the state ``lost``."""
     return hook_change(manifest.hook.name, manifest.hook.parameters, launch.spec.hook)

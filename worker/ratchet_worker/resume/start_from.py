@@ -1,8 +1,8 @@
 """``start_from``: a job starts with a model that another program saved, as safetensors or as a PyTorch checkpoint that can be
 read without running code.
 
-This is the only place where Ratchet calls ``torch.load``, with ``weights_only=True``, which builds tensors and plain values and
-calls nothing else that a pickle may name.
+This is the only place where Ratchet calls ``torch.load``. With ``weights_only=True`` it builds tensors, plain values and objects
+of the few harmless classes that it is given (``_plain_classes``), and calls nothing else that a pickle may name.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def load_into(module: nn.Module, found: dict[str, Any], name: str) -> list[str]:
     another type is cast, and extra state that ``found`` lacks keeps its initial value; the notes say so. Prefixes of DDP and
     torch.compile in the keys are ignored.
 
-    Raises ``UserError``, naming keys, if a tensor is missing, unknown or of another shape, if tensors that the model ties differ
-    in the file, or if the module refuses the values.
+    Raises ``UserError`` if a tensor is missing, unknown, of another shape, or complex only in the file or only in the model; also
+    if tensors that the model ties differ in the file, or if the module refuses the values.
     """
     live = module.state_dict(keep_vars=True)
     found = _match_keys(found, live)
@@ -185,8 +185,8 @@ def load_into(module: nn.Module, found: dict[str, Any], name: str) -> list[str]:
 
 def _match_keys(found: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``found`` with the keys of ``live``. Two keys match if they differ only in ``_orig_mod.``, the prefix of
-    torch.compile, on either side, or in ``module.``, the prefix of DDP, if all keys of ``found`` have it. A key without a match
-    is returned without these prefixes."""
+    torch.compile, on either side, or in ``module.``, the prefix of DDP, if all keys of ``found`` have it and not all of ``live``.
+    A key without a match is returned without these prefixes."""
     if set(found) == set(live):
         return found
     ours = {key.replace("_orig_mod.", ""): key for key in live}

@@ -1,5 +1,5 @@
-"""The arguments of ``Session()``, named after keys of the spec. Without a service they make the whole spec of the run. In a job,
-the job's spec takes precedence, and arguments that differ from it are reported."""
+"""The arguments of ``Session()``, named after keys of the spec. The spec of a run without a service is made of them, the script,
+the ranks and defaults. In a job, the job's spec takes precedence, and the caller reports arguments that differ from it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class SessionArguments:
 
     def differences(self, spec: JobSpec) -> list[str]:
         """Return one text for each value that differs between the script's arguments and the job's ``spec``, with its path in the
-        spec and both values; empty if none differs. Arguments that the script did not pass never differ. Raises ``UserError`` if
-        the arguments do not make a valid spec."""
+        spec and both values; empty if none differs. Arguments that the script did not pass never differ, and ``directory`` is not
+        compared. Raises ``UserError`` if the job's spec with the arguments in place of its values is not valid."""
         if not self.specified:
             return []
         jobs = spec.model_dump(mode="json")

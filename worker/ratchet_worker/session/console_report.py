@@ -1,6 +1,6 @@
-"""Lines on stderr for the user of a run without a service: each rank prints those of its messages that a service would show.
+"""Lines on stderr for the user of a run without a service: each rank prints those of its messages that matter at a terminal.
 
-All messages are also written to the spool, so that a service that takes over the run later has them.
+All messages are also written to the rank's spool. Retention reads the logged metrics there (``run_directory``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ConsoleReport(Spool):
         super().close()
 
     def _lines(self, message: m.RankMessage) -> list[str]:
-        """Return the lines to print for a message; empty for a message that only a service shows."""
+        """Return the lines to print for a message; empty for one that is not printed, such as metrics or a periodic save."""
         match message:
             case m.Resumed():
                 return self._resumed_lines(message)
@@ -70,8 +70,8 @@ class ConsoleReport(Spool):
         return []
 
     def _resumed_lines(self, message: m.Resumed) -> list[str]:
-        """Return the lines for the start of a run: where it begins or resumes, whether the resume is exact, and the report's
-        notes."""
+        """Return the lines for the start of a run. At a resume: from where, whether it is exact, and the report's notes. At a
+        start from scratch: one line, without the notes."""
         report = message.report
         if report.verdict == "fresh":
             return [f"begins at step 0: there is no checkpoint in {self._displayed_path}"]
@@ -86,9 +86,9 @@ class ConsoleReport(Spool):
         return [head, *(f"note: {note}" for note in notes)]
 
     def _compared_lines(self, message: m.RedoneSteps) -> list[str]:
-        """Return the line on the comparison of redone steps, or an empty list. The line reports the first difference, why nothing
-        will be compared (rank 0 only), or that all redone steps are the same (the last rank only). Each of these is returned
-        once."""
+        """Return a list with one line on the comparison of redone steps, or an empty list. The line reports this rank's first
+        difference, or why nothing will be compared (rank 0 only), or that all redone steps are the same. This last line comes
+        only from the rank that is the last to find this. Each of these is returned once."""
         before, self._last_redone = self._last_redone, message
         if message.first_difference is not None:
             told = before is not None and before.first_difference is not None
@@ -116,7 +116,8 @@ def print_line(text: str) -> None:
 
 
 def display_path(directory: Path) -> str:
-    """Return ``directory`` as a user writes it: a relative path with ``./`` before it (``./ratchet-checkpoints``)."""
+    """Return ``directory`` as text for the user. A relative path gets ``./`` before it (``./ratchet-checkpoints``), unless it
+    begins with ``..``."""
     return _relative(directory) if not directory.is_absolute() else str(directory)
 
 

@@ -68,7 +68,8 @@ class StandaloneDirectory:
     def begin_attempt(self, facts: Mapping[str, Any]) -> LaunchFile:
         """Create the next attempt: write its ``launch.json`` and return the content. Its number is one more than the highest
         attempt number in the directory. ``facts``: the fields of the launch file that do not follow from the directory. Raises
-        ``UserError`` (``directory-of-others``) if the directory has checkpoints but no record of the attempts that wrote them."""
+        ``UserError`` (``directory-of-others``) if the directory has checkpoints but no record of the attempts that wrote them;
+        also ``CheckpointError`` and ``OSError``."""
         attempts = [e for _, e, at in checkpoint_dirs(self.paths.checkpoints) if (at / MANIFEST_NAME).exists()]
         attempt = max([*self._run.attempt_numbers(), *attempts], default=0) + 1
         segments = lineage(self._run.bases())

@@ -2,8 +2,9 @@
 Session stay as they are; the Session seeds the others, as a job's rank is seeded. So a script's own seeds count wherever it sets
 them, as in a job.
 
-Torch's generator counts as seeded by the script if its seed is not the process's initial one. Numpy's counts if it was given a
-seed. That of ``random`` counts if more was drawn from it than packages draw while they are imported.
+Torch's generators, the GPU's included, count as seeded by the script if the seed of the CPU's is neither the process's initial
+one nor one that a Session has set. Numpy's counts if it was given a seed; a state that was set does not count. That of
+``random`` counts if more was drawn from it than packages draw while they are imported.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _RANDOM: Final = _OwnRandom()
 
 class ScriptSeeds:
     """Seeds, for each Session, the generators that the script has not seeded itself. There is one object per process, since a
-    process may make several Sessions, one after the other. ``drawn``: names of generators from which the script drew before the
-    first Session without having seeded them."""
+    process may make several Sessions, one after the other. ``drawn``: which of torch's and numpy's generators the script drew
+    from before the first Session without having seeded them."""
 
     def __init__(self) -> None:
         self.drawn: list[str] = []

@@ -39,8 +39,8 @@ The rules:
 - All ranks do the same number of steps, in one loop. After the last of the loop's ``total`` steps the job has ended, and no
   further step can be requested. For phases of a training write ``if step < 500`` in the body. ``break`` on all ranks in the same
   step ends the job early; the step counts if its backward pass was done. A fork may request more steps than the original job. A
-  schedule of a fixed length (``OneCycleLR``) does not allow this: its original length is restored, and after that length torch's
-  own error ends the attempt.
+  schedule of a fixed length (``OneCycleLR``) does not allow more steps: its original length is restored, and after that length
+  torch's own error ends the attempt.
 - The hook ``post_localSGD`` averages the parameters over the ranks every few steps, when the next step is requested. The
   averaging replaces the parameters that ``optimizer.step()`` has set. The script must not have an averager of its own.
 - If the ranks agree on a stop, ``steps`` raises ``Stopped`` (a ``SystemExit``): do not catch it.
@@ -96,15 +96,16 @@ _OWN_NAMES = frozenset({"optimizer", "scheduler", "scaler", "data"})
 
 class Session:
     """A training script's interface to its job. The first ``Session()`` joins the job's process group; every rank must make a
-    Session, in any thread. Further Sessions refer to the same run. If an error ends the thread that does the steps, it also ends
+    Session, in any thread. Further Sessions refer to the same run. An error that ends the thread that does the steps also ends
     the attempt. Before the first step, this applies to the thread that made the first Session.
 
     Without a service (``python``, ``torchrun``, a debugger, a notebook, a test) the Session is a run of its own. Each directory
     has one run. The end of the ``with`` block ends the run in this process; the next Session starts the run again.
 
-    Raises ``UserError`` if the script has already started a process group. Without a service, ``UserError`` is also raised if a
-    run would begin outside the main thread, if ``directory`` is in use or is not the directory of such a run, and while a Session
-    with different arguments is open (``Session()`` without arguments refers to the open one).
+    Raises ``UserError`` if the script has already started a process group. Without a service, ``UserError`` has further causes,
+    such as invalid arguments, a run that would begin outside the main thread, and a ``directory`` that is in use or has
+    checkpoints that are not of such a run. It is also raised while a Session with different arguments is open (``Session()``
+    without arguments refers to the open one).
     """
 
     # Set by the rank's process before the script starts, as a class attribute since threads inherit no context. Its first call is
@@ -173,11 +174,13 @@ class Session:
         return loop
 
     def finish(self) -> None:
-        """Mark the job as done and save the final checkpoint. Every rank calls it after the same step. The Session's ``with``
+        """Mark the job as done and save the final checkpoint. Every rank calls it after the same step, and it waits until all
+        have. An open step counts if its backward pass is done (in ``epochs``: if its batch is taken). The Session's ``with``
         block also calls it at its end, except after an exception. Does nothing if the state was never restored. A thread that
         does not do the steps waits in this call until the last of ``total`` steps is done. The call raises ``RuntimeError`` if
-        the thread that does the steps ends earlier, ``Stopped`` if the ranks have agreed to stop, and ``CheckpointError`` if the
-        final save fails. In a fork that has done no step it raises ``UserError``."""
+        the thread that does the steps ends earlier, ``Stopped`` if the ranks have agreed to stop, and ``CheckpointError`` if
+        the final save fails. In a fork, or a job that adopted a run, it raises ``UserError`` if the job has done no step of its
+        own."""
         if self._runtime.restored:
             self._runtime.finish()
 
@@ -211,8 +214,8 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Number of completed steps, including those of earlier attempts and, in a fork, those of the checkpoint that it started
-        from."""
+        """Number of completed steps, including those of earlier attempts. In a fork, the steps of the checkpoint that it started
+        from also count."""
         return self._runtime.step
 
     @property
@@ -230,19 +233,19 @@ class Session:
     # --- before the first step -----------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any) -> Any:
-        """Prepare the ``objects`` of an ordinary training loop, in any number and order. Returns a list of the objects to use in
-        their place, in the same order, or the object alone if there is only one.
+        """Prepare the ``objects`` of an ordinary training loop, in any number and order. Returns a list of the objects to use
+        in their place, in the same order, or the object alone if there is only one.
 
         The model becomes ``wrap(model)``. These are registered and returned as they are: optimizers, schedulers, a scaler,
-        modules without trainable parameters (moved to this rank's device) and other objects with ``state_dict``. Dicts, lists,
-        ``SimpleNamespace`` and objects of your own are also registered and returned as they are; a resume restores their items
-        and attributes. The training's DataLoader becomes a loader whose batches are the steps of ``epochs``. This loader has the
-        DataLoader's ``len`` and attributes. It also has the attribute ``start``: the number of the first batch that it yields in
-        this epoch, which is 0 except after a resume within the epoch.
+        modules without trainable parameters and an ``AveragedModel`` (both moved to this rank's device), a ``torch.Generator``
+        and other objects with ``state_dict``. Dicts, lists, ``SimpleNamespace`` and objects of your own are also registered and
+        returned as they are; a resume restores their items and attributes. The training's DataLoader becomes a loader whose
+        batches are the steps of ``epochs``. This loader has the DataLoader's ``len`` and attributes. It also has the attribute
+        ``start``: the number of the first batch that it yields in this epoch, which is 0 except after a resume within the
+        epoch.
 
-        Raises ``UserError`` once the state is restored, for a second model or loader, for a model that is in DDP already, and for
-        an object that is none of these.
-        """
+        Raises ``UserError`` once the state is restored, for a second model or loader, for a model that is in DDP already, and
+        for an object of any other kind."""
         found = self._epoch_loop.prepare(objects)
         return found[0] if len(found) == 1 else found
 
@@ -282,7 +285,7 @@ class Session:
 
     def batches(self) -> Iterator[Any]:
         """Yield batches of the registered data, epoch after epoch, from the restored position. Raises ``UserError`` if no
-        ``data`` are registered."""
+        ``data`` are registered, if a batch is taken outside a step, and for an epoch without batches."""
         data = self._runtime.state.data
         if data is None:
             raise UserError("register(data=...) first; batches() yields the batches of the registered data")
@@ -295,7 +298,8 @@ class Session:
 
         Raises ``UserError`` at a second call, without a wrapped model, and if ``total_steps`` differs between the ranks. It also
         raises ``UserError`` for state that does not fit the registered objects, and for a difference that ``determinism: strict``
-        forbids. Raises ``StateError`` if the restored tensors are not those that were saved.
+        forbids. Raises ``StateError`` if the restored tensors are not those that were saved, and ``CheckpointError`` if another
+        rank's state, where it is needed, cannot be read.
         """
         digest = getattr(self._runtime.state.data, "data_digest", None)
         self._runtime.data_digest = digest() if callable(digest) else None
@@ -306,11 +310,12 @@ class Session:
 
     def steps(self, total: int | None = None) -> Iterator[int]:
         """Yield the numbers of the steps to do, from the restored one to ``total`` - 1. If ``total`` is None, continue until
-        the script leaves the loop. The first call restores the state, if ``restore`` was not called. A step ends when the
-        next one is requested: it is then counted, a due checkpoint is saved, and the loop stops if the ranks have agreed to
-        stop. At such a stop, ``steps`` raises ``Stopped``, a ``SystemExit`` that ends the script. It raises ``UserError``
-        for a ``total`` below 1, for a second loop after the last step, and for a loop within a step. It raises
-        ``CheckpointError`` after three failed saves in a row. It also raises the errors of ``restore``."""
+        the script leaves the loop. If an earlier attempt has ended the job, nothing is yielded, unless ``total`` is larger now.
+        The first call restores the state, if ``restore`` was not called. A step ends when the next one is requested: it is then
+        counted, a due checkpoint is saved, and the loop stops if the ranks have agreed to stop. At such a stop, ``steps``
+        raises ``Stopped``, a ``SystemExit`` that ends the script. It raises ``UserError`` for a ``total`` below 1, for a second
+        loop after the last step, and for a loop within a step. It raises ``CheckpointError`` after three failed saves in a row.
+        It also raises the errors of ``restore``."""
         runtime = self._runtime
         if total is not None and total < 1:
             raise UserError(f"total must be at least 1, not {total}")
@@ -328,7 +333,7 @@ class Session:
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the epochs to do, from the restored one to ``total`` - 1. Iterate over the prepared loader once in
-        each epoch. A further pass over the loader is not training, and belongs to the open step. Code after the loop over the
+        each epoch. A further pass over the loader counts no steps: it belongs to the open step. Code after the loop over the
         batches belongs to the step of the epoch's last batch. This step ends when the next epoch is requested, or after the last
         epoch. After the last epoch the job is finished, as by ``finish``. Samplers get the epoch's number (``set_epoch``).
         ``break`` on all ranks ends the job early. Raises the same errors as ``steps``. Also raises ``UserError`` without a
@@ -337,26 +342,27 @@ class Session:
 
     def enumerate(self, batches: Iterable[Item], start: int = 0) -> Iterator[tuple[int, Item]]:
         """Yield (number, batch) for ``batches``, which is the prepared loader or a progress bar around it. The numbers count the
-        epoch's batches from ``start``, and continue after a resume. (The numbers of Python's own ``enumerate`` also continue, if
-        it is directly around the loader.)"""
+        epoch's batches from ``start``, and continue after a resume. (Python's own ``enumerate``, directly around the loader, also
+        continues its numbers.)"""
         return self._epoch_loop.enumerate_batches(batches, start)
 
     def checkpoint(self) -> bool:
         """Save a checkpoint now; do nothing if this step is saved already. Every rank calls it after the same step, after
-        ``zero_grad``. In the body of the loop, the call ends and saves the current step if that step's backward pass is done (in
-        ``epochs``: if its batch is taken). Before that point, the call saves the previous step. Return True if the step is saved,
-        and False if the save failed. A failed save is also reported. Raises ``CheckpointError`` at the third failed save in a
-        row."""
+        ``zero_grad``. In the body of the loop, after the backward pass of the current step (in ``epochs``: once its batch is
+        taken), the call ends this step and saves it. Before that point, the call saves the previous step. Return True if the step
+        is saved, and False if the save failed. A failed save is also reported. Raises ``CheckpointError`` at the third failed
+        save in a row."""
         self._epoch_loop.on_checkpoint()
         return self._runtime.checkpoint()
 
     def evaluation(self) -> AbstractContextManager[Evaluation]:
-        """Return a context manager for an evaluation. Its block runs in eval mode, without gradients and, if DDP broadcasts
-        buffers, with rank 0's buffers. The training state is unchanged afterwards. Every rank enters the block after the same
-        step. The object that ``as`` binds has three methods. ``batches(items)`` yields the items, and checks for a stop before
-        each item. ``gather(value)`` returns every rank's JSON value, in rank order. ``averages({name: (sum, weight)})`` returns
-        the sum of sums / sum of weights over all ranks, by name. If the evaluation runs between two steps, a stop
-        ends the block early, without an exception."""
+        """Return a context manager for an evaluation. Its block runs in eval mode and without gradients. If DDP broadcasts
+        buffers, the block has rank 0's buffers. Where the ranks' parameters differ, their mean is evaluated. Modes, buffers and
+        generators are restored afterwards. Every rank enters the block after the same step. The object that ``as`` binds has
+        three methods. ``batches(items)`` yields the items, and checks for a stop before each item. ``gather(value)`` returns
+        every rank's JSON value, in rank order. ``averages({name: (sum, weight)})`` returns, by name, the sum of all ranks' sums
+        divided by the sum of their weights. If the evaluation runs between two steps, entering it may raise ``Stopped``, and a
+        later stop ends the block early, without an exception."""
         return self._runtime.evaluating()
 
     @overload
@@ -374,10 +380,10 @@ class Session:
         For tensors, ``group`` has the ranks that take part (None: all). Gradients flow back through the result: each rank's
         tensor gets the gradients of its slice, summed over the ranks. So every rank must use the result in its loss.
         ``sync_grads=False`` detaches the result. Raises ``UserError`` on all ranks if the ranks' tensors differ in shape or
-        dtype, or if only some of them need a gradient.
+        dtype, or if only some of them need a gradient. For JSON values, a ``group`` raises ``UserError``.
 
-        A stop does not interrupt this call, since a stop waits for the end of the step. Between two steps, a stop may cut an
-        evaluation short: use ``ev.gather`` there. For a tensor, this call raises ``UserError`` there.
+        A stop does not interrupt this call, since a stop waits for the end of the step. But a stop may cut short an evaluation
+        between two steps: use ``ev.gather`` there. In such an evaluation, this call raises ``UserError`` for a tensor.
         """
         runtime = self._runtime
         if isinstance(value, torch.Tensor):

@@ -2,7 +2,7 @@
 
 The script's own process does what agent and service do for a rank. Rank 0 makes a launch file of the Session's arguments and the
 content of the directory (``run_directory``). The ranks meet over torchrun's store or one that rank 0 serves. Each rank prints
-what a service would show. The runtime, with everything that it saves and proves, is the same as in a job.
+what matters at a terminal. The runtime, with everything that it saves and proves, is the same as in a job.
 
 The process belongs to the script, to pytest or to a notebook. So a run restores the signal handlers when it is over. It ends the
 process only for a stop before the first step, for a stop that was raised in another thread than the main one, and at a second
@@ -162,7 +162,8 @@ class Standalone:
         return runtime
 
     def _at_exit(self) -> None:
-        """End the last run when the interpreter exits; not in a forked process."""
+        """End the last run when the interpreter exits, then end the process if a stop was raised in a thread
+        (``exit_if_stopped_in_thread``). Does nothing in a forked process."""
         if self._run is not None and os.getpid() == self._pid:
             self._run.end(None, wait_for_ranks=not hasattr(sys, "last_value"))
             self._run.exit_if_stopped_in_thread()
@@ -194,8 +195,8 @@ class _Run:
 
     @property
     def is_over(self) -> bool:
-        """True if the run was closed or has finished, so that the next Session begins another start; at a prompt also if it was
-        stopped."""
+        """True if the run was closed or has finished, so that the next Session begins another start; at a prompt or under a
+        program such as pytest also if it was stopped."""
         if self._closed or self.runtime is None:
             return self._closed
         # At a prompt a stop ends a cell, and the next cell is another start.

@@ -41,7 +41,8 @@ class Same:
         ]
 
     def matches(self, objects: Iterable[Any]) -> bool:
-        """True if ``objects`` are the same objects, in the same order, and none of the earlier ones has been freed."""
+        """True if ``objects`` are the same objects, in the same order, and none of the earlier ones has been freed. Of lists,
+        dictionaries and tuples that are not constant only the ``id`` is compared: one that was freed is not noticed."""
         return not self._collected and [*map(id, objects)] == self._ids
 
 
@@ -96,7 +97,8 @@ class Forms:
         self._forms = _forms(tensors) if usual and len({*map(id, tensors)}) == len(tensors) else None
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if there are as many tensors as before, and each has the same properties as the earlier tensor at its place."""
+        """True if there are as many tensors as before, and each has the same properties as the earlier tensor at its place.
+        Always False for the earlier tensors that ``__init__`` names."""
         if self._forms is None or not all(tensor.layout is torch.strided for tensor in tensors):
             return False
         return _forms(tensors) == self._forms

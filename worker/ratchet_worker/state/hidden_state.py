@@ -4,10 +4,11 @@ A script builds the same objects in every attempt. The rank walks them (``object
 save. A checkpoint stores what has changed in between, under the path of the changed object (``model.layers.0.cache``). The next
 attempt puts the stored content into its own object at that path. Two attributes that held the same object do so again.
 
-A change is stored if the new content consists of numbers, strings, containers, tensors, numpy arrays, generators, ``nn.Module``
-objects and objects of the user's classes. A function or class that was put into an attribute is stored if it can be found by its
-name. Of any other change the checkpoint has only the path: an iterator that moved on, a lambda that replaced a function, and
-every variable of a module, a class or a function (``train:COUNT``, ``train:Net.calls``, ``model.layer._forward_hooks[0].calls``).
+A change is stored if the new content consists of numbers, strings, containers, tensors, numpy arrays, random generators,
+``nn.Module`` objects and objects of the user's classes. A function or class that was put into an attribute is stored if it can
+be found by its name. Of another change that may affect training the checkpoint has only the path. Examples are an iterator that
+moved on, a lambda that replaced a function, and a variable of a module, a class or a function (``train:COUNT``,
+``train:Net.calls``, ``model.layer._forward_hooks[0].calls``).
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ class HiddenState:
 
         ``changes`` then returns storable changes since this call, so also those that hooks of the script make before ``begin``.
         (Such changes depend on the step at which an attempt begins.) Further calls, with additional or replaced roots, note only
-        the objects that are not noted yet. ``undo``: also keep copies of small objects, with which a later ``restore`` undoes the
-        changes made before ``begin``.
+        the objects that are not noted yet. ``undo``: also keep copies of contents (of which: ``_can_be_copied``), with which a
+        later ``restore`` undoes the changes made before ``begin``.
         """
         before = self._roots
         self._roots = replace(roots, separate_optimizers=before.separate_optimizers)
@@ -397,9 +398,10 @@ class _Recorder:
     def _changed_paths(self, path: str, before: Node, now: Node) -> Iterator[str]:
         """Yield the paths of the changes in one object of the region ``shared`` or ``unordered``: none of these can be stored.
 
-        For a module, class, function or other object, a path names the changed variable. For a container, tensor, array,
-        generator or ``bytearray``, it is ``path`` itself. Of what belongs to installed packages in ``shared``, only the last four
-        count. A container that the job's code only writes into (``job_modules.is_log``) does not count.
+        For a module, class, function or object with attributes, a path names the changed variable; only variables that count
+        (``_is_set_by_code``) are named. For any other kind, such as a container, a tensor or an iterator, it is ``path`` itself.
+        Of what belongs to installed packages in ``shared``, only tensors, arrays, generators and byte arrays count. A container
+        that the job's code only writes into (``job_modules.is_log``) does not count.
         """
         if now.kind in _LEAVES:
             yield path
@@ -418,8 +420,8 @@ class _Recorder:
 
     def _is_set_by_code(self, node: Node, name: str) -> bool:
         """True if a change of the variable ``name`` of ``node`` counts. False for a variable of the main script if no function
-        declares it ``global``, and for a closure variable if the function itself never assigns it: such variables are like a
-        loop's local ones."""
+        declares it ``global``, and for a closure variable that neither the function nor one inside it assigns: such variables are
+        like a loop's local ones."""
         if node.kind == "function":
             return job_modules.assigns(node.item.__code__, name) or name not in node.item.__code__.co_freevars
         return node.kind != "module" or job_modules.is_set_by_functions(node.item, name)
@@ -444,7 +446,8 @@ class _Recorder:
         """Return the changed attributes of an object as a dict: ``set``, references to the new values by name, and ``gone``,
         names of removed attributes. Return None if there is nothing to store. Adds the paths of changed attributes that cannot
         be stored to ``_unsaved``. Exception: if the object has a ``state_dict``, such an attribute that is new (or was None),
-        as a lazily made iterator, is left out, together with changed constants (numbers, text, flags)."""
+        as a lazily made iterator, is left out, together with changed constants (numbers, text, flags). Always left out are values
+        that are no state (``_has_state``), and flags that a library sets when it registers hooks."""
         names = [
             n for n, value in now.children.items() if n not in before.children or not is_same(before.children[n], value)
         ]
@@ -494,7 +497,7 @@ class _Recorder:
 
         If training made the object, its content is added to ``_new``, once for all references to it. A tensor that is a view of a
         covered tensor becomes a ``view`` reference instead. Raises ``_Unstorable`` with the path of what cannot be stored:
-        ``path``, or a part below it.
+        ``path``, or a part below it. It may not raise at a further reference to the same object, which is then restored as None.
         """
         if is_constant(item):
             return _constant_reference(path, item)
@@ -612,9 +615,10 @@ class _Recorder:
         )
 
     def _object(self, path: str, item: Any) -> Any:
-        """Return the class and the attributes of an object, from which the next attempt creates it again. Raises ``_Unstorable``
-        if the class is neither the user's nor an ``nn.Module``, if it cannot be created without arguments, or if an attribute
-        cannot be stored."""
+        """Return the class and the attributes of an object, from which the next attempt creates it again. Unless the object is an
+        ``nn.Module``, attributes that are no state, such as functions, are left out. Raises ``_Unstorable`` if the class is
+        neither the user's nor an ``nn.Module``, if it cannot be created without arguments, or if an attribute cannot be
+        stored."""
         users: type = type(item)
         if not (is_user_class(users) or isinstance(item, nn.Module)):
             raise _Unstorable(path)
@@ -811,9 +815,9 @@ class _Restorer:
                 self._fill(path, node.item, change["kind"], change["content"])
 
     def _fill(self, path: str, item: Any, kind: str, content: Any) -> None:
-        """Put the stored content into ``item``, an existing object of this kind at ``path``. Of an object, only the stored
-        attributes change; the content of any other kind is replaced as a whole. Raises ``StateError`` for an array of another
-        shape or dtype."""
+        """Put the stored content into ``item``, an object of this kind that exists at ``path``. Of an object, only the stored
+        attributes change; a frozenset stays; the content of any other kind is replaced as a whole. Raises ``StateError`` for an
+        array of another shape or dtype, and for a reference to an object that does not exist in this attempt."""
         if kind == "tensor":
             _fill_tensor(item, content["value"])
             if item.is_leaf:
@@ -1002,8 +1006,9 @@ def _writable(item: np.ndarray[Any, Any]) -> Iterator[None]:
 
 
 def _fill_tensor(item: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy ``value`` into ``item``; of elements that ``expand`` repeats, the first. If shape or dtype differ, or ``value``
-    repeats nothing, ``item`` gets the memory of ``value``, copied to its device where needed."""
+    """Copy ``value`` into ``item``; of elements that ``item`` repeats (``expand``), the first. If shape or dtype differ, or if
+    ``value`` has different elements where ``item`` repeats one, ``item`` gets the memory of ``value`` instead, copied to its
+    device where needed."""
     with torch.no_grad():
         first = tuple(slice(None) if step else slice(1) for step in item.stride())
         fits = item.shape == value.shape and item.dtype is value.dtype

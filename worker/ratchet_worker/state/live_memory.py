@@ -101,8 +101,8 @@ class LiveTensors(Mapping[str, torch.Tensor]):
         return self.versions[self._numbers[name]]
 
     def require_intact(self, name: str) -> None:
-        """Raises ``ChangedTooEarly`` if the tensor ``name`` was changed in place since the boundary, or its storage was
-        resized."""
+        """Raises ``ChangedTooEarly`` if torch has counted an in-place change of the tensor ``name`` since the boundary, or if its
+        memory has another address, since its storage was resized. Other changes, such as through numpy, are not noticed."""
         number = self._numbers[name]
         if address(self.tensors[number]) != self.addresses[number]:
             raise resized_error(name)
@@ -110,8 +110,7 @@ class LiveTensors(Mapping[str, torch.Tensor]):
             raise changed_error(name)
 
     def require_all_intact(self) -> None:
-        """Raises ``ChangedTooEarly`` if any of the tensors was changed in place since the boundary, or its storage was
-        resized."""
+        """Raises ``ChangedTooEarly`` for the first tensor that is not intact (see ``require_intact``)."""
         if [*map(address, self.tensors)] != self.addresses or versions_of(self.tensors) != self.versions:
             for name in self._numbers:
                 self.require_intact(name)

@@ -27,10 +27,10 @@ _METHODS: Final = frozenset(("state_dict", "_save_to_state_dict", "get_extra_sta
 def capture(module: Walked, layout_key: object = None) -> dict[str, Any]:
     """Return, as JSON, what is needed to build the model's ``state_dict`` from a checkpoint without the user's code.
 
-    ``keys``: pairs of a key and the stored name (``model/<parameter>``, ``buffers/<buffer>``; None: the value is neither), in the
-    order of ``state_dict``. ``strides``: of parameters that are not row-major. ``error``: why ``keys`` is None, if the user's
-    ``state_dict`` raises. ``layout_key``: the same object as long as the parameters have the same shapes and strides; None: not
-    known. The result may be that of an earlier call; do not change it.
+    ``keys``: pairs of a key and the stored name (``model/<parameter>``, ``buffers/<buffer>``; None: the value is neither), in
+    the order of ``state_dict``. ``strides``: of dense parameters that are not row-major. ``error``: why ``keys`` is None, if the
+    user's ``state_dict`` raises. ``layout_key``: the same object as long as the parameters have the same shapes and strides;
+    None: not known. The result may be that of an earlier call; do not change it.
     """
     walk = as_walk(module)
     if not _has_default_keys(walk):
@@ -111,7 +111,8 @@ def restore_buffers(module: nn.Module, saved: Snapshot, relayout: bool) -> None:
     """Restore buffers, including added and resized ones, and the modules' other state (see ``module_extras``).
 
     ``relayout``: DDP has other buckets than the recorded ones, as for other trained parameters, so ``requires_grad`` is left
-    unchanged. Raises ``StateError`` if names, shapes or dtypes differ.
+    unchanged. Raises ``StateError`` if names, shapes or dtypes differ, or if the module lacks a part, a parameter or extra state
+    that the saved state names.
     """
     buffers, modules = saved.encoded("buffers")[0], saved.value("modules")
     module_baseline.make_buffers(module, modules, buffers)

@@ -95,7 +95,8 @@ def trained_flags(walk: Walk) -> list[bool]:
 
 
 def changed_buffers(module: Walked, before: Origin) -> dict[str, Any]:
-    """Return the changes of buffers since the origin ``before``, by kind of change; in each, by the buffer's name.
+    """Return the changes of buffers since the origin ``before``, by kind of change. The first four kinds are mappings by the
+    buffer's name.
 
     ``made``: buffers that are not the built tensor of that name; the value is True if a ``state_dict`` holds the buffer.
     ``moved``: made buffers that are the built buffer of another name; the value is that name. ``same``: made buffers that are the
@@ -185,7 +186,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def built_names(before: Origin) -> dict[int, str]:
-    """Return, by ``id``, the names that buffers had at the origin, of those buffers that still exist."""
+    """Return, by ``id``, the first name that each buffer had at the origin, of those buffers that still exist."""
     found = dict[int, str]()
     for name, one in before.buffers.items():
         if (tensor := one.tensor()) is not None:

@@ -21,8 +21,8 @@ _Vars = dict[str, Any]
 
 
 class Walk:
-    """The parts, parameters and buffers of a module. Its methods return what those of ``nn.Module`` return, but from a cache.
-    Call ``updated`` for a walk that is valid after changes of the module."""
+    """The parts, parameters and buffers of a module. The methods with names of ``nn.Module`` return what those return; the lists
+    of parts, parameters and buffers come from a cache. Call ``updated`` for a walk that is valid after changes of the module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -30,11 +30,12 @@ class Walk:
         self._derived: dict[str, Any] = {}
 
     def updated(self) -> Walk:
-        """Return this walk if the module still has the very same parts, parameters and buffers under the same names; else a new
-        walk.
+        """Return this walk if ``updated`` has made it and the module still has the very same parts, parameters and buffers under
+        the same names; else a new walk.
 
         Memory, shape and dtype of a tensor may have changed nevertheless. A module always gets a new walk if it overrides
-        ``named_modules``, ``named_parameters`` or ``named_buffers``, or if one of its parts overrides ``named_modules``.
+        ``named_modules``, ``named_parameters`` or ``named_buffers``, or if one of its parts overrides ``named_modules`` or keeps
+        its parts, parameters or buffers in another object than a plain ``dict``.
         """
         own = self.overrides(_LISTS)
         if not own and self._structure is not None and self._structure.matches():
@@ -137,8 +138,8 @@ class _Stand:
         self.attributes = object()
 
     def matches(self) -> bool:
-        """True if the parts still have the same classes, parts, parameters and buffers under the same names; other attributes may
-        have changed."""
+        """True if the parts still have the same classes, parts, parameters and buffers under the same names, and the same buffers
+        are persistent; other attributes may have changed. If they have, ``attributes`` is replaced."""
         if [*map(type, self._parts)] != self._types or not all(map(is_, map(vars, self._parts), self._vars)):
             return False
         if not self._own.matches(self._vars):

@@ -152,8 +152,9 @@ class Walked:
 
     ``nodes``: by path. ``paths``: by the ``id`` of the objects. ``storage_paths``: by storage (``storage_id``), the path of a
     covered tensor in it. ``ignored_paths``: the ignored paths that were met and left out. ``failed``: paths of objects that
-    raise when they are visited. ``separate_optimizers``: ids of optimizers whose state is saved separately. ``library_hooks``:
-    number of hooks that libraries have registered. ``complete``: False if the walk has stopped at ``_MAX_OBJECTS`` objects.
+    raise when they are visited. ``separate_optimizers``: ids of optimizers whose state is saved separately, among ids of other
+    roots. ``library_hooks``: number of hooks that libraries have registered. ``complete``: False if the walk has stopped at
+    ``_MAX_OBJECTS`` objects.
     """
 
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -557,8 +558,8 @@ def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
     """Return the objects that ``item`` holds, by index, key or name. Empty for a large container. For a set: the one object in it
     that is not a constant; empty if there are several (``_unordered``).
 
-    ``covered``: ``item`` is a module whose parts, parameters and buffers are saved separately, so only its other attributes are
-    returned.
+    ``covered``: ``item`` is a module whose parts, parameters and buffers are saved separately. Only attributes that torch and
+    Lightning do not give to each of their modules are returned then.
     """
     if _is_large(item, kind):
         return {}
@@ -780,8 +781,8 @@ def is_user_class(kind: type) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_user_module(name: str) -> bool:
-    """True if a module of this name is imported and its code is neither Python's nor an installed package's. ``__main__`` always
-    is."""
+    """True if a module of this name is imported from a file, and its code is neither Python's nor an installed package's. Always
+    True for ``__main__``, and False for a name in ``_EXCLUDED_PACKAGES``. The result of the first call is cached."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if name == "__main__" or file is None:
         return name == "__main__"

@@ -70,12 +70,12 @@ class AroundOptimizer:
 class Captured(NamedTuple):
     """An optimizer's state.
 
-    ``shared``: names of tensors that are equal on all ranks; ``tensors``: these tensors, in the same order. ``rest``: a tree that
-    ``ratchet_hooks.state.encode`` accepts, with everything else. ``layout_key``: the same object as long as the optimizer has the
-    same parameters, and the same tensors under the same names. ``is_change_detectable``: False if a change of parameters or
-    tensors would not be noticed; ``layout_key`` is then a new object each time. ``is_reused``: ``shared`` and ``layout_key`` are
-    from the previous capture. They are valid only if each tensor has the same shape, dtype and strides as then: the caller must
-    check it.
+    ``shared``: names of the tensors that ``capture`` returns as shared; ``tensors``: these tensors, in the same order. ``rest``:
+    everything else, as a tree to encode with ``ratchet_hooks.state.encode``. ``layout_key``: while it is the same object, the
+    optimizer has the same parameters, and the same tensors under the same names. ``is_change_detectable``: False if a change of
+    parameters or tensors would not be noticed; ``layout_key`` is then a new object each time. ``is_reused``: ``shared``,
+    ``layout_key`` and parts of ``rest`` are from an earlier capture. They are valid only if each tensor has the same shape, dtype
+    and strides as then: the caller must check it.
     """
 
     shared: list[str]
@@ -122,8 +122,8 @@ class Capture:
 class _Known:
     """The parts of an earlier result of ``capture`` that can be reused.
 
-    Holds no tensors, so the old ones are freed when an optimizer replaces them. The constructor raises ``HookStateError`` if
-    something cannot be encoded.
+    Plain tensors are referenced weakly, so the old ones are freed when an optimizer replaces them. The constructor raises
+    ``HookStateError`` if something cannot be encoded.
     """
 
     def __init__(
@@ -163,8 +163,9 @@ class _Known:
         return values if self._in_order else [values[place] for place in self._places]
 
     def rest(self, optimizer: Optimizer) -> object:
-        """Return what ``capture`` returns besides the shared tensors, with the current options of the groups. Return the same
-        object as before while these options are unchanged.
+        """Return what ``capture`` returns besides the shared tensors, with the current options of the groups. Its constant parts
+        are encoded already (``Encoded``). If all options are constants, the whole is an ``Encoded``, which is the same object
+        as before while these options are unchanged.
 
         The keys of a group are in the order of ``Optimizer.state_dict``: ``params`` is last.
         """
@@ -213,9 +214,10 @@ def capture(
     ``component``: begins the tensors' names (``optimizer/layer.weight/exp_avg``). ``names``: parameter name by ``id``.
     ``replicated``: names of parameters that DDP keeps equal on all ranks.
 
-    ``shared``: the state tensors of replicated parameters, by name. ``rest``: everything else, as a tree that
-    ``ratchet_hooks.state.encode`` accepts. ``rest["keys"]`` is JSON text, not a tree, since it has an entry for every tensor and
-    training waits. It lists each replicated parameter's name with the keys of its state. Each key has the strides of the shared
+    ``shared``: by name, the state tensors of replicated parameters, except those that ``_is_plain_tensor`` excludes and those of
+    a state with keys that are no strings. ``rest``: everything else, as a tree to encode with ``ratchet_hooks.state.encode``.
+    ``rest["keys"]`` is JSON text, not a tree, since it has an entry for every tensor and training waits. It lists the replicated
+    parameters that have a state (with string keys), each with the keys of the state. Each key has the strides of the shared
     tensor, or null if the value is in ``rest``. Raises ``StateError`` if the state of a parameter is not a dict.
     """
     state = optimizer.state_dict()
@@ -263,8 +265,8 @@ def capture(
 
 
 def is_captured(rest: Any) -> bool:
-    """True if ``rest`` was made by ``capture``, in this format or the previous one; False for the ``state_dict`` of any other
-    object."""
+    """True if ``rest`` is a dict with exactly the keys that ``capture`` gives it, in this format or the previous one (without
+    ``keys``). Used to tell it from the ``state_dict`` of another object."""
     return isinstance(rest, dict) and set(rest) - {"keys"} == {"state", "others", "param_groups", "extra"}
 
 
@@ -308,7 +310,7 @@ def as_state_dict(component: str, shared: Tensors, rest: Any) -> dict[str, Any]:
 
 
 def _numbered(entries: dict[str, dict[str, Any]], rest: Any) -> dict[str, Any]:
-    """Return a ``state_dict``: the state ``entries``, by parameter name, and the groups of ``rest``, with numbers instead of
+    """Return a ``state_dict`` that is made of the state ``entries``, by parameter name, and of ``rest``, with numbers instead of
     names."""
     index = {label: i for i, label in enumerate(label for group in rest["param_groups"] for label in group["params"])}
     groups = [{**group, "params": [index[label] for label in group["params"]]} for group in rest["param_groups"]]

@@ -1,10 +1,11 @@
 """The packages that this interpreter has, as ``name==version``, and the changes since a checkpoint was made.
 
 Names and versions are those of the directories ``NAME-VERSION.dist-info`` on the import path; the first of each name counts.
-``.egg-info`` directories count, too. (``importlib.metadata`` reads and parses a file of each package, which takes half a second
-with 160 packages.) For a package installed from a repository or a file, the commit or the file's digest follows
-(``name==version@COMMIT``). For an editable package, ``@editable`` follows. The files of packages are not read. Ratchet itself is
-not in the list: its version is recorded separately, and a checkpoint means the same to every version that reads its format.
+``.egg-info`` counts, too; only there the metadata are parsed. (``importlib.metadata`` parses those of each package, which takes
+half a second with 160 packages.) If the installer recorded that a package is from a repository or a file, the commit or the
+file's digest follows (``name==version@COMMIT``). For an editable package, ``@editable`` follows. The code of packages is not
+read. Ratchet itself is not in the list: its version is recorded separately, and a checkpoint means the same to every version that
+reads its format.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _SEPARATORS: Final = re.compile(r"[-_.]+")
 
 def installed(folders: Sequence[str] | None = None) -> list[str]:
     """Return ``name==version`` of each installed package, sorted, with normalised names (``scikit-learn``), without Ratchet's
-    own. The version of a package from a repository, a file or an editable installation has a suffix (``@COMMIT``, ``@DIGEST``,
-    ``@editable``).
+    own. If the installer recorded that a package is from a repository, from a file or editable, the version has a suffix
+    (``@COMMIT``, ``@DIGEST``, ``@editable``).
 
     ``folders``: an import path to search; None: this process's.
     """

@@ -1,7 +1,7 @@
 """Why replicas have diverged: each rank's facts about the first tensor that differs, and the likely cause that follows from them.
 
-Used only after a save has found a difference. A cause is derived from observations only, and is called likely, since several may
-contribute.
+Used only after a save has found a difference, except ``record_start``, which runs before the first step. A cause is derived from
+observations only, and is called likely, since several may contribute.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _other_values(name: str, facts_by_rank: Sequence[Facts]) -> str:
 
 
 def _other_groups(facts_by_rank: Sequence[Facts]) -> str | None:
-    """Return a clause about the first option of an optimizer's groups, such as the learning rate, that differs between ranks.
-    None if none differs."""
+    """Return a clause about the first option in the groups of rank 0's optimizers, such as the learning rate, that has another
+    value on another rank or is missing there. None if there is none."""
     for component, groups in facts_by_rank[0]["groups"].items():
         for number, group in enumerate(groups):
             for key in group:

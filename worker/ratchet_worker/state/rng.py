@@ -30,8 +30,8 @@ __all__ = [
 
 
 def derive_seed(seed: int, *parts: str | int, bits: int = 63) -> int:
-    """Return a seed that is a pure function of ``seed`` and ``parts``: the first ``bits`` bits (at most 64) of the SHA-256 of
-    their text."""
+    """Return a seed that is a pure function of ``seed`` and ``parts``: the first ``bits`` bits (at most 64) of the SHA-256 of a
+    text made of them."""
     text = ":".join(str(p) for p in ("ratchet", seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - bits)
 

@@ -1,8 +1,8 @@
 """One rank's whole state at a step boundary, split into tensors that are equal on all ranks and this rank's own.
 
 Names: ``shared/model/<parameter>``, ``shared/optimizer/<parameter>/<key>``; private: ``rank/<r>/<component>/<path>``. If the
-hook lets replicas differ, the first group is private too. Everything that is not a tensor is in the rank file's JSON state, one
-entry per component, as ``ratchet_hooks.state.encode`` writes it.
+hook lets replicas differ, the first group is private too, and so are parameters that DDP ignores. Everything that is not a tensor
+is in the rank file's JSON state, one entry per component, as ``ratchet_hooks.state.encode`` writes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Until(IntEnum):
     """How long after the step boundary a captured tensor stays unchanged.
 
     ``BOUNDARY``: it may change at once (buffers, which the forward pass changes). ``BACKWARD``: until the next backward pass
-    calls the hook (the hook's state). ``STEP``: until the next ``optimizer.step()`` (parameters and the optimizer's tensors).
+    calls the hook (the hook's state). ``STEP``: until the next ``optimizer.step()`` (parameters that an optimizer trains, and the
+    optimizers' tensors).
     """
 
     BOUNDARY = 0
@@ -137,8 +138,8 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def empty(dtype: str, shape: Iterable[int]) -> torch.Tensor:
-    """Return an uninitialised CPU tensor. ``dtype``: its name as it is stored. Raises ``StateError`` for a dtype that this
-    version of torch does not have."""
+    """Return an uninitialised CPU tensor. ``dtype``: its name as it is stored. Raises ``StateError`` for a name that
+    ``DTYPES`` does not have."""
     if dtype not in DTYPES:
         raise StateError(f"dtype {dtype} is not known here")
     return torch.empty(tuple(shape), dtype=DTYPES[dtype])

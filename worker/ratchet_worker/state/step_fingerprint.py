@@ -1,10 +1,10 @@
 """A rank's fingerprint after a step: a sample of its parameters, its generators, its position in the data.
 
 The parameters that have memory of their own form one line of bytes, cut into chunks once (``SamplePlan``); step s reads chunk s
-modulo their number K, so that each of their elements is read within K steps. The plan follows from shapes and dtypes, so all
-attempts of a job have the same one. Memory on the CPU is hashed in place (XXH3). On CUDA the chunk is reduced on the device to
-two sums of its words with random odd weights, which are copied to the host concurrently with the next step. The loop waits for
-them only if the sums of many steps are in transit.
+modulo their number K, so that each of their elements is read within K steps. The plan follows from the forms of the
+parameters; attempts are compared only if their plans have the same digest. Memory on the CPU is hashed in place (XXH3). On CUDA
+the chunk is reduced on the device to two sums of its words with random odd weights, which are copied to the host concurrently
+with the next step. The loop waits for them only if the sums of many steps are in transit, and in ``drain``.
 
 The loop's thread calls everything here between two steps, so no user code frees memory meanwhile. After a step the processor's
 caches hold the step's own data. A fingerprint's cost is therefore the number of functions and objects that it touches, not the
@@ -126,7 +126,7 @@ class StepFingerprints:
 
     def record_step(self, step: int, position: tuple[int, int]) -> list[StepFingerprint]:
         """Begin the fingerprint after ``step``, and return the fingerprints that are complete now. If no sums come from a device,
-        that is this step's. Otherwise these are fingerprints of earlier steps, perhaps none.
+        that is this step's. Otherwise these may be fingerprints of earlier steps only, or none.
 
         ``position``: in the data, as (epoch, place in it). Waits only if too many fingerprints are in transit.
         """
@@ -174,7 +174,7 @@ class StepFingerprints:
 
     def _locate(self, chunk: int, number: int) -> Any:
         """Return the bytes of a piece, and remember their place in memory for the next time. If the tensor is not dense or not on
-        the CPU, the bytes are a copy and no place is remembered."""
+        the CPU, the bytes are a copy and no place is remembered. Raises one of ``_NO_MEMORY`` if the tensor has no memory."""
         tensor, *_ = self._places[chunk][number]
         parameter, start, stop, buffer = self._on_host[chunk][number]
         begin, memory = tensor.data_ptr(), None
@@ -237,7 +237,7 @@ class DeviceSums:
 
     def begin(self, pieces: list[torch.Tensor]) -> _Sums:
         """Compute the sums of the bytes in ``pieces``, and begin to copy them to the host. Does not wait for a CUDA device.
-        Without pieces the sums are 0."""
+        ``pieces``: uint8 tensors on the device, together a multiple of 4 bytes; without pieces the sums are 0."""
         pinned = self._device.type == "cuda"
         host = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
         if not pieces:

@@ -23,10 +23,10 @@ def find_unregistered(module: nn.Module, optimizers: Iterable[Optimizer], regist
     """Return the sorted type names of objects that affect the training and are neither in ``registered`` nor parts of such
     objects. Averages that ``module`` holds in attributes are left out, too.
 
-    Such objects are optimizers of the parameters of ``module``, unless they wrap a registered one. Schedulers of these optimizers
-    or of ``optimizers`` are, too, and so are enabled gradient scalers. Averages (``AveragedModel``) are if they have the shapes
-    of the module or of a part of it. Searches all objects of the process; if it finds any, it runs a garbage collection and
-    searches again.
+    Optimizers affect it if they have a parameter of ``module``, but those that wrap a registered one are left out. Schedulers
+    affect it if their optimizer has such a parameter or is in ``optimizers``. Enabled gradient scalers do, and averages
+    (``AveragedModel``) with the shapes of the module or of a part of it. Searches all objects of the process; if it finds any, it
+    runs a garbage collection and searches again.
     """
     kept = {id(part) for item in registered for part in _parts(item, _DEPTH)}
     kept |= {id(average) for average in _averages_in_attributes(module)}
@@ -45,8 +45,8 @@ def _averages_in_attributes(module: nn.Module) -> Iterator[AveragedModel]:
 
 
 def unattributable(registered: Iterable[object]) -> Iterator[object]:
-    """Yield the gradient scalers and averaged models in ``registered``. They cannot be attributed to one model, so
-    ``find_unregistered`` would also find them in a later run in this process; the caller excludes them there."""
+    """Yield the gradient scalers and averaged models among ``registered`` and their parts. They cannot be attributed to one
+    model, so ``find_unregistered`` would also find them in a later run in this process; the caller excludes them there."""
     parts = (part for item in registered for part in _parts(item, _DEPTH))
     return (part for part in parts if isinstance(part, (AveragedModel, torch.amp.GradScaler)))
 
@@ -103,7 +103,7 @@ def _affects_training(item: object, optimizers: Collection[int], forms: Collecti
 
 
 def _parts(item: object, depth: int) -> Iterator[object]:
-    """Yield the object and the objects that it holds, up to ``depth`` levels below it.
+    """Yield the object and the objects that it holds in attributes, lists, tuples and dicts, up to ``depth`` levels below it.
 
     Not yielded are objects in modules and tensors, a scheduler's optimizer, which its state omits, and items of a long list or
     dict, which are data.

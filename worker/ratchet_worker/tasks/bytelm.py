@@ -76,7 +76,8 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """The model: bytes (batch, length), of any integer dtype, to logits (batch, length, 256) of each next byte.
+    """The model: bytes (batch, length), of any integer dtype, to logits (batch, length, 256) of each next byte. The length is at
+    most ``context``.
 
     A position's input is the sum of the embeddings of its byte, of its place, and of the last 2, 3 and 4 bytes, which are hashed
     into ``grams`` rows for each length (hash n-gram embeddings as in Pagnoni et al. 2024, arXiv 2412.09871, section 3.2.1). Short

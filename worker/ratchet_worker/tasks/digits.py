@@ -45,7 +45,7 @@ class Digits:
 
 
 def load_digits() -> tuple[Digits, Digits]:
-    """Return (training data, held-back data). Raises ``UserError`` if scikit-learn is not installed.
+    """Return (training data, held-back data). Raises ``UserError`` if scikit-learn, or its file of the digits, is missing.
 
     Reads the package's file without importing the package, which would cost every rank a second at start-up.
     """

@@ -72,8 +72,8 @@ def _source_files(base: Path) -> list[str]:
 
 
 def _join(base: Path, names: list[str], limit: int, record: list[tuple[str, int, str]]) -> npt.NDArray[np.uint8]:
-    """Return the joined bytes of the files, at most ``limit``, and append name, size and digest of each file used to
-    ``record``."""
+    """Return the first 32 KiB of each file, each followed by a NUL byte, joined and cut to ``limit`` bytes. Append to ``record``
+    the name, the whole size and the digest of each file that is read."""
     parts: list[bytes] = []
     size = 0
     for name in names:

@@ -29,8 +29,9 @@ class Gatherer:
         """Return the ``tensor`` of every rank of ``group`` (None: of all ranks), stacked in rank order: (ranks of the group,
         *shape). A collective, and so is its backward pass. Without ``sync_grads`` the result is detached.
 
-        Raises ``UserError`` for sparse or quantized tensors or those of more than 13 dimensions, on a rank outside the group, and
-        on every rank if the tensors differ in shape or dtype or, with ``sync_grads``, in whether they need a gradient.
+        Raises ``UserError`` on this rank alone for a sparse or quantized tensor, for more than 13 dimensions, and if the rank is
+        outside the group. Raises it on every rank of the group if the tensors differ in shape or dtype or, with ``sync_grads``,
+        in whether they need a gradient.
         """
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UserError(f"all_gather takes dense tensors, not one of layout {tensor.layout}; make it dense first")

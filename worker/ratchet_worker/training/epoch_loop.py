@@ -228,8 +228,8 @@ class EpochLoop:
         return self.runtime.state.require_wrapped()[1].iteration
 
     def _report_outside(self, epoch: int) -> None:
-        """Report, once, that an epoch had two or more backward passes outside its first pass over the loader: all of them
-        belong to one step."""
+        """If two or more backward passes followed the end of this epoch's first pass over the loader, report it, but only for the
+        first such epoch: all of them belong to one step."""
         count = 0 if self._iteration_at_pass_end is None else self._iteration - self._iteration_at_pass_end
         if count < 2 or self._reported_outside:
             return

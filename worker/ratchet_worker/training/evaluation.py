@@ -77,8 +77,8 @@ def preserving_state(
     Where replicas are equal, another change of the parameters in the block stays.
 
     One model is evaluated, not one per rank: where replicas differ, their mean replaces the parameters in the block, and this
-    rank's own values are put back afterwards. With ``broadcast`` every rank has rank 0's buffers in the block, those that DDP
-    would broadcast at the next forward. Entering is a collective where replicas differ, and with ``broadcast``.
+    rank's own values are put back afterwards. With ``broadcast`` every rank has rank 0's values of all buffers in the block.
+    Entering is a collective where replicas differ, and with ``broadcast``.
     """
     modes = [(module, module.training, _own_buffers(module)) for module in ddp.modules()]
     synced = ddp.require_forward_param_sync

@@ -105,8 +105,8 @@ class ReplayProof:
 
     def changed_since_step(self, data: TrainData | None, batches_taken: int) -> list[str]:
         """Return what has moved since ``record_step``: a list with ``data`` if a batch was taken or the position in the data has
-        changed, and ``generators`` if a process-wide generator was drawn from. Empty if neither is so. ``batches_taken``: number
-        of batches taken since then."""
+        changed, and ``generators`` if a process-wide generator was drawn from. Empty if neither is so. Positions are compared
+        only for Ratchet's own data classes (``_POSITIONED``). ``batches_taken``: number of batches taken since then."""
         placed = isinstance(data, _POSITIONED) and self._position not in (None, _position(data, batches_taken))
         return [
             *(["data"] if batches_taken or placed else []),
@@ -217,9 +217,9 @@ def _attempts(launch: LaunchFile) -> Iterator[AttemptPaths]:
 
 
 class _Earlier(NamedTuple):
-    """What this rank knows of the steps after the base. ``last``: the last step that this rank had done in an earlier attempt
-    that may be compared; 0 if no attempt had done steps after the base. ``fingerprints``: those of these steps that exist, by
-    step.
+    """What this rank knows of the steps after the base. ``last``: the last step that this rank (rank 0 in an attempt without
+    this rank) had done in an earlier attempt that may be compared; 0 if no attempt had done steps after the base.
+    ``fingerprints``: those of these steps that exist, by step.
 
     If only attempts that may not be compared had done steps after the base, ``last`` is the last step of the newest of them,
     ``fingerprints`` is empty, and ``reason`` says why that attempt is not compared. Otherwise ``reason`` is None.
@@ -272,8 +272,8 @@ def _why_incomparable(name: str, report: ResumeReport, found: RingHeader | None,
 
 
 def describe_inexact(report: ResumeReport) -> str:
-    """Return a sentence on what is not exact in a resume. It names the differences, and the first component that lost something
-    for another reason.
+    """Return a sentence on what is not exact in a resume. It names the first three differences, and the first component that lost
+    something for another reason.
 
     A redistributed or reset component follows from the differences, so it is named only if there are none. Data that start over
     are an exception: they count as a component that lost something for another reason.

@@ -79,9 +79,9 @@ def _average_replicas(
     """Return ``saved`` with one merged replica in place of this rank's own, and ``transfer`` with a record of that. Raises
     ``UserError`` if the replicas cannot be merged.
 
-    Models and optimizers become their mean over the old ranks; scalers and schedulers are rank 0's. (Ranks with scales of their
-    own would unscale by other factors than their common gradient has.) The user's own objects that follow the model become
-    their mean; others stay each rank's own.
+    Tensors of models and optimizers become their mean over the old ranks. What has no mean is rank 0's, such as the numbers of
+    scalers and schedulers. (Ranks with scales of their own would unscale by other factors than their common gradient has.) The
+    user's own objects that follow the model become their mean; others stay each rank's own.
     """
     components = {"model", *runtime.state.optimizers, *runtime.state.group_components()}
     try:

@@ -52,10 +52,10 @@ _MODEL: Final = f"{SHARED_PREFIX}{MODEL}/"
 
 @dataclass
 class Notes:
-    """What the construction of the model had to give up or change, for the report; None: nothing. ``layout``: why the recorded
-    bucket layout was not rebuilt; ``reset``: why the hook's state is reset; ``change``: the change of the hook; ``total``: a
-    sentence on another number of steps; ``unregistered``: a sentence on state that nothing has registered; ``imported``: what
-    was loaded from the file of ``start_from``."""
+    """What wrapping the model and the restore had to give up or change, for the report; None: nothing. ``layout``: why the
+    recorded bucket layout was not rebuilt; ``reset``: why the hook's state is reset; ``change``: the change of the hook;
+    ``total``: a sentence on another number of steps; ``unregistered``: a sentence on state that nothing has registered;
+    ``imported``: what was loaded from the file of ``start_from``."""
 
     layout: str | None = None
     reset: str | None = None
@@ -145,8 +145,8 @@ def _wrap_managed(
 def restore(runtime: Runtime) -> ResumeReport:
     """Restore the checkpoint's state, if there is a checkpoint, compare the environment with the recorded one, and return the
     resume report. A collective. Rank 0 also writes ``base.json`` and the attempt's environment file, marks the checkpoint if it
-    lacks late changes (``_persist_mark``), and reports the resume and that training begins. Every rank returns the report; only
-    rank 0's has its ``notes``.
+    lacks late changes (``_persist_mark``), sets ``runtime.provenance``, and reports the resume and that training begins. Every
+    rank returns the report; only rank 0's has its ``notes``.
 
     Raises ``UserError`` for state that does not fit, for a difference under ``determinism: strict``, and if the ranks request
     different numbers of steps. Raises ``StateError`` if the restored tensors are not those that were saved, and
@@ -279,7 +279,7 @@ def _report_import(runtime: Runtime) -> list[ComponentReport]:
 def _restore_total(runtime: Runtime, manifest: Manifest) -> None:
     """Keep the recorded number of steps if a task computes another one because the number of ranks changed: the restored learning
     rate schedule has the old number, so the job must end there too. Changes nothing for a script, which counts for itself, or if
-    spec, code or data have changed."""
+    code, data or the spec (apart from hook and number of ranks) have changed."""
     launch, before, asked = runtime.launch, manifest.total_steps, runtime.total
     same = (
         disk.is_same_spec_ignoring_ranks(manifest, launch, any_hook=True)

@@ -191,8 +191,8 @@ def _split_loss(result: LossResult) -> tuple[torch.Tensor, Metrics]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with the tensors inside lists, tuples and dicts moved to ``device``; other objects are returned as they
-    are."""
+    """Return ``batch`` with its tensors moved to ``device``: itself, or those inside lists, tuples and dicts. Every dict becomes
+    a plain ``dict``. Other objects are returned as they are."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

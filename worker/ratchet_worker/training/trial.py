@@ -75,7 +75,7 @@ class Trial:
         self._epoch = epoch
 
     def record_evaluation(self, step: int, drain: Callable[[], object]) -> None:
-        """Record that an evaluation took place after ``step`` steps; one before the first step is not recorded. It may be called
+        """Record that an evaluation takes place after ``step`` steps; one before the first step is not recorded. It may be called
         again for each batch of that evaluation, which is recorded once. Kills this process if the fault plan says so, after
         ``drain`` has completed a save in progress."""
         if step and self.exercised.evaluations[-1:] != [
@@ -127,11 +127,12 @@ class Trial:
     def inject_fault(
         self, step: int, drain: Callable[[], object], start_step: Callable[[int], None], agreement: Agreement
     ) -> None:
-        """Inject the fault that is planned for this rank after ``step`` steps; do nothing if there is none.
+        """Inject the fault that is planned for this rank after ``step`` steps; do nothing if there is none, or if it is due in an
+        evaluation (``record_evaluation``).
 
-        The kinds of fault: kill this rank; make the agent kill itself, and wait for that; or request a stop and wait until the
-        ranks have decided on it. ``drain`` completes a save in progress before a kill. ``start_step`` writes the step counter,
-        from which the agent learns that it must kill itself.
+        The kinds of fault here: kill this rank; make the agent kill itself, and wait for that; or request a stop and wait until
+        the ranks have decided on it. ``drain`` completes a save in progress before a kill. ``start_step`` writes the step
+        counter, from which the agent learns that it must kill itself.
         """
         if self._due(step, "kill-rank"):
             drain()
