@@ -73,7 +73,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(span: Span) -> Parts:
-    """Return the parts of one attempt, in seconds; they add up to ``until - created``."""
+    """Return the parts of one attempt, in seconds; they add up to ``until - created``, or to 0 if that is negative."""
     end = max(span.created, span.until)
 
     def clamp(at: datetime | None, low: datetime) -> datetime:
@@ -99,8 +99,9 @@ def parts_of(span: Span) -> Parts:
 
 
 def total_parts(spans: Iterable[Span], submitted: datetime, until: datetime, paused_seconds: float) -> Parts:
-    """Return the parts of a whole job. ``spans``: its attempts; ``until``: its end, or now; ``paused_seconds``: the length of all
-    requested pauses, which belong to no part. All other time outside of attempts is ``queued``."""
+    """Return the parts of a whole job. ``spans``: its attempts; ``until``: its end, the beginning of its present pause, or now;
+    ``paused_seconds``: the length of all earlier requested pauses, which belong to no part. All other time outside of attempts
+    is ``queued``."""
     parts = [parts_of(span) for span in spans]
     sums = Parts(*(sum(values) for values in zip(*parts, strict=True))) if parts else Parts()
     rest = _seconds(submitted, max(submitted, until)) - paused_seconds - sums.wall

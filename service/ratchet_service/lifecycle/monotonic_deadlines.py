@@ -4,8 +4,9 @@ Stored times are wall-clock times of whichever machine wrote them, and wall cloc
 machine is resumed. So deadlines are counted by monotonic clocks alone. The count is kept in the attempt's row as a ``Count``
 (``persisted_deadlines``), and the next process continues from it: a monotonic clock continues across processes until the machine
 reboots. Time in which possibly no reconciler polled the attempt is not counted for a deadline: it may be late, never early.
-Only the launch deadline can start again from 0 (``supervision_rules.record_poll``). The run time that ``policy.timeout`` limits
-includes the time without a reconciler, unless the machine reboots or another machine takes over.
+The launch deadline starts again from 0 after a long time without a poll (``supervision_rules.record_poll``). The run time that
+``policy.timeout`` limits is no such deadline: it includes the time without a reconciler, unless the machine reboots or another
+machine takes over.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def carried_seconds(stored: Any, clock: Clock, max_gap: float) -> float | None:
     """Return the seconds of a deadline that have elapsed: those that earlier reconcilers counted (``stored``: its ``Count``), and
     the time since then, but at most ``max_gap`` of it. None: nothing is stored that can be read. ``max_gap`` is how old a count
     can become while a reconciler polls; after a longer time, perhaps no reconciler polled, and no service answered the agents
-    either. If the machine has rebooted since, none of that time is counted."""
+    either. If the machine has rebooted since, or another machine stored the count, none of that time is counted."""
     count = Count.parse(stored)
     if count is None:
         return None

@@ -18,9 +18,9 @@ REPLAY_DIFFERENCE = "replay-difference"
 
 
 def add_redone(attempt: Attempt, rank: int, message: RedoneSteps) -> StepDifference | None:
-    """Store on ``attempt`` what ``rank`` reports about replayed steps; it replaces the rank's earlier report. Of all reported
-    differences the one of the lowest step is kept. Return the message's difference if it is the first that was reported for the
-    attempt. None if the message has no difference, or the attempt had one before."""
+    """Store on ``attempt`` what ``rank`` reports about replayed steps; its counts replace those of the rank's earlier report. Of
+    all reported differences the one of the lowest step is kept. Return a copy of the message's difference, with this ``rank``,
+    if it is the first that was reported for the attempt. None if the message has no difference, or the attempt had one before."""
     before: dict[str, Any] = attempt.redone or {"ranks": {}, "first_difference": None}
     found, known = message.first_difference, before["first_difference"]
     if found is not None:
@@ -41,8 +41,8 @@ def add_redone(attempt: Attempt, rank: int, message: RedoneSteps) -> StepDiffere
 
 
 def redone_of(attempt: Attempt) -> Redone:
-    """Return the attempt's result over all ranks. No step counts as compared before all ranks have reported; an attempt without a
-    report has replayed no step."""
+    """Return the attempt's result over all ranks. No step counts as compared before all ranks have reported. If none has
+    reported, return an empty result."""
     kept = attempt.redone
     if kept is None:
         return Redone()
@@ -68,7 +68,7 @@ def with_replay_verdict(report: ResumeReport, redone: Redone) -> ResumeReport:
 
 def differing_metrics(attempt: Attempt, redone: Redone) -> list[str]:
     """Return the sorted names of metrics whose values differ at replayed steps that are otherwise equal (by their fingerprints):
-    usually measured times. Steps from the first difference on do not count."""
+    usually measured times. Steps from the first difference on do not count. Empty while ``redone`` has no equal step."""
     if redone.equal == 0:
         return []
     end = None if redone.first_difference is None else redone.first_difference.step

@@ -37,9 +37,9 @@ class Raised(NamedTuple):
 
 def repeated_error_step(end: EndSeen, results: Iterable[AttemptResult], previous: Attempt | None) -> int | None:
     """Return the last step that the rank which raised the error had finished, if the attempt ended with the same error as
-    ``previous``, the row of the attempt before. None: it did not, the error may be transient (``_raised_error``), or ``previous``
-    was a script without a Session that ran for at least ``MAX_BACKOFF`` seconds. ``end``: the attempt's end, derived from
-    ``results``."""
+    ``previous``, the row of the attempt before (None: there is none). Whether it was the same rank does not matter. Return None
+    if the errors differ or may be transient (``_raised_error``), or if ``previous`` was a script without a Session that ran for
+    at least ``MAX_BACKOFF`` seconds. ``end``: the attempt's end, derived from ``results``."""
     if (
         end.cause is not Cause.EXCEPTION
         or previous is None
@@ -64,8 +64,8 @@ def _ran_long_unmanaged(previous: Attempt) -> bool:
 
 
 def _raised_error(rank: int | None, results: Iterable[dict[str, Any]]) -> Raised | None:
-    """Return the error with which the rank ended, according to ``results`` (as JSON); None: its end has no traceback, or the
-    error may be transient, such as one of the network."""
+    """Return the error with which the rank ended, according to ``results`` (as JSON). None: they have no traceback of this rank,
+    or the error may be transient, such as one of the network."""
     ends = [end for result in results for end in result["ranks"] if end["rank"] == rank and end["result"] is not None]
     if not ends or not ends[0]["result"]["traceback"]:
         return None

@@ -20,9 +20,10 @@ UNMANAGED: Final = "unmanaged"
 
 
 def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldProblem]]:
-    """Return the warnings and problems of a spec whose script's main file does not mention the Session: warnings that Ratchet
-    saves none of its state, problems for a trial or a hook other than the default one, which need a Session. Two empty lists for
-    any other spec. ``main_file``: the content of that file."""
+    """Return the warnings and problems of a spec whose script has no Session, by the text of its main file (``is_unmanaged``).
+    Warnings say that Ratchet saves none of its state, and that ``checkpoint.every_steps`` has no effect if it is not the default.
+    Problems are a trial, and a hook other than the default one. Two empty lists for any other spec. ``main_file``: the content
+    of the script's main file."""
     if not spec.script or not is_unmanaged(main_file):
         return [], []
     name = spec.script[0]
@@ -49,8 +50,9 @@ def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldPr
 
 
 def hook_problems(spec: JobSpec, main_file: bytes) -> list[FieldProblem]:
-    """Return a list with one problem if the spec has another hook than the default one and the script's main file (content
-    ``main_file``) makes no Session, since such a script would not apply the hook. Otherwise return an empty list."""
+    """Return a list with one problem if the spec has a hook other than the default one, and its script has no Session and so
+    would not apply the hook. Otherwise return an empty list. Only the text of the script's main file (``main_file``) is examined
+    (``is_unmanaged``)."""
     refusal = unapplied_hook_message(spec.script[0], spec.hook) if spec.script and is_unmanaged(main_file) else None
     return [] if refusal is None else [FieldProblem(pointer="/hook", code="hook-needs-session", detail=refusal)]
 

@@ -27,7 +27,8 @@ _RESERVE_BYTES: Final = 1024 * 1024
 
 def reserve_space(database: Database) -> None:
     """Create a file of ``_RESERVE_BYTES`` next to a SQLite database, to have space for a deletion when the disk is full. It does
-    nothing for a database server, if the file exists, or if too little space is left already; errors are ignored."""
+    nothing for a database server or a database in memory, if the file exists, or if too little space is left already. An error
+    while the file is written is ignored, and the file is deleted."""
     path = _reserve_file(database)
     if path is None or path.exists() or (free_bytes(path.parent) or 0) < _RESERVE_BYTES + _MIN_FREE_BYTES:
         return
@@ -53,8 +54,8 @@ def release_space(database: Database) -> bool:
 
 def database_disk_full(database: Database) -> Refused | None:
     """Return (not raise) the error for a full disk if the disk of the SQLite database is full now, so that nothing can be
-    recorded. None if there is free space, if that is not known, or if the database is a server, whose disk this process cannot
-    see."""
+    recorded. None if there is free space, if that is not known, or if the database is in memory or on a server, whose disk this
+    process cannot see."""
     directory = _directory(database)
     free = None if directory is None else free_bytes(directory)
     if directory is None or free is None or free >= _MIN_FREE_BYTES:

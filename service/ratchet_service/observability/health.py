@@ -58,8 +58,8 @@ class Unready(Refused):
 
 @dataclass
 class ReconcilerHeartbeat:
-    """Records the rounds of one reconciler: in memory for its own process, and as the modification time of ``file`` for other
-    processes. ``clock`` returns monotonic seconds."""
+    """Records the rounds of one reconciler in memory, for its own process. Successful rounds are also visible to other processes,
+    as the modification time of ``file``. ``clock`` returns monotonic seconds."""
 
     file: Path
     clock: Callable[[], float] = time.monotonic
@@ -143,7 +143,8 @@ class Health:
 
     def is_new_code(self, code: str | None) -> bool:
         """Return True if ``code`` differs from the code of the previous call, and remember ``code``. ``code``: why the process is
-        not ready; None: it is ready. The caller logs only changes, since probes come every few seconds."""
+        not ready; None: it is ready, which is also assumed before the first call. The caller logs only changes, since probes
+        come every few seconds."""
         before, self.last_code = self.last_code, code
         return before != code
 
@@ -166,7 +167,8 @@ def check(health: Health, database: Database, paths: HomePaths) -> dict[str, Com
 
 def _check_schema(database: Database) -> str:
     """Return a text with the database's schema revision, if it is the one of this version. Raises ``NewerSchema`` or
-    ``UnsupportedSchema``, and ``Unready`` for an older schema: an older database was restored while this process was running."""
+    ``UnsupportedSchema`` for a revision that this version does not know, and ``Unready`` for an older one or none: the database
+    was replaced while this process was running."""
     with database.read() as session:
         revision = migrate.revision_of(session.connection())
     if revision == migrate.head_revision():
@@ -199,10 +201,11 @@ def _check_writable(home: Path) -> str:
 
 
 def _check_reconciler(heartbeat: ReconcilerHeartbeat | None, paths: HomePaths) -> Component:
-    """Return the state of the reconciler of this process (``heartbeat``), or of another process if this one runs none. Raises
-    ``Unready`` if this process's reconciler hangs or fails round after round, or if ``MAX_CONCURRENT_FINISHES`` ends of attempts
-    take too long; a few failed rounds, or fewer such ends, are a warning. If another process's reconciler is silent, or none has
-    ever run, that is only a warning: this process can still accept requests."""
+    """Return the state of the reconciler of this process (``heartbeat``). If this process runs none, return that of another
+    process, by the marker file in the run directory. Raises ``Unready`` if this process's reconciler hangs or fails round after
+    round, or if ``MAX_CONCURRENT_FINISHES`` ends of attempts take too long; a few failed rounds, or fewer such ends, are a
+    warning. If another process's reconciler is silent, or none has ever run, that is only a warning: this process can still
+    accept requests."""
     if heartbeat is not None:
         silence, failures = heartbeat.silence_seconds(), heartbeat.failures
         if failures >= FAILED_ROUNDS or (failures and silence > ROUND_SECONDS):

@@ -1,7 +1,7 @@
 """Log records as readable text or as one JSON object per line. Fields such as the job's id come from a context variable.
 
-Both formats hide Ratchet's tokens, recognised by their form, passwords in URLs, and the texts that are passed at the start, such
-as the database's password. Other secrets in a message are not recognised.
+Both formats hide Ratchet's tokens, recognised by their form, the word after "Bearer", passwords in URLs, and the texts that are
+passed to ``configure``, such as the database's password. Other secrets in a message are not recognised.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class Text(logging.Formatter):
 
 
 class Json(logging.Formatter):
-    """Formats each record as one JSON object on a line, with secrets hidden: time (UTC, RFC 3339), level, logger, message, those
-    of ``FIELDS`` that are known, and the traceback of an exception."""
+    """Formats each record as one JSON object on a line: time (UTC, RFC 3339), level, logger, message, the known ones of
+    ``FIELDS``, the traceback of an exception, and the stack if the log call requested it. Secrets are hidden in message,
+    traceback and stack, not in fields."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         super().__init__()
@@ -89,7 +90,8 @@ class Json(logging.Formatter):
 
 
 class Hide:
-    """Replaces secrets in a text with ``***``: ``secrets``, passwords in URLs, and tokens by their form."""
+    """Replaces secrets in a text with ``***``: ``secrets``, passwords in URLs, the word after "Bearer", and Ratchet's tokens by
+    their form. The prefix of a token (``rt_`` and an id) stays."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
         self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)

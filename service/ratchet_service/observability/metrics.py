@@ -139,8 +139,9 @@ class Instruments:
     @contextmanager
     def count_report(self) -> Iterator[None]:
         """Count the agent's report that the block handles, by its result. ``stored``: the block succeeded; ``stale``: the attempt
-        was over; ``refused``: another ``RatchetError``, for example invalid content; ``failed``: any other error of the service,
-        and the agent retries. Errors are raised again. The report must already have passed ``Gate.authenticate_agent``."""
+        has ended or is not the job's newest one; ``refused``: another ``RatchetError``, for example invalid content; ``failed``:
+        any other error of the service, and the agent retries. Errors are raised again. The report must already have passed
+        ``Gate.authenticate_agent``."""
         try:
             yield
         except RatchetError as error:
@@ -202,8 +203,8 @@ class Instruments:
                         instrument.observe(seconds)
 
     def render(self, database: Database) -> bytes:
-        """Return all metrics in Prometheus' text format, with the counts of jobs queried from ``database``. The counts of ended
-        jobs may be up to two minutes old, the others are those of now. Raises SQLAlchemy's errors."""
+        """Return all metrics of this process in Prometheus' text format, with the counts of jobs queried from ``database``. The
+        counts of ended jobs may be up to two minutes old, the other counts are those of now. Raises SQLAlchemy's errors."""
         with database.read() as session:
             self._count_jobs(session, database)
             self._measure_queue(session, database)

@@ -1,8 +1,8 @@
 """What the source of a task's module proves about its entrypoint. It is parsed with ``ast``; no user code is imported.
 
 Only what is certain is a fault: a name that nothing in the module binds, a plain class without the methods of a task, arguments
-that its constructor does not take. Where a star import, a decorator, a base class or ``__getattr__`` may make the difference, the
-first attempt finds out, and ends the job at once if it is wrong.
+that its constructor does not take. Where something may make the difference that the source does not show, such as a star import,
+a decorator or a base class, the first attempt finds out, and ends the job at once if it is wrong.
 
 ``parse`` makes a syntax tree without interference from other threads. CPython 3.11 has one counter for the depth of the tree
 under construction, shared by all threads: if another thread makes a tree meanwhile, either may end with
@@ -128,7 +128,8 @@ def _may_bind_unseen_names(tree: ast.AST, bound: Mapping[str, object]) -> bool:
 
 
 def _missing_problem(module: str, name: str, bound: Mapping[str, list[ast.AST]]) -> FieldProblem:
-    """Return the problem for an entrypoint that the module does not have, with its classes and the most similar name."""
+    """Return the problem for an entrypoint that the module does not have. Its text has the names of the module's classes (at most
+    20), and the most similar of them, if there is one."""
     classes = [n for n, nodes in bound.items() if any(isinstance(node, ast.ClassDef) for node in nodes)]
     held = f"its classes are {', '.join(classes[:20])}" if classes else "it defines no class"
     text = f"module {module!r} has no {name!r}{suggestion(name, classes)}; {held}"
@@ -137,9 +138,9 @@ def _missing_problem(module: str, name: str, bound: Mapping[str, list[ast.AST]])
 
 def _check_class(node: ast.ClassDef, task: TaskSpec, assigned: Set[str]) -> FieldProblem | None:
     """Return the fault of the class ``node`` if it certainly is no task (it lacks ``build`` or ``loss``, or it has the method
-    ``evaluation`` and lacks ``evaluate``) or does not take the task's arguments. None if it has no fault, or if a base class,
-    decorator or ``__getattr__`` makes that uncertain. ``assigned``: names of the attributes that are assigned anywhere in the
-    module; they count as present in the class, since a task's ``loss`` may be assigned."""
+    ``evaluation`` and lacks ``evaluate``) or does not take the task's arguments. None if it has no fault, or if that is
+    uncertain, for example because of a base class, a decorator or ``__getattr__``. ``assigned``: names of the attributes that are
+    assigned anywhere in the module; they count as present in the class, since a task's ``loss`` may be assigned."""
     plain = all(isinstance(base, ast.Name) and base.id == "object" for base in node.bases)
     if node.decorator_list or node.keywords or not plain:
         return None

@@ -1,9 +1,8 @@
 """Pre-flight of a spec's hook against wrapper, back end, device and number of ranks: a table of rules, and the registry's
-warnings.
+warnings. Also imports a hook of the user's own, in another process, and computes how large the hook's state will be.
 
-``ratchet_contract.spec.parse`` refuses what needs no machine (wrappers, DDP options that exclude each other, subgroups). The
-ranks refuse, before the first step, what only the model shows (dtypes, sparse or complex gradients, accumulation under static
-graph).
+Other checks of a hook are elsewhere. ``ratchet_contract.spec.parse`` refuses what needs no machine, such as DDP options that
+exclude each other. The ranks refuse, before the first step, what only the model shows, such as sparse gradients.
 """
 
 from __future__ import annotations
@@ -129,7 +128,8 @@ def _loses_precision(spec: JobSpec) -> bool:
 
 
 def _all_in_one_subgroup(spec: JobSpec) -> bool:
-    """Return True if post_localSGD averages gradients within subgroups, but all ranks are in one subgroup."""
+    """Return True if post_localSGD averages gradients within subgroups, but all ranks are in one subgroup. False for a single
+    rank."""
     hook, world = spec.hook, spec.world
     if not isinstance(hook, PostLocalSGDSpec) or not hook.post_local_gradient_allreduce:
         return False
@@ -167,8 +167,9 @@ def recheck_for_world(spec: JobSpec, resolved: Resolved, report: Report) -> None
 
 def check_changed_hook(spec: JobSpec, resolved: Resolved, machine: Machine, probe: Probe) -> Report:
     """Return the warnings and problems of ``spec``, a stored job's spec with another hook. The hook is checked against
-    ``resolved``, what was decided for the job, and against the job's script, which may have no Session to apply it. If that shows
-    no problem, a hook of the user's own is also imported with the job's interpreter (``probe``)."""
+    ``resolved``, what was decided for the job. If the job's script can be read here, it must have a Session to apply the hook. If
+    that shows no problem, a hook of the user's own is also checked by ``check_custom_hook``. ``machine``: that of the job's
+    ranks."""
     report = Report()
     check(spec, resolved, report)
     if (main_file := unmanaged_script.read_main_file(spec)) is not None:
@@ -192,8 +193,8 @@ def check_custom_hook(spec: JobSpec, machine: Machine, probe: Probe, report: Rep
 
 def state_bytes(spec: JobSpec, machine: Machine, probe: Probe) -> int | None:
     """Return the bytes that the hook's state will hold on each rank. If they depend on the shapes of the model's parameters, the
-    task is queried for the shapes in a separate process. None if the shapes are not known, as for a script or a job that runs on
-    another machine, and for a custom hook with a state."""
+    task is queried for the shapes in a separate process. Return None if they depend on shapes that are not known, as for a script
+    or a job that runs on another machine. Also return None for a custom hook with a state."""
     if not needs_shapes(spec.hook):
         return hook_memory(spec.hook, ())
     shapes = probe.shapes() if machine.is_this_machine and machine.runs_jobs else None

@@ -1,9 +1,9 @@
-"""Pre-flight of the packages that a job's code imports, by its source: those that its interpreter lacks are reported before it
-starts.
+"""Pre-flight of the packages that a job's code imports, by its source: those that its interpreter lacks are reported before the
+job starts.
 
-Only an import that certainly runs forbids the job: a statement of the script or the task's module, or of a module in the code
-directory that such a statement imports. Within a function or a condition it is a warning; within ``try`` the code itself handles
-it.
+Only an import that certainly runs forbids the job: a statement at the top level of the script or the task's module, or of a
+module in the code directory that such a statement imports. Otherwise (in a function or a condition, or if the code changes
+``sys.path``) it is a warning. Within ``try`` the code itself handles it.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def find_job_imports(spec: JobSpec, path: Sequence[str], sandbox: Sandbox) -> Im
 
 def _scan(entry: Sequence[Path], roots: Sequence[Path], code: Path) -> Imported:
     """Return the imports of the files ``entry`` and of all modules in the directory ``code`` that they import, directly or
-    indirectly. ``roots``: directories in which modules are searched. Files that cannot be read or parsed are left out, and at
-    most ``_MAX_FILES`` files are read. If the code changes where modules are searched (``sys.path`` and the like), all imports
-    count as conditional."""
+    indirectly. ``roots``: directories in which modules are searched. Files that cannot be read or parsed, or that are larger than
+    ``_MAX_BYTES``, are left out, and at most ``_MAX_FILES`` files are read. If the code changes where modules are searched
+    (``sys.path`` and the like), all imports count as conditional."""
     out, seen, own_paths = Imported(), dict[Path, bool](), False
     pending = [(file, True) for file in entry]
     while pending and len(seen) < _MAX_FILES:

@@ -33,12 +33,13 @@ def check(
     sandbox: Sandbox = NO_SANDBOX,
 ) -> tuple[str, Findings]:
     """Return the path of the interpreter for the ranks (the spec's, else the machine's), and what it reports about itself and
-    the task's module. Warnings and problems are added to ``report``. They include those of the entrypoint, if the code can be
-    inspected (``code_ok``), and then also those of missing packages, if this machine runs the job and the spec names no image.
+    the task's module. Warnings and problems are added to ``report``. If the interpreter itself is in order, they include those of
+    the entrypoint, if the code can be inspected (``code_ok``), and then also those of missing packages, if this machine runs the
+    job and the spec names no image.
 
     If the interpreter is not found or cannot be queried, ``error`` of the findings is set. If the spec names an interpreter and
-    jobs run on nodes elsewhere, it is not queried, and is assumed to have torch. ``sandbox``: the user and limits for
-    inspections.
+    jobs run on nodes elsewhere, it must exist here too, but it is not queried and is assumed to have torch; a warning says so.
+    ``sandbox``: the user and limits for inspections.
     """
     given = spec.python or machine.python
     path = find_interpreter(given) if Path(given).is_absolute() else None
@@ -100,7 +101,7 @@ def _python_not_found_text(python: str) -> str:
 def _check_entrypoint(task: TaskSpec, origin: Path, sandbox: Sandbox, report: Report) -> None:
     """Add to ``report`` the fault of the task's entrypoint that its source file ``origin`` shows. The interpreter, which may be
     the submitter's own, has reported this path: so the file is read with the rights of the sandbox's user, and only if it is a
-    regular file. A file that cannot be read is not reported."""
+    regular file of at most ``_MAX_SOURCE_BYTES``. A file that is not read is not reported."""
     try:
         with as_user(sandbox.user):
             fd = os.open(origin, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

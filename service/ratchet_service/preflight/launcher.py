@@ -28,9 +28,9 @@ _UNCHECKED_KEYS: Final = frozenset(
 def check(
     spec: JobSpec, launchers: Mapping[str, Launcher], report: Report, faulty_keys: frozenset[str] = frozenset()
 ) -> None:
-    """Add to ``report`` what the spec's launcher refuses and warns about. If the service does not have the launcher, that is the
-    only problem. ``faulty_keys``: keys of the spec that have a fault. Checks that depend on one of them are left out; the
-    launcher's own check runs only if all of them are in ``_UNCHECKED_KEYS``."""
+    """Add to ``report`` what the spec's launcher refuses and warns about. If the service does not have the launcher, only that is
+    added. ``faulty_keys``: keys of the spec that have a fault. Checks that depend on one of them are left out; the launcher's own
+    check runs only if all of them are in ``_UNCHECKED_KEYS``."""
     if "launcher" in faulty_keys:
         return
     launcher = launchers.get(spec.launcher.kind)

@@ -1,4 +1,5 @@
-"""Checks that a spec names only allowed directories and object stores, where users other than the run directory's owner submit.
+"""Checks that a spec names only allowed directories and object stores. That is needed where users other than the run directory's
+owner submit; without configured roots everything is allowed.
 
 The service reads what a spec names with its own rights: without this check a submitter could have any file of the service's
 machine snapshotted and read it. Links are resolved before the comparison, and the snapshot itself takes no link that leads out. A

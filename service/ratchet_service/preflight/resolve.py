@@ -50,8 +50,10 @@ def resolve(
     allowed: Allowed = allow_all,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
     """Return every ``auto`` of ``spec`` decided for ``machine``, the warnings, and the problems that forbid the job; if there are
-    problems, ignore the other two. Independent problems are reported together. Checks that need a faulty part are left out: those
-    of script, entrypoint and packages without usable code; the import of a user's own hook if anything that it needs is wrong.
+    problems, ignore the other two. Independent problems are reported together. Checks that need a faulty part are left out, such
+    as those of script, entrypoint and packages without usable code, and the import of a user's own hook if anything that it needs
+    is wrong. Whether the service may read the paths in ``spec`` is not checked here: the caller does that before
+    (``paths.Roots.check``).
 
     Blocks while it queries the interpreter in a process, imports such a hook in another, and writes to the object store
     ``checkpoint.uri``.
@@ -60,7 +62,7 @@ def resolve(
     launcher's environment will be (for secrets); None: this process's. ``code_digest`` of the result is not set: the snapshot
     sets it. ``hook_seconds``: time limit in seconds for the import of a user's own hook; ``sandbox``: the user and limits for the
     processes that inspect the code and the interpreter. ``faulty_keys``: keys of the spec that have their defaults because of a
-    fault; what depends on one is not checked. ``allowed``: returns whether the snapshot may read a real path.
+    fault; what depends on one is not checked. ``allowed``: returns whether the snapshot may read a real path within the code.
     """
     report, environ = Report(), os.environ if environ is None else environ
     if launchers is not None:
@@ -121,7 +123,7 @@ def resize(
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
     """Check ``spec``, a job's spec with another number of ranks, and return the new decisions, all warnings, and the problems.
     ``resolved`` and ``warnings``: the job's decisions and warnings so far; ``machine``: that of its ranks; ``launchers`` None:
-    the launcher is not checked.
+    the launcher is not checked. New warnings of the launcher's check are ignored, only its problems are returned.
 
     Device, back end, interpreter and code stay as they are, whatever has become of the machine, the user's directory or the
     environment: a change of them would be one more difference. Threads per rank are decided again, since they are a share of the
@@ -277,8 +279,8 @@ def _threads(spec: JobSpec, machine: Machine, device: str) -> int:
     """Return the number of threads per rank: OMP_NUM_THREADS if the spec sets it, else ``cpus_per_rank``, else an even share of
     the cores.
 
-    The number is fixed once per job: another number of threads gives other bits on the CPU. On CUDA the share is per GPU of the
-    machine, so that CPU slots are left for jobs on other GPUs.
+    The job keeps the number (unless ``resize`` changes its ranks): another number of threads gives other bits on the CPU. On CUDA
+    the share is per GPU of the machine, so that CPU slots are left for jobs on other GPUs.
     """
     given = spec.env.get("OMP_NUM_THREADS")
     if given is not None:

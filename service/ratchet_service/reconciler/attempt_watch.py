@@ -1,5 +1,5 @@
-"""What one reconciler knows of one attempt under its lease: what it read once (spec, times), what this process did (submitted,
-requested a stop), what the rows and the engine's status report about the attempt."""
+"""What one reconciler knows of one attempt under its lease: what it read once (such as settings of the spec), what this process
+did (such as a submission), what the rows and the engine's status report about the attempt."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ LEFT: Final = "agent-left"
 @dataclass(frozen=True)
 class Timing:
     """Time limits in seconds. ``launch_deadline``: from the attempt's start, or the end of its wait in the engine's queue, until
-    an agent holds its lock; ``kill_after``: from SIGTERM to SIGKILL of an agent (longer for agents of another protocol:
-    ``Watch.killable_after``); ``linger``: from the last agent's result, or the first failed one, until all agents must be gone;
+    an agent holds its lock; ``kill_after``: from SIGTERM to SIGKILL of an agent, in some cases longer
+    (``Watch.killable_after``); ``linger``: from the last agent's result, or the first failed one, until all agents must be gone;
     ``lost``: from one agent's death without a result until the other nodes' agents are killed."""
 
     launch_deadline: float = 60.0

@@ -95,8 +95,8 @@ class Background:
             log.error("leases of attempts being finalised are renewed by the rounds only: %s", error)
 
     def _run_finish(self, lease: Lease, work: Callable[[], T], future: Future[T]) -> None:
-        """Run ``work`` and put its result or error into ``future``. Before that, the job is removed from those that are being
-        finalised; after it, ``wake`` is called."""
+        """Run ``work``; then remove the job from those that are being finalised, put the result or error of ``work`` into
+        ``future``, and call ``wake``, in this order."""
         try:
             value = work()
         except Exception as error:

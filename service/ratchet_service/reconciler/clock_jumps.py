@@ -34,7 +34,8 @@ _PLAUSIBLE_SECONDS: Final = 60.0
 class Seen(NamedTuple):
     """Result of ``Jumps.handle``. ``row``: the clock's row. ``jump_seconds``: by how many seconds the clock has jumped since the
     row was last written, forwards if positive; 0.0: it has not, or another process has handled the jump. ``first_observation``:
-    no process has observed the clock since the machine was booted, so it is not known whether the clock has jumped."""
+    this process has no earlier level of the clock, and the table has none of this boot, so it is not known whether the clock has
+    jumped."""
 
     row: ClockLevel
     jump_seconds: float
@@ -70,9 +71,9 @@ class Jumps:
         return True
 
     def handle(self, session: Session, pause_seconds: Callable[[bool], float] = lambda _: 0.0) -> Seen:
-        """Detect a jump and store the clock's new level, with the clock's row locked in the caller's write transaction. What the
-        caller does about the jump (``Seen.jump_seconds``) belongs into the same transaction. Once it is committed, the caller
-        must call ``mark_handled``.
+        """Detect a jump and store the clock's new level and pause, with the clock's row locked in the caller's write transaction.
+        What the caller does about the jump (``Seen.jump_seconds``) belongs into the same transaction. Once it is committed, the
+        caller must call ``mark_handled``.
 
         ``pause_seconds(unknown)`` returns for how many seconds nothing may be done by the clock; 0.0: the clock can be trusted.
         It is called after a jump, and with ``unknown`` True if it is not known whether there was one. Rows of other boots that

@@ -40,8 +40,8 @@ def ingest_leftover(
 ) -> int:
     """Store in the database the complete lines of the attempt's spools that the agents' reports have not delivered (``batches``
     names the exceptions), and return how many messages were stored. The spool files stay. Each batch has a transaction of its
-    own; so after an error the messages of earlier batches stay stored. A spool that is refused, such as that of an agent that has
-    nothing to report, is left out, and an event says so. Raises ``LeaseLost`` if this process no longer holds the job.
+    own; so after an error the messages of earlier batches stay stored. If a batch is refused, which user code may have written,
+    the rest of its spool is left out, and an event says so. Raises ``LeaseLost`` if this process no longer holds the job.
 
     Precondition: the ranks are dead. A line that is still being written has no end yet and would be lost. ``nodes`` and
     ``ranks_per_node``: those of the attempt; ``bounds``: how much of a job's metrics and events is kept.

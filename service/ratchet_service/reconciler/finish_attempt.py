@@ -57,9 +57,9 @@ def finalise_attempt(
     attempt's processes are gone, and its spools are ingested.
 
     First it reads the checkpoints on the disk, deletes remains of saves, shortens logs and deletes old spools. Then one
-    transaction stores the checkpoints whose report was lost, quarantines those that were found damaged, marks surplus ones for
-    removal, writes the attempt's end and releases the lease. The marked checkpoints are not deleted here. Raises ``LeaseLost`` if
-    this process no longer holds the job.
+    transaction stores the rows of checkpoints whose report was lost, moves those that were found damaged to the quarantine, marks
+    surplus ones for removal, writes the attempt's end and releases the lease. The marked checkpoints are not deleted here. Raises
+    ``LeaseLost`` if this process no longer holds the job.
     """
     paths = job_paths.attempt(lease.attempt)
     base, last = _read_base(paths), _last_step(evidence, paths)
@@ -219,7 +219,8 @@ def _last_step(evidence: Evidence, paths: AttemptPaths) -> int:
 
 
 def _read_base(paths: AttemptPaths) -> Base | None:
-    """Read the attempt's base file: the checkpoint that it started from. None if there is no such file or it cannot be parsed."""
+    """Return the content of the attempt's base file: the checkpoint that it started from. None if there is no such file, or if it
+    cannot be read or parsed."""
     try:
         with open_read(paths.base_file) as file:
             return Base.model_validate_json(file.read(_MAX_BASE_BYTES))

@@ -203,9 +203,9 @@ class AttemptLauncher:
 
     def shift_backoffs(self, session: Session, seconds: float) -> None:
         """Move the ends of queued jobs' back-offs by ``seconds``, by which the wall clock has jumped (forwards if positive), so
-        that each back-off lasts as long as before. A step back of less than ten minutes changes nothing: jobs then wait that much
-        longer. Only jobs of this process's launchers are moved, since others may belong to another machine; with SQLite all jobs.
-        Rows that another transaction has locked are skipped."""
+        that each back-off lasts as long as before. The new end is at most ``MAX_BACKOFF_AHEAD`` (ten minutes) from now. A step
+        back of less than that changes nothing: jobs then wait that much longer. Only jobs of this process's launchers are moved,
+        since others may belong to another machine; with SQLite all jobs. Rows that another transaction has locked are skipped."""
         now, jump = self._database.clock.now(), timedelta(seconds=seconds)
         if -MAX_BACKOFF_AHEAD < jump < timedelta(0):  # a small step back: jobs wait a little longer
             return
@@ -262,8 +262,8 @@ class AttemptLauncher:
         """Create the attempt of one job in this transaction (row, nodes with their slots, lease, event and phase), and return a
         list with it. If the attempt is on the disk already, its rows are created instead (``adopt_attempt``).
 
-        The list is empty if the job cannot start. The job's row then gets the reason if the job's directory cannot be read or its
-        launcher raised an error. It gets no reason if the plan is missing or out of date; the next pass plans again.
+        The list is empty if the job cannot start. The job's row then gets the reason if the job's directory cannot be read or
+        ``planned`` is an error. It gets no reason if the plan is missing or out of date; the next pass plans again.
         """
         job, spec, resolved, grant = turn.job, turn.spec, turn.resolved, turn.grant
         if isinstance(next_attempt, OSError):

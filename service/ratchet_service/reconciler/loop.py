@@ -1,8 +1,8 @@
 """The loop that makes what runs match the database.
 
-Every round does what is due of this: renew this process's leases, take over active jobs that no reconciler supervises, start
-queued jobs, poll the attempts of this process, start the housekeeping, and end processes of attempts that the database does not
-know. Any number of reconcilers may run concurrently; a SIGKILL may come after any line.
+Every round does what is due of its duties, above all: renew this process's leases, take over active jobs that no reconciler
+supervises, start queued jobs, poll the attempts of this process, start the housekeeping, and end processes of attempts that the
+database does not know. Any number of reconcilers may run concurrently; a SIGKILL may come after any line.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Reconciler:
         start: Start = in_thread,
     ) -> None:
         """Start nothing yet. ``launchers``: only jobs of these launchers are started and supervised. ``capacity``: the slots that
-        this machine lends. ``lease_seconds``: duration of a job's lease. ``timing``, ``preemption``, ``instruments`` None: the
-        defaults. ``start``: how work that is concurrent with the rounds is started."""
+        this machine lends. ``lease_seconds``: duration of the leases of jobs and of the slots. ``timing``, ``preemption``,
+        ``instruments`` None: the defaults. ``start``: how work that is concurrent with the rounds is started."""
         self._database = database
         self._instruments = instruments or Instruments()
         self._home = home
@@ -145,9 +145,9 @@ class Reconciler:
         self._changed.set()
 
     def run(self) -> None:
-        """Run rounds until ``stop``, and block meanwhile; then wait a few seconds for attempts that are being finalised, and
-        release the leases of all other jobs. Agents are not stopped. A round that raises is logged, and the next one follows
-        after a pause."""
+        """Run rounds until ``stop``, and block meanwhile. Then wait a few seconds for background work, such as attempts that are
+        being finalised, and release the leases of all jobs that are not being finalised. Agents are not stopped. A round that
+        raises is logged, and the next one follows after a pause."""
         while not self._stopping.is_set():
             began = time.monotonic()
             try:
@@ -180,8 +180,8 @@ class Reconciler:
         log.error("trying again: %s", why)
 
     def run_round(self) -> float:
-        """Run one round: renew leases, take over and launch jobs if that is due, poll attempts. Return the seconds until the next
-        one is due. Raises what the database raises."""
+        """Run one round: do what is due of what the module describes. Return the seconds until the next round is due. Errors that
+        concern one attempt are recorded, others are raised, such as those of the database."""
         now = self._database.clock.monotonic()
         woken = self._changed.is_set()
         self._changed.clear()
@@ -246,7 +246,7 @@ class Reconciler:
         """Handle a jump of the wall clock, or a suspension of this machine. Move the ends of back-offs, unless another process
         has done so. If ``seconds`` is not None, also record the jump in the histories of this process's attempts, and drop the
         watches whose lease was lost. ``seconds``: how far the clock jumped; 0: not at all; None: unknown, so that the stored
-        state must be compared first. If the database does not answer, the next round does this."""
+        state must be compared first. Errors of the database are raised; the next round then does this."""
         if seconds == 0.0:
             return
         if seconds is None:
@@ -268,7 +268,7 @@ class Reconciler:
             self.heartbeat.record_jump(jump)
 
     def _take_over(self) -> None:
-        """Take the leases of active jobs that no reconciler holds, and start to watch them."""
+        """Take the leases of active jobs of this process's launchers that no reconciler holds, and start to watch these jobs."""
         with self._database.read() as session:
             # an attempt that is being finalised, but whose lease was lost, must be done first
             known = self._watches.keys() | self._background.finishing_jobs.keys()
@@ -366,8 +366,9 @@ class Reconciler:
 
     def _poll_attempt(self, job_id: str, watch: Watch, poll: Callable[[], Decision | None]) -> None:
         """Call ``poll``, which returns the attempt's final decision or None, and handle its errors. After a decision the watch is
-        dropped, and the next round processes the queue. Errors that concern the attempt are recorded; those of the database are
-        raised."""
+        dropped, and the next round processes the queue. If the lease is lost, the watch is dropped, too. Other errors that
+        concern the attempt are recorded; those of the database are raised. A poll without an error clears a recorded one, unless
+        the attempt is ending."""
         try:
             decision = poll()
             if decision is None and watch.ending_since is None:  # otherwise its end may fail as before

@@ -1,8 +1,8 @@
-"""Supervises one active job under a lease: polls its agent, and does what follows from that.
+"""Supervises active jobs under a lease each: polls their agents, and does what follows from that.
 
-What another process must know after a crash is an event row written *before* the action: ``agent-stopped`` and ``agent-killed``,
-each with the cause, unless the agents' results have it. ``supervision_rules`` decides which action follows from a poll; this
-module carries it out.
+A stop or kill that another process must know of after a crash is an event row written *before* the action: ``agent-stopped`` or
+``agent-killed``, with the cause, unless the agents' results have it. ``supervision_rules`` decides which action follows from a
+poll; this module carries it out.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def supervision_error_text(lease: Lease, error: Exception) -> str:
 
 
 class Watcher:
-    """Supervises the attempts of one process: polls them, and carries out what ``supervision_rules`` decides. Its methods raise
-    ``LeaseLost`` when this process no longer holds the job."""
+    """Supervises the attempts of one process: polls them, and carries out what ``supervision_rules`` decides. Many methods raise
+    ``LeaseLost``: this process then no longer holds the job."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class Watcher:
 
         If the engine is unreachable, None is returned; the history records that once, and so does the job's row, unless it has a
         reason that is kept (``_store_wait_reason``). If the engine is busy, None is returned and nothing is recorded. In both
-        cases a later poll tries again.
+        cases a later poll tries again. Other errors are raised, ``LeaseLost`` included.
         """
         if watch.stored_reason_desired is not desired_state.desired:
             watch.stored_reason, watch.stored_reason_desired = None, desired_state.desired

@@ -142,8 +142,8 @@ def _next_while_alive(
 
 
 def _kill_lost(state: AttemptState) -> NextAction:
-    """Return the kill of the remaining agents after one died without a result. Its cause is the end that the engine reports for
-    the lost node, or ``UNKNOWN`` without such a report."""
+    """Return the kill of the remaining agents after one died without a result. Its cause is that of the end which the engine
+    reports for a lost node or the whole attempt, or ``UNKNOWN`` without such a report."""
     end = next((end for end in state.ends if end.node is None or end.node in state.lost), None)
     text = f"the agent of node {', '.join(map(str, state.lost))} died without a result"
     if end is None:
@@ -158,7 +158,8 @@ def record_stop(watch: Watch, action: NextAction, now: float) -> None:
 
 
 def record_signal(watch: Watch, now: float) -> None:
-    """Record in ``watch`` that the engine has accepted the SIGTERM: the agent's time until it is killed runs from ``now``."""
+    """Record in ``watch`` that the SIGTERM need not be sent again, usually since the engine has accepted it: the agent's time
+    until it is killed runs from ``now``."""
     watch.stopped_at, watch.signal_unsent = now, False
 
 

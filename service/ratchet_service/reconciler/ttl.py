@@ -3,9 +3,9 @@ interrupted, and deletes code snapshots that no job names and no attempt of a jo
 
 A ttl goes by the database's clock, which all services share. After a jump of that clock, no process deletes expired jobs or
 unused snapshots for a while (``clock_jumps``), not even a process that starts then. Interrupted deletions are finished all the
-same. The same pause follows a reboot of the machine if its clock shows a time more than a minute after, or before, that of the
-newest event. A job's end has the time of the machine that wrote it: if that clock was set back when the job ended, the job is
-deleted too early by that difference.
+same. The same pause follows a reboot of this machine if the database's clock shows a time more than a minute after, or before,
+that of the newest event. A job's end has the time of the machine that wrote it: if that machine's clock was set back when the job
+ended, the job is deleted too early by that difference.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class Expiry:
         return [i for i, ended, ttl in rows if ended and ttl is not None and (now - ended).total_seconds() >= ttl]
 
     def _referenced_snapshots(self) -> set[str]:
-        """Return the digests of the code snapshots that a job names, or that an attempt of it ran: the first checkpoints of a job
-        may come from the code that it had before a resume."""
+        """Return the digests of the code snapshots, and of files of ``start_from``, that a job names, and of the code that an
+        attempt of it ran: the first checkpoints of a job may come from the code that it had before a resume."""
         ran = Attempt.launch["launch_file", "resolved", "code_digest"].as_string()
         with self._database.read() as session:
             keys = [Job.resolved[key].as_string() for key in ("code_digest", "start_digest")]

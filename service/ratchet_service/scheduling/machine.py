@@ -28,9 +28,9 @@ MACHINE_FILE: Final = "machine.json"
 class Machine:
     """GPUs by CUDA index, and cores that jobs may use. ``cpu_slots``: the CPU slots to lend; None: as many as ``cpus``.
 
-    ``is_this_machine`` False: it is the machine of another process, perhaps another container; its interpreters, secrets and
-    files cannot be inspected from here, and ``torch_cuda`` is what that process found. ``runs_jobs`` False: jobs run elsewhere,
-    so their code is not run here for inspection either.
+    ``is_this_machine`` False: it is the machine or container of another process, or a node of an engine; its interpreters,
+    secrets and files cannot be inspected from here. ``torch_cuda`` is then what the other process found, or for an engine,
+    whether the job needs CUDA. ``runs_jobs`` False: jobs run elsewhere, so their code is not run here for inspection either.
     """
 
     gpus: tuple[int, ...] = ()

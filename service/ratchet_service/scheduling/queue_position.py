@@ -43,9 +43,9 @@ class Standing:
 
 
 def find_position(session: Session, now: datetime, job: Job, max_depth: int) -> Standing:
-    """Return the position of a queued job. It is computed if no other owner has jobs of the same priority, or if the job is among
-    the first ``max_depth``; otherwise only a lower bound of the jobs ahead is returned (``Standing.ahead``). A job in a back-off
-    has neither."""
+    """Return the position of a job. It is computed if no other owner has jobs of the same priority, if the job is among the first
+    ``max_depth``, or if it is the only one whose attempt could not be created. Otherwise only a lower bound of the jobs ahead is
+    returned (``Standing.ahead``). A job that is in a back-off or not queued has neither."""
     if session.scalar(sa.select(Job.id).where(Job.id == job.id, queue_queries.is_due(now))) is None:
         return Standing()
     if job.reason == CREATION_FAILED:
@@ -109,8 +109,8 @@ def iter_queue(session: Session, now: datetime, expected_rows: int, rows_per_own
 
 def _count_ahead(session: Session, now: datetime, job: Job) -> tuple[int, bool]:
     """Return how many jobs are certainly ahead of ``job``, and whether that number is exact. Certainly ahead are all jobs of a
-    higher priority, and those of the same owner and priority before it. The number is exact if no other owner has jobs of this
-    priority."""
+    higher priority, and those of the same owner and priority before it, except for jobs in a back-off and jobs whose attempt
+    could not be created. The number is exact if no other owner has jobs of this priority."""
     higher, others = 0, False
     for owner, priorities in queue_queries.priorities_by_owner(session).items():
         higher += sum(count for priority, count in priorities if priority > job.priority)

@@ -282,10 +282,10 @@ def active_grants(session: Session) -> list[Grant]:
 
 
 def running_attempts(session: Session, min_run_seconds: float) -> list[Running]:
-    """Return the attempts that hold slots and have not ended; those that an engine runs hold none. An attempt is protected from
-    preemption in four cases: its spec says so (``policy.preemptible``); it is a script without a Session, whose state nothing
-    saves; the job's preemptions have reached ``policy.max_preemptions``; or the attempt before it was stopped for another job,
-    and this one has not trained for ``min_run_seconds`` seconds yet."""
+    """Return the attempts that hold slots and have not ended. Those that an engine runs hold none and are left out. An attempt is
+    protected from preemption in four cases: ``policy.preemptible`` of its spec is false; it is a script without a Session, whose
+    state nothing saves; the job's preemptions have reached ``policy.max_preemptions``; or the attempt before it was stopped for a
+    job of higher priority, and this one has not trained for ``min_run_seconds`` seconds yet."""
     before = aliased(Attempt)
     query = (
         sa.select(

@@ -2,8 +2,8 @@
 
 The limit ``queued`` is on the number of jobs that have not ended. It is checked when a job enters the queue (submission, fork,
 resume after an end), in the transaction that admits the job and under the owner's lock, so that of two concurrent admissions the
-second sees the first. The limits on what attempts hold (``jobs``, ``ranks``, ``gpus``) are checked when attempts are launched
-(``scheduler``).
+second sees the first. The limits on what attempts hold together (``jobs``, ``ranks``, ``gpus``) are checked when attempts are
+launched (``scheduler``); the admission refuses only a job that exceeds one of them alone.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def admit(
     Writes nothing. If ``is_new`` and the owner has a limit ``queued``, a lock on the owner is held until the transaction ends.
     ``pointer``: JSON pointer of the spec in the request body.
 
-    Raises ``Conflict`` (``quota-exceeded``) if the owner has as many jobs as it may, ``SpecError`` if the job could never start
-    because it alone takes more than the quota.
+    Raises ``SpecError`` if the job could never start because it alone takes more than the quota; with ``is_new``, ``Conflict``
+    (``quota-exceeded``) if the owner already has as many jobs that have not ended as its quota allows.
     """
     limit = limits(session)(owner)
     takes = job_share({"nodes": spec.world.nodes, "ranks_per_node": spec.world.ranks_per_node}, resolved.device)

@@ -2,8 +2,8 @@
 
 ``fair_order`` determines the order, ``slots`` what is free, ``preemption`` which attempts are stopped for whom. ``DryRunPass`` is
 a dry run of the whole pass, in a session that only reads. ``LaunchPass`` repeats the pass for the jobs that it concerns, within
-the transaction that launches, and carries it out. So the lock under which slots are lent is held only briefly, however long the
-queue is.
+the transaction that launches: it requests the stops and stores the reasons, and its caller creates the attempts. So the lock
+under which slots are lent is held only briefly, however long the queue is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ QUOTA: Final = "quota"
 @dataclass(frozen=True)
 class Preemption:
     """Settings of preemption. ``scope``: whose jobs may be stopped for a job of higher priority. ``min_run_seconds``: after a job
-    was stopped for that reason, the seconds that it must train before it may be stopped for it again."""
+    was stopped for another one, the seconds that it must train before it may be stopped for another one again."""
 
     scope: Scope = "owner"
     min_run_seconds: float = 60.0
@@ -64,9 +64,9 @@ class Plan:
     ``starts``: the jobs to start, as far as the dry run can determine them: (job id, number of its newest attempt) -> the slots
     that it gets.
 
-    ``examined``: the ids of the jobs that the launching pass must read, in order. These are all jobs up to the last one for which
-    there is something to do, and the jobs whose attempt could not be created. Left out are jobs that a quota holds back, if no
-    job of their owner gets a new reason: they do not affect the order of the others.
+    ``examined``: the ids of the jobs that the launching pass must read. These are all jobs up to the last one for which there is
+    something to do; if there are any, the jobs whose attempt could not be created are added. Left out are jobs whose row already
+    says that a quota holds them back, if no job of their owner gets a new reason: they do not affect the order of the others.
 
     ``no_slot_jobs``: ids of the jobs that get the reason that no slot is left; if there are any, the jobs that reserve slots are
     in ``examined``, too.
@@ -85,8 +85,8 @@ class SchedulingPass:
     the jobs are read from, and whether a result is stored or only noted."""
 
     def __init__(self, session: Session, slots: Mapping[str, bool], capacity: Capacity, preemption: Preemption) -> None:
-        """Read the slots and the running attempts from the database. ``slots``: the launchers of this reconciler, by name; True:
-        Ratchet manages their slots."""
+        """Read from the database which slots are held, and the running attempts. ``slots``: the launchers of this reconciler, by
+        name; True: Ratchet manages their slots."""
         self._session = session
         self._slots = slots
         self._capacity = capacity
@@ -108,9 +108,9 @@ class SchedulingPass:
         """Yield the jobs to start, in order. The caller starts each job before it takes the next one. If the job is still queued
         then, and the caller has not called ``reserve`` for it, its slots are free for later jobs.
 
-        At most ``BATCH`` jobs of launchers with slots are started, and as many of launchers without slots. During the iteration
-        the subclass's methods are called for jobs that wait (to store the reason), for attempts to stop, and for jobs that cannot
-        be read or must end.
+        At most ``BATCH`` jobs of launchers with slots are started or reserved, and as many of launchers without slots. During the
+        iteration the subclass's methods are called for jobs that wait (to store the reason), for attempts to stop, and for jobs
+        that cannot be read or must end.
         """
         rows = {row.queued.job: row for row in self._rows_to_examine()}
         started: Counter[bool] = Counter()
@@ -145,7 +145,8 @@ class SchedulingPass:
         raise NotImplementedError
 
     def _load_queued(self, job_id: str) -> Job | None:
-        """Read the job's whole row; return None if the job is no longer queued."""
+        """Read the job's whole row; return None if the job is no longer queued, or is skipped because its row is locked
+        (``LaunchPass``)."""
         raise NotImplementedError
 
     def _set_wait_reason(self, row: Row, *, reason: str, message: str) -> None:
@@ -212,9 +213,9 @@ class SchedulingPass:
         return queued.claimed_since is None and self._board.exhausted and not self._planner.can_help(queued.priority)
 
     def _evaluate(self, row: Row, slots: bool) -> Turn | None:
-        """Return the job with the slots that it gets; None if it does not start now. In that case its end, its reason to wait or
-        its unreadable spec, whichever it is, has been handled. ``slots``: Ratchet manages the slots of its launcher; if False,
-        the job gets an empty grant."""
+        """Return the job with the slots that it gets; None if it does not start now. If it ends, waits for slots or has an
+        unreadable spec, the subclass's method for that has been called; a job whose attempt could not be created keeps that
+        reason instead. ``slots``: Ratchet manages the slots of its launcher; if False, the job gets an empty grant."""
         job = self._load_queued(row.queued.job)
         if job is None:
             return None
@@ -239,8 +240,8 @@ class SchedulingPass:
 
     def _free_slots(self, job: Job, need: Need, waiting: Waiting) -> bool:
         """Stop attempts of lower priority if that frees enough slots for the job. Return True if slots are being freed for the
-        job, by stops that were requested now or in an earlier pass. ``waiting``: what the job lacks; False if this machine can
-        never provide it."""
+        job, by stops that were requested now or in an earlier pass. ``waiting``: what the job lacks; if this machine can never
+        provide it, nothing is stopped and the result is False."""
         if waiting.shortfall is None:
             return False
         before = job.preempting_since is not None and self._planner.covers_shortfall(waiting.shortfall)
@@ -249,8 +250,9 @@ class SchedulingPass:
 
 
 class LaunchPass(SchedulingPass):
-    """The pass within the transaction that launches: it carries out ``plan``, as far as that still holds. It locks the rows of
-    jobs that start, and stores the reasons of waiting jobs in their rows."""
+    """The pass within the transaction that launches: it carries out ``plan``, as far as that still holds, except that the caller
+    starts the jobs. It locks the rows of the jobs that it evaluates and of those that are stopped, and stores the reasons of
+    waiting jobs in their rows."""
 
     def __init__(
         self, session: Session, slots: Mapping[str, bool], capacity: Capacity, preemption: Preemption, plan: Plan
@@ -265,14 +267,14 @@ class LaunchPass(SchedulingPass):
         )
 
     def _load_queued(self, job_id: str) -> Job | None:
-        """Lock the job's row and return it. None if the job is no longer queued, or if another transaction holds the row: then a
-        later pass starts the job."""
+        """Lock the job's row and return it. None if the job is no longer queued, or if another transaction holds the row: the job
+        then waits for a later pass."""
         query = sa.select(Job).where(Job.id == job_id, Job.phase == JobPhase.QUEUED).with_for_update(skip_locked=True)
         return self._session.scalar(query.execution_options(populate_existing=True))
 
     def _preempt(self, job: Job, victims: Sequence[Running]) -> bool:
-        """Request the stop of all ``victims`` and record on ``job`` since when slots are freed for it. Return False, without a
-        change, if a victim's row is locked or has changed since it was read."""
+        """Request the stop of all ``victims`` and record the present time as ``preempting_since`` of ``job``. Return False,
+        without a change, if a victim's row is locked or has changed so that its attempt may not be stopped any more."""
         if not self._still_stoppable(job, victims):
             return False
         for one in victims:
@@ -321,7 +323,7 @@ class LaunchPass(SchedulingPass):
         store_wait_reason(job, NO_SLOT, message)
 
     def _handle_unreadable(self, job: Job, error: ValidationError) -> None:
-        """End the job as failed, with the first validation error as its message."""
+        """End the job as failed, with a message that names the first validation error."""
         first = error.errors(include_url=False, include_input=False)[0]
         text = f"this version of Ratchet cannot read the stored spec: {first['msg']} at {first['loc']}; submit the job again"
         apply(self._session, job.id, Event.END_FAILED, reason="spec-unreadable", message=text)

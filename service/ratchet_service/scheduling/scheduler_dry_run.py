@@ -22,7 +22,7 @@ from ratchet_service.scheduling.slots import Capacity, Grant, too_few_gpus
 
 class DryRunPass(SchedulingPass):
     """Dry run of a scheduling pass: it determines the plan and changes nothing in the database. It examines the first jobs of
-    each owner."""
+    each owner and some others (``queue_queries.startable_jobs``)."""
 
     _action_upto = 0
 
@@ -34,9 +34,9 @@ class DryRunPass(SchedulingPass):
         preemption: Preemption,
         tried: Collection[tuple[str, int]],
     ) -> None:
-        """Read the slots and the running attempts from the database. ``slots``: as in ``SchedulingPass``. ``tried``: (job id,
-        number of its newest attempt) of the jobs that the caller has just tried to start without success; they are not planned
-        again."""
+        """Read from the database which slots are held, and the running attempts. ``slots``: as in ``SchedulingPass``. ``tried``:
+        (job id, number of its newest attempt) of the jobs that the caller has just tried to start without success; they are not
+        planned again."""
         super().__init__(session, slots, capacity, preemption)
         self._tried = tried
 
@@ -67,7 +67,8 @@ class DryRunPass(SchedulingPass):
         return Plan(starts, list(looked_at), self._no_slot_jobs)
 
     def _mark_action(self) -> None:
-        """Record that there is something to do for the job examined last: the plan includes all jobs examined up to it."""
+        """Record that there is something to do for the job examined last: the plan includes all jobs examined up to it, without
+        those that ``Plan.examined`` leaves out."""
         self._action_upto = len(self._examined)
 
     def _rows_to_examine(self) -> Iterator[Row]:

@@ -30,7 +30,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Need:
-    """What one node of a job requests: numbers of GPUs and of CPU slots."""
+    """Numbers of GPUs and of CPU slots, such as those that one node of a job requests."""
 
     gpus: int
     cpus: int
@@ -140,8 +140,8 @@ class Board:
 
     def _describe_free(self, free: list[int], kind: str, name: str) -> str:
         """Return for example ``0 free; job-a has GPU 0, 1, job-b has GPU 2``: how many of the slots are free, and who holds the
-        others. ``kind``: the field of ``Grant``; ``name``: the slots' name, empty to give only the number of each holder's
-        slots."""
+        others, at most ``_MAX_NAMED_HOLDERS`` by name. ``kind``: the field of ``Grant``; ``name``: the slots' name, empty to give
+        only the number of each holder's slots."""
         holders = [(getattr(grant, kind), grant.job) for grant in self._held if getattr(grant, kind) and grant.job]
         holder_texts = [
             f"{job} has {name} {', '.join(map(str, taken))}" if name else f"{job} has {len(taken)}"

@@ -72,9 +72,9 @@ class LocalSubmission:
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems that forbid the job; the parameters
         are those of ``SubmissionPorts.resolve``. What the spec names outside the allowed roots is a problem and is not inspected.
-        If the sandbox has a user of its own, the code is first copied into the run directory, so that this user can read it.
-        Raises ``Refused``: ``busy`` if the spec has a hook of the user's own and too many inspections of users' code run now,
-        ``disk-full`` if there is no space for that copy."""
+        If the sandbox has a user of its own and there is no snapshot of the code yet, the code is first copied into the run
+        directory, so that this user can read it. Raises ``Refused``: ``busy`` if the spec has a hook of the user's own and too
+        many inspections of users' code run now, ``disk-full`` if there is no space for that copy."""
         allowed = Report()
         copied = code_digest is not None and spec.code is not None and spec.code.source == "snapshot"
         self._roots.check(spec, allowed, copied=copied)
@@ -122,10 +122,10 @@ class LocalSubmission:
     def _with_readable_code(self, spec: JobSpec, report: Report) -> JobSpec:
         """Return ``spec`` with a new snapshot of its code, if another user than the service's inspects the code (the sandbox's
         user), since that user may have no right to read the code's directory. Warnings about the code are then added to
-        ``report``.
+        ``report``. Raises ``Refused`` (``disk-full``).
 
         ``spec`` is returned unchanged if the sandbox has no such user, if the code is a snapshot already or is only on the nodes,
-        or if it cannot be copied; in the last case a later check refuses it.
+        or if it has a fault and cannot be copied; a later check reports that fault.
         """
         code, user = spec.code, self._sandbox.user
         if user is None or code is None or code.source == "nodes" or Path(code.path).is_relative_to(self._home.code):
@@ -174,8 +174,8 @@ class LocalSubmission:
 
     def hook_memory(self, spec: JobSpec, resolved: Resolved) -> int | None:
         """Return the bytes that the hook's state will hold on each rank; None if they are not known. If they depend on the shapes
-        of the model's parameters, the job's task is queried for them in a separate process. Raises ``Refused`` (``busy``) if that
-        is necessary and too many inspections of users' code run now."""
+        of the model's parameters and the job trains on this machine, its task is queried for them in a separate process. Raises
+        ``Refused`` (``busy``) if they depend on the shapes and too many inspections of users' code run now."""
         spec, probe = self._probe(spec, resolved)
         with self._inspection_slot(needs_shapes(spec.hook)):
             return hook.state_bytes(spec, self._machine_of(spec), probe)
@@ -188,8 +188,8 @@ class LocalSubmission:
         return spec, Probe(python, spec, preflight.code_path(spec), os.environ, sandbox=self._sandbox)
 
     def _inspection_slot(self, runs_code: bool) -> AbstractContextManager[None]:
-        """Return a context that holds one inspection slot, or no slot if ``runs_code`` is False: no users' code will run. Raises
-        ``Refused`` (``busy``) if no slot is free."""
+        """Return a context that holds one inspection slot, or no slot if ``runs_code`` is False: no users' code will run.
+        Entering the context raises ``Refused`` (``busy``) if no slot is free."""
         return self._inspections.acquire() if runs_code else nullcontext()
 
     def _machine_of(self, spec: JobSpec) -> Machine:

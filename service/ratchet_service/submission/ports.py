@@ -22,7 +22,7 @@ class SubmissionPorts(Protocol):
         """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems: the reasons why the spec cannot
         run. All are for the machine of its ranks. ``code_digest``: the snapshot that the ranks will run, if it exists already; it
         is inspected in place of the user's directory. ``faulty_keys``: keys of the spec that have a fault and therefore their
-        default values; what depends on them is not checked."""
+        default values; what depends on them is not checked. Raises ``Refused`` (``busy``, ``disk-full``)."""
 
     def resize(
         self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]
@@ -33,8 +33,9 @@ class SubmissionPorts(Protocol):
 
     def check_hook_change(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
         """Return the warnings and the problems of ``spec``, which is a stored job's spec with another hook. ``resolved``: what
-        was decided for the job; it stays. A hook of the user's own is imported from the job's snapshot of the code, in a separate
-        process."""
+        was decided for the job; it stays. A hook of the user's own without other problems is imported from the job's snapshot of
+        the code, in a separate process; if the job trains on another machine, a warning says that the hook is not checked. Raises
+        ``Refused`` (``busy``)."""
 
     def trains_here(self, kind: str) -> bool:
         """Return True if jobs of the launcher ``kind`` run on the service's own machine. Only then may an interpreter that a
@@ -65,7 +66,8 @@ class SubmissionPorts(Protocol):
 
     def hook_memory(self, spec: JobSpec, resolved: Resolved) -> int | None:
         """Return the bytes that the hook's state will hold on each rank; None if they are not known. It may query the job's task
-        in a process."""
+        in a process. Raises ``Refused`` (``busy``)."""
 
     def wake(self) -> None:
-        """Request that the reconciler starts its next round now, because something changed. Never blocks."""
+        """Request that the reconciler starts its next round now, because something changed. Does nothing if this process runs no
+        reconciler. Never blocks."""

@@ -55,7 +55,7 @@ class PreparedAdoption:
 def check(data: Any, directory: str, ports: SubmissionPorts) -> list[Warning_]:
     """Check the submitted spec ``data`` and the run in ``directory``, as a dry run: the checkpoint is not copied, and no job is
     made. The run's lock is held meanwhile. Return only the warnings that adopting the run adds to those of the spec. Raises as
-    ``prepare`` does, except for ``disk-full``."""
+    ``prepare`` does."""
     run = _open_run(directory, ports)
     with _locked_run(run, directory):
         return _compare(run, _newest_manifest(run, directory), submit.check(data, ports), directory)
@@ -85,8 +85,8 @@ def prepare(data: Any, directory: str, ports: SubmissionPorts, homes: HomePaths)
 
 
 def store(session: Session, adoption: PreparedAdoption, owner: str, homes: HomePaths) -> Job:
-    """Store the new job and return its row. If that fails, the job's directory with the copied checkpoint is removed. Raises as
-    ``submit.store`` does."""
+    """Store the new job and return its row. If this call fails, the job's directory with the copied checkpoint is removed; if the
+    caller's transaction fails later, it stays. Raises as ``submit.store`` does."""
     source = adoption.source
     columns: dict[str, Any] = {
         "fork_source": source.model_dump(mode="json"),
@@ -151,8 +151,9 @@ def _locked_run(run: RunDirectory, directory: str) -> Iterator[None]:
 
 
 def _newest_manifest(run: RunDirectory, directory: str) -> Manifest:
-    """Return the manifest of the run's newest checkpoint. Raises ``SpecError`` if there is no checkpoint, or the newest one is
-    damaged or unreadable, and ``CheckpointError`` for any other fault of it."""
+    """Return the manifest of the run's newest checkpoint. Raises ``SpecError`` if there is no checkpoint, the newest one is
+    damaged, or the directory cannot be read, and ``CheckpointError`` for any other fault of the checkpoint, such as an unreadable
+    file."""
     try:
         return run.newest_manifest()
     except CheckpointError as error:
@@ -183,10 +184,10 @@ def _damaged_error(error: CheckpointError, directory: str) -> SpecError | Checkp
 
 def _compare(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, directory: str) -> list[Warning_]:
     """Return a warning for each difference in script, ``ddp``, ``determinism`` or threads per rank between the job and the run:
-    the resume is then not exact. Without the run's launch file, these are not compared. A run that has finished gives one more
-    warning. Raises ``SpecError`` for a job that cannot continue from a checkpoint of a run, and for a difference that forbids
-    the resume (under strict determinism: for any difference). Raises ``Conflict`` (``nothing-left``) if the job would certainly
-    train no further steps."""
+    the resume is then not exact. Without the run's launch file, these and the seed are not compared. A run that has finished
+    gives one more warning. Raises ``SpecError`` for a job that cannot continue from a checkpoint of a run, and for a difference
+    that forbids the resume (under strict determinism: for any difference). Raises ``Conflict`` (``nothing-left``) if the job
+    would certainly train no further steps."""
     spec, resolved = prepared.spec, prepared.resolved
     if spec.script is None:
         raise _spec_error(
@@ -239,10 +240,10 @@ def _compare(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, d
 
 
 def _is_same_work(spec: JobSpec, manifest: Manifest) -> bool:
-    """Return True if the job would certainly do the same number of steps as the run. For that it must have the same number of
-    ranks, no env, no secrets and no settings files (YAML, JSON and the like) in its code directory, and its script's main file
-    must be the only code that the run recorded, unchanged. False if that is not certain, as for uploaded code, which is not at
-    the spec's path."""
+    """Return True if the job would certainly do the same number of steps as the run; the caller has found that the script's
+    arguments are the same. The job must have the same number of ranks, no env, no secrets and no settings files (YAML, JSON and
+    the like) in its code directory, and its script's main file must be the only code that the run recorded, unchanged. False if
+    that is not certain, as for uploaded code, which is not at the spec's path."""
     if (
         spec.snapshot_code is None
         or spec.snapshot_code.digest is not None

@@ -1,4 +1,4 @@
-"""A job's stored checkpoints: list, verify, pin."""
+"""A job's stored checkpoints: list them, read, verify and pin one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def list_checkpoints(
     session: Session, job_id: str, states: tuple[State, ...], limit: int, cursor: str | None
 ) -> Page[CheckpointView]:
     """Return a page of the job's checkpoints, newest step first. ``states``: only checkpoints in these states; empty: committed
-    and quarantined ones. Raises ``NotFound`` for an unknown job."""
+    and quarantined ones. Raises ``NotFound`` for an unknown job, ``Refused`` (``bad-cursor``)."""
     job = find_job(session, job_id)
     wanted = sorted(states or STORED)
     digest = pagination.query_digest(of="checkpoints", job=job_id, states=wanted)
@@ -60,7 +60,8 @@ def _views(session: Session, job: Job, rows: Sequence[Checkpoint]) -> list[Check
 
 
 def checkpoint_detail(session: Session, job_id: str, checkpoint_id: str, homes: HomePaths) -> CheckpointDetail:
-    """Return a checkpoint with its manifest; the manifest is None if the disk has no valid one. Raises ``NotFound``."""
+    """Return a checkpoint with its manifest; the manifest is None if the disk has none that is valid and can be read. Raises
+    ``NotFound``."""
     row = find_checkpoint(session, job_id, checkpoint_id)
     try:
         with as_owner(homes.job(job_id).root):

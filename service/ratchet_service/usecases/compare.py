@@ -72,13 +72,14 @@ class Comparer:
         self, job_id: str, other_id: str, checkpoint_id: str | None = None, other_checkpoint_id: str | None = None
     ) -> ComparisonView:
         """Return the comparison of two jobs: of their checkpoints at the first common step at which they differ, or at the newest
-        common step if none differs. If both checkpoint ids are given, these two are compared; if one is given, it is compared
-        with the other job's checkpoint of the same step. If a difference is found, the result also names the first step at which
-        the recorded fingerprints of the steps differ.
+        common step if none differs. Without ids, only committed checkpoints of each job's lineage count. If both checkpoint ids
+        are given, these two are compared; if one is given, it is compared with the other job's checkpoint of the same step. If a
+        difference is found, the result also names the first step at which the recorded fingerprints of the steps differ, if any
+        do.
 
-        Data with equal recorded digests count as equal and are not read. A checkpoint that only the object store has is fetched
-        first. Raises ``NotFound``, ``Conflict`` (``no-common-step``, ``checkpoint-gone``), ``CheckpointError``, ``Refused``
-        (``busy``).
+        Two checkpoints whose manifests record the same files, with the same digests, count as equal, and their data are not read.
+        A checkpoint that only the object store has is fetched first. Raises ``NotFound``, ``Conflict`` (``no-common-step``,
+        ``checkpoint-gone``), ``CheckpointError``, ``Refused`` (``busy``).
         """
         pairs = self._pairs(job_id, other_id, checkpoint_id, other_checkpoint_id)
         equal: int | None = None
@@ -157,7 +158,7 @@ class Comparer:
 
     def _compare_pair(self, a: _Stored, b: _Stored) -> ComparisonView:
         """Compare two checkpoints. The tensors are read only if the two manifests record different files. Raises as
-        ``_fetch_manifest`` does."""
+        ``_fetch_manifest`` does, and ``CheckpointError`` for files that are damaged or cannot be read."""
         manifests = self._fetch_manifest(a), self._fetch_manifest(b)
         tensors = len({entry.name for manifest in manifests for entry in manifest.tensors})
         compared = None if same_files(*manifests) else compare_opened(_Reader(a.directory), _Reader(b.directory))

@@ -38,9 +38,9 @@ MEDIA_TYPES: Final[dict[Format, str]] = {
 
 @dataclass(frozen=True)
 class Exported:
-    """A complete export of a checkpoint whose bytes were verified. ``file``: open, without a name on the disk, positioned at its
-    start; closing it frees its space. ``size``: its bytes; ``digest``: SHA-256 of its content; ``notes``: sentences for the
-    reader of the file."""
+    """A complete export of a checkpoint; what it contains was verified when it was read. ``file``: open, without a name on the
+    disk, positioned at its start; closing it frees its space. ``size``: its bytes; ``digest``: SHA-256 of its content; ``notes``:
+    sentences for the reader of the file."""
 
     file: BufferedRandom
     size: int
@@ -70,7 +70,7 @@ class Exporter:
         needs the file: the export then ends with ``export-failed``. A checkpoint that only the object store has is fetched first.
 
         Raises ``NotFound``, ``Conflict`` (``checkpoint-gone``, ``export-failed``), ``CheckpointError`` for a checkpoint that is
-        damaged or cannot be fetched, ``Refused`` (``busy``, ``disk-full``, ``export-timeout``).
+        damaged or cannot be read or fetched, ``Refused`` (``busy``, ``disk-full``, ``export-timeout``).
         """
         with self.database.read() as session:
             row = find_checkpoint(session, job_id, checkpoint_id)

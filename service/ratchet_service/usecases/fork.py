@@ -43,9 +43,9 @@ def prepare(
     database: Database, job_id: str, request: ForkRequest, ports: SubmissionPorts, homes: HomePaths
 ) -> PreparedFork:
     """Return the new job's spec, checked as at submission, and its source checkpoint; ``store`` stores the job later. The
-    request's spec is merged over that of job ``job_id``, its labels and priority included. That job's snapshot of the code is
-    reused, unless the request names ``code``: then a new snapshot is taken. A source that only the object store has is fetched.
-    No transaction is open meanwhile.
+    request's spec is merged over that of job ``job_id``, its labels and priority included; the name is the request's, else
+    ``_fork_name``. That job's snapshot of the code is reused, unless the request names ``code``: then a new snapshot is taken. A
+    source that only the object store has is fetched. No transaction is open meanwhile.
 
     Raises ``SpecError``, also if the new spec may not start from that checkpoint; ``NotFound``; ``Conflict``
     (``checkpoint-gone``; ``nothing-left`` if the checkpoint certainly has all steps already); ``Refused`` (``busy``,
@@ -113,8 +113,8 @@ def _no_steps_left_error(origin: Job, source: Checkpoint, earlier: list[str]) ->
 
 
 def _pop_start_from(data: dict[str, Any], request: ForkRequest) -> StartSpec | None:
-    """Remove ``start_from`` from the spec ``data`` and return the parent's value of it, which the new job keeps as a record.
-    Raises ``SpecError`` if the request itself sets it."""
+    """Remove ``start_from`` from the spec ``data`` and return the parent's value of it, which the new job keeps as a record; None
+    if the parent has none, or the request sets it to null. Raises ``SpecError`` if the request sets it to anything else."""
     start = data.pop("start_from", None)
     if request.spec.get("start_from") is None:
         return None if start is None else StartSpec.model_validate(start)
@@ -125,8 +125,8 @@ def _pop_start_from(data: dict[str, Any], request: ForkRequest) -> StartSpec | N
 
 def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) -> Job:
     """Store the new job and return its row. The source checkpoint is pinned, so that no retention deletes it before the fork has
-    started. Raises ``Conflict`` (``checkpoint-gone``) if the source checkpoint is no longer committed or cannot be read, and as
-    ``submit.store`` does."""
+    started. Raises ``NotFound`` if the source's job was deleted, ``Conflict`` (``checkpoint-gone``) if the source checkpoint is
+    no longer committed or cannot be read, and as ``submit.store`` does."""
     parent = find_job_for_update(session, fork.parent_id)
     check_transition(parent, Event.FORK)
     row = find_checkpoint(session, parent.id, fork.checkpoint_id)

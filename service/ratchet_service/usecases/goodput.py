@@ -26,8 +26,8 @@ class Saves(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """The time of one attempt. ``notice_seconds``: seconds of notice that the attempt was given before its stop; ``notice_used``:
-    seconds of this notice that it used. Both are None if the attempt was not stopped; each is None if its value is not known."""
+    """The time of one attempt. ``notice_seconds``: seconds that a stopped attempt had for its last save; ``notice_used``: seconds
+    of these that it used. Both are None if the attempt was not stopped; ``notice_used`` is also None if it is not known."""
 
     goodput: GoodputView
     notice_seconds: float | None
@@ -44,7 +44,7 @@ def attempt_goodput(session: Session, job: Job, attempts: Collection[Attempt]) -
 
 def job_goodput(session: Session, job: Job) -> GoodputView:
     """Return the goodput of the whole job, from its submission until it ended or was suspended, or until now. The time between
-    attempts is included; earlier pauses on request are not."""
+    attempts is included; earlier pauses, in which the job was suspended, or had ended and was resumed later, are not."""
     now = now_in(session)
     saves = _save_times(session, job.id)
     verdict = Attempt.resume_report["verdict"].as_string()

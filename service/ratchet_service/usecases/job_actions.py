@@ -1,5 +1,5 @@
 """Requests to suspend, resume, cancel, preempt or checkpoint a job, where the transition table permits it in the job's phase.
-They are stored; reconciler and agents carry them out."""
+They are stored here; reconciler and agents start and stop attempts, and have the ranks save, as requested."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from ratchet_service.usecases import resize
 
 
 def apply_action(session: Session, job_id: str, event: Event) -> Job:
-    """Request that a job is suspended, cancelled or preempted, according to ``event``, and return its row. The request is stored;
-    a running attempt is stopped later by the reconciler and the agent. If the action is in progress or done already, nothing is
-    changed, and that is no error. Raises ``NotFound``, and ``Conflict`` if the job's phase does not allow the action."""
+    """Request that a job is suspended, cancelled or preempted, according to ``event``, and return its row. If no attempt may be
+    alive, the job's phase changes at once; otherwise the request is stored, and the reconciler and the agent stop the attempt
+    later. If the action is in progress or done already, nothing is changed, and that is no error. Raises ``NotFound``, and
+    ``Conflict`` if the job's phase does not allow the action."""
     job = find_job_for_update(session, job_id)
     if _is_already_applied(job, event):
         return job
@@ -71,10 +72,10 @@ class PreparedResume:
 
 
 def prepare_resume(database: Database, job_id: str, request: ResumeRequest, ports: SubmissionPorts) -> PreparedResume:
-    """Check a changed hook and changed code as at submission, and take a snapshot of changed code; no transaction is open
-    meanwhile. While an attempt may be alive, neither is checked, since ``resume`` will refuse the changes. Raises ``SpecError``
-    and ``NotFound``; with changed code, also ``Conflict`` if the job cannot be resumed, and ``Refused`` as ``submit.prepare``
-    does."""
+    """Check a changed hook and requested code as at submission, and take a snapshot of that code; no transaction is open
+    meanwhile. While an attempt may be alive, neither is checked, since ``resume`` will refuse the changes. Raises ``SpecError``,
+    ``NotFound``, ``Refused`` (``busy``); with code, also ``Conflict`` if the job cannot be resumed, and ``Refused`` as
+    ``submit.prepare`` does."""
     with database.read() as session:
         job = find_job(session, job_id)
     spec = resize.requested_spec(job, request)
@@ -102,8 +103,9 @@ def resume(session: Session, job_id: str, prepared: PreparedResume, ports: Submi
     - ``changed-meanwhile`` if the job has changed since ``prepare_resume``;
     - ``quota-exceeded`` if a job that had ended would be one more than its owner's quota permits.
 
-    Raises ``NotFound`` for a step without a checkpoint, and ``SpecError`` for more ranks than the machine can run, or than the
-    quota permits one job.
+    Raises ``NotFound`` for an unknown job and for a step without a checkpoint. Raises ``SpecError`` for a change that the rules
+    of a spec do not allow, for a number of ranks with which the job cannot run, and for a job that alone takes more than the
+    quota.
     """
     job, request = find_job_for_update(session, job_id), prepared.request
     spec = resize.requested_spec(job, request, prepared.code)

@@ -19,7 +19,7 @@ from ratchet_service.usecases.views import attempt_view, event_view
 
 
 def list_attempts(session: Session, job_id: str, limit: int, cursor: str | None) -> Page[AttemptView]:
-    """Return a page of the job's attempts, newest first. Raises ``NotFound`` for an unknown job."""
+    """Return a page of the job's attempts, newest first. Raises ``NotFound`` for an unknown job, ``Refused`` (``bad-cursor``)."""
     job = find_job(session, job_id)
     digest = pagination.query_digest(of="attempts", job=job_id)
     query = sa.select(Attempt).where(Attempt.job_id == job_id)
@@ -44,8 +44,8 @@ def get_attempt(session: Session, job_id: str, number: str) -> AttemptView:
 
 
 def attempt_environment(homes: HomePaths, job_id: str, number: int) -> EnvironmentView | None:
-    """Return the environment that the attempt trained with, from the file that its rank 0 wrote; None if there is no such
-    file."""
+    """Return the environment that the attempt trained with, from the file that its rank 0 wrote; None if there is no such file,
+    or it cannot be read."""
     return read_message(homes.job(job_id).attempt(number).environment_file, EnvironmentView)
 
 
@@ -70,7 +70,7 @@ def list_events(
     session: Session, job_id: str, limit: int, cursor: str | None, attempt: int | None = None, kind: str | None = None
 ) -> Page[EventView]:
     """Return a page of the job's events, oldest first. ``attempt`` and ``kind`` (``EventView.type``), if given, limit the page to
-    the events of one attempt and of one type. Raises ``NotFound`` for an unknown job."""
+    the events of one attempt and of one type. Raises ``NotFound`` for an unknown job, ``Refused`` (``bad-cursor``)."""
     find_job(session, job_id)
     filters = {column: value for column, value in (("attempt", attempt), ("type", kind)) if value is not None}
     digest = pagination.query_digest(of="events", job=job_id, **filters)

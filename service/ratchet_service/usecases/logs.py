@@ -43,8 +43,8 @@ def parse_position(text: str) -> Position:
 
 
 def read_lines(job: JobPaths, log_filter: LogFilter, after: Position | None = None) -> Iterator[LogLine]:
-    """Yield the lines that exist now and that the filter selects, by attempt and rank. ``after``: only lines after this
-    position."""
+    """Yield the lines that exist now and that the filter selects, by attempt and rank, also a last line that has no line end yet.
+    ``after``: only lines after this position."""
     for attempt, rank, path in log_files(job, log_filter):
         if after is not None and (attempt, rank) < (after.attempt, after.rank):
             continue

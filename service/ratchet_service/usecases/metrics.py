@@ -139,8 +139,8 @@ def _superseded(session: Session, job_id: str, names: Collection[str]) -> dict[s
 def hook_view(session: Session, job_id: str, homes: HomePaths) -> HookView:
     """Return the state of the job's hook: the newest summary of every rank of the active attempt. If no attempt is active, or the
     active one has reported no summary, return the summaries in the checkpoint that the next attempt starts from; what a lost
-    attempt reported for later steps is not the job's state. Without such a checkpoint there are no figures. Figures that are not
-    per rank are those of the lowest rank. Raises ``NotFound``."""
+    attempt reported for later steps is not the job's state. Without such summaries (``_checkpoint_summaries``) there are no
+    figures. Figures that are not per rank are those of the lowest rank. Raises ``NotFound``."""
     job = find_job(session, job_id)
     spec = JobSpec.model_validate(job.spec).hook
     view = HookView(
@@ -173,8 +173,8 @@ def _checkpoint_summaries(
     session: Session, job: Job, homes: HomePaths, hook: HookSpec
 ) -> tuple[list[HookSummary], datetime] | None:
     """Return the summaries, by rank, and the time of the checkpoint that the next attempt starts from. None if there is no such
-    checkpoint, if it has no summaries or cannot be read now, or if another hook than ``hook``, or the same hook with other
-    parameters, wrote it."""
+    checkpoint, if it has no summaries or cannot be read now, or if another hook than ``hook`` wrote it, or the same hook with
+    parameters that give other bits (``hook_change``)."""
     start = next_start(session, job, job.resume_from, homes)
     if start is None:
         return None
@@ -204,7 +204,7 @@ def _with_figures(
 
 
 def _saved_iteration(session: Session, job: Job) -> int | None:
-    """Return the hook's iteration in the newest committed checkpoint; None if there is none."""
+    """Return the hook's iteration in the newest committed checkpoint; None if there is no checkpoint, or it has no iteration."""
     if job.committed_attempt is None:
         return None
     row = session.get(Checkpoint, (job.id, job.committed_step, job.committed_attempt))
@@ -215,7 +215,8 @@ def hook_history(
     session: Session, job_id: str, rank: int | None, limit: int, cursor: str | None
 ) -> Page[HookSampleView]:
     """Return a page of the stored hook summaries outside abandoned branches, by step and rank, lowest first. ``rank``: only this
-    rank's; None: all. Long histories are thinned when they are stored. Raises ``NotFound`` for an unknown job."""
+    rank's; None: all. Long histories are thinned when they are stored. Raises ``NotFound`` for an unknown job, ``Refused``
+    (``bad-cursor``)."""
     find_job(session, job_id)
     digest = pagination.query_digest(of="hook-history", job=job_id, rank=rank)
     query = sa.select(HookSample).where(HookSample.job_id == job_id, _not_abandoned(HookSample))

@@ -1,5 +1,6 @@
-"""Files in a job's working directory: list them, read one, pack a directory as a tar. Lists and archives leave out files of the
-job's code that are unchanged, unless the caller includes them; beyond ``Limits.compared_bytes`` all files count as changed."""
+"""Files in a job's working directory: list them, read one, pack a directory as a tar. Lists and archives leave out files and
+directories of the job's code that are unchanged, unless the caller includes them. One page of a list, or one archive, compares at
+most ``Limits.compared_bytes`` of files with the code; a file that exceeds the rest of this counts as changed."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ _NOT_TEXT: Final = "name-not-utf8"
 @dataclass(frozen=True)
 class Limits:
     """Limits of one response. ``entries``: files and directories in an archive; ``total_bytes``: bytes of its files;
-    ``compared_bytes``: bytes read per listing or archive to find out which files are unchanged files of the code."""
+    ``compared_bytes``: bytes read per page of a list, or per archive, to find out which files are unchanged files of the code."""
 
     entries: int = 100_000
     total_bytes: int = 256 << 30
@@ -92,10 +93,10 @@ class Files:
     def page(
         self, job_id: str, path: str, *, recursive: bool, include_unchanged: bool, limit: int, cursor: str | None
     ) -> Page[FileView]:
-        """Return a page of the directory ``path``, or the single file ``path``. Paths are relative to the working directory, and
-        ``""`` is the working directory itself. If no attempt has created it yet, the page for ``""`` is empty. ``recursive``:
-        include the content of directories. ``include_unchanged``: include files of the job's code that are unchanged; a single
-        file ``path`` is always included.
+        """Return a page of the content of the directory ``path``, or the single file ``path``. Paths are relative to the working
+        directory, and ``""`` is the working directory itself. If no attempt has created it yet, the page for ``""`` is empty.
+        ``recursive``: include the content of directories. ``include_unchanged``: include files and directories of the job's code
+        that are unchanged; a single file ``path`` is always included.
 
         Raises ``NotFound`` (``job-not-found``, ``file-not-found``), ``Refused`` (``unsafe-path``, ``symbolic-link`` for a link on
         the way to ``path``, ``file-unreadable``, ``too-deep``, ``too-many-files``, ``bad-cursor``). If ``path`` itself is a link
@@ -267,8 +268,9 @@ def _timestamp(seconds: float) -> datetime | None:
 
 def _tar_stream(job: JobPaths, members: Sequence[DirEntry], prefix_length: int) -> Generator[bytes]:
     """Yield the bytes of the archive. Each file has the content that it has when it is sent. A file that has been deleted by
-    then, or is no longer a regular file, is left out; the client notices that by counting the members. ``prefix_length``: number
-    of leading characters removed from member names."""
+    then, is no longer a regular file or cannot be read is left out; the client notices that by counting the members. Raises
+    ``OSError`` if a file becomes shorter while it is sent. ``prefix_length``: number of leading characters removed from member
+    names."""
     for found in members:
         info = tarfile.TarInfo(found.path[prefix_length:])
         info.mtime = int(found.stat.st_mtime)

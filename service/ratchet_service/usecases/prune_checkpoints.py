@@ -1,4 +1,5 @@
-"""Delete checkpoints that no attempt of a job will start from: only on request, since a user may want to fork a branch."""
+"""Delete checkpoints outside a job's lineage, remains of saves, and quarantined checkpoints: only on request, since a user may
+want to fork a branch."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def prune(database: Database, job_id: str, request: PruneRequest, homes: HomePat
     Of the checkpoints that are not quarantined, pinned ones are kept (a fork pins its source), and everything of the current
     attempt while it may be alive. The files on the disk decide, not the rows: an attempt that was fenced may have left
     checkpoints without rows. If the system refuses a deletion, an event is recorded, and the checkpoint is not in the result.
-    Raises ``NotFound``.
+    Raises ``NotFound``, and ``CheckpointError`` if the checkpoints cannot be listed.
 
     Do not call it within a transaction: the rows are marked in one, the files are deleted after it (``removal``), and the
     deletions are recorded in another.

@@ -47,8 +47,9 @@ class Change:
 
 @dataclass(frozen=True)
 class NewCode:
-    """The code that a resume requests, checked as at submission. ``digest``: that of its snapshot; ``git``: the Git commit that
-    the snapshot was taken from, None if there is none; ``warnings``: all warnings of the job's spec with this code."""
+    """The code that a resume requests, checked as at submission. ``digest``: that of its snapshot; ``git``: what is known of the
+    Git commit that the snapshot was taken from, None if the code is in no repository; ``warnings``: all warnings of the job's
+    spec with this code."""
 
     digest: str
     git: GitFacts | None
@@ -107,8 +108,8 @@ def prepare_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewC
 
 def check_hook(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> list[Warning_]:
     """Return the warnings about a changed hook; empty if ``spec`` is None or keeps the job's hook. It may run user code, so never
-    call it within a transaction. Raises ``SpecError`` for a hook that cannot run with what was resolved for the job, such as its
-    device and back end."""
+    call it within a transaction. Raises ``SpecError`` for a hook that is faulty or cannot run with what was resolved for the job,
+    such as its device and back end, and ``Refused`` (``busy``)."""
     if spec is None or spec.hook == JobSpec.model_validate(job.spec).hook:
         return []
     warnings, problems = ports.check_hook_change(spec, Resolved.model_validate(job.resolved))
@@ -126,8 +127,8 @@ def make_change(
     job: Job, spec: JobSpec, ports: SubmissionPorts, hook_warnings: Sequence[Warning_] = (), code: NewCode | None = None
 ) -> Change:
     """Return the new columns of the job's row and the events, if the job gets ``spec``; nothing is stored. ``hook_warnings``:
-    result of ``check_hook`` for a changed hook; ``code``: the new code, None if the code stays. Raises ``SpecError`` if the
-    machine cannot run the new number of ranks."""
+    result of ``check_hook`` for a changed hook; ``code``: the new code, None if the code stays. Raises ``SpecError`` if the job
+    cannot run with the new number of ranks."""
     old, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
     out = Change(spec, {"spec": spec.model_dump(mode="json"), "spec_digest": spec.digest()})
     warnings = [Warning_.model_validate(w) for w in job.warnings]

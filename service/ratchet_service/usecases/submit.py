@@ -47,7 +47,7 @@ class Prepared:
 
 def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> Prepared:
     """Validate a spec and decide every ``auto``; no job is stored. ``code_digest``: a snapshot that is checked in place of the
-    directory. Raises ``SpecError`` with every problem found, and ``Refused`` (``busy``)."""
+    directory. Raises ``SpecError`` with every problem found, and ``Refused`` as ``SubmissionPorts.resolve`` does."""
     found = examine_spec(data)
     spec = found.spec
     if spec is None:
@@ -60,10 +60,12 @@ def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> 
 
 def prepare(data: Any, ports: SubmissionPorts, *, code_digest: str | None = None) -> Prepared:
     """Run ``check``, then take snapshots of the code and of the file to start from, and return the checked spec. The digests of
-    the snapshots are in ``resolved``, the code's Git commit is in the spec. No job is stored.
+    the snapshots are in ``resolved``, the code's Git commit is in the spec. Uploaded code is kept for another ten minutes
+    instead, and code on the nodes is not copied. No job is stored.
 
     ``code_digest``: an existing snapshot of the code, from a parent job; no snapshot is taken then, and the Git commit in the
-    spec stays. Raises ``SpecError``, and ``Refused`` (``busy``, ``disk-full``).
+    spec stays. Raises ``SpecError``, ``Refused`` (``busy``, ``disk-full``), and ``OSError`` as ``SubmissionPorts.snapshot_file``
+    does.
     """
     checked = check(data, ports, code_digest)
     spec, copies = checked.spec, {}
@@ -84,7 +86,7 @@ def _uploaded_digest(spec: JobSpec) -> str | None:
 
 def _snapshot_digest(code: CodeSpec, ports: SubmissionPorts) -> str:
     """Return the digest of a new snapshot of the code's directory, or of the uploaded code. Uploaded code is kept for another ten
-    minutes, so that a job can be stored that names it. Raises ``SpecError``."""
+    minutes, so that a job can be stored that names it. Raises ``SpecError``, ``Refused`` (``disk-full``)."""
     return ports.snapshot(Path(code.path), code.include) if code.digest is None else ports.keep_uploaded(code.digest)
 
 
@@ -107,11 +109,11 @@ def store(
     session: Session, prepared: Prepared, owner: str, *, pointer: str = "", job_id: str | None = None, **columns: Any
 ) -> Job:
     """Store the job's row, labels and first event, and return the row. ``columns``: further columns of the row (a fork's origin);
-    ``pointer``: where the spec is in the request's body, for errors; ``job_id``: an id from ``new_job_id`` whose directory
-    already exists, else a new one is used.
+    ``pointer``: where the spec is in the request's body, for errors; ``job_id``: an unused id from ``new_job_id``, whose
+    directory may already exist; None: a new id is made.
 
-    Raises (``quota-exceeded``) ``Conflict`` if the owner has as many jobs as its quota permits, and ``SpecError`` if this job
-    alone takes more than the quota.
+    Raises (``quota-exceeded``) ``Conflict`` if the owner has as many jobs that have not ended as its quota permits, and
+    ``SpecError`` if this job alone takes more than the quota.
     """
     spec, now = prepared.spec, now_in(session)
     quotas.admit(session, owner, spec, prepared.resolved, pointer=pointer)

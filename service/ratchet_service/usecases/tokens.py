@@ -29,9 +29,9 @@ def create(session: Session, caller: Principal, request: TokenRequest) -> TokenM
     caller's; scopes that it omits are all of the role's. If it omits the expiry, the token expires after the default time, but
     not later than the caller's own token.
 
-    Raises ``SpecError`` (``not-allowed``) for rights or an expiry beyond those of ``caller``, and for scopes that the role does
-    not include; ``Refused`` (``token-revoked``) if the caller's own token has been revoked meanwhile; ``Conflict``
-    (``too-many-tokens``).
+    Raises ``SpecError`` (``not-allowed``) for rights or an expiry beyond those of ``caller``, for another owner unless ``caller``
+    is an admin, and for scopes that the role does not include; ``Refused`` (``token-revoked``) if the caller's own token has been
+    revoked meanwhile; ``Conflict`` (``too-many-tokens``).
     """
     owner, role = request.owner or caller.owner, request.role or caller.role
     scopes = frozenset(request.scopes) or SCOPES[role]
@@ -96,7 +96,7 @@ def list_tokens(
     session: Session, caller: Principal, owner: str | None, include_invalid: bool, limit: int, cursor: str | None
 ) -> Page[TokenView]:
     """Return a page of the caller's tokens, newest first; for an admin, those of all owners. ``owner``: only the tokens of this
-    owner; ``include_invalid``: include revoked and expired tokens."""
+    owner; ``include_invalid``: include revoked and expired tokens. Raises ``Refused`` (``bad-cursor``)."""
     query = sa.select(ApiToken)
     if caller.role is not Role.ADMIN:
         query = query.where(ApiToken.owner == caller.owner)

@@ -51,8 +51,8 @@ class Probe:
             return [FieldProblem(pointer="/hook/hook", code="hook-import-failed", detail=text)]
 
     def shapes(self) -> list[list[int]] | None:
-        """Return the shapes of the parameters of the job's task; None if there is no task, or if the shapes cannot be found out
-        for any reason."""
+        """Return the shapes of the parameters of the job's task, as its own ``parameter_shapes()`` reports them in a separate
+        process. None if there is no task, or if the shapes cannot be found out for any reason."""
         task = self.spec.task
         if task is None:
             return None
@@ -65,7 +65,7 @@ class Probe:
     def _query(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Start the interpreter in a process, and return its answer to ``request``. Blocks for at most ``_START_SECONDS`` until
         torch is imported, and then for ``seconds``. Raises ``TimeoutError`` after that, ``OSError`` if the process cannot be
-        started, ``ValueError`` if it ended without an answer."""
+        started, ``ValueError`` if it ended without a valid answer."""
         return subprocess_query.query_process(
             [self.python, "-P", "-m", "ratchet_hooks.probe"],
             {**request, "path": list(self.path)},

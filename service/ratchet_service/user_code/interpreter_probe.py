@@ -98,9 +98,10 @@ class Findings:
 
     ``version``: Python's; ``protocol``: the protocol version of its Ratchet, None if ``ratchet_worker`` cannot be imported, with
     the reason in ``worker_error``. ``missing``: the module or the first of its parent packages that was not found; None: all were
-    found. ``syntax``: the module's syntax error, None if there is none; ``origin``: its source file. ``missing_packages``: the
-    requested top-level modules that were not found. ``torch``: it is installed; ``torch_cuda``: it is built with CUDA;
-    ``torch_version``: as in torch's files, with its local part (``2.13.0+cpu``).
+    found, or no module was requested. ``origin``: the module's source file, None if it has none; ``syntax``: the syntax error in
+    that file, None if there is none. ``missing_packages``: the requested top-level modules that were not found. ``torch``: it is
+    installed; ``torch_cuda``: it is built with CUDA; ``torch_version``: as in torch's files, with its local part
+    (``2.13.0+cpu``).
     """
 
     error: str | None = None
@@ -120,8 +121,8 @@ _FINDINGS: Final = TypeAdapter(Findings)
 
 
 class Interpreters:
-    """Queries interpreters, each in a separate process, and caches the results for ``CACHE_SECONDS``. Results about a user's
-    directory are never cached. Thread-safe."""
+    """Queries interpreters, each in a separate process, and caches the results, failures included, for ``CACHE_SECONDS``. Results
+    about a user's directory are never cached. Thread-safe."""
 
     def __init__(self, sandbox: Sandbox = NO_SANDBOX) -> None:
         self._sandbox = sandbox

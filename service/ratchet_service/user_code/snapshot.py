@@ -68,8 +68,8 @@ def snapshot(
 
     The copy is safe against crashes (temporary directory, fsync, rename) and concurrent calls, which wait for a lock. The digest
     is computed from the copied bytes, so it is right even if files change while they are copied. Raises ``SpecError`` as
-    ``inspect`` does, and for a file that cannot be read; ``Refused`` (``disk-full``) if there is not enough free space. No
-    partial copy remains.
+    ``inspect`` does, and for a file that is missing by now, has no read permission or is no longer allowed; ``Refused``
+    (``disk-full``) if there is not enough free space; ``OSError`` for other failures. No partial copy remains.
     """
     found = inspect(path, include, limits, allowed).entries
     try:
@@ -215,7 +215,7 @@ def names_in(directory: str) -> list[str]:
 
 def _copy(entries: list[Entry], target: Path, allowed: Allowed) -> str:
     """Copy ``entries`` below ``target`` and return the digest of the copy. Files and directories are synced and made read-only.
-    Raises ``SpecError`` for a file that cannot be read or is no longer allowed."""
+    Raises as ``_copy_file`` and ``_recheck_link`` do."""
     folders = {target}
 
     def target_path(entry: Entry) -> Path:
@@ -238,7 +238,7 @@ def _copy(entries: list[Entry], target: Path, allowed: Allowed) -> str:
 
 def _copy_file(entry: Entry, place: Path, allowed: Allowed) -> bytes:
     """Copy one file to ``place`` and return the SHA-256 digest of its content. Raises ``SpecError`` (``unreadable``,
-    ``path-not-allowed``)."""
+    ``path-not-allowed``), and ``OSError`` for other failures, such as a full disk."""
     inner = hashlib.sha256()
     try:
         fd = os.open(entry.source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -259,7 +259,7 @@ def _copy_file(entry: Entry, place: Path, allowed: Allowed) -> bytes:
 
 def _recheck_link(entry: Entry, allowed: Allowed) -> None:
     """Check that the directory of the link ``entry`` is still allowed, since it may have changed after the link was found. Raises
-    ``SpecError``. Of a link, only its text is copied."""
+    ``SpecError`` if it is not, or cannot be opened. Of a link, only its text is copied."""
     try:
         folder = os.open(entry.source.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
