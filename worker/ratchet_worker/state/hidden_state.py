@@ -115,8 +115,8 @@ class Changes(NamedTuple):
     ``stored``: the changes that a checkpoint stores, a tree for ``ratchet_hooks.state.encode``. Its tensors are the live ones,
     not copies; empty if there is no storable change. ``unsaved``: sorted paths, at most 100, of changes since ``begin`` that
     cannot be stored. An entry may have a note (``PATH (raises when it is inspected)``); one entry may be ``objects beyond the
-    first 200000``. ``made_before_begin``: sorted paths of changes that cannot be stored and were made between ``note_built`` and
-    ``begin``.
+    first 200000``. ``made_before_begin``: sorted paths, any number, of changes that cannot be stored and were made between
+    ``note_built`` and ``begin``.
     """
 
     stored: dict[str, Any]
@@ -210,14 +210,13 @@ class HiddenState:
         now = self._walk_roots()
         self._add_new_modules(now)
         found = self._compare(self._built, now)
-        if self._noted is None:
-            return found
         # Unstorable changes made before `begin` are made by each attempt again: `restore` checks that.
-        early = self._compare(self._noted, now)
-        return Changes(early.stored, found.unsaved, tuple(sorted({*early.unsaved} - {*found.unsaved})))
+        early = found if self._noted is None else self._compare(self._noted, now)
+        made = tuple(sorted({*early.unsaved} - {*found.unsaved}))
+        return Changes(early.stored, found.unsaved[:_MAX_NAMED], made)
 
     def _compare(self, before: Walked, now: Walked) -> Changes:
-        """Return the changes from the walk ``before`` to the walk ``now``."""
+        """Return the changes from the walk ``before`` to the walk ``now``, with all paths in ``unsaved``."""
         return _Recorder(before, now, self._roots.covered_attributes.keys()).run()
 
     @property
@@ -393,7 +392,7 @@ class _Recorder:
         self._unsaved |= {f"{path.partition(UNORDERED)[0]} (raises when it is inspected)" for path in self._now.failed}
         if not self._now.complete:
             self._unsaved.add("objects beyond the first 200000")
-        return Changes({"changed": changed, "new": self._new} if changed else {}, sorted(self._unsaved)[:_MAX_NAMED])
+        return Changes({"changed": changed, "new": self._new} if changed else {}, sorted(self._unsaved))
 
     def _changed_paths(self, path: str, before: Node, now: Node) -> Iterator[str]:
         """Yield the paths of the changes in one object of the region ``shared`` or ``unordered``: none of these can be stored.

@@ -143,6 +143,25 @@ def test_unstorable_value_made_in_only_one_attempt_is_named(then: int, now: int,
     assert all(word in why for why in left.values())
 
 
+def test_over_100_values_made_before_begin_are_told_from_later_ones() -> None:
+    def attempt() -> tuple[SimpleNamespace, HiddenState]:
+        early, also_late = ([SimpleNamespace(x=None) for _ in range(150)] for _ in range(2))
+        one, hidden = SimpleNamespace(early=early, also_late=also_late), HiddenState()
+        hidden.note_built(Roots({"it": one}), undo=True)
+        for slot in early:
+            slot.x = iter([1])
+        hidden.begin(Roots({"it": one}))
+        return one, hidden
+
+    one, hidden = attempt()
+    for slot in one.also_late:
+        slot.x = iter([1])
+    saved = hidden.changes()
+    assert len(saved.unsaved) == 100 and all(path.startswith("it.also_late") for path in saved.unsaved)
+    assert saved.made_before_begin == tuple(sorted(f"it.early[{n}].x" for n in range(150)))
+    assert attempt()[1].restore(saved.stored, saved.made_before_begin) == {}
+
+
 def test_resume_report_names_value_made_in_only_one_attempt() -> None:
     def rank(epoch: int, *, resumes: bool) -> JobState:
         ddp = SimpleNamespace(module=nn.Linear(2, 2), require_forward_param_sync=True)
