@@ -19,7 +19,7 @@ from ratchet_contract.protocol.messages import RankResult
 from ratchet_hooks.errors import advice_on
 from ratchet_hooks.manage.managed_ddp import UnsupportedModel
 from ratchet_worker.host.user_code import shadowing_advice
-from ratchet_worker.ipc.atomic_files import release
+from ratchet_worker.ipc.atomic_files import print_to_log, release
 from ratchet_worker.ipc.result_files import write_rank_result
 
 EXIT_CODES: Final = {
@@ -39,8 +39,8 @@ _PARSERS: Final = (
 
 
 class ScriptExit(RuntimeError):
-    """Raised for a script that called ``sys.exit`` with a value other than 0. ``code``: that value. ``cause``: the cause of the
-    attempt's end: ``user-error`` if ``argparse`` refused the script's arguments, else ``exception``."""
+    """Raised for a script that called ``sys.exit`` with a value other than 0 and None. ``code``: that value. ``cause``: the
+    cause of the attempt's end: ``user-error`` if ``argparse`` refused the script's arguments, else ``exception``."""
 
     def __init__(self, exit_: SystemExit) -> None:
         refusal = _refused_arguments(exit_)
@@ -71,9 +71,10 @@ def exit_code_of(error: BaseException, cause: Cause) -> int:
 
 
 def cause_of(error: BaseException) -> tuple[Cause, str]:
-    """Return the cause for which the rank ends with ``error``, and a message for the user. The cause is ``user-error`` if a retry
-    cannot help, ``checkpoint-error`` for an error of a checkpoint, ``oom`` for lack of memory, and ``exception`` for any other
-    error."""
+    """Return the cause for which the rank ends with ``error``, and a message for the user. The cause is ``user-error`` if a
+    retry cannot help, ``checkpoint-error`` for an error of a checkpoint, ``oom`` for ``MemoryError`` and
+    ``torch.OutOfMemoryError``, and ``exception`` for any other error, such as the ``RuntimeError`` of torch's CPU allocator
+    when memory is short."""
     if isinstance(error, UserError):
         return Cause.USER_ERROR, error.detail
     if isinstance(error, CheckpointError):
@@ -100,14 +101,13 @@ def write_result(paths: AttemptPaths, result: RankResult) -> None:
     try:
         write_rank_result(path, result)
     except OSError as error:
-        with suppress(OSError):
-            print(f"ratchet: the result could not be written: {error}", file=sys.stderr, flush=True)
+        print_to_log(f"ratchet: the result could not be written: {error}")
 
 
 def exit_process(code: int) -> NoReturn:
-    """Flush the process's output and end the process with ``code`` at once. Destructors and exit handlers do not run: at
-    interpreter shutdown, torch's threads might abort the process."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
+    """Flush ``sys.stdout`` and ``sys.stderr``, and end the process with ``code`` at once, even if a script has closed or replaced
+    them. Destructors and exit handlers do not run: at interpreter shutdown, torch's threads might abort the process."""
+    for name in ("stdout", "stderr"):
+        with suppress(Exception):
+            getattr(sys, name).flush()
     os._exit(code)

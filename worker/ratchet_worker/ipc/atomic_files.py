@@ -63,5 +63,11 @@ def release(path: Path) -> None:
 
 def log_message(text: str) -> None:
     """Write ``text`` with the time as one line to stderr, which is the agent's log. A failure to write is ignored."""
-    with suppress(OSError, ValueError):  # a full disk must not end the supervision
-        print(f"{now()} ratchet agent: {text}", file=sys.stderr, flush=True)
+    print_to_log(f"{now()} ratchet agent: {text}")
+
+
+def print_to_log(text: str) -> None:
+    """Print ``text`` to ``sys.stderr``, which is this process's log. Any error is ignored: the log may be on a full disk, and a
+    script may have closed or replaced the stream."""
+    with suppress(Exception):
+        print(text, file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """A rank's process from start to end: facts, rendezvous, base, the user's code, and a ``RankResult`` on every way out.
 
-The result is written before the process leaves its group, so that the file times show which rank ended first.
+A rank that fails writes its result before it leaves its group, so that the file times show which rank failed first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ratchet_worker.coordination.stop_listener import Listener
 from ratchet_worker.coordination.store_exchange import Abandoned, Exchange
 from ratchet_worker.host import cpu, determinism, resource_limits, user_code
 from ratchet_worker.host.exit import ScriptExit, cause_of, exit_code_of, exit_process, write_result
-from ratchet_worker.ipc.atomic_files import now, reserve
+from ratchet_worker.ipc.atomic_files import now, print_to_log, reserve
 from ratchet_worker.ipc.progress_counter import StepCounter
 from ratchet_worker.ipc.report_spool import Spool
 from ratchet_worker.rank.unmanaged_script import Unmanaged
@@ -152,8 +152,8 @@ class RankProcess:
         """Join the process group and agree with all ranks on the checkpoint to start from. Further calls return the same
         runtime.
 
-        A task's rank does so before anything else, a script's when it makes its Session. Rank 0 reports ``arguments`` that
-        differ from the job's spec, which takes precedence. Raises ``Stopped`` if a stop was passed to the script before.
+        A task's rank does so before the task is imported, a script's when it makes its Session. Rank 0 reports ``arguments``
+        that differ from the job's spec, which takes precedence. Raises ``Stopped`` if a stop was passed to the script before.
         """
         with self._open_lock:
             if (odd := arguments.differences(self._launch.spec)) and self._identity.rank == 0:
@@ -233,8 +233,8 @@ class RankProcess:
     def _classify_exit(self, exit_: SystemExit) -> Exception | None:
         """Return the error that a ``sys.exit`` of the script stands for; None if it is a success.
 
-        A code other than 0 is an error, and so is a call before the Session's loop has ended. Any exit after a stop that the
-        script handled itself is a success here.
+        A code other than 0 or None is an error, and so is a call before the Session's loop has ended. Any exit after a stop
+        that the script handled itself is a success here.
         """
         runtime = self._runtime
         stopped = self._unmanaged.passed_stop is not None or (
@@ -252,12 +252,12 @@ class RankProcess:
         return None
 
     def _finish(self) -> None:
-        """Finish the run after the script's end, even if the script has not left its Session's block. If another thread runs the
-        steps, wait for that thread first.
+        """Finish the run after the script's end, even if the script has not left its Session's block. If another thread runs
+        the steps, wait for that thread first.
 
-        If the script did no step of a Session, wait for the other ranks' scripts to end, since rank 0 serves the store that they
-        may still need. A stop ends the wait. If the rank is not unmanaged and the error of another thread was kept, raise that
-        error instead.
+        If the state was never restored, so that the script did no step of a Session, the rank counts as unmanaged from here
+        on. It waits for the other ranks' scripts to end, since rank 0 serves the store that they may still need. A stop ends
+        the wait. If it was not unmanaged before and the error of another thread was kept, raise that error instead.
         """
         while self._may_train():
             time.sleep(0.02)
@@ -279,8 +279,9 @@ class RankProcess:
             exchange.gather("script-end", None, should_abandon=lambda: self._unmanaged.passed_stop is not None)
 
     def _may_train(self) -> bool:
-        """True if another thread may still be training although the script's main thread has ended. Before the first step, that
-        may be any thread for which Python itself would wait."""
+        """True if another thread may still be training although the script's main thread has ended. Before the state is
+        restored, that may be the thread that made the Session, or any thread for which Python itself would wait; not in an
+        unmanaged script."""
         runtime, here = self._runtime, threading.current_thread()
         if runtime is not None and (trainer := runtime.trainer) is not None:
             over = trainer.daemon and (runtime.finished or runtime.done)
@@ -297,8 +298,8 @@ class RankProcess:
     def _on_early_decision(self, decision: Decision) -> None:
         """Handle a decision that the ranks made before any step. Called on the side thread; the main thread may be anywhere.
 
-        A stop is passed to the script's own handler. If the script has none or does not end in time, the process exits. A
-        request to save is only reported, since nothing was trained.
+        A stop is passed to an unmanaged script's own SIGTERM handler. If there is no such handler, or the script does not end
+        in time, the process exits. A request to save is only reported, since nothing was trained.
         """
         if decision.stop is None:
             if self._identity.rank == 0:
@@ -322,11 +323,11 @@ class RankProcess:
     # --- the ways out --------------------------------------------------------------------------------------------------
 
     def _exit_by_error(self, error: BaseException) -> int:
-        """End this rank because of ``error``, after an early stop, if there is one, has been handled. Called on the thread that
-        ran the steps.
+        """End this rank because of ``error``, after an early stop, if there is one, has been handled. Called on the main
+        thread, or on the thread that ran the steps.
 
-        For a stop, leave together with all ranks and return the exit code. For any other error, exit the process without the
-        other ranks.
+        For a stop, or if a stop was passed to the script's own handler, leave together with all ranks and return the exit
+        code. For any other error, exit the process without the other ranks.
         """
         self._listener.abort.block_if_aborting()
         self._wait_for_early_stop()
@@ -348,8 +349,9 @@ class RankProcess:
             sys.exit()
 
     def _exit_together(self, cause: Cause, code: int, message: str | None) -> int:
-        """Write the result, leave the group together with all other ranks, and return ``code``. If another rank was killed
-        meanwhile, exit the process with ``code`` instead."""
+        """Write the result, leave the group together with all other ranks, and return ``code``. Without a Session, only rank 0
+        waits, up to three seconds, for the others. If another rank was killed meanwhile, exit the process with ``code``
+        instead."""
         self._claim_exit()
         self._write_result(cause, message, None)
         assert self._agreement is not None
@@ -389,8 +391,7 @@ class RankProcess:
         self._claim_exit()
         cause, message = cause_of(error)
         trace = _traceback(error)
-        with suppress(OSError):  # the log may be on a full disk
-            print(trace, file=sys.stderr, flush=True)
+        print_to_log(trace)
         self._write_result(cause, message, trace)
         self._reporter.close()
         exit_process(exit_code_of(error, cause))
@@ -432,10 +433,11 @@ class RankProcess:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback of ``error`` as text, without the leading frames that only run the user's code.
+    """Return the traceback of ``error`` as text. If it leads into the user's code, the leading frames that only run this code
+    are left out.
 
-    For ``sys.exit``, it is that of the script's call; if the script's ``argparse`` called it, only the message, since the usage
-    has been printed already.
+    For ``sys.exit``, it is that of the script's call; if the script's ``argparse`` called it, only the message, since the
+    usage has been printed already.
     """
     if isinstance(error, ScriptExit):
         if error.cause is Cause.USER_ERROR:
@@ -449,5 +451,5 @@ def _traceback(error: BaseException) -> str:
 
 
 def _is_runner_file(file: str) -> bool:
-    """True if a source file belongs to this package or to ``runpy``: its frames only run the user's code."""
+    """True if a source file belongs to ``ratchet_worker`` or to ``runpy``: its frames only run the user's code."""
     return file == "<frozen runpy>" or Path(file).is_relative_to(Path(__file__).parents[1])

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ratchet_contract.exit_codes import EXIT_USER_ERROR
-from ratchet_contract.phases import Cause
+from ratchet_contract.exit_codes import EXIT_PREEMPTED, EXIT_USER_ERROR
+from ratchet_contract.phases import Cause, Desired
 from tests.support.launch import Attempt, Job
+from tests.support.server import wait_for
 
 NESTED = """
 import torch
@@ -91,6 +92,16 @@ parser.parse_args()
 parser.error("the data is not mounted here")
 """,
     "none.py": "import ratchet_worker\nprint('no Session')\n",
+    "stdout_closed.py": "import sys\nsys.stdout.close()\nsys.exit(65)\n",
+    "stderr_closed.py": "import sys\nsys.stderr.close()\nsys.exit(65)\n",
+    "no_streams.py": "import sys\nsys.stdout = sys.stderr = None\nsys.exit(65)\n",
+    "waits.py": """
+import sys, time
+from pathlib import Path
+sys.stdout.close()
+Path("begun").touch()
+time.sleep(60)
+""",
 }
 
 
@@ -177,6 +188,29 @@ def test_permanent_script_faults_are_user_errors_with_advice(home: Home) -> None
     result = epochs.wait()
     assert result.cause is Cause.USER_ERROR and "after step 2" in (result.message or ""), epochs.logs()
     assert "or epochs(all of them)" in (result.message or "")
+
+
+@pytest.mark.parametrize("script", ["stdout_closed", "stderr_closed", "no_streams"])
+def test_script_that_closed_its_streams_keeps_cause_message_and_exit_code(home: Home, script: str) -> None:
+    attempt = home.launch(f"{script}.py")
+    result = attempt.wait()
+    assert (result.cause, result.exit_code) == (Cause.EXCEPTION, 65), attempt.logs()
+    assert result.message == "the script ended with sys.exit(65)"
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("waits", "the script does not handle SIGTERM and was ended by it"),
+    ],
+)
+def test_stop_of_script_that_cannot_print_has_result_and_exit_code(home: Home, script: str, message: str) -> None:
+    attempt = home.launch(f"{script}.py")
+    wait_for((attempt.job.paths.work_dir / "begun").exists, "the script to begin")
+    attempt.control(desired=Desired.SUSPEND)
+    result = attempt.wait()
+    assert (result.cause, result.exit_code) == (Cause.API_SUSPEND, EXIT_PREEMPTED), attempt.logs()
+    assert result.message == message
 
 
 FORKING = """
