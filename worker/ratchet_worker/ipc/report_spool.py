@@ -8,17 +8,15 @@ agent did not send. Only complete lines count, since a rank may die in the middl
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
 from ratchet_contract.protocol.messages import Note, RankBatch, RankMessage
-from ratchet_worker.ipc.atomic_files import now
+from ratchet_worker.ipc.atomic_files import now, print_to_log
 
 _MEMORY_LIMIT: Final = 16 * 1024 * 1024
 LOW_PRIORITY_KINDS: Final = frozenset({"metrics", "progress", "hook"})
@@ -110,15 +108,15 @@ class Spool:
 
     def _log(self, text: str) -> None:
         """Write a line to the rank's log (stderr); a failure is ignored."""
-        with suppress(OSError, ValueError):  # the log may be on the same full disk
-            print(f"ratchet: spool: {text}", file=sys.stderr, flush=True)
+        print_to_log(f"ratchet: spool: {text}")  # the log may be on the same full disk
 
 
 def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[bytes]:
     """Return the complete lines of the file from byte ``offset`` on, without their newlines: at most ``max_lines``, and about
     ``max_bytes`` in total.
 
-    At least one line is returned if a complete one exists, however long. Empty if there is none or the file is missing.
+    At least one line is returned if a complete one exists, however long. Empty if there is none or the file is missing. Raises
+    ``OSError`` if the file cannot be read.
     """
     lines: list[bytes] = []
     total = 0

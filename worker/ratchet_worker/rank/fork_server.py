@@ -1,8 +1,8 @@
 """The fork server: a process that imports what ranks need, forks each rank (twice, so that the agent adopts it), and exits.
 
-A rank inherits only the imports. Its session, log, variables and descriptors are those of its plan; no thread and no descriptor
-of the server is left. Stop signals stay blocked until the rank handles them. Stop signals that the server receives meanwhile
-are forwarded to the ranks.
+A rank inherits only the imports, with the environment variables that they set. It has a session of its own, and the directory,
+log, variables and descriptors of its plan; no thread and no descriptor of the server is left. Stop signals stay blocked until
+the rank handles them. Stop signals that the server receives meanwhile are forwarded to the ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import signal
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from ratchet_contract import env_vars as names
 from ratchet_worker.coordination.stop_listener import STOP_SIGNALS
 from ratchet_worker.host.cpu import gc_disabled
 from ratchet_worker.ipc import stack_dump
+from ratchet_worker.ipc.atomic_files import print_to_log
 from ratchet_worker.ipc.procfs import die_with_parent
 
 _TASKS: Final = Path("/proc/self/task")
@@ -94,7 +94,7 @@ def _is_single_threaded() -> bool:
 
 def _report_not_forked(reason: str) -> None:
     """Write to stderr that ranks are not forked, so that each imports torch for itself, and why."""
-    print(f"ratchet: ranks are not forked, each imports torch for itself: {reason}", file=sys.stderr, flush=True)
+    print_to_log(f"ratchet: ranks are not forked, each imports torch for itself: {reason}")
 
 
 class _Birth:

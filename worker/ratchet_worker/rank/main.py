@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Run this rank to its end. Return the process's exit code in three cases: all ranks end together, the rank refuses to begin,
-    or no agent has started it.
+    """Run this rank to its end. In the fork server, first fork the ranks: each of them then continues here. Return the
+    process's exit code in three cases: all ranks end together, the rank refuses to begin, or no agent has started it.
 
-    After a failure of this rank alone, the result is written and the process exits at once, so this does not return.
+    After a failure of this rank alone, or a stop before the first step, the result is written and the process exits at once,
+    so this does not return.
     """
     if names.FORK_PLANS_FD in os.environ:
         fork_server.fork_ranks()
@@ -87,10 +88,10 @@ def _exit_refused(text: str, cause: str = "user-error") -> int:
     from ratchet_contract.paths import AttemptPaths
     from ratchet_contract.phases import Cause
     from ratchet_contract.protocol.messages import RankResult
-    from ratchet_worker.ipc.atomic_files import now
+    from ratchet_worker.ipc.atomic_files import now, print_to_log
     from ratchet_worker.ipc.result_files import write_rank_result
 
-    print(f"ratchet: {text}", file=sys.stderr, flush=True)
+    print_to_log(f"ratchet: {text}")
     rank = int(os.environ[names.RANK])
     result = RankResult(rank=rank, cause=Cause(cause), at=now(), last_step=0, message=text)
     write_rank_result(AttemptPaths(Path(os.environ[names.ATTEMPT_DIR])).rank_result(rank), result)

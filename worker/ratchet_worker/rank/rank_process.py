@@ -190,7 +190,8 @@ class RankProcess:
         main thread is. The error of another thread is only kept: ``_finish`` may raise it. A script may set another hook:
         ``_finish`` needs none.
         """
-        threading.__excepthook__(args)
+        with suppress(Exception):  # the script may have closed the stream that this prints to
+            threading.__excepthook__(args)
         assert args.exc_value is not None
         error = self._classify_error(args.exc_value)
         if error is None:
@@ -365,7 +366,7 @@ class RankProcess:
                 if is_initialized():
                     destroy_process_group()
         except RuntimeError as error:  # another rank was killed on the way out; this one's result stands
-            print(f"ratchet: leaving the group: {error}", file=sys.stderr, flush=True)
+            print_to_log(f"ratchet: leaving the group: {error}")
             exit_process(code)
         return code
 
@@ -379,7 +380,7 @@ class RankProcess:
         message = "the script received SIGTERM and ended by itself"
         if error is not None and not isinstance(error, SystemExit):
             message += f", with {type(error).__name__}: {error}"
-            print(_traceback(error), file=sys.stderr, flush=True)
+            print_to_log(_traceback(error))
         with suppress(RuntimeError):
             if is_initialized():
                 destroy_process_group()  # a rank that still waits for this one in a collective gets an error, and ends

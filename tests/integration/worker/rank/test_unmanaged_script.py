@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ratchet_contract.exit_codes import EXIT_PREEMPTED, EXIT_USER_ERROR
+from ratchet_contract import env_vars as names
+from ratchet_contract.exit_codes import EXIT_PREEMPTED, EXIT_USER_ERROR, exit_code_of
+from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause, Desired
+from ratchet_contract.protocol.messages import RankResult
 from tests.support.launch import Attempt, Job
 from tests.support.server import wait_for
 
@@ -99,6 +103,17 @@ parser.error("the data is not mounted here")
 import sys, time
 from pathlib import Path
 sys.stdout.close()
+Path("begun").touch()
+time.sleep(60)
+""",
+    # Its log is on a full disk when it handles the stop.
+    "full.py": """
+import os, signal, time
+from pathlib import Path
+def stop(*_):
+    raise ValueError("cannot be saved")
+signal.signal(signal.SIGTERM, stop)
+os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
 Path("begun").touch()
 time.sleep(60)
 """,
@@ -202,6 +217,7 @@ def test_script_that_closed_its_streams_keeps_cause_message_and_exit_code(home: 
     ("script", "message"),
     [
         ("waits", "the script does not handle SIGTERM and was ended by it"),
+        ("full", "the script received SIGTERM and ended by itself, with ValueError: cannot be saved"),
     ],
 )
 def test_stop_of_script_that_cannot_print_has_result_and_exit_code(home: Home, script: str, message: str) -> None:
@@ -211,6 +227,18 @@ def test_stop_of_script_that_cannot_print_has_result_and_exit_code(home: Home, s
     result = attempt.wait()
     assert (result.cause, result.exit_code) == (Cause.API_SUSPEND, EXIT_PREEMPTED), attempt.logs()
     assert result.message == message
+
+
+def test_rank_that_refuses_to_begin_leaves_its_result_although_the_log_is_full(tmp_path: Path) -> None:
+    launch = tmp_path / "launch.json"
+    launch.write_text('{"protocol": 999}')
+    env = {**os.environ, names.LAUNCH_FILE: str(launch), names.ATTEMPT_DIR: str(tmp_path), names.RANK: "0"}
+    with Path("/dev/full").open("w") as full:
+        code = subprocess.run(
+            [sys.executable, "-m", "ratchet_worker.rank"], env=env, stderr=full, timeout=60
+        ).returncode
+    result = RankResult.model_validate_json(AttemptPaths(tmp_path).rank_result(0).read_bytes())
+    assert (result.cause, code) == (Cause.UPGRADE, exit_code_of(Cause.UPGRADE))
 
 
 FORKING = """

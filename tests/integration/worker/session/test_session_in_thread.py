@@ -88,6 +88,7 @@ _FAILS = {
     ),
     "a pool that nobody asks": ("pool = ThreadPoolExecutor(1)\npool.submit(in_block, fail=3)", _NO_SUCCESS),
     "a break without an end": ("run(train, Session(), leave=2).join()", _NO_SUCCESS),
+    "stderr is closed": ("sys.stderr.close()\nrun(in_block, fail=3).join()", "ValueError: wrong in a thread"),
     "the main thread does not end": (
         "run(in_block, fail=3)\nwhile True:\n    time.sleep(0.05)", "ValueError: wrong in a thread"
     ),
