@@ -47,20 +47,26 @@ class LateChanges:
 
     @contextmanager
     def ignoring_evaluation(self) -> Iterator[None]:
-        """In this block, do not count changes of parameters and buffers. The block runs an evaluation, at whose end
-        ``preserving_state`` puts values back; torch counts that as a change. A change of parameters that the evaluation leaves is
-        not counted either. Changes made before the block still count."""
-        before = self._model_marks()
+        """In this block, do not count changes of parameters and buffers that are undone by its end. The block runs an evaluation,
+        at whose end ``preserving_state`` puts values back; torch counts that as a change, so the values are compared. A change
+        that the evaluation leaves still counts, as do changes made before the block."""
+        before = self._model_marks_and_digests()
         try:
             yield
         finally:
-            after = self._model_marks()
-            self._marks |= {name: mark for name, mark in after.items() if self._marks.get(name) == before.get(name)}
+            for name, (mark, value) in self._model_marks_and_digests().items():
+                if before.get(name) == (self._marks.get(name), value):
+                    self._marks[name] = mark
 
-    def _model_marks(self) -> dict[str, Any]:
-        """Return, by name, the values (see ``_marks``) by which changes of the parameters and buffers are detected now."""
-        marks = _marks(self._capture())
-        return {name: mark for name, mark in marks.items() if name.startswith((f"{MODEL}/", "buffers/"))}
+    def _model_marks_and_digests(self) -> dict[str, tuple[Any, Any]]:
+        """Return, by name, the mark (see ``_marks``) and the ``_digest`` of each parameter and buffer as it is now."""
+        now = self._capture()
+        tensors = {**now.shared, **now.private}
+        return {
+            name: (mark, _digest(tensors[name]))
+            for name, mark in _marks(now).items()
+            if name.startswith((f"{MODEL}/", "buffers/"))
+        }
 
     def _capture(self) -> Snapshot:
         """Return the current state, as views. The generators are set back afterwards, since a ``state_dict()`` may draw from
@@ -111,9 +117,13 @@ def _marks(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _mark(tensor: torch.Tensor) -> Any:
-    """Return shape and dtype of a tensor with a digest of its elements. If it is large or not on the CPU: with torch's count of
-    in-place changes in place of the digest."""
-    form = tensor.shape, tensor.dtype
+    """Return the ``_digest`` of a tensor. If it is large or not on the CPU: shape and dtype with torch's count of in-place
+    changes."""
     if tensor.is_cpu and tensor.nbytes <= SMALL:
-        return *form, digest([tensor])
-    return *form, version_of(tensor)
+        return _digest(tensor)
+    return tensor.shape, tensor.dtype, version_of(tensor)
+
+
+def _digest(tensor: torch.Tensor) -> Any:
+    """Return shape and dtype of a tensor with a digest of its elements."""
+    return tensor.shape, tensor.dtype, digest([tensor])

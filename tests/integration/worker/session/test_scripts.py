@@ -116,6 +116,8 @@ LATE = (
         if step == 6:
             assert s.checkpoint()
             with s.evaluation() as ev:
+                if sys.argv[2] == "changing":
+                    nn.init.constant_(net.head.weight, 0.1)
                 found = ev.averages({"loss": (float((net(x) - x).square().mean()), 1)})
             s.log(found)
         if late:
@@ -234,6 +236,17 @@ def test_state_changed_after_checkpoint_call_makes_resume_not_exact(make: Any) -
         report = attempt.report()
         assert (report.verdict, report.base.step) == ("not-exact", 7)
         assert all(wanted in str(c.reason) for c in report.components if c.component == "checkpoint")
+
+
+def test_parameter_that_an_evaluation_changes_after_checkpoint_call_makes_resume_not_exact(make: Any) -> None:
+    """The change stays in the model, and the checkpoint lacks it."""
+    job = make("changing", LATE, "changing", strict=False)
+    attempt = resumed(job)
+    assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+    [told] = [m for rank in (0, 1) for m in job.attempts[0].notes(rank)]
+    assert told.type == "changed-behind-checkpoint" and told.message.startswith("model changed after checkpoint()")
+    assert (attempt.report().verdict, attempt.report().base.step) == ("not-exact", 7)
+    assert "model changed after checkpoint()" in _of_checkpoint(attempt)
 
 
 def test_checkpoint_call_in_mid_step_makes_resume_not_exact(make: Any) -> None:

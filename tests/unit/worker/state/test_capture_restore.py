@@ -310,3 +310,25 @@ def test_change_through_data_attribute_is_detected_up_to_16_mib() -> None:
     before = late_changes._mark(weight)
     weight.data.add_(1)
     assert late_changes._mark(weight) != before
+
+
+@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
+def test_only_what_an_evaluation_leaves_changed_counts_as_late_change(
+    monkeypatch: pytest.MonkeyPatch, small: bool
+) -> None:
+    """``large``: as for tensors whose in-place changes are counted, not compared."""
+    if not small:
+        monkeypatch.setattr(late_changes, "SMALL", -1)
+    weight = nn.Parameter(torch.rand(3))
+    ddp = SimpleNamespace(broadcast_buffers=True)
+    state: Any = SimpleNamespace(
+        rank=0, capture=lambda: Snapshot(shared={"model/weight": weight}), require_wrapped=lambda: (ddp, None)
+    )
+    late, kept = late_changes.LateChanges(state, CPU, 7), weight.detach().clone()
+    with late.ignoring_evaluation(), torch.no_grad():
+        weight.copy_(torch.ones(3))  # averages in place of the weights
+        weight.copy_(kept)
+    assert late.changed_components() == []
+    with late.ignoring_evaluation(), torch.no_grad():
+        weight.clamp_(max=-0.5)
+    assert late.changed_components() == ["model"]
