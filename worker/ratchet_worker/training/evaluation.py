@@ -17,6 +17,7 @@ from ratchet_hooks.torch_compat import versions_of
 from ratchet_worker.coordination.store_exchange import Abandoned, Exchange
 from ratchet_worker.data import data_generators
 from ratchet_worker.state import rng
+from ratchet_worker.state.snapshot import flat
 from ratchet_worker.task import TrainData
 
 Item = TypeVar("Item")
@@ -87,7 +88,9 @@ def preserving_state(
         kept = [buffer.clone() for buffer in buffers]
         if broadcast:
             for buffer in buffers:
-                dist.broadcast(buffer, src=0, group=ddp.process_group)
+                line = flat(buffer)  # gloo copies memory from the buffer's address on, whatever its strides
+                dist.broadcast(line, src=0, group=ddp.process_group)
+                buffer.copy_(line.view(buffer.shape))
     try:
         ddp.eval()
         with (
