@@ -346,8 +346,9 @@ class _Recorder:
 
     def __init__(self, built: Walked, now: Walked, with_state: Collection[str]) -> None:
         self._built, self._now, self._with_state = built, now, with_state
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # places in `_new`, by the id of the object
         self._new: list[Any] = []
+        self._unstorable: dict[int, str] = {}  # by the id of an object: the path, below it, of what cannot be stored
         self._unsaved: set[str] = set()
         self._arrays: Counter[int] | None = None  # number of arrays per memory address that they use
 
@@ -496,7 +497,7 @@ class _Recorder:
 
         If training made the object, its content is added to ``_new``, once for all references to it. A tensor that is a view of a
         covered tensor becomes a ``view`` reference instead. Raises ``_Unstorable`` with the path of what cannot be stored:
-        ``path``, or a part below it. It may not raise at a further reference to the same object, which is then restored as None.
+        ``path``, or a part below it.
         """
         if is_constant(item):
             return _constant_reference(path, item)
@@ -510,30 +511,43 @@ class _Recorder:
             raise _Unstorable(path)
         if built is not None:
             return "at", built
-        if id(item) not in self._numbers:
-            if node.kind in ("sealed", *_CODE):
-                raise _Unstorable(path)
-            if node.kind == "tensor" and (view := self._view(item)) is not None:
-                return view
-            if node.kind in ("tensor", "array") and self._shares_memory_of_array(item):
-                raise _Unstorable(path)
-            number = self._numbers[id(item)] = len(self._new)
+        if node.kind in ("sealed", *_CODE):
+            raise _Unstorable(path)
+        if node.kind == "tensor" and (view := self._view(item)) is not None:
+            return view
+        if node.kind in ("tensor", "array") and self._shares_memory_of_array(item):
+            raise _Unstorable(path)
+        return self._new_reference(path, node)
+
+    def _new_reference(self, path: str, node: Node) -> Reference:
+        """Return a reference to an object that training made. The first call for an object adds its content to ``_new``. If that
+        raises, the content is removed again, together with all that was added meanwhile and may refer to it, and each further
+        call for the object raises ``_Unstorable``."""
+        key = id(node.item)
+        if key in self._unstorable:
+            raise _Unstorable(path + self._unstorable[key])
+        if key not in self._numbers:
+            number = self._numbers[key] = len(self._new)
             self._new.append(None)
-            self._new[number] = {"kind": node.kind, "content": self._content(path, node, new=True)}
-        return "new", self._numbers[id(item)]
+            try:
+                self._new[number] = {"kind": node.kind, "content": self._content(path, node, new=True)}
+            except Exception as error:
+                while len(self._new) > number:
+                    self._new.pop()
+                    self._numbers.popitem()
+                self._unstorable[key] = str(error).removeprefix(path) if isinstance(error, _Unstorable) else ""
+                raise
+        return "new", self._numbers[key]
 
     def _unvisited_reference(self, path: str, item: Any) -> Reference:
         """Return a reference to a dict or set of constants that the walk does not visit, such as an internal one of a new module.
-        Its content is added to ``_new``. Raises ``_Unstorable`` for any other object."""
+        Raises ``_Unstorable`` for any other object."""
         kind: Kind = "dict" if isinstance(item, dict) else "set"
         if _TYPES.get(type(item).__name__) is not type(item) or not isinstance(item, (dict, set)):
             raise _Unstorable(path)
         if not all(is_constant(one) for one in (item.values() if isinstance(item, dict) else item)):
             raise _Unstorable(path)
-        self._new.append(
-            {"kind": kind, "content": self._content(path, Node(item, kind, None, {}, from_user=True, region="own"))}
-        )
-        return "new", len(self._new) - 1
+        return self._new_reference(path, Node(item, kind, None, {}, from_user=True, region="own"))
 
     def _shares_memory_of_array(self, item: Any) -> bool:
         """True if ``item``, a tensor or array that training made, uses the memory of another array that the walk has found."""
@@ -920,8 +934,8 @@ class _Restorer:
 
     def _new_object(self, number: int) -> Any:
         """Return the object with the number ``number`` among those that training made. The first call creates it. Return None if
-        the checkpoint does not have its content, since that could not be stored."""
-        if self._new[number] is None:  # it could not be stored; the checkpoint names it
+        an older checkpoint refers to an object whose content could not be stored."""
+        if self._new[number] is None:
             return None
         if number not in self._created:
             kind, content = self._new[number]["kind"], self._new[number]["content"]

@@ -508,15 +508,26 @@ def test_hidden_state_scan_tolerates_objects_that_raise_on_access(make: Callable
         assert [name[:7] for name in changes.unsaved] == (["model.x"] if named else [])
 
 
-def test_hidden_state_with_shared_unstorable_object_can_be_restored() -> None:
-    def train(net: Net) -> None:
-        net.x = net.y = [iter([1]), torch.ones(1)]
+def test_hidden_state_names_each_reference_to_a_shared_unstorable_object() -> None:
+    """Also an object that is stored by itself, but refers to it."""
 
-    _, changes = later(Net(x=None, y=None), train)
-    assert changes.unsaved
-    net, hidden = Net(x=None, y=None), HiddenState()
-    hidden.begin(Roots({"model": net}))
-    hidden.restore(changes.stored)
+    def train(net: Net) -> None:
+        inner = [torch.ones(1)]
+        net.x = net.y = [inner, iter([1])]
+        inner.append(net.x)
+        net.z, net.good = inner, [2]
+
+    build = lambda: Net(x=None, y=None, z=None, good=None)  # noqa: E731
+    _, changes = later(build(), train)
+    assert changes.unsaved == ["model.x[1]", "model.y[1]", "model.z[1][1]"]
+    again = resumed(build, Changes(changes.stored, []))
+    assert (again.x, again.y, again.z, again.good) == (None, None, None, [2])
+
+
+def test_hidden_state_restores_shared_dict_of_a_long_list_as_one() -> None:
+    _, changes = later(Net(x=None), lambda n: vars(n).update(x=[{"a": 1}] * 20_001))
+    again = resumed(lambda: Net(x=None), changes)
+    assert changes.unsaved == [] and len({*map(id, again.x)}) == 1
 
 
 def test_hidden_state_scan_of_large_dataset_is_partial() -> None:
@@ -614,3 +625,10 @@ def test_frozenset_that_an_older_checkpoint_stored_is_left_as_it_is() -> None:
     again, later = begun_with(s=frozenset([1, 2]))
     later.restore({"changed": {"it.s": {"kind": "set", "content": {"type": "frozenset", "items": []}}}, "new": []})
     assert again.s == {1, 2}
+
+
+def test_object_that_an_older_checkpoint_could_not_store_is_restored_as_none() -> None:
+    again, later = begun_with(x=1)
+    content = {"set": {"x": ("new", 0)}, "gone": []}
+    later.restore({"changed": {"it": {"kind": "object", "content": content}}, "new": [None]})
+    assert again.x is None

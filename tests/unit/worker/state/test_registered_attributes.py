@@ -6,6 +6,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -359,6 +361,15 @@ def test_lazily_created_iterator_is_left_to_state_dict() -> None:
     again = Lazy()
     again.load_state_dict(state)
     assert again.next() == item.next()
+
+
+def test_lazily_created_object_that_a_task_shares_is_named_there() -> None:
+    """An object of a package's class, which cannot be saved."""
+    item, task = Lazy(), SimpleNamespace(it=None)
+    hidden = HiddenState()
+    hidden.begin(Roots({"user:it": item, "task": task}, covered_attributes={"user:it": covered_attributes(item)}))
+    item.source = task.it = Queue()
+    assert _saved(hidden, item)[1] == Changes({}, ["task.it"])
 
 
 def test_changes_beside_a_lazily_created_iterator_are_saved() -> None:
