@@ -29,6 +29,8 @@ EXIT_CODES: Final = {
     Cause.EXCEPTION: EXIT_EXCEPTION,
 }
 
+_CPU_ALLOCATOR: Final = "DefaultCPUAllocator: "
+"""In the message of the ``RuntimeError`` that torch raises if memory for a tensor on the CPU cannot be allocated."""
 
 _PARSERS: Final = (
     argparse.ArgumentParser.parse_args,
@@ -72,9 +74,8 @@ def exit_code_of(error: BaseException, cause: Cause) -> int:
 
 def cause_of(error: BaseException) -> tuple[Cause, str]:
     """Return the cause for which the rank ends with ``error``, and a message for the user. The cause is ``user-error`` if a
-    retry cannot help, ``checkpoint-error`` for an error of a checkpoint, ``oom`` for ``MemoryError`` and
-    ``torch.OutOfMemoryError``, and ``exception`` for any other error, such as the ``RuntimeError`` of torch's CPU allocator
-    when memory is short."""
+    retry cannot help, ``checkpoint-error`` for an error of a checkpoint, ``oom`` for ``MemoryError``,
+    ``torch.OutOfMemoryError`` and the ``RuntimeError`` of torch's CPU allocator, and ``exception`` for any other error."""
     if isinstance(error, UserError):
         return Cause.USER_ERROR, error.detail
     if isinstance(error, CheckpointError):
@@ -88,8 +89,9 @@ def cause_of(error: BaseException) -> tuple[Cause, str]:
     if advice := advice_on(error) or shadowing_advice(error):
         return Cause.USER_ERROR, f"{advice} ({type(error).__name__}: {error})"[:4000]
     text = error.detail if isinstance(error, RatchetError) else f"{type(error).__name__}: {error}"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return Cause.OOM, f"out of memory: {text}"
+    cpu = isinstance(error, RuntimeError) and _CPU_ALLOCATOR in text
+    if cpu or isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return Cause.OOM, f"out of memory: {text}"[:4000]
     return Cause.EXCEPTION, text[:4000]
 
 

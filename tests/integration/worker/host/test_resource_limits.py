@@ -66,6 +66,20 @@ def test_rank_and_child_processes_are_bound_by_resource_limits(tmp_path: Path) -
         assert "kept (256, 256)" in log and f"kept ({2**30}, {2**30})" in log and "lifted" not in log
 
 
+@pytest.mark.parametrize("allocation", ["bytearray(4 << 30)", "torch.empty(4 << 30, dtype=torch.uint8)"])
+def test_rank_beyond_its_memory_limit_ends_with_oom(tmp_path: Path, allocation: str) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "s.py").write_text(f"import torch\n{allocation}\n")
+    world, code = {"ranks_per_node": 1, "device": "cpu"}, {"path": str(tmp_path / "code")}
+    spec = {"script": ["s.py"], "code": code, "world": world, "resources": {"memory": "1Gi"}}
+    job = Job(tmp_path / "home", spec, tmp_path / "code")
+    try:
+        result = job.launch().wait()
+    finally:
+        job.close()
+    assert result.cause is Cause.OOM and "out of memory: " in (result.message or ""), job.attempts[0].logs()
+
+
 @pytest.mark.parametrize(
     ("resources", "device", "refused", "warned"),
     [
