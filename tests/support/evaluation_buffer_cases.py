@@ -44,3 +44,19 @@ def _evaluate(rank: int, form: Any) -> list[bool]:
             bitwise_equal(whole, expected),
         ]
     return [*found, bitwise_equal(whole, memory(rank))]
+
+
+def ignored_buffers(rank: int) -> list[list[float]]:
+    """A buffer that DDP ignores and another one, within an evaluation and after it. The ignored one has one shape per rank."""
+    net = nn.Linear(2, 2)
+    net.register_buffer("seen", torch.full((1 + 2 * rank,), float(rank)))
+    net.register_buffer("shared", torch.zeros(1))
+    net.__dict__["_ddp_params_and_buffers_to_ignore"] = ["seen"]
+    ddp, hook = managed_ddp(net, AllreduceSpec(), device=CPU)
+    ddp(torch.ones(1, 2)).sum().backward()
+    seen, shared = net.get_buffer("seen"), net.get_buffer("shared")
+    shared.fill_(rank + 1)
+    with preserving_state(ddp, hook, None, CPU, broadcast=True):
+        within = [seen.tolist(), shared.tolist()]
+        seen += 1
+    return [*within, seen.tolist(), shared.tolist()]

@@ -78,16 +78,20 @@ def preserving_state(
     Where replicas are equal, another change of the parameters in the block stays.
 
     One model is evaluated, not one per rank: where replicas differ, their mean replaces the parameters in the block, and this
-    rank's own values are put back afterwards. With ``broadcast`` every rank has rank 0's values of all buffers in the block.
-    Entering is a collective where replicas differ, and with ``broadcast``.
+    rank's own values are put back afterwards. With ``broadcast`` every rank has rank 0's values of the buffers in the
+    block, except of those that DDP is configured to ignore. Entering is a collective where replicas differ, and with
+    ``broadcast``.
     """
     modes = [(module, module.training, _own_buffers(module)) for module in ddp.modules()]
     synced = ddp.require_forward_param_sync
-    buffers = [buffer for _, buffer in sorted(ddp.module.named_buffers())]
+    named = sorted(ddp.module.named_buffers())
+    buffers = [buffer for _, buffer in named]
     with torch.no_grad():
         kept = [buffer.clone() for buffer in buffers]
         if broadcast:
-            for buffer in buffers:
+            for name, buffer in named:
+                if name in ddp.parameters_to_ignore:
+                    continue
                 line = flat(buffer)  # gloo copies memory from the buffer's address on, whatever its strides
                 dist.broadcast(line, src=0, group=ddp.process_group)
                 buffer.copy_(line.view(buffer.shape))
