@@ -26,7 +26,7 @@ from enum import Enum, Flag
 from fractions import Fraction
 from functools import partial
 from pathlib import Path, PosixPath, PurePosixPath
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeAlias
 from uuid import UUID
 
@@ -93,6 +93,8 @@ _CHANGEABLE: Final = ("list", "dict", "set")
 _CODE: Final[tuple[Kind, ...]] = ("other", "bound", "function", "class", "module")
 _HEAP_TYPE_FLAG: Final = 1 << 9
 """The flag of classes that a ``class`` statement makes (``Py_TPFLAGS_HEAPTYPE``)."""
+_WITHOUT_CONTENTS: Final = (object, SimpleNamespace)
+"""Built-in classes whose objects have attributes and nothing else."""
 _MAX_NAMED: Final = 100
 _TOO_LARGE: Final = (
     "a hook of the script has changed it before the first batch of this attempt, and it is too large to be restored"
@@ -580,12 +582,18 @@ class _Recorder:
             with nullcontext() if new else _writable(item):  # can it be restored?
                 return _storable(path, item)
         if kind == "bytes":
+            if new and type(item) not in (bytearray, array):
+                raise _Unstorable(path)
             return {"type": "" if isinstance(item, bytearray) else item.typecode, "value": bytes(item)}
         if kind == "generator":
+            if new and node.children:  # attributes
+                raise _Unstorable(path)
             return {"made": _generator_source(path, item) if new else None, "state": GeneratorState(item).state_dict()}
         if kind == "object":
             return self._object(path, item)
         if isinstance(item, tuple) and hasattr(item, "_fields"):
+            if getattr(item, "__dict__", None):
+                raise _Unstorable(path)
             items = [self._reference(f"{path}[{number}]", one) for number, one in enumerate(item)]
             return {"class": _qualified_name(path, type(item)), "items": items}
         name = type(item).__name__
@@ -630,10 +638,10 @@ class _Recorder:
     def _object(self, path: str, item: Any) -> Any:
         """Return the class and the attributes of an object, from which the next attempt creates it again. Unless the object is an
         ``nn.Module``, attributes that are no state, such as functions, are left out. Raises ``_Unstorable`` if the class is
-        neither the user's nor an ``nn.Module``, if it cannot be created without arguments, or if an attribute cannot be
-        stored."""
+        neither the user's nor an ``nn.Module``, if it has a built-in base class that may keep contents outside of attributes, as
+        ``Exception`` and ``int`` do, if it cannot be created without arguments, or if an attribute cannot be stored."""
         users: type = type(item)
-        if not (is_user_class(users) or isinstance(item, nn.Module)):
+        if not (is_user_class(users) or isinstance(item, nn.Module)) or _built_in_base(users) not in _WITHOUT_CONTENTS:
             raise _Unstorable(path)
         try:
             _new_instance(users)
@@ -723,6 +731,8 @@ def _constant_reference(path: str, item: Any) -> Reference:
         return "device", str(item)
     if isinstance(item, (range, slice)):
         return type(item).__name__, item.start, item.stop, item.step
+    if isinstance(item, np.generic) and type(item) is not item.dtype.type:
+        raise _Unstorable(path)
     return "value", _storable(path, item)
 
 
@@ -771,8 +781,12 @@ def _find_by_name(module: str, name: str) -> Any:
 def _new_instance(kind: type) -> Any:
     """Return an object of class ``kind`` without attributes, without calling the class's own ``__new__`` or ``__init__``:
     ``__new__`` of its first built-in base makes it. Raises ``TypeError`` if that needs arguments."""
-    maker: Any = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE_FLAG)
-    return maker.__new__(kind)
+    return _built_in_base(kind).__new__(kind)
+
+
+def _built_in_base(kind: type) -> Any:
+    """Return the first of ``kind`` and its bases that no ``class`` statement has made; ``object`` if there is no other."""
+    return next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE_FLAG)
 
 
 def _memory_of(item: Any) -> int:

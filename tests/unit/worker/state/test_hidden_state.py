@@ -9,6 +9,7 @@ import random
 import re
 import struct
 import weakref
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from enum import Enum, Flag, auto
 from functools import partial
 from queue import Queue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 from weakref import WeakKeyDictionary
 
@@ -74,6 +75,45 @@ class Private:
 
     def look(self) -> tuple[int, int, int]:
         return self.__hidden, self.shown, self.other
+
+
+class Setting(SimpleNamespace):
+    """Of a built-in class that keeps everything in attributes."""
+
+
+class Failure(Exception):
+    """Of a built-in class that keeps its arguments elsewhere, as the next ones keep their contents."""
+
+
+class Level(int): ...
+
+
+class Label(str): ...
+
+
+class Ticks(itertools.count): ...  # type: ignore[type-arg]
+
+
+class Bits(bytearray): ...
+
+
+class Codes(array): ...  # type: ignore[type-arg]
+
+
+class Rate(np.float64): ...
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Tagged(Pair): ...
+
+
+def tagged(item: Any) -> Any:
+    item.tag = 1
+    return item
 
 
 class Net(nn.Module):
@@ -305,8 +345,13 @@ CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
     ),
     "a new namespace": (
         lambda: Net(x=None),
-        lambda n: vars(n).update(x=SimpleNamespace(count=3)),
-        lambda n: (type(n.x), n.x.count),
+        lambda n: vars(n).update(x=[SimpleNamespace(count=3), Setting(count=4)]),
+        lambda n: [(type(one), one.count) for one in n.x],
+    ),
+    "a new named tuple, bytes and characters": (
+        lambda: Net(x=None),
+        lambda n: vars(n).update(x=[Pair(1, [2]), bytearray(b"ab"), array("h", [3])]),
+        lambda n: str([(type(one), one) for one in n.x]),
     ),
     "functions and classes that have names": (
         lambda: Net(x=None, y=draw, z=shares, kind=Net),
@@ -420,6 +465,27 @@ def test_hidden_state_is_restored_from_checkpoint_of_resumed_run() -> None:
 
 BYTES = bytearray(2)
 READ_ONLY = np.frombuffer(memoryview(BYTES).toreadonly(), np.uint8)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Failure("boom", 3),
+        lambda: tagged(Level(3)),
+        lambda: tagged(Label("a")),
+        lambda: Ticks(5),
+        lambda: Bits(b"ab"),
+        lambda: Codes("h", [3]),
+        lambda: Rate(0.5),
+        lambda: tagged(Tagged(1, [2])),
+        lambda: tagged(random.Random(1)),
+    ],
+    ids=["Exception", "int", "str", "count", "bytearray", "array", "float64", "named tuple", "Random"],
+)
+def test_hidden_state_names_new_object_whose_contents_are_not_all_stored(make: Callable[[], Any]) -> None:
+    """Objects with contents outside of their attributes, and with attributes besides their contents."""
+    _, changes = later(Net(x=None, y=None), lambda n: vars(n).update(x=make(), y=[make()]))
+    assert changes == Changes({}, ["model.x", "model.y[0]"])
 
 
 @pytest.mark.parametrize(
