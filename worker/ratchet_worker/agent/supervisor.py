@@ -71,7 +71,8 @@ class Supervisor:
         self._stuck_since: float | None = None
         self._evidence = Evidence()
         self._oom = procfs.OomWatch()
-        self._published: Control | None = None
+        self._wish: Control | None = None  # the merged desired state that the main thread acts on
+        self._published: Control | None = None  # the one that the control file has
         self._stop_since: float | None = None
         self.stop_at: str | None = None  # the same as a wall-clock time
         self._failed_since: float | None = None
@@ -137,8 +138,8 @@ class Supervisor:
     @property
     def evidence(self) -> Evidence:
         """Return what ``conclude`` needs besides the ranks' ends: what the agent has observed and done so far, the reason for
-        fencing, and the last desired state that was written for the ranks."""
-        return replace(self._evidence, fenced=self._fenced, stop=self._published)
+        fencing, and the desired state, whether or not it could be written for the ranks."""
+        return replace(self._evidence, fenced=self._fenced, stop=self._wish)
 
     def install_signal_handlers(self) -> None:
         """Install the agent's signal handlers. A stop signal only sets a flag that the main thread reads; the first signal gives
@@ -151,9 +152,10 @@ class Supervisor:
 
     def raise_if_over(self) -> None:
         """Raise ``NotStarted`` if the attempt is over before any rank was started: a stop was requested, the attempt is fenced,
-        or another node has failed. Also writes the desired state to the control file of this node's ranks if it has changed."""
+        or another node has failed. Also writes the desired state to the control file of this node's ranks if it has changed; a
+        stop that cannot be written counts as well."""
         self._publish()
-        wish = self._published
+        wish = self._wish
         if self._fenced is not None:
             raise NotStarted(Conclusion(Cause.LEASE_LOST, None, None, self._fenced))
         if wish is not None and wish.desired is not Desired.RUN:
@@ -172,8 +174,9 @@ class Supervisor:
         return value
 
     def start(self, plans: Sequence[RankPlan]) -> None:
-        """Start all ranks, and their start-up deadlines. Raises ``OSError`` if one cannot be started; the caller must then call
-        ``finish`` to end the ranks already started."""
+        """Start all ranks, and their start-up deadlines. Raises ``NotStarted`` if the attempt is over (``raise_if_over``), and
+        ``OSError`` if one cannot be started; the caller must then call ``finish`` to end the ranks already started."""
+        self.raise_if_over()
         self._watch.begin(time.monotonic())
         for process in self._starter.start(plans):
             self._ranks[process.rank] = SupervisedRank(process, self._paths)
@@ -253,7 +256,7 @@ class Supervisor:
         retried at the next call. The first stop request starts ``stop_grace``."""
         if self._signal is not None:
             self._desired.update_from_signal(self._signal)
-        wish = self._desired.merged()
+        wish = self._wish = self._desired.merged()
         if wish == self._published:
             return
         if self._stop_since is None and wish.desired is not Desired.RUN:

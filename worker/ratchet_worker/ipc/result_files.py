@@ -56,7 +56,7 @@ class Evidence:
     hung ranks; ``hang_message``: what is reported about them; ``hung_since``: when they last made progress. ``peer_end``: a
     message about the failure of another node because of which the agent killed the ranks; None: it did not. ``killed_at``: when
     the agent began to kill the ranks, for any reason; None: it did not. ``oom``: ranks that died while the kernel's out-of-memory
-    killer was active. ``stop``: the last desired state that the agent wrote for the ranks, RUN or a stop request; None: none.
+    killer was active. ``stop``: the last desired state that the agent acted on, RUN or a stop request; None: none.
     ``overdue``: the grace period of the stop has expired, and the agent killed ranks. ``progressed``: some rank made progress
     after the stop request. ``aborts``: a text that says which ranks aborted their process groups before they were killed.
     """

@@ -190,6 +190,30 @@ def test_service_request_overrides_an_earlier_signal(make: Make) -> None:
     assert attempt.wait().cause is Cause.API_CANCEL
 
 
+def test_stop_that_cannot_be_written_for_the_ranks_is_the_cause_all_the_same(make: Make) -> None:
+    """A directory in place of ``control.json`` stands for a full disk: the ranks never learn of the stop."""
+    attempt = make([FOREVER], spec=policy(stop_grace=1.0))
+    agent = attempt.start()
+    attempt.wait_step(0)
+    attempt.paths.control_file.unlink()
+    attempt.paths.control_file.mkdir()
+    agent.terminate()
+    result = attempt.wait()
+    assert "control.json cannot be written" in attempt.log()
+    assert (result.cause, agent.returncode) == (Cause.SIGTERM, EXIT_PREEMPTED), result
+    assert result.message is not None and "no agreed stop" in result.message
+
+
+def test_stop_that_cannot_be_written_prevents_a_start(make: Make) -> None:
+    attempt = make([FOREVER], spec=policy(stop_grace=1.0), desired=Desired.SUSPEND)
+    attempt.paths.control_file.mkdir()
+    attempt.start()
+    result = attempt.wait()
+    assert "control.json cannot be written" in attempt.log()
+    assert (result.cause, result.ranks) == (Cause.API_SUSPEND, []), result
+    assert not attempt.paths.log(0).exists()
+
+
 def test_sigkill_of_the_agent_leaves_no_rank_alive(make: Make) -> None:
     attempt = make([FOREVER, FOREVER])
     agent = attempt.start()

@@ -7,14 +7,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from ratchet_contract.exit_codes import EXIT_LEASE_LOST, EXIT_USER_ERROR
 from ratchet_contract.phases import Cause, Desired
-from ratchet_contract.protocol.messages import AgentFile
+from ratchet_contract.protocol.messages import AgentFile, Control
+from ratchet_worker.agent.rank_handle import Timing
+from ratchet_worker.agent.rank_starter import Starter
+from ratchet_worker.agent.supervisor import Supervisor
 from ratchet_worker.ipc import procfs
+from ratchet_worker.ipc.result_files import NotStarted
 from tests.support.attempts import Attempt
 from tests.support.server import wait_for
 
@@ -81,6 +85,16 @@ def test_attempt_that_cannot_start_has_cause_and_message(attempts: list[Attempt]
     assert found[python].cause is Cause.USER_ERROR and "/nowhere/python" in (found[python].message or "")
     assert found[early].cause is Cause.API_SUSPEND and found[early].ranks == []
     assert found[workdir].cause is Cause.LAUNCHER_ERROR and "/nowhere" in (found[workdir].message or "")
+
+
+def test_stop_that_arrives_before_the_ranks_are_started_prevents_the_start(tmp_path: Path) -> None:
+    attempt, never = Attempt(tmp_path, [{}]), cast(Starter, None)
+    supervisor = Supervisor(attempt.launch, attempt.paths, never, Timing())
+    supervisor.raise_if_over()
+    supervisor.on_control(Control(desired=Desired.CANCEL))
+    with pytest.raises(NotStarted) as over:
+        supervisor.start([])
+    assert over.value.conclusion.cause is Cause.API_CANCEL
 
 
 def test_agent_process_never_imports_torch() -> None:
