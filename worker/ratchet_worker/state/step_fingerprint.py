@@ -91,11 +91,12 @@ class SamplePlan:
 
 
 class _Place(NamedTuple):
-    """The last known place in memory of a piece. ``begin``: the address of its tensor, or ``_UNKNOWN``. ``memory``: the piece's
-    bytes; None if the place is unknown."""
+    """The last known place in memory of a piece. ``begin``: the address of its tensor, or ``_UNKNOWN``; ``storage_bytes``: the
+    size of the tensor's storage then. ``memory``: the piece's bytes; None if the place is unknown."""
 
     tensor: torch.Tensor
     begin: int
+    storage_bytes: int
     memory: Any
 
 
@@ -115,7 +116,7 @@ class StepFingerprints:
         chunks = self.plan.chunks or [[]]
         self._on_device = [[piece for piece in chunk if piece.number in here] for chunk in chunks]
         self._on_host = [[piece for piece in chunk if piece.number not in here] for chunk in chunks]
-        self._places = [[_Place(parameters[p.number], _UNKNOWN, None) for p in chunk] for chunk in self._on_host]
+        self._places = [[_Place(parameters[p.number], _UNKNOWN, 0, None) for p in chunk] for chunk in self._on_host]
         self._pending: deque[tuple[int, int, int, int, _Sums]] = deque()
         self._generators_digest: int | None = None  # digest of the generators after the newest step
 
@@ -162,9 +163,10 @@ class StepFingerprints:
         """Return the digest of those pieces of a chunk that are read on the host. For a piece without memory, a fixed text is
         hashed instead."""
         hasher = xxh3_64()
-        for number, (tensor, begin, memory) in enumerate(self._places[chunk]):
+        for number, (tensor, begin, storage_bytes, memory) in enumerate(self._places[chunk]):
             try:
-                if tensor.data_ptr() == begin:  # the address changes when a storage is resized
+                # A storage that was freed and allocated again, in another size, may have the same address.
+                if tensor.data_ptr() == begin and tensor.untyped_storage().nbytes() == storage_bytes:
                     hasher.update(memory)
                 else:
                     hasher.update(self._locate(chunk, number))
@@ -174,24 +176,25 @@ class StepFingerprints:
 
     def _locate(self, chunk: int, number: int) -> Any:
         """Return the bytes of a piece, and remember their place in memory for the next time. If the tensor is not dense or not on
-        the CPU, the bytes are a copy and no place is remembered. Raises one of ``_NO_MEMORY`` if the tensor has no memory."""
+        the CPU, the bytes are a copy and no place is remembered. Raises one of ``_NO_MEMORY`` if the tensor has no memory, or
+        too little."""
         tensor, *_ = self._places[chunk][number]
         parameter, start, stop, buffer = self._on_host[chunk][number]
-        begin, memory = tensor.data_ptr(), None
+        begin, storage_bytes, memory = tensor.data_ptr(), tensor.untyped_storage().nbytes(), None
         if begin and self._dense[parameter] and tensor.is_cpu and _has_memory_to(tensor, self.plan.sizes[parameter]):
             memory = memoryview(buffer.from_address(begin + start)).cast("B")
-        self._places[chunk][number] = _Place(tensor, _UNKNOWN if memory is None else begin, memory)
-        return live_bytes(flat(tensor).cpu())[start:stop].data if memory is None else memory
+        self._places[chunk][number] = _Place(tensor, _UNKNOWN if memory is None else begin, storage_bytes, memory)
+        return live_bytes(_flat(tensor).cpu())[start:stop].data if memory is None else memory
 
     def _device_bytes(self, pieces: list[Piece]) -> list[torch.Tensor]:
         """Return the bytes of ``pieces`` on the device, each followed by zeros up to a multiple of the alignment. Parameters
-        without memory are left out."""
+        without memory, or with too little, are left out."""
         found: list[torch.Tensor] = []
         for number, start, stop, _ in pieces:
             tensor = self._parameters[number].detach()
             try:
                 dense = self._dense[number] and _has_memory_to(tensor, stop)
-                line = tensor.as_strided((tensor.numel(),), (1,)) if dense else flat(tensor)
+                line = tensor.as_strided((tensor.numel(),), (1,)) if dense else _flat(tensor)
                 found.append(line.view(torch.uint8)[start:stop])
             except _NO_MEMORY:
                 continue
@@ -317,6 +320,15 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what ``flat`` returns. Raises ``BufferError`` if the storage is too small for the tensor: torch would read beyond its
+    memory."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and not _has_memory_to(tensor, extent * tensor.element_size()):
+        raise BufferError("the storage is too small for the tensor")
+    return flat(tensor)
 
 
 def _has_memory_to(tensor: torch.Tensor, stop: int) -> bool:

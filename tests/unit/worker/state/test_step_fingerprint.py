@@ -138,6 +138,25 @@ def test_fingerprint_of_freed_storage_does_not_crash() -> None:
         assert take(fingerprints, 1) == before
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("kind", ["large", "with gaps", "complex"])
+def test_fingerprint_of_storage_that_is_too_small_is_that_of_a_freed_one(kind: str, on_device: bool) -> None:
+    """Also where it was freed first: it may then have the address that it had before."""
+    (weight, *_) = KINDS[kind]()
+    fingerprints = StepFingerprints([weight], CPU, on_device=on_device)
+    last = len(fingerprints.plan.chunks) - 1
+    storage, copy, before = weight.untyped_storage(), weight.clone(), take(fingerprints, last)
+    size, found = storage.nbytes(), []
+    for sizes in ([0, size // 2], [0], [4]):
+        for one in sizes:
+            storage.resize_(one)
+        found.append(take(fingerprints, last))
+    assert found == [found[1]] * 3 and found[1].parameters != before.parameters
+    storage.resize_(size)
+    weight.copy_(copy)
+    assert take(fingerprints, last) == before
+
+
 def test_fingerprint_leaves_out_sparse_tensors() -> None:
     sparse = torch.eye(3).to_sparse()
     fingerprints = StepFingerprints([bits(0, 5), sparse], CPU)
