@@ -33,9 +33,9 @@ def download_code(launch: LaunchFile, wait_until: WaitUntil, raise_if_over: Call
     """Fetch the job's code, and the file of ``start_from``, from the service if this node lacks them. Blocks. Returns the digest
     of the code if the code lies on the nodes (``code.source``), else None. ``raise_if_over`` raises if the attempt is over.
 
-    Raises ``NotStarted`` if the code cannot be fetched (in time, or at all), code on this node cannot be read, or the attempt is
-    over. Raises ``UserError`` if code
-    that should lie on this node is missing, or its directory contains what a code directory must not.
+    Raises ``NotStarted`` if one of them cannot be fetched (in time, or at all), code on this node cannot be read, or the attempt
+    is over. Raises ``UserError`` if code that should lie on this node is missing, or its directory contains what a code directory
+    must not.
     """
     resolved, wanted = launch.resolved, []
     if launch.code_dir is not None and resolved.code_digest is not None:
@@ -68,7 +68,8 @@ def _fetch(launch: LaunchFile, wanted: _Wanted, wait_until: WaitUntil, raise_if_
             reason = str(error)
             return None
 
-    what = f"the code with the digest {wanted.digest[:16]} for {wanted.target}"
+    kind = "file of start_from" if wanted.one_file else "code"
+    what = f"the {kind} with the digest {wanted.digest[:16]} for {wanted.target}"
     try:
         done = wait_until(attempt)
     except Fenced as error:
@@ -102,9 +103,9 @@ class _Body:
         try:
             data = self._response.read(size)
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"the download of the code was cut short: {type(error).__name__}: {error}") from None
+            raise Unreachable(f"the download was cut short: {type(error).__name__}: {error}") from None
         if not data and self._response.length:  # http.client reports no error here
-            raise Unreachable(f"the download of the code was cut short by {self._response.length} bytes")
+            raise Unreachable(f"the download was cut short by {self._response.length} bytes")
         return data
 
 

@@ -89,6 +89,28 @@ def test_code_is_fetched_once_service_is_back_and_only_if_digest_matches(
         assert not (each.home.code / digest).exists() and list(each.home.code.glob("*")) == []
 
 
+def test_file_of_start_from_that_cannot_be_fetched_is_named(tmp_path: Path, attempts: list[Attempt]) -> None:
+    digest = "5a17" * 16
+    for name, deadline, cut_short in (("gone", 60.0, 0), ("cut", 1.0, 10**6)):
+        node = tmp_path / name
+        attempt = Attempt(
+            node,
+            [{}],
+            spec={"policy": {"startup_deadline": deadline}, "start_from": {"path": str(tmp_path / "w.safetensors")}},
+            resolved=RESOLVED.model_copy(update={"start_digest": digest}),
+            start_file=str(node / "code" / digest / "w.safetensors"),
+        )
+        attempt.service.blobs, attempt.service.cut_short = {digest: b"1234"} if cut_short else {}, cut_short
+        attempts.append(attempt)
+        attempt.service.start()
+        attempt.start()
+        result = attempt.wait()
+        message = result.message or ""
+        assert (result.cause, result.ranks) == (Cause.LAUNCHER_ERROR, []), result
+        assert message.startswith(f"the file of start_from with the digest {digest[:16]}"), message
+        assert "the code" not in message and ("cut short" if cut_short else "code-not-found") in message
+
+
 def test_code_present_on_nodes_is_used_in_place_and_digested(
     project: Path, tmp_path: Path, attempts: list[Attempt]
 ) -> None:
