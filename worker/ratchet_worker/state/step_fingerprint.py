@@ -323,8 +323,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what ``flat`` returns. Raises ``BufferError`` if the storage is too small for the tensor: torch would read beyond its
-    memory."""
+    """Return what ``flat`` returns. Raises ``BufferError`` if the storage is too small for the tensor: torch would read beyond
+    its memory."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() and not _has_memory_to(tensor, extent * tensor.element_size()):
         raise BufferError("the storage is too small for the tensor")
