@@ -42,6 +42,7 @@ from ratchet_service.lifecycle.decide import MAX_BACKOFF_AHEAD
 from ratchet_service.reconciler import adopt_attempt, persisted_deadlines
 from ratchet_service.reconciler.attempt_facts import pace_before
 from ratchet_service.scheduling import queue_queries, slot_host_lease
+from ratchet_service.scheduling.queue_queries import CREATION_FAILED
 from ratchet_service.scheduling.scheduler import NO_SLOT, QUOTA, LaunchPass, Plan, Preemption, Turn, store_wait_reason
 from ratchet_service.scheduling.scheduler_dry_run import DryRunPass
 from ratchet_service.scheduling.slots import Capacity, Grant
@@ -241,14 +242,14 @@ class AttemptLauncher:
     def mark_unlaunchable_jobs(self) -> None:
         """Store the reason ``NO_LAUNCHER`` in the rows of jobs whose launcher this process does not have, and which no other
         reconciler has taken up for ``UNLAUNCHABLE_AFTER_SECONDS``: they count as jobs whose launcher no running reconciler has.
-        This concerns queued jobs, and active jobs whose attempt nobody supervises. A job with a reason of slots or quota is left
-        out, since another reconciler has seen it."""
+        This concerns queued jobs, and active jobs whose attempt nobody supervises. A job whose reason is slots, a
+        quota or ``CREATION_FAILED`` is left out, since another reconciler has seen it; any other reason is replaced."""
         long_ago = self._database.clock.now() - timedelta(seconds=UNLAUNCHABLE_AFTER_SECONDS)
         due = sa.or_(Job.not_before.is_(None), Job.not_before < long_ago)
         queued = (Job.phase == JobPhase.QUEUED) & due
         left = Job.phase.in_(ACTIVE) & sa.or_(Job.lease_token.is_(None), Job.lease_expires_at < long_ago)
         lost = sa.or_(queued, left) & (Job.updated_at < long_ago)
-        unsaid = sa.or_(Job.reason.is_(None), Job.reason.not_in([NO_SLOT, QUOTA, NO_LAUNCHER]))
+        unsaid = sa.or_(Job.reason.is_(None), Job.reason.not_in([NO_SLOT, QUOTA, CREATION_FAILED, NO_LAUNCHER]))
         foreign = lost & unsaid & queue_queries.launcher_kind().not_in(list(self._launchers))
         with self._database.read() as session:
             if session.scalar(sa.select(Job.id).where(foreign).limit(1)) is None:

@@ -398,6 +398,35 @@ def test_engine_jobs_need_no_local_slots_and_a_failing_plan_blocks_no_other(
     assert control_plane.wait(broken, JobPhase.SUCCEEDED).reason is None
 
 
+def test_unplannable_job_keeps_its_reason_beside_a_reconciler_without_its_launcher(
+    control_plane: Plane, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own reconciler tries it again and again, and logs the error once."""
+    monkeypatch.setattr(launching, "UNLAUNCHABLE_AFTER_SECONDS", 0.0)
+    engine.kind, engine.unplannable = "other", "broken"
+    broken = control_plane.submit(name="broken")
+    with control_plane.database.write() as session:
+        job = session.get_one(Job, broken)
+        job.spec = job.spec | {"launcher": {"kind": "other"}}
+    own = control_plane.start_reconciler_with(Launchers({"other": engine}))
+    control_plane.wait_job(broken, lambda job: job.reason == "launcher-error", "told that it cannot be planned")
+    mark, marked = launching.AttemptLauncher.mark_unlaunchable_jobs, list[str | None]()
+
+    def observed(launcher: launching.AttemptLauncher) -> None:
+        mark(launcher)
+        if launcher is not own._attempt_launcher:
+            marked.append(control_plane.job(broken).reason)
+
+    monkeypatch.setattr(launching.AttemptLauncher, "mark_unlaunchable_jobs", observed)
+    control_plane.start_reconciler()
+    wait_for(lambda: marked, "the other reconciler to look for jobs that nobody can launch", 30)
+    control_plane.wake()
+    engine.unplannable = ""
+    control_plane.wait(broken, JobPhase.SUCCEEDED)
+    assert marked[0] == "launcher-error" and "no-launcher" not in marked
+    assert caplog.text.count("its launcher cannot plan attempt 1") == 1
+
+
 def test_running_job_whose_launcher_was_removed_shows_reason_no_launcher(
     control_plane: Plane, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
