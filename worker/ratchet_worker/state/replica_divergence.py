@@ -84,7 +84,7 @@ def _other_tensors(facts_by_rank: Sequence[Facts]) -> str:
                 "the same optimizer steps for the same parameters"
             )
         if len({rank[name] for rank in ranks}) > 1:
-            return f"{name} has another size on every rank: build the same model on all ranks"
+            return f"{name} does not have the same size on all ranks: build the same model and optimizers on all ranks"
     return "the ranks list them in another order: build the same model and optimizers, in the same order, on all ranks"
 
 

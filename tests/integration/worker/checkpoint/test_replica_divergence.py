@@ -41,6 +41,8 @@ class Planted:
                 model[1].bias.add_(torch.randn(8, generator=torch.Generator().manual_seed(self.rank)))
             if self.way == "rates":
                 optimizer.param_groups[0]["lr"] = 0.1 / (1 + self.rank)
+            if self.way == "sizes":
+                optimizer.state[model[1].weight]["sizes"] = torch.zeros(200_000 if self.rank == 1 else 3)
 """
 CAUSES = {
     "renorm": ("model/0.weight", "Embedding 0 scales rows down in its forward pass (max_norm)"),
@@ -48,6 +50,7 @@ CAUSES = {
     "past": ("model/", "steps had no synchronised backward"),
     "one rank": ("1.weight", "`if rank == 0`"),
     "own draw": ("1.bias", "code other than the optimizer changes 1.bias by values that differ between ranks"),
+    "sizes": ("1.weight/sizes", "1.weight/sizes does not have the same size on all ranks: build the same model"),
 }
 
 
