@@ -210,11 +210,12 @@ class JobState:
         self._before_evaluation = None
 
     def require_storable(self) -> None:
-        """Raises ``UserError`` if a save could not store the parameters, the state of a registered object or, under ``strict``, a
-        change outside of ``state_dict``. Buffers and the hook's state are not checked. Calls ``state_dict()`` of the registered
+        """Raises ``UserError`` if a save could not store the parameters, the buffers, the state of a registered object or, under
+        ``strict``, a change outside of ``state_dict``. The hook's state is not checked. Calls ``state_dict()`` of the registered
         objects, and afterwards sets the random generators back to their state before."""
         out = self.capture_step_tensors()
-        for name, tensor in (*out.shared.items(), *out.private.items()):
+        buffers = ((f"buffers/{name}", buffer) for name, buffer in self.require_wrapped()[0].module.named_buffers())
+        for name, tensor in (*out.shared.items(), *out.private.items(), *buffers):
             if tensor.dtype not in DTYPE_NAMES:
                 raise UserError(
                     f"{name}: {tensor.dtype} cannot be stored; for complex numbers use complex64, or torch.view_as_real",

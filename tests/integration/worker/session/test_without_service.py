@@ -340,6 +340,14 @@ def test_changed_total_steps_make_resume_not_exact(place: Path) -> None:
     assert "and not exactly: total_steps (4 -> 6)" in other.stderr and other.stdout == again.stdout, other.stderr
 
 
+def test_buffer_of_a_dtype_that_cannot_be_stored_is_refused_before_the_first_step(place: Path) -> None:
+    buffer = 'net.register_buffer("table", torch.zeros(3, dtype=torch.complex128))\n'
+    (place / "train.py").write_text(STEPS_LOOP.replace('if "restore"', f'{buffer}if "restore"'))
+    refused = _run(place, "train.py", TOTALS="4")
+    assert refused.returncode != 0 and refused.stdout == "", refused.stdout + refused.stderr
+    assert "buffers/table: torch.complex128 cannot be stored" in refused.stderr, refused.stderr
+
+
 FOLDS = """
 import sys
 
