@@ -497,9 +497,9 @@ class _Recorder:
         """Return a reference to ``item``, which was found at ``path``: the value of a constant, else where the next attempt finds
         the object.
 
-        If training made the object, its content is added to ``_new``, once for all references to it. A tensor that is a view of a
-        covered tensor becomes a ``view`` reference instead. Raises ``_Unstorable`` with the path of what cannot be stored:
-        ``path``, or a part below it.
+        If training made the object, its content is added to ``_new``, once for all references to it. There are two exceptions: a
+        tensor that is a view of a covered tensor becomes a ``view`` reference, and a function or class a ``code`` reference.
+        Raises ``_Unstorable`` with the path of what cannot be stored: ``path``, or a part below it.
         """
         if is_constant(item):
             return _constant_reference(path, item)
@@ -514,6 +514,8 @@ class _Recorder:
         if built is not None:
             return "at", built
         if node.kind in ("sealed", *_CODE):
+            if _is_code(item) and (code := _code_reference(item)) is not None:
+                return code
             raise _Unstorable(path)
         if node.kind == "tensor" and (view := self._view(item)) is not None:
             return view
@@ -590,7 +592,7 @@ class _Recorder:
                 raise _Unstorable(path)
             return {"made": _generator_source(path, item) if new else None, "state": GeneratorState(item).state_dict()}
         if kind == "object":
-            return self._object(path, item)
+            return self._object(path, node)
         if isinstance(item, tuple) and hasattr(item, "_fields"):
             if getattr(item, "__dict__", None):
                 raise _Unstorable(path)
@@ -635,11 +637,12 @@ class _Recorder:
             else ("address", self._reference(path, self._now.nodes[found].item))
         )
 
-    def _object(self, path: str, item: Any) -> Any:
-        """Return the class and the attributes of an object, from which the next attempt creates it again. Unless the object is an
-        ``nn.Module``, attributes that are no state, such as functions, are left out. Raises ``_Unstorable`` if the class is
-        neither the user's nor an ``nn.Module``, if it has a built-in base class that may keep contents outside of attributes, as
-        ``Exception`` and ``int`` do, if it cannot be created without arguments, or if an attribute cannot be stored."""
+    def _object(self, path: str, node: Node) -> Any:
+        """Return the class and the attributes of an object, from which the next attempt creates it again. Ignored attributes are
+        left out, except constants. Raises ``_Unstorable`` if the class is neither the user's nor an ``nn.Module``, if it has a
+        built-in base class that may keep contents outside of attributes, as ``Exception`` and ``int`` do, if it cannot be created
+        without arguments, or if an attribute cannot be stored, even one that cannot affect training (a logger)."""
+        item: Any = node.item
         users: type = type(item)
         if not (is_user_class(users) or isinstance(item, nn.Module)) or _built_in_base(users) not in _WITHOUT_CONTENTS:
             raise _Unstorable(path)
@@ -647,12 +650,15 @@ class _Recorder:
             _new_instance(users)
         except TypeError as error:
             raise _Unstorable(path) from error
-        held = vars(item) if isinstance(item, nn.Module) else attributes(item)
-        found = {}
-        for name, value in held.items():
-            if self._has_state(value) or value is None or isinstance(item, nn.Module):
-                found[name] = self._reference(f"{path}.{name}", value)
-        return {"class": _qualified_name(path, type(item)), "set": found}
+        held = attributes(item)
+        ignored = held.keys() - node.children.keys()
+        held = getattr(item, "__dict__", {}) | held  # also torch's own attributes of a module or an optimizer
+        found = {
+            name: self._reference(f"{path}.{name}", value)
+            for name, value in held.items()
+            if name not in ignored or is_constant(value)
+        }
+        return {"class": _qualified_name(path, users), "set": found}
 
 
 def _changed_code(path: str, before: Node, now: Node) -> Iterator[str]:

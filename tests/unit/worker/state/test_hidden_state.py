@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import math
 import random
 import re
 import struct
+import threading
 import weakref
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -24,6 +26,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ratchet_hooks.state.encode import decode, encode
@@ -123,6 +126,25 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(3)
         for name, value in attributes.items():
             setattr(self, name, value)
+
+
+class SlottedNet(nn.Linear):
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.count = 4
+
+
+class Descent(torch.optim.SGD): ...
+
+
+def stepped(net: Net) -> Descent:
+    found = Descent(net.layer.parameters(), lr=0.5, momentum=0.5)
+    net.layer(torch.ones(2, 3)).sum().backward()
+    found.step()
+    found.zero_grad()
+    return found
 
 
 Build = Callable[[], Net]
@@ -358,6 +380,26 @@ CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
         lambda n: vars(n).update(x=draw, y=None, z=later, kind=Bank),
         lambda n: (n.x, n.y, n.z, n.kind),
     ),
+    "functions and classes that have names, in new objects": (
+        lambda: Net(x=None),
+        lambda n: vars(n).update(x=[SimpleNamespace(f=draw, kind=Bank), {"f": F.relu}, (math.sqrt, [shares])]),
+        lambda n: (vars(n.x[0]), n.x[1:]),
+    ),
+    "a function in a new net": (
+        lambda: Net(x=None),
+        lambda n: vars(n).update(x=[nn.TransformerEncoderLayer(4, 2, 8)]),
+        lambda n: (n.x[0].activation, len(n.x[0].state_dict())),
+    ),
+    "a slot of a new net": (
+        lambda: Net(x=None),
+        lambda n: vars(n).update(x=[SlottedNet()]),
+        lambda n: (n.x[0].count, n.x[0].weight.tolist()),
+    ),
+    "a new optimizer": (
+        lambda: Net(x=None),
+        lambda n: vars(n).update(x=[stepped(n)]),
+        lambda n: (str(n.x[0].state_dict()), n.x[0].param_groups[0]["params"][0] is n.layer.weight, n.x[0].step()),
+    ),
     "a flag of two members": (
         lambda: Net(x=None, y=re.I),
         lambda n: vars(n).update(x=Mode.SLOW | Mode.LOUD, y=re.I | re.M),
@@ -486,6 +528,38 @@ def test_hidden_state_names_new_object_whose_contents_are_not_all_stored(make: C
     """Objects with contents outside of their attributes, and with attributes besides their contents."""
     _, changes = later(Net(x=None, y=None), lambda n: vars(n).update(x=make(), y=[make()]))
     assert changes == Changes({}, ["model.x", "model.y[0]"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda net: lambda: 1,
+        lambda net: net.layer.forward,
+        lambda net: partial(max, 1),
+        lambda net: torch.relu,  # no module has it under the name that it tells
+        lambda net: math,
+        lambda net: logging.getLogger("job"),
+        lambda net: threading.Lock(),
+    ],
+    ids=["lambda", "method", "partial", "torch.relu", "module", "logger", "lock"],
+)
+def test_hidden_state_names_unstorable_attribute_of_new_object(make: Callable[[Net], Any]) -> None:
+    """As it does an item of a new dictionary."""
+
+    def train(net: Net) -> None:
+        vars(net).update(x=SimpleNamespace(f=make(net)), y={"f": make(net)})
+
+    _, changes = later(Net(x=None, y=None), train)
+    assert changes == Changes({}, ["model.x.f", "model.y['f']"])
+
+
+def test_ignored_attribute_of_new_object_is_left_out() -> None:
+    net, hidden = Net(x=None), HiddenState()
+    hidden.ignored = {"model.x.log": "for show", "model.x.count": "for show"}
+    hidden.begin(Roots({"model": net}))
+    net.x = SimpleNamespace(log=logging.getLogger("job"), count=3, level=2.0)
+    again = resumed(lambda: Net(x=None), hidden.changes())
+    assert vars(again.x) == {"count": 3, "level": 2.0}, "a number is there, so that code can add to it"
 
 
 @pytest.mark.parametrize(
