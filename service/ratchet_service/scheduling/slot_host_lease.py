@@ -62,9 +62,10 @@ def shorten(session: Session, seconds: float) -> None:
 
 
 def acquire_or_other_host(database: Database, seconds: float) -> str | None:
-    """Take the lease of the slots for this host for ``seconds``, and return None. If another host has the lease, wait until the
-    lease ends or is renewed. If it ends, this host takes it, and None is returned. If the other host renews it, that host is
-    alive, and its name is returned. On SQLite return None at once."""
+    """Take the lease of the slots for this host for ``seconds``, and return None. If another host has the lease, wait until it
+    ends or its time of expiry moves later. If it ends, this host takes it, and None is returned. If the time moves later, as when
+    the other host renews the lease, that host counts as alive, and its name is returned. An earlier time does not count: a host
+    that exits cleanly shortens its lease. On SQLite return None at once."""
     seen = None
     while True:
         with database.write() as session:
@@ -72,7 +73,7 @@ def acquire_or_other_host(database: Database, seconds: float) -> str | None:
             row = session.get(SlotHost, _ROW_ID)
         if other is None or row is None:
             return None
-        if seen is not None and row.expires_at != seen:
+        if seen is not None and row.expires_at > seen:
             return other
         seen = row.expires_at
         time.sleep(_PAUSE)

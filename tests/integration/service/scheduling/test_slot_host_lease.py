@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.orm import Session
 
 from ratchet_service.commands.serve import StartError, acquire_slots
 from ratchet_service.db.engine import Database
@@ -98,4 +99,38 @@ def test_take_slots_fails_for_a_living_host_and_waits_for_a_dead_one(
     dying.start()
     dying.join(30)
     acquire_slots(database, kinds)
+    assert lend(database, 600.0) is None
+
+
+def test_take_slots_waits_for_the_end_of_a_lease_that_its_host_shortens(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if database.is_sqlite:
+        pytest.skip("of PostgreSQL: an SQLite file belongs to one host")
+    kinds = single_launcher(trainer_launcher(Queue(tmp_path, database).paths))
+    acquire, looked = slot_host_lease.acquire, threading.Event()
+
+    def host() -> str:
+        return "here" if threading.current_thread() is threading.main_thread() else "there"
+
+    def observed(session: Session, seconds: float) -> str | None:  # its transaction keeps the row locked
+        other = acquire(session, seconds)
+        looked.set()
+        return other
+
+    def exit_cleanly() -> None:
+        assert looked.wait(30)
+        with database.write() as session:
+            slot_host_lease.shorten(session, 0.5)
+
+    monkeypatch.setattr(slot_host_lease, "own_host", host)
+    monkeypatch.setattr(slot_host_lease, "_PAUSE", 0.02)
+    first = threading.Thread(target=lend, args=(database, 600.0))
+    first.start()
+    first.join(30)
+    monkeypatch.setattr(slot_host_lease, "acquire", observed)
+    leaving = threading.Thread(target=exit_cleanly)
+    leaving.start()
+    acquire_slots(database, kinds)
+    leaving.join(30)
     assert lend(database, 600.0) is None
