@@ -114,6 +114,15 @@ class LaunchFile(Message):
         return not self.service_file
 
     @property
+    def root_base(self) -> Base | None:
+        """What the first checkpoint of the job's lineage continues from: the source of the fork, or an empty ``Base`` if the job
+        is no fork. None if that is not known: the lineage begins after another step, as behind an attempt that recorded no
+        base."""
+        fork = self.fork
+        root = Base() if fork is None else Base(step=fork.step, attempt=fork.attempt, digest=fork.digest)
+        return root if min((segment.after_step for segment in self.lineage), default=root.step) == root.step else None
+
+    @property
     def mismatch_setting(self) -> str:
         """The name under which the user of this run sets ``policy.on_hook_mismatch``, for messages."""
         return "Session(on_hook_mismatch=...)" if self.is_standalone else "policy.on_hook_mismatch"

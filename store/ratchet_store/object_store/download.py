@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import xxhash
 
 from ratchet_contract.checkpoint.manifest import FileEntry, Manifest
-from ratchet_contract.checkpoint.resume_report import Segment, lineage_contains
+from ratchet_contract.checkpoint.resume_report import Base, Segment, lineage_contains
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import CHANGED_NAME, FINISHED_NAME, MANIFEST_NAME, PINNED_NAME, checkpoint_dir_name
 from ratchet_store.filesystem.durable_io import (
@@ -36,7 +36,7 @@ from ratchet_store.object_store.client import REMOTE, ObjectStore
 from ratchet_store.object_store.download_directory import open_download_directory, remove_lock
 from ratchet_store.object_store.remote_checkpoints import Id, RemoteCheckpoints
 from ratchet_store.read.checkpoint_reader import verify_files
-from ratchet_store.read.find_base import move_to_quarantine
+from ratchet_store.read.find_base import move_to_quarantine, read_valid_manifest
 from ratchet_store.retention.delete import delete
 
 CONNECTIONS: Final = 4
@@ -65,10 +65,17 @@ class Progress:
         self.nbytes += nbytes
 
 
-def newest_local(checkpoints: Path, lineage: Sequence[Segment], progress: Progress | None = None) -> Id | None:
+def newest_local(
+    checkpoints: Path,
+    lineage: Sequence[Segment],
+    progress: Progress | None = None,
+    *,
+    expected_job_id: str | None = None,
+    root: Base | None = None,
+) -> Id | None:
     """Return step and attempt of the newest intact checkpoint of the lineage on this disk; None if there is none. Every byte of
-    it is read and verified here. Missing and damaged ones are skipped, not moved. Job and parent are not checked. ``progress``
-    counts the bytes that are read; its ``stop`` has no effect here.
+    it is read and verified here. Missing and damaged ones are skipped, not moved; ``expected_job_id`` and ``root``, and which
+    ones count as damaged: as in ``find_base``. ``progress`` counts the bytes that are read; its ``stop`` has no effect here.
 
     Raises ``CheckpointError`` for a checkpoint that cannot be judged (unreadable, another format version).
     """
@@ -77,7 +84,8 @@ def newest_local(checkpoints: Path, lineage: Sequence[Segment], progress: Progre
         if not lineage_contains(lineage, step, attempt):
             continue
         try:
-            verify_files(directory, read_manifest(directory), progress=progress.add)
+            manifest = read_valid_manifest(directory, lineage, expected_job_id, root)
+            verify_files(directory, manifest, progress=progress.add)
         except CheckpointError as error:
             if error.code not in (MISSING, DAMAGED):
                 raise

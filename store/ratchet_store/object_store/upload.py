@@ -22,7 +22,7 @@ from ratchet_contract.checkpoint.manifest import FileEntry, Manifest
 from ratchet_contract.checkpoint.resume_report import Segment, lineage_contains
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import CHANGED_NAME, FINISHED_NAME, MANIFEST_NAME, PINNED_NAME, checkpoint_dir_name
-from ratchet_store.filesystem.durable_io import DAMAGED, open_regular, read_error
+from ratchet_store.filesystem.durable_io import DAMAGED, MISSING, open_regular, read_error
 from ratchet_store.format.manifest_file import MAX_MANIFEST_BYTES, MAX_MARKER_BYTES, checkpoint_dirs
 from ratchet_store.object_store.client import DENIED, REMOTE
 from ratchet_store.object_store.remote_checkpoints import (
@@ -174,8 +174,8 @@ class Mirror:
                 return Step()
             self._failed.add(checkpoint)
             return Step(failed=Failed(folder, error.detail))
-        self._uploaded[checkpoint] = manifest
         self._record.add(folder, manifest.digest, pinned=(directory / PINNED_NAME).exists())
+        self._uploaded[checkpoint] = manifest  # only after the record: what is not recorded is reported by a later call
         uri = f"{self._remote.objects.url}/{folder}"
         return Step(uploaded=Uploaded(manifest, uri, nbytes, time.monotonic() - begin))
 
@@ -195,7 +195,7 @@ class Mirror:
         for entry in manifest.files:
             check_interrupted()
             path, digest = f"{folder}/{entry.name}", digest_of(entry)
-            if not doubted and names.get(entry.name) == entry.size and objects.head(path).digest == digest:
+            if not doubted and names.get(entry.name) == entry.size and self._has(path, digest):
                 continue
             objects.put(path, _read_verified(directory / entry.name, entry, check_interrupted), entry.size, digest)
             names[entry.name] = entry.size
@@ -210,6 +210,15 @@ class Mirror:
             objects.delete([f"{folder}/{QUARANTINED_MANIFEST}"])
             del names[QUARANTINED_MANIFEST]
         return nbytes + len(raw)
+
+    def _has(self, path: str, digest: str) -> bool:
+        """True if the store has the object ``path`` with this digest; False also if it was deleted after the store was listed."""
+        try:
+            return self._remote.objects.head(path).digest == digest
+        except CheckpointError as error:
+            if error.code != MISSING:
+                raise
+            return False
 
     def _remove_incomplete(self, checkpoint: Id) -> None:
         """Delete the objects of a copy that has no manifest. Called when the checkpoint is gone on this disk, so that nothing

@@ -57,7 +57,7 @@ def find_base(
         if not lineage_contains(lineage, step, attempt):
             continue
         try:
-            manifest = _read_valid_manifest(directory, lineage, expected_job_id, root)
+            manifest = read_valid_manifest(directory, lineage, expected_job_id, root)
             check(directory, manifest)
             return manifest, moved
         except CheckpointError as error:
@@ -93,7 +93,7 @@ def find_adoptable(
         if not lineage_contains(lineage, step, attempt) or (step, attempt) in known:
             continue
         try:
-            manifest = _read_valid_manifest(directory, lineage, expected_job_id, root)
+            manifest = read_valid_manifest(directory, lineage, expected_job_id, root)
             verify_files(directory, manifest)
             _sync_names(directory)
         except CheckpointError as error:
@@ -113,9 +113,7 @@ def _sync_names(directory: Path) -> None:
         raise read_error(directory, error) from error
 
 
-def _read_valid_manifest(
-    directory: Path, lineage: Sequence[Segment], job_id: str | None, root: Base | None
-) -> Manifest:
+def read_valid_manifest(directory: Path, lineage: Sequence[Segment], job_id: str | None, root: Base | None) -> Manifest:
     """Return the checkpoint's manifest after checking that it is of job ``job_id`` (None: any) and that its parent fits the
     lineage (``_check_parent``). Raises ``CheckpointError``."""
     refresh(directory)  # otherwise a manifest just committed by another node might appear to be missing

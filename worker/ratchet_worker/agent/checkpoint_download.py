@@ -33,7 +33,6 @@ from ratchet_worker.ipc.fetch_notes import write_notes
 from ratchet_worker.ipc.result_files import Conclusion, NotStarted
 
 T = TypeVar("T")
-_PATIENCE: Final = Patience(connect=5.0, request=60.0, retry=10.0)
 _RETRY_SECONDS: Final = 1.0
 _UNREACHABLE_CODES: Final = frozenset({REMOTE, DENIED, NO_CLIENT})
 
@@ -85,6 +84,12 @@ def _wait(work: _Work, launch: LaunchFile, wait_for: WaitFor) -> None:
     work.failure = f"no checkpoint was fetched from {launch.spec.checkpoint.uri} within {seconds}: {work.reason}"
 
 
+def _patience(deadline: float) -> Patience:
+    """Return the time limits of requests. A request to a store that does not answer fails before ``deadline`` (seconds), so that
+    the attempt may start from the local checkpoint."""
+    return Patience(connect=min(5.0, deadline / 4), request=min(60.0, deadline / 3), retry=min(10.0, deadline / 3))
+
+
 class _Work(threading.Thread):
     """The thread that queries the store and fetches, so that the main thread can react to a stop request meanwhile. ``failure``:
     why the attempt cannot start, None if it can; ``notes``: messages for the job's history."""
@@ -103,7 +108,14 @@ class _Work(threading.Thread):
         ``progress.stop`` is set. Raises nothing: a failure is stored in ``failure``. An error in reading the local checkpoints
         is only logged, since the ranks will report it."""
         try:
-            local = newest_local(self._job.checkpoints, self._launch.lineage, self.progress)
+            launch = self._launch
+            local = newest_local(
+                self._job.checkpoints,
+                launch.lineage,
+                self.progress,
+                expected_job_id=launch.job_id,
+                root=launch.root_base,
+            )
             while not self.progress.stop.is_set() and not self._try_fetch(local):
                 self.progress.stop.wait(_RETRY_SECONDS)
         except CheckpointError as error:
@@ -119,7 +131,7 @@ class _Work(threading.Thread):
         launch, uri = self._launch, self._launch.spec.checkpoint.uri
         assert uri is not None
         try:
-            remote = open_job_checkpoints(uri, launch.job_id, _PATIENCE)
+            remote = open_job_checkpoints(uri, launch.job_id, _patience(launch.deadlines.rendezvous))
             found = fetch_newest(
                 remote, self._job.checkpoints, self._job.quarantine, launch.lineage, local, self.progress
             )

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from ratchet_contract.checkpoint.manifest import Manifest
-from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.errors import CheckpointError, RatchetError, UserError
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
 from ratchet_contract.protocol.messages import ForkSource, LaunchFile
@@ -167,7 +166,7 @@ class _RankZero:
             job.quarantine,
             launch.lineage,
             expected_job_id=launch.job_id,
-            root=_root_base(launch),
+            root=launch.root_base,
             check=check_files,
         )
         for item in moved:
@@ -218,15 +217,6 @@ class _RankZero:
         """Report a checkpoint that was moved to ``path``, and list it for the resume report."""
         self._reporter.report_quarantined(step, attempt, error)
         self._quarantined.append(f"{path.name}: {error}")
-
-
-def _root_base(launch: LaunchFile) -> Base | None:
-    """Return what the first checkpoint of the job's lineage continues from: the source of the fork, or an empty ``Base`` if the
-    job is no fork. None if that is not known: the lineage begins after another step, as behind an attempt that recorded no
-    base."""
-    fork = launch.fork
-    root = Base() if fork is None else Base(step=fork.step, attempt=fork.attempt, digest=fork.digest)
-    return root if min((segment.after_step for segment in launch.lineage), default=root.step) == root.step else None
 
 
 def _find_damage(directory: Path, manifest: Manifest) -> str | None:

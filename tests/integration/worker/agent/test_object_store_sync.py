@@ -188,6 +188,23 @@ def test_unreachable_object_store_fails_attempt_instead_of_losing_steps(attempts
     assert "could not be queried" in note
 
 
+def test_attempt_starts_from_the_recorded_local_checkpoint_while_the_object_store_hangs(
+    attempts: Attempts, s3: S3Server
+) -> None:
+    first = attempts.launch({"steps": 20, "every": 10})
+    attempts.end(first)
+    known = recorded(attempts, first)
+    s3.fault = lambda _method, _path: "hang"
+    second = attempts.launch({"steps": 30, "every": 10}, policy={"startup_deadline": 6}, **known)
+    wait_for(lambda: second.fetch_notes_file.exists() or second.result_file.exists(), "the store to be given up", 30)
+    assert second.fetch_notes_file.exists(), attempts.end(second)
+    (note,) = json.loads(second.fetch_notes_file.read_text())
+    assert "could not be queried" in note and "step-000000000020.a0001 of this disk is the newest one" in note
+    s3.fault = None
+    result = attempts.end(second)
+    assert (result.cause, result.base) == ("completed", known["recorded"])
+
+
 def test_stop_is_obeyed_while_the_object_store_hangs(attempts: Attempts, s3: S3Server) -> None:
     s3.fault = lambda _method, _path: "hang"
     segment = {"lineage": [Segment(attempt=1, after_step=0)], "recorded": Base(step=10, attempt=1, digest="0" * 64)}

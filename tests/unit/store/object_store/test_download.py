@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 from obstore.store import MemoryStore
 
-from ratchet_contract.checkpoint.resume_report import Segment
+from ratchet_contract.checkpoint.resume_report import Base, Segment
 from ratchet_contract.errors import CheckpointError
 from ratchet_store.format.manifest_file import mark_changed, read_changed_marker
 from ratchet_store.object_store.client import ObjectStore
 from ratchet_store.object_store.download import fetch, fetch_newest, newest_local
 from ratchet_store.object_store.remote_checkpoints import RemoteCheckpoints
 from ratchet_store.object_store.upload import Mirror
+from ratchet_store.object_store.upload_marker import Record
 from ratchet_store.retention.delete import delete
-from tests.support.checkpoints import JOB, list_names, make_chain
+from tests.support.checkpoints import JOB, list_names, make_chain, make_checkpoint
 
 ALL = [Segment(attempt=1, after_step=0)]
 NEWEST = "step-000000000020.a0001"
@@ -165,3 +166,56 @@ def test_mirror_keeps_newest_copy_of_lineage(tmp_path: Path) -> None:
     run(mirror)
     whole = sorted(one for one, held in remote.list_checkpoints().items() if "MANIFEST.json" in held)
     assert whole == [(50, 1), (60, 2)]
+
+
+def test_local_checkpoint_that_no_rank_would_start_from_hides_no_good_copy(
+    remote: RemoteCheckpoints, tmp_path: Path
+) -> None:
+    """The ranks quarantine a checkpoint of another job, and one whose parent is not in the lineage."""
+    here = tmp_path / "here"
+    make_checkpoint(here, step=30, job_id="job-other0000000")
+    assert newest_local(here, ALL, expected_job_id=JOB) is None
+    fetched = fetch_newest(remote, here, tmp_path / "aside", ALL, newest_local(here, ALL, expected_job_id=JOB)).fetched
+    assert fetched is not None and fetched.step == 20
+    assert newest_local(here, ALL, expected_job_id=JOB, root=Base()) == (20, 1)
+    make_checkpoint(here, step=40, parent=Base(step=35, attempt=9, digest="0" * 64))
+    assert newest_local(here, ALL, expected_job_id=JOB, root=Base()) == (20, 1)
+
+
+def test_upload_whose_record_cannot_be_written_is_reported_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = RemoteCheckpoints(ObjectStore(MemoryStore(), "memory://x"), JOB)
+    make_chain(tmp_path / "there", 10)
+    mirror = Mirror(remote, tmp_path / "there", tmp_path / "there-aside", ALL, 1)
+    full = CheckpointError("no space left", code="checkpoint-not-written")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise full
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Record, "add", fail)
+        with pytest.raises(CheckpointError, match="no space left"):
+            mirror.step()
+    assert mirror.pending() == ["step-000000000010.a0001"]
+    uploaded = mirror.step().uploaded
+    assert uploaded is not None and uploaded.manifest.step == 10
+    delete(tmp_path / "there" / "step-000000000010.a0001")
+    make_chain(tmp_path / "there", 20)
+    removed = [one for _ in range(4) for one in mirror.step().removed]
+    assert removed == [(10, 1)], "a copy without a record would stay in the store"
+
+
+def test_object_deleted_after_the_store_was_listed_is_sent_again(tmp_path: Path) -> None:
+    remote = RemoteCheckpoints(ObjectStore(MemoryStore(), "memory://x"), JOB)
+    make_chain(tmp_path / "there", 10)
+    mirror = Mirror(remote, tmp_path / "there", tmp_path / "there-aside", ALL, 1)
+    run(mirror)
+    folder = "step-000000000010.a0001"
+    remote.objects.delete([f"{folder}/MANIFEST.json"])
+    mirror = Mirror(remote, tmp_path / "there", tmp_path / "there-aside", ALL, 1)
+    mirror._list_remote()
+    remote.objects.delete([f"{folder}/rank-00000-of-00002.safetensors"])
+    step = mirror.step()
+    assert step.failed is None and step.uploaded is not None
+    assert fetch(remote, folder, tmp_path / "here", tmp_path / "aside").step == 10
