@@ -72,7 +72,7 @@ def _state(chosen: Chosen) -> tuple[dict[str, Any], list[str]]:
         if name is not None:
             state_dict[key] = model.tensors[model.tied.get(key, key)]
         elif last == "_extra_state" and module in extra:
-            state_dict[key] = to_plain(extra[module])
+            state_dict[key] = to_plain(extra[module], key)
         else:
             lost.append(key)
     if lost:
@@ -99,9 +99,11 @@ def _optimizers(saved: Snapshot, tensors: dict[str, Any]) -> dict[str, Any]:
         labels = [label for group in value["param_groups"] for label in group["params"]]
         numbered = optimizer.as_state_dict(component, tensors, value)
         named = {
-            labels[number]: to_plain(entry) for number, entry in numbered["state"].items() if isinstance(number, int)
+            labels[number]: to_plain(entry, f"{component}.state[{number}]")
+            for number, entry in numbered["state"].items()
+            if isinstance(number, int)
         }
-        out[component] = {"state": named, "param_groups": to_plain(value["param_groups"])}
+        out[component] = {"state": named, "param_groups": to_plain(value["param_groups"], f"{component}.param_groups")}
     return out
 
 

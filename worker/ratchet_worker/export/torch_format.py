@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -100,10 +100,8 @@ def read_model(chosen: Chosen) -> Model:
 def read_rank(chosen: Chosen, rank: int) -> dict[str, Any]:
     """Return one rank's state (the model's ``state_dict``, optimizers, hook, random number generators, registered objects),
     with the checkpoint's origin, as a dict for ``torch.save``. Entries of ``state_dict`` that are neither parameter, buffer
-    nor extra state are left out; its ``notes`` say so. What is read is verified. Raises ``CheckpointError``, ``StateError``.
-
-    ``torch.load(weights_only=True)`` reads the dict, unless a registered object has a value that it refuses (see
-    ``to_plain``).
+    nor extra state are left out; its ``notes`` say so. What is read is verified. Raises ``CheckpointError``, ``StateError``, also
+    for a value that ``torch.load(weights_only=True)`` would refuse (see ``to_plain``).
     """
     manifest = chosen.manifest
     assert manifest is not None
@@ -117,7 +115,7 @@ def read_rank(chosen: Chosen, rank: int) -> dict[str, Any]:
         if name is not None:
             state_dict[key] = tensors[name]
         elif last == "_extra_state" and module in modules["extra"]:
-            state_dict[key] = to_plain(modules["extra"][module])
+            state_dict[key] = to_plain(modules["extra"][module], key)
         else:
             notes.append(f"{key} is neither parameter nor buffer, and left out")
     components = _components(saved, tensors)
@@ -130,41 +128,58 @@ def read_rank(chosen: Chosen, rank: int) -> dict[str, Any]:
         "optimizer": components.pop("optimizer", None),
         "comm_hook": manifest.hook.name,
         "comm_hook_parameters": manifest.hook.parameters,
-        "comm_hook_state": to_plain(hook_state),
-        **to_plain(beside),
+        "comm_hook_state": to_plain(hook_state, "comm_hook_state"),
+        **to_plain(beside, "hook"),
         "bucket_layout": manifest.bucket_layout,
-        "rng": to_plain(saved.value("rng")),
+        "rng": to_plain(saved.value("rng"), "rng"),
         "components": components,
         "notes": notes,
     }
 
 
-def to_plain(value: Any) -> Any:
-    """Return ``value`` with types converted, nested ones included, for ``torch.load(weights_only=True)``. A numpy
-    ``RandomState`` or ``Generator`` becomes its state as a dict. Arrays become tensors; those of integers or text become a
-    list if they have one dimension, and a Python value if they have none. Numpy scalars become Python values, sets become
-    sorted lists, and subclasses of ``dict`` other than ``OrderedDict`` become dicts.
+def to_plain(value: Any, path: str) -> Any:
+    """Return ``value`` with types converted, nested ones included, so that ``torch.load(weights_only=True)`` accepts it.
+    ``path``: the name of ``value`` in error messages.
 
-    All else is returned unchanged, even if ``torch.load`` refuses it, such as a deque. Raises ``TypeError`` or ``ValueError``
-    for an array that torch cannot represent, such as one of times.
+    A numpy ``RandomState`` or ``Generator`` becomes its state as a dict. Arrays become tensors; those of text, and those of
+    integers with one dimension, become lists, and Python values if they have no dimension. Numpy scalars become Python values.
+    Times of numpy become a dict with their ``dtype`` and ``integers``. Deques become lists, sets sorted lists, and subclasses of
+    ``dict`` other than ``OrderedDict`` dicts. Raises ``StateError`` for anything else, such as numpy's ``longdouble``.
     """
     if isinstance(value, np.random.RandomState):
-        return to_plain(value.get_state(legacy=False))
+        return to_plain(value.get_state(legacy=False), path)
     if isinstance(value, np.random.Generator):
-        return to_plain(value.bit_generator.state)
-    if isinstance(value, np.ndarray):
-        return value.tolist() if value.dtype.kind in "uiOUS" and value.ndim <= 1 else torch.from_numpy(value.copy())
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, OrderedDict):
-        return OrderedDict((key, to_plain(item)) for key, item in value.items())
+        return to_plain(value.bit_generator.state, path)
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain_array(value, path)
     if isinstance(value, dict):
-        return {key: to_plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(to_plain(item) for item in value)
+        pairs = ((key, to_plain(item, f"{path}[{key!r}]")) for key, item in value.items())
+        return OrderedDict(pairs) if isinstance(value, OrderedDict) else dict(pairs)
     if isinstance(value, set | frozenset):
-        return [to_plain(item) for item in sorted(value, key=repr)]
-    return value
+        return [to_plain(item, path) for item in sorted(value, key=repr)]
+    if type(value) in (list, tuple, deque):
+        items = [to_plain(item, f"{path}[{n}]") for n, item in enumerate(value)]
+        return tuple(items) if type(value) is tuple else items
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.Size | torch.Tensor):
+        return value
+    raise StateError(
+        f"{path}: a {type(value).__qualname__} cannot be exported: torch.load(weights_only=True) refuses it"
+    )
+
+
+def _plain_array(value: np.ndarray[Any, Any] | np.generic, path: str) -> Any:
+    """Convert a numpy array or scalar as ``to_plain`` does. Raises ``StateError`` for numbers that torch does not have."""
+    array = np.asarray(value).astype(value.dtype.newbyteorder("="), order="C")
+    if array.dtype.kind in "mM":
+        return {"dtype": str(array.dtype), "integers": _plain_array(array.astype(np.int64), path)}
+    if array.dtype.char in "gG":
+        raise StateError(
+            f"{path}: numpy's {array.dtype} cannot be exported: torch has no such type. Keep it as float64"
+        )
+    listed = array.dtype.kind in "US" or (array.dtype.kind in "ui" and array.ndim <= 1)
+    if listed or isinstance(value, np.generic):
+        return array.tolist()
+    return torch.from_numpy(array)
 
 
 def _read_model(chosen: Chosen) -> tuple[Tensors, dict[str, Any]]:
@@ -208,7 +223,7 @@ def _components(saved: Snapshot, tensors: Tensors) -> dict[str, Any]:
         value = saved.value(component, exclude=replicas)
         if optimizer.is_captured(value):
             value = optimizer.as_state_dict(component, tensors, value)
-        out[component] = to_plain(value)
+        out[component] = to_plain(value, component)
     return out
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -190,6 +190,99 @@ def _restored(slots: dict[str, Any]) -> Any:
         return state
     finally:
         dist.destroy_process_group()
+
+
+REGISTERED = """
+import sys
+from collections import Counter, defaultdict, deque
+import numpy as np
+import torch
+from ratchet_worker.session.session import Session
+
+class Registered:
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+with Session() as s:
+    net = torch.nn.Linear(2, 1)
+    model = s.wrap(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    s.register(optimizer=optimizer, mine=Registered(eval(sys.argv[1])))
+    for step in s.steps(1):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+PLAIN = (None, True, 2**70, 1.5, 1j, b"b", "t", torch.Size([2]))
+TIMES = {"dtype": "datetime64[s]", "integers": [0, 86400]}
+CONVERTED: dict[str, tuple[str, Any]] = {
+    "deque": ("deque([1, deque([2.5])], maxlen=2)", [1, [2.5]]),
+    "counter": ("Counter(a=2)", {"a": 2}),
+    "defaultdict": ("defaultdict(list, a=[1])", {"a": [1]}),
+    "set": ("{3, 1}", [1, 3]),
+    "plain": ("(None, True, 2**70, 1.5, 1j, b'b', 't', torch.Size([2]))", PLAIN),
+    "numbers": ("(np.float32(0.5), np.int8(3), np.bool_(True), np.complex64(1j), np.str_('t'))", (0.5, 3, True, 1j, "t")),
+    "texts": ("np.array([['a', 'b']])", [["a", "b"]]),
+    "times": ("np.array(['1970-01-01', '1970-01-02'], '>M8[s]')", TIMES),
+    "time": ("np.datetime64('1970-01-02', 's')", {"dtype": "datetime64[s]", "integers": 86400}),
+    "span": ("np.timedelta64(5, 'ms')", {"dtype": "timedelta64[ms]", "integers": 5}),
+    "spans": ("np.array([[5]], 'm8[25s]')", {"dtype": "timedelta64[25s]", "integers": torch.tensor([[5]])}),
+    "big-endian": ("np.array([0.5, 2.0], '>f4')", torch.tensor([0.5, 2.0])),
+    "big-endian integers": ("np.array([[1, 2]], '>i4')", torch.tensor([[1, 2]], dtype=torch.int32)),
+    "big-endian list": ("np.array([1, 2], '>i4')", [1, 2]),
+    "without dimension": ("np.array(0.5)", torch.tensor(0.5, dtype=torch.float64)),
+    "unsigned": ("np.array([[2**64 - 1]], 'u8')", torch.tensor([[2**64 - 1]], dtype=torch.uint64)),
+    "reversed": ("np.array([1.0, 2.0])[::-1]", torch.tensor([2.0, 1.0], dtype=torch.float64)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def registered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Job]]:
+    """Makes a job of one rank that has registered an object with this state, by name and expression, and has ended."""
+    home = tmp_path_factory.mktemp("registered")
+    (home / "train.py").write_text(REGISTERED)
+    made: list[Job] = []
+
+    def _make(name: str, state: str) -> Job:
+        spec = {"script": ["train.py", state], "code": {"path": str(home)}}
+        made.append(Job(home, {**spec, "world": {"ranks_per_node": 1, "device": "cpu"}}, home, job_id=name))
+        attempt = made[-1].launch()
+        assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+        return made[-1]
+
+    yield _make
+    for job in made:
+        job.close()
+
+
+def test_torch_export_of_every_storable_value_is_loadable(registered: Callable[[str, str], Job]) -> None:
+    job = registered("storable", f"{{{', '.join(f'{name!r}: {text}' for name, (text, _) in CONVERTED.items())}}}")
+    data, _ = _export(job, "torch")
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        file = tar.extractfile("rank-00000-of-00001.pt")
+        assert file is not None
+        found = torch.load(file, weights_only=True)["components"]["user:mine"]
+    assert found.keys() == CONVERTED.keys()
+    for name, (_, wanted) in CONVERTED.items():
+        assert type(found[name]) is type(wanted) and _same(found[name], wanted), (name, found[name])
+
+
+def test_torch_export_of_value_that_torch_does_not_have_is_refused_by_its_path(
+    registered: Callable[[str, str], Job], tmp_path: Path
+) -> None:
+    job = registered("refused", "{'kept': [1.0, np.longdouble(1) / 3]}")
+    with export_service(tmp_path / "home") as api:
+        url = store_checkpoint_for_export(api, job.newest())
+        answer = api.client.get(url, params={"format": "torch"})
+        assert api.client.get(url, params={"format": "safetensors"}).status_code == 200
+    assert (answer.status_code, answer.json()["code"]) == (409, "export-failed")
+    assert "user:mine['kept'][1]: numpy's float128 cannot be exported" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("name", ["power", "local"])
