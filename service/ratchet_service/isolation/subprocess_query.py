@@ -1,4 +1,4 @@
-"""Queries a process of the job's interpreter within a time limit, and leaves no process behind.
+"""Queries a process of the job's interpreter within a time limit, and then kills what that process has started.
 
 The process receives the pid of the service's process, so that it can end when that process is killed. Once it has ended, or its
 time is up, everything that it has started is killed: its process group, and processes that left the group but have the marker
@@ -28,6 +28,10 @@ _MAX_ANSWER_BYTES: Final = 1 << 20
 _MAX_LINE_BYTES: Final = 4096
 
 
+class StartTimeout(TimeoutError):
+    """Raised by ``query_process`` if the process has not written the first byte of its answer in time."""
+
+
 class Abandoned(Exception):
     """Raised by ``query_process`` because its caller no longer wants the answer."""
 
@@ -54,8 +58,9 @@ def query_process(
     ``timeout_seconds``: the time limit from the start, or, with ``start_timeout_seconds``, from the first byte of the answer. The
     process may write a blank as that byte. ``start_timeout_seconds``: the time limit from the start to that byte.
     ``is_abandoned`` is called about every 10 ms; if it returns True, the query ends. ``stderr``: a file for the process's error
-    output, None to discard it. Raises ``TimeoutError``, ``Abandoned``, ``OSError`` if the process cannot be started,
-    ``ValueError`` if it ends without a valid answer.
+    output, None to discard it. Raises ``TimeoutError``, which is ``StartTimeout`` for the limit to the first byte,
+    ``Abandoned``, ``OSError`` if the process cannot be started, and ``ValueError`` if it ends without a valid answer, which is a
+    JSON object of at most 1 MiB.
     """
     marker = uuid.uuid4().hex
     with (
@@ -105,15 +110,15 @@ def _wait(
     start_timeout_seconds: float | None,
     is_abandoned: Callable[[], bool],
 ) -> None:
-    """Block until the process has ended. Raises ``TimeoutError``, and ``Abandoned`` once ``is_abandoned()`` is true. The time
-    limits are as in ``query_process``."""
+    """Block until the process has ended. Raises ``TimeoutError`` or ``StartTimeout``, and ``Abandoned`` once
+    ``is_abandoned()`` is true. The time limits are as in ``query_process``."""
     begun = start_timeout_seconds is None
     end = time.monotonic() + (timeout_seconds if start_timeout_seconds is None else start_timeout_seconds)
     while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if not begun and os.fstat(answer.fileno()).st_size:
             begun, end = True, time.monotonic() + timeout_seconds
         if time.monotonic() > end:
-            raise TimeoutError
+            raise TimeoutError if begun else StartTimeout
         if is_abandoned():
             raise Abandoned
         time.sleep(0.01)

@@ -15,9 +15,11 @@ from ratchet_contract.spec.job import JobSpec, Resolved
 from ratchet_hooks.specs.hook_specs import CustomSpec, PostLocalSGDSpec
 from ratchet_hooks.specs.memory_estimate import hook_memory, needs_shapes
 from ratchet_hooks.specs.registry import HOOKS, replicas_of
+from ratchet_service.isolation.subprocess_query import StartTimeout
 from ratchet_service.lifecycle import unmanaged_script
 from ratchet_service.preflight.report import Report
 from ratchet_service.scheduling.machine import Machine
+from ratchet_service.user_code import hook_probe
 from ratchet_service.user_code.hook_probe import Probe
 
 _TUNED: Final = frozenset({"NCCL_NSOCKS_PERTHREAD", "NCCL_SOCKET_NTHREADS", "NCCL_MIN_NCHANNELS"})
@@ -181,13 +183,19 @@ def check_changed_hook(spec: JobSpec, resolved: Resolved, machine: Machine, prob
 
 def check_custom_hook(spec: JobSpec, machine: Machine, probe: Probe, report: Report) -> None:
     """Import a hook of the user's own with the job's interpreter, and add its faults to ``report``. If the job trains on another
-    machine, only a warning is added, since users' code must not run on this machine then. Other hooks are not checked."""
+    machine, only a warning is added, since users' code must not run on this machine then. Likewise if the interpreter takes too
+    long to import torch. Other hooks are not checked."""
     if not isinstance(spec.hook, CustomSpec):
         return
     if machine.is_this_machine and machine.runs_jobs:
-        report.problems += probe.check_hook(spec.hook)
-        return
-    text = "the job trains on another machine, so the hook was not imported: the first attempt checks it and its state"
+        try:
+            report.problems += probe.check_hook(spec.hook)
+            return
+        except StartTimeout:
+            why = f"{probe.python} took longer than {hook_probe.START_SECONDS:g} s to import torch"
+    else:
+        why = "the job trains on another machine"
+    text = f"{why}, so the hook was not imported: the first attempt checks it and its state"
     report.warn("/hook/hook", "hook-not-checked", text)
 
 

@@ -13,7 +13,7 @@ from ratchet_service.isolation import subprocess_query
 from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox, inherited_environ, probe_limits
 
 HOOK_SECONDS: Final = 10.0
-_START_SECONDS: Final = 60.0  # for the interpreter and torch, which may come from a cold disk
+START_SECONDS: Final = 60.0  # for the interpreter and torch, which may come from a cold disk
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Probe:
     def check_hook(self, hook: CustomSpec) -> list[FieldProblem]:
         """Have the interpreter import the user's own ``hook`` in a separate process, and return its faults, with pointers into
         the spec; empty if there are none. Blocks meanwhile. If the import takes too long, or the process ends or cannot be
-        started, that is a fault, too."""
+        started, that is a fault, too. Raises ``StartTimeout`` if torch is not imported within ``START_SECONDS``: then nothing is
+        known about the hook."""
         request = {"hook": hook.hook, "state": hook.state, "state_args": hook.state_args}
         try:
             answer = self._query(request)
@@ -40,13 +41,21 @@ class Probe:
                 FieldProblem(pointer=f"/hook/{p['key']}", code=p["code"], detail=p["detail"])
                 for p in answer["problems"]
             ]
+        except subprocess_query.StartTimeout:
+            raise
         except TimeoutError:
             text = (
                 f"importing {hook.hook} took longer than {self.seconds:g} s: a module of hooks must only define them, not "
                 "train, wait or download; move slow code into functions"
             )
             return [FieldProblem(pointer="/hook/hook", code="hook-check-timeout", detail=text)]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            text = (
+                f"importing {hook.hook} with {self.python} was not tried, since no process could be started: {error}. This is "
+                "no fault of the hook: repair what the error names, then try again"
+            )
+            return [FieldProblem(pointer="/hook/hook", code="hook-import-failed", detail=text)]
+        except (ValueError, KeyError, TypeError) as error:
             text = f"importing {hook.hook} with {self.python} ended the process: {error}"
             return [FieldProblem(pointer="/hook/hook", code="hook-import-failed", detail=text)]
 
@@ -63,18 +72,18 @@ class Probe:
         return None if shapes is None else [[int(n) for n in shape] for shape in shapes]
 
     def _query(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Start the interpreter in a process, and return its answer to ``request``. Blocks for at most ``_START_SECONDS`` until
-        torch is imported, and then for ``seconds``. Raises ``TimeoutError`` after that, ``OSError`` if the process cannot be
-        started, ``ValueError`` if it ended without a valid answer."""
+        """Start the interpreter in a process, and return its answer to ``request``. Blocks for at most ``START_SECONDS`` until
+        torch is imported, and then for ``seconds``. Raises ``StartTimeout`` or ``TimeoutError`` after that, ``OSError`` if
+        the process cannot be started, ``ValueError`` if it ended without a valid answer."""
         return subprocess_query.query_process(
             [self.python, "-P", "-m", "ratchet_hooks.probe"],
             {**request, "path": list(self.path)},
             cwd=self.path[0] if self.path else "/",
             env=self._environment(),
             timeout_seconds=self.seconds,
-            start_timeout_seconds=_START_SECONDS,
+            start_timeout_seconds=START_SECONDS,
             sandbox=self.sandbox,
-            limits=probe_limits(self.spec, _START_SECONDS + self.seconds),
+            limits=probe_limits(self.spec, START_SECONDS + self.seconds),
         )
 
     def _environment(self) -> dict[str, str]:

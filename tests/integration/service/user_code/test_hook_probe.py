@@ -15,6 +15,7 @@ import pytest
 from ratchet_contract.errors import Refused
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec.job import JobSpec, Resolved
+from ratchet_hooks.specs.hook_specs import CustomSpec
 from ratchet_service.api import problem_json as problems
 from ratchet_service.isolation import proc, subprocess_query
 from ratchet_service.launchers.registry import load
@@ -22,6 +23,7 @@ from ratchet_service.preflight.resolve import resolve
 from ratchet_service.scheduling.machine import Machine
 from ratchet_service.submission import local_submission
 from ratchet_service.submission.local_submission import LocalSubmission
+from ratchet_service.user_code import hook_probe
 from ratchet_service.user_code.hook_probe import Probe
 from ratchet_service.user_code.interpreter_probe import Interpreters
 from ratchet_service.user_code.snapshot import snapshot
@@ -245,6 +247,25 @@ def test_hook_probes_beyond_the_concurrency_limit_answer_503(
         for thread in threads:
             thread.join()
     assert found == [0] * 2 and ports.resolve(held)[2] == []
+
+
+def test_hook_of_an_interpreter_whose_torch_loads_slowly_is_left_to_the_first_attempt(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hook_probe, "START_SECONDS", 1.0)
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)\n")  # as from a network disk
+    spec = job(code, "good:f").model_copy(update={"env": {"PYTHONPATH": str(tmp_path)}})
+    _, warnings, problems = resolve(spec, Machine((), 8), interpreters=Told(), hook_seconds=5.0)
+    assert problems == []
+    (text,) = [w.detail for w in warnings if (w.pointer, w.code) == ("/hook/hook", "hook-not-checked")]
+    assert "took longer than 1 s to import torch, so the hook was not imported" in text
+
+
+def test_hook_is_not_blamed_for_an_interpreter_that_cannot_be_started(code: Path) -> None:
+    spec = job(code, "good:f")
+    assert isinstance(spec.hook, CustomSpec)
+    (problem,) = Probe("/nowhere/python", spec, [str(code)], os.environ).check_hook(spec.hook)
+    assert "no process could be started" in problem.detail and "ended" not in problem.detail
 
 
 def test_hook_is_not_probed_for_jobs_of_other_machines(code: Path) -> None:
