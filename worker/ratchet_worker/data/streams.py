@@ -125,7 +125,8 @@ class TrainStream:
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over the batches from the position to the end of the epoch; it ends an earlier iterator. Within an
-        epoch, it first moves the stream to the position as after a resume, unless ``reach`` has just done so."""
+        epoch, it first moves the stream to the position as after a resume, unless ``reach`` has just done so. A stream that would
+        start over at a resume goes on with the iterator it has; it starts over if that iterator has raised an error."""
         self._run += 1
         return self._batches(self._run)
 
@@ -138,8 +139,8 @@ class TrainStream:
         """
         if run != self._run:
             return
-        began_at = self._taken
         source = self._from_position()
+        began_at = self._taken
         while True:
             self._record_points()
             try:
@@ -154,9 +155,12 @@ class TrainStream:
                 if self._taken == 1:
                     self._check_moved()
                     self._own = self._generators_to_record()
+            else:
+                self._source = source  # for the next iter(): the stream has no other way to the position
             yield batch
             if run != self._run:
                 return
+            self._source = None
         was_at_the_end = self._taken == began_at > 0
         self.end_epoch()
         if was_at_the_end and self.endless:  # restored after the last batch of an epoch, which is only known now
@@ -165,15 +169,18 @@ class TrainStream:
     def end_epoch(self) -> None:
         """End the epoch: the next ``iter()`` begins the next one, even if the stream has not ended."""
         self.epoch, self._taken, self._digests = self.epoch + 1, 0, None
-        self._earlier = []
+        self._source, self._earlier = None, []
         self.own_generators.marks = {}
         self.own_generators.end()
 
     def _from_position(self) -> Iterator[Any]:
         """Return an iterator over the stream from the current position. If the stream is not there yet, it is moved there
         first. Raises ``ValueError`` if the batches read again are not those that were used."""
-        if self._taken and self._source is None:
-            self._restored = True  # begun in the middle of an epoch: continue from the current position
+        if self._taken and self._source is None:  # begun in the middle of an epoch
+            if self._resume_mode == "restart":
+                self._taken = 0  # its iterator has raised an error
+            else:
+                self._restored = True  # continue from the current position
         if self._restored:
             self.reach()
             if self._difference is not None:
@@ -419,14 +426,14 @@ class TrainStream:
                 f"'stream'/{self._resume_mode!r}"
             )
         self._run += 1
-        self.epoch, self._taken = int(state["epoch"]), int(state["taken"])
+        self.epoch, self._taken, self._source = int(state["epoch"]), int(state["taken"]), None
         if self._resume_mode == "restart":
             self._taken = 0
             return
         self._recorded, self._epochs = state.get("stream"), state.get("epochs", {})
         self._digests = state.get(_DIGESTS[self._resume_mode])
         self._earlier = [_Earlier(state["earlier"][0], state["earlier"][1], None)] if "earlier" in state else []
-        self._source, self._difference, self._restored = None, None, True
+        self._difference, self._restored = None, True
 
 
 def _hex(digests: BatchDigest | BatchChain | str) -> str:

@@ -100,6 +100,42 @@ def test_stream_without_position_restarts_and_reports_inexact() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["state", "skip", "restart"])
+def test_stream_iterated_again_within_an_epoch_continues_from_the_position(kind: str) -> None:
+    make: dict[str, Callable[[], TrainStream]] = {
+        "state": lambda: TrainStream(Counting(3)),
+        "skip": lambda: TrainStream([0, 1, 2], repeatable=True),
+        "restart": lambda: TrainStream([0, 1, 2]),
+    }
+    data = make[kind]()
+    assert [take(data, count) for count in (1, 1, 1, 2)] == [[0], [1], [2], [0, 1]]
+    assert (data.epoch, data.position) == (1, 2)
+
+
+def test_epoch_of_stream_without_position_that_is_ended_early_is_not_continued() -> None:
+    data = TrainStream([0, 1, 2])
+    assert take(data, 1) == [0]
+    data.end_epoch()
+    assert (take(data, 1), data.epoch) == ([0], 1)
+
+
+def test_stream_without_position_starts_over_once_its_iterator_has_raised() -> None:
+    class Failing:
+        failures = 1
+
+        def __iter__(self) -> Any:
+            yield 0
+            if self.failures:
+                self.failures -= 1
+                raise OSError("the disk is away")
+            yield 1
+
+    data = TrainStream(Failing())
+    with pytest.raises(OSError, match="the disk is away"):
+        take(data, 2)
+    assert take(data, 3) == [0, 1, 0] and (data.epoch, data.position) == (1, 1)
+
+
 def test_stream_state_lagging_behind_is_detected_at_first_batch() -> None:
     with pytest.raises(TypeError, match="advance the position before the batch is yielded"):
         take(TrainStream(Stale(4)), 1)
