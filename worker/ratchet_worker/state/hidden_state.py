@@ -26,7 +26,7 @@ from enum import Enum, Flag
 from fractions import Fraction
 from functools import partial
 from pathlib import Path, PosixPath, PurePosixPath
-from types import BuiltinFunctionType, FunctionType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeAlias
 from uuid import UUID
 
@@ -417,7 +417,7 @@ class _Recorder:
         for name in {**before.children, **now.children}:
             old, new = before.children.get(name), now.children.get(name)
             has_changed = (self._has_state(old) or self._has_state(new)) and not self._is_equal(old, new)
-            if (has_changed or _is_other_code(old, new)) and self._is_set_by_code(now, name):
+            if (has_changed or self._is_other_code(old, new)) and self._is_set_by_code(now, name):
                 yield f"{path}{path_step(now.kind, name)}"
 
     def _is_set_by_code(self, node: Node, name: str) -> bool:
@@ -444,6 +444,27 @@ class _Recorder:
         old, new = before.children, now.children
         return [*old] == [*new] and all(self._is_equal(old[key], value, depth) for key, value in new.items())
 
+    def _is_other_code(self, old: Any, new: Any) -> bool:
+        """True if ``old``, a function, class, bound method or ``partial``, was replaced by another one, or by one with another
+        object or argument. False if ``new`` was created again from the same code and equal arguments, or one of the two is not
+        code."""
+        if is_same(old, new) or not (_is_code(old) and _is_code(new)):
+            return False
+        if is_user_code(old) and is_user_code(new):
+            other = getattr(old, "__code__", old) is not getattr(new, "__code__", new)
+        else:
+            other = _name_of(old) != _name_of(new)
+        a, b = _bound_to(old), _bound_to(new)
+        return other or a.keys() != b.keys() or any(self._is_other_argument(a[key], b[key]) for key in a)
+
+    def _is_other_argument(self, old: Any, new: Any) -> bool:
+        """True if ``new`` is another object of those that the script has built, or differs from ``old``."""
+        if is_same(old, new):
+            return False
+        if _is_code(old) and _is_code(new):
+            return self._is_other_code(old, new)
+        return self._built.path_of(new) is not None or not self._is_equal(old, new)
+
     def _attributes(self, path: str, before: Node, now: Node) -> Any:
         """Return the changed attributes of an object as a dict: ``set``, references to the new values by name, and ``gone``,
         names of removed attributes. Return None if there is nothing to store. Adds the paths of changed attributes that cannot
@@ -462,7 +483,11 @@ class _Recorder:
         made = False
         for name in names:
             at, value, old = f"{path}.{name}", now.children[name], before.children.get(name)
-            if _is_other_code(old, value) or (_is_code(old) and value is None) or (old is None and _is_code(value)):
+            if (
+                self._is_other_code(old, value)
+                or (_is_code(old) and value is None)
+                or (old is None and _is_code(value))
+            ):
                 if (code := _code_reference(value)) is not None:
                     found[name] = code
                     continue
@@ -670,17 +695,12 @@ def _changed_code(path: str, before: Node, now: Node) -> Iterator[str]:
     yield from (f"{path}.{name}" for name in {**old, **new} if old.get(name) != new.get(name))
 
 
-def _is_other_code(old: Any, new: Any) -> bool:
-    """True if ``old``, a function, class or ``partial``, was replaced by another one. False if ``new`` was created again from the
-    same code, or one of the two is not code."""
-    if isinstance(old, partial) and isinstance(new, partial):
-        kept = zip((*old.args, *old.keywords.values()), (*new.args, *new.keywords.values()), strict=False)
-        return _is_other_code(old.func, new.func) or any(is_constant(a) and not is_same(a, b) for a, b in kept)
-    if is_same(old, new) or not (_is_code(old) and _is_code(new)):
-        return False
-    if is_user_code(old) and is_user_code(new):
-        return getattr(old, "__code__", old) is not getattr(new, "__code__", new)
-    return (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__)
+def _bound_to(item: Any) -> dict[Any, Any]:
+    """Return the function and the arguments of a ``partial``, or the object of a bound method, by name or number. Empty for a
+    function or class."""
+    if isinstance(item, partial):
+        return {**dict(enumerate((item.func, *item.args))), **item.keywords}
+    return {"__self__": item.__self__} if isinstance(item, (MethodType, BuiltinFunctionType)) else {}
 
 
 def _code_reference(item: Any) -> Reference | None:
@@ -688,13 +708,19 @@ def _code_reference(item: Any) -> Reference | None:
     object, as for a lambda."""
     if item is None:
         return "value", None
-    name = str(item.__module__), str(getattr(item, "__qualname__", ""))  # a partial has none
+    name = _name_of(item)
     return ("code", *name) if _find_by_name(*name) is item else None
 
 
 def _is_code(item: Any) -> bool:
-    """True for any function or class, and for a method of the user's."""
-    return is_user_code(item) or isinstance(item, (FunctionType, BuiltinFunctionType, type))
+    """True for any function, class, bound method or ``partial``."""
+    return isinstance(item, (FunctionType, BuiltinFunctionType, MethodType, type, partial))
+
+
+def _name_of(item: Any) -> tuple[str, str]:
+    """Return the module and the qualified name of a function, class, method or factory; empty strings where it has none, as a
+    ``partial``."""
+    return str(getattr(item, "__module__", "")), str(getattr(item, "__qualname__", ""))
 
 
 def _plain_references(path: str, items: list[Any]) -> References | None:
@@ -769,7 +795,7 @@ def _qualified_name(path: str, item: Any) -> tuple[str, str]:
     ``_Unstorable`` if that name does not find the object."""
     if item is None:
         return "", ""
-    name = str(item.__module__), str(getattr(item, "__qualname__", ""))
+    name = _name_of(item)
     if _find_by_name(*name) is not item:
         raise _Unstorable(path)
     return name

@@ -703,6 +703,70 @@ def test_hidden_state_names_changed_code_objects() -> None:
     ]  # fmt: skip
 
 
+class Counting:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def call(self, *_: Any) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (lambda net: net.a.call, lambda net: net.b.call),
+        (lambda net: net.a.call, lambda net: tagged(Counting()).call),
+        (lambda net: net.layer.forward, lambda net: net.norm.forward),
+        (lambda net: random.Random(1).random, lambda net: random.Random(2).random),
+        (lambda net: F.relu, lambda net: partial(F.leaky_relu, negative_slope=0.1)),
+        (lambda net: partial(F.leaky_relu), lambda net: partial(F.leaky_relu, negative_slope=0.1)),
+        (lambda net: partial(max, key=len), lambda net: partial(max, key=abs)),
+        (lambda net: partial(min, net.a), lambda net: partial(min, net.b)),
+        (lambda net: partial(net.a.call), lambda net: partial(net.b.call)),
+    ],
+)
+def test_hidden_state_names_replaced_bound_method_or_partial(
+    old: Callable[[Net], Any], new: Callable[[Net], Any]
+) -> None:
+    def build() -> Net:
+        net = Net(a=Counting(), b=Counting())
+        vars(net).update(f=old(net))
+        return net
+
+    _, changes = later(build(), lambda n: vars(n).update(f=new(n)))
+    assert changes == Changes({}, ["model.f"])
+
+
+def test_hidden_state_does_not_name_a_bound_method_or_partial_that_is_made_again() -> None:
+    def made(net: Net) -> dict[str, Any]:
+        codes = [
+            net.a.call,
+            Counting().call,
+            partial(max, [1], key=lambda x: -x),
+            partial(net.a.call),
+            partial(min, net.a),
+        ]
+        return {f"f{number}": code for number, code in enumerate(codes)}
+
+    def build() -> Net:
+        net = Net(a=Counting())
+        vars(net).update(made(net))
+        return net
+
+    assert later(build(), lambda n: vars(n).update(made(n)))[1] == Changes({}, [])
+
+
+def test_hidden_state_restores_function_or_none_in_place_of_a_partial_or_method() -> None:
+    def build() -> Net:
+        net = Net(f=partial(F.leaky_relu), g=partial(F.leaky_relu))
+        vars(net).update(h=net.layer.forward, i=net.layer.forward)
+        return net
+
+    _, changes = later(build(), lambda n: vars(n).update(f=F.relu, g=None, h=F.relu, i=None))
+    again = resumed(build, changes)
+    assert changes.unsaved == [] and (again.f, again.g, again.h, again.i) == (F.relu, None, F.relu, None)
+
+
 def test_hidden_state_does_not_restore_library_hook_flags() -> None:
     def train(net: Net) -> None:
         net.layer.register_forward_hook(print)
