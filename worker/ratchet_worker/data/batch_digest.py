@@ -92,7 +92,9 @@ def _children(item: Any) -> Iterator[Any]:
             yield from (repr(key), value)
     elif isinstance(item, (set, frozenset)):
         yield from sorted(map(repr, item))
-    elif isinstance(item, (list, tuple, np.ndarray)):
+    elif isinstance(item, np.ndarray):
+        yield from np.atleast_1d(item)  # an array without dimensions cannot be iterated over
+    elif isinstance(item, (list, tuple)):
         yield from item
     elif dataclasses.is_dataclass(item) and not isinstance(item, type):
         yield from (getattr(item, field.name, None) for field in dataclasses.fields(item))

@@ -150,6 +150,21 @@ def test_stream_wrongly_declared_repeatable_is_detected() -> None:
         take(shorter, 1)
 
 
+def test_batches_with_arrays_of_objects_are_compared_at_resume() -> None:
+    def made(last: object) -> TrainStream:
+        return TrainStream(
+            [{"x": np.array(value, dtype=object)} for value in (None, ["a", None], last)], repeatable=True
+        )
+
+    data = made("b")
+    take(data, 3)
+    for last in ("b", "c"):
+        again = made(last)
+        again.load_state_dict(data.state_dict())
+        again.reach()
+        assert again.exact is (last == "b")
+
+
 def test_incompatible_stream_state_is_refused() -> None:
     class Half:
         def __iter__(self) -> Any:
