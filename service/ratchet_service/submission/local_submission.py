@@ -73,15 +73,16 @@ class LocalSubmission:
         """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems that forbid the job; the parameters
         are those of ``SubmissionPorts.resolve``. What the spec names outside the allowed roots is a problem and is not inspected.
         If the sandbox has a user of its own and there is no snapshot of the code yet, the code is first copied into the run
-        directory, so that this user can read it. Raises ``Refused``: ``busy`` if the spec has a hook of the user's own and too
-        many inspections of users' code run now, ``disk-full`` if there is no space for that copy."""
+        directory, so that this user can read it. Raises ``Refused``: ``busy`` if the spec has a hook or an interpreter of the
+        user's own that runs here and too many inspections of users' code run now, ``disk-full`` if there is no space for that
+        copy."""
         allowed = Report()
         copied = code_digest is not None and spec.code is not None and spec.code.source == "snapshot"
         self._roots.check(spec, allowed, copied=copied)
         forbidden = {problem.pointer.split("/")[1] for problem in allowed.problems}  # nothing there is inspected
         spec = spec.model_copy(update={key: JobSpec.model_fields[key].get_default() for key in forbidden})
         spec = self._with_readable_code(self._with_snapshot(spec, code_digest), allowed)
-        with self._inspection_slot(isinstance(spec.hook, CustomSpec)):
+        with self._inspection_slot(isinstance(spec.hook, CustomSpec) or self._queries_own_python(spec)):
             found = preflight.resolve(
                 spec,
                 self._machine(),
@@ -186,6 +187,11 @@ class LocalSubmission:
         spec = self._with_snapshot(spec, resolved.code_digest)
         python = self._machine_of(spec).python if spec.python is None else resolved.python
         return spec, Probe(python, spec, preflight.code_path(spec), os.environ, sandbox=self._sandbox)
+
+    def _queries_own_python(self, spec: JobSpec) -> bool:
+        """Return True if the spec names an interpreter and pre-flight queries it, since the job trains on this machine."""
+        machine = self._machine_of(spec)
+        return spec.python is not None and machine.is_this_machine and machine.runs_jobs
 
     def _inspection_slot(self, runs_code: bool) -> AbstractContextManager[None]:
         """Return a context that holds one inspection slot, or no slot if ``runs_code`` is False: no users' code will run.

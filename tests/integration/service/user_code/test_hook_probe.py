@@ -249,6 +249,38 @@ def test_hook_probes_beyond_the_concurrency_limit_answer_503(
     assert found == [0] * 2 and ports.resolve(held)[2] == []
 
 
+def test_queries_of_the_submitters_interpreters_beyond_the_concurrency_limit_answer_503(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would take the same threads."""
+    going, go, python = tmp_path / "going", tmp_path / "go", tmp_path / "python"
+    going.mkdir()
+    python.write_text(
+        f'#!/bin/sh\ntouch {going}/$$\nwhile [ ! -e {go} ]; do sleep 0.01; done\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    (code / "train.py").write_text("from ratchet_worker.session import Session\n")
+    home = HomePaths(tmp_path / "home")
+    monkeypatch.setattr(local_submission, "MAX_INSPECTIONS", 2)
+    ports = LocalSubmission(home, Machine((), 8), load(home, None))
+    plain = JobSpec.model_validate({"name": "a", "script": ["train.py"], "code": {"path": str(code)}})
+    held = plain.model_copy(update={"python": str(python)})
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(len(ports.resolve(held)[2]))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(lambda: len(list(going.iterdir())) == 2, "both interpreters to be queried")
+        with pytest.raises(Refused, match="try again"):
+            ports.resolve(held)
+        assert ports.resolve(plain)[2] == []
+    finally:
+        go.touch()
+        for thread in threads:
+            thread.join()
+    assert found == [0] * 2 and ports.resolve(held)[2] == []
+
+
 def test_hook_of_an_interpreter_whose_torch_loads_slowly_is_left_to_the_first_attempt(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
