@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ratchet_contract.doctor.findings import Finding, failed, ok, warning
+from ratchet_contract.doctor.findings import Finding, failed, not_checked, ok, warning
 from ratchet_contract.plural import pluralize
 
 _FIELDS: Final = (
@@ -38,13 +38,13 @@ class SmiError(Exception):
 
 @dataclass(frozen=True)
 class Gpu:
-    """One row of ``nvidia-smi``; memory in MiB. ``processes``: the number of processes that hold memory on the GPU, as far as
-    ``nvidia-smi`` lists them."""
+    """One row of ``nvidia-smi``; memory in MiB, None where ``nvidia-smi`` gives no number (``[N/A]``). ``processes``: the number
+    of processes that hold memory on the GPU, as far as ``nvidia-smi`` lists them."""
 
-    index: int
+    index: str
     name: str
-    total: int
-    used: int
+    total: int | None
+    used: int | None
     compute_mode: str
     mig: bool
     driver: str
@@ -53,8 +53,8 @@ class Gpu:
 
 
 def findings_without_torch() -> list[Finding]:
-    """Return a finding for each GPU that ``nvidia-smi`` lists, for an interpreter without torch. Empty if it lists none, is
-    missing, or prints numbers that cannot be read; one failed finding if it fails."""
+    """Return a finding for each GPU that ``nvidia-smi`` lists, for an interpreter without torch. Empty if it lists none or is
+    missing; one failed finding if it fails."""
     try:
         return [_finding(gpu) for gpu in query_smi()]
     except SmiError as error:
@@ -109,7 +109,9 @@ def _unusable(rows: list[Gpu], why: str) -> Finding:
 
 def _finding(gpu: Gpu) -> Finding:
     """The finding on one GPU: whether ranks can use it, and how much of its memory is free."""
-    name, value = f"gpu {gpu.index}", f"{gpu.name}, {gpu.total - gpu.used} of {gpu.total} MiB free"
+    name, value = f"gpu {gpu.index}", f"{gpu.name}, memory unknown"
+    if gpu.total is not None and gpu.used is not None:
+        value = f"{gpu.name}, {gpu.total - gpu.used} of {gpu.total} MiB free"
     if gpu.compute_mode == "Prohibited":
         return failed(
             name,
@@ -125,19 +127,27 @@ def _finding(gpu: Gpu) -> Finding:
             detail="MIG is on: NCCL cannot join several MIG devices of one GPU",
         )
     mode = "" if gpu.compute_mode in ("Default", "") else f"compute mode {gpu.compute_mode}: one process per GPU"
-    if gpu.used > _BUSY_MIB or gpu.processes:
+    if (gpu.used or 0) > _BUSY_MIB or gpu.processes:
         held = f"{gpu.processes} processes hold" if gpu.processes else "others hold"
+        size = "memory" if gpu.used is None else f"{gpu.used} MiB"
         return warning(
             name,
             value,
-            detail=f"{held} {gpu.used} MiB{'; ' + mode if mode else ''}",
+            detail=f"{held} {size}{'; ' + mode if mode else ''}",
             cure="see them with nvidia-smi; leave the GPU out with CUDA_VISIBLE_DEVICES before `ratchet serve`",
+        )
+    if gpu.total is None or gpu.used is None:
+        return not_checked(
+            name,
+            value,
+            detail=f"nvidia-smi gives no number for its memory{'; ' + mode if mode else ''}",
+            cure=f"see what it says of it: nvidia-smi -q -i {gpu.index} -d MEMORY",
         )
     return ok(name, value, detail=mode or "free")
 
 
 def _from_torch(torch: Any, index: int, name: str) -> Finding:
-    """The finding on one GPU by torch alone, if ``nvidia-smi`` is missing, fails or cannot be read."""
+    """The finding on one GPU by torch alone, if ``nvidia-smi`` is missing, fails or lists none."""
     try:
         free, total = (n >> 20 for n in torch.cuda.mem_get_info(index))
     except Exception as error:  # a GPU in exclusive mode that another process holds
@@ -151,26 +161,26 @@ def _from_torch(torch: Any, index: int, name: str) -> Finding:
 
 
 def query_smi() -> list[Gpu]:
-    """Return the GPUs of this machine by ``nvidia-smi``; empty if there is none, if it is missing, or if it prints numbers that
-    cannot be read. Raises ``SmiError``."""
+    """Return the GPUs of this machine by ``nvidia-smi``; empty if there is none, or if it is missing. Raises ``SmiError``."""
     text = _smi(f"--query-gpu={','.join(_FIELDS)}")
     users = list[str]()
     if text:
         with suppress(SmiError):  # the processes are an extra
             users = [line.strip() for line in _smi("--query-compute-apps=gpu_uuid").splitlines()]
-    try:
-        return [
-            _row(row, users) for row in csv.reader(text.splitlines(), skipinitialspace=True) if len(row) == len(_FIELDS)
-        ]
-    except ValueError:
-        return []
+    return [
+        _row(row, users) for row in csv.reader(text.splitlines(), skipinitialspace=True) if len(row) == len(_FIELDS)
+    ]
 
 
 def _row(row: list[str], users: list[str]) -> Gpu:
-    """The GPU of one row of ``nvidia-smi``. ``users``: for each process that holds memory on a GPU, the GPU's id. Raises
-    ``ValueError``."""
+    """The GPU of one row of ``nvidia-smi``. ``users``: for each process that holds memory on a GPU, the GPU's id."""
     index, name, total, used, mode, mig, driver, uuid = (cell.strip() for cell in row)
-    return Gpu(int(index), name, int(total), int(used), mode, mig == "Enabled", driver, uuid, users.count(uuid))
+    return Gpu(index, name, _mib(total), _mib(used), mode, mig == "Enabled", driver, uuid, users.count(uuid))
+
+
+def _mib(cell: str) -> int | None:
+    """The number of a cell; None if it has none, such as ``[N/A]``."""
+    return int(cell) if cell.isdecimal() else None
 
 
 def _smi(query: str) -> str:

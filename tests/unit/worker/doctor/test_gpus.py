@@ -49,6 +49,25 @@ def test_gpus_are_shown_if_only_their_processes_cannot_be_listed(smi: Path) -> N
     assert (finding.name, finding.status) == ("gpu 0", "ok")
 
 
+def test_gpu_without_a_number_for_its_memory_hides_no_gpu(smi: Path) -> None:
+    """As of a GPU that shares the host's memory."""
+    rows = "0, NVIDIA H200, 143771, 0, Default, Disabled, 580.65.06, GPU-a\n"
+    rows += "1, NVIDIA GB10, [N/A], [N/A], Default, [N/A], 580.65.06, GPU-b"
+    smi.write_text(f"#!/bin/sh\ncase $1 in --query-gpu*) echo '{rows}' ;; esac\n")
+    whole, unknown = findings_without_torch()
+    assert (whole.name, whole.status) == ("gpu 0", "ok")
+    assert (unknown.name, unknown.status, unknown.value) == ("gpu 1", "not-checked", "NVIDIA GB10, memory unknown")
+    (summary, *_) = found(None)
+    assert (summary.status, summary.detail) == ("warning", "2 GPUs, but this torch was built without CUDA")
+
+
+def test_gpu_without_a_number_for_its_memory_is_busy_if_a_process_uses_it(smi: Path) -> None:
+    row = "0, NVIDIA GB10, [N/A], [N/A], Default, [N/A], 580.65.06, GPU-b"
+    smi.write_text(f"#!/bin/sh\ncase $1 in --query-gpu*) echo '{row}' ;; *) printf 'GPU-b\\nGPU-b\\n' ;; esac\n")
+    (finding,) = findings_without_torch()
+    assert (finding.status, finding.detail) == ("warning", "2 processes hold memory")
+
+
 def test_driver_without_devices_is_a_machine_without_gpu(smi: Path) -> None:
     smi.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
     assert findings_without_torch() == []
