@@ -38,7 +38,7 @@ from ratchet_contract.errors import StateError
 from ratchet_hooks.algorithms.state_version import same_bits
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.state.encode import encode
-from ratchet_hooks.torch_compat import storage_id
+from ratchet_hooks.torch_compat import storage_id, tensor_hooks
 from ratchet_worker.state import job_modules
 from ratchet_worker.state.object_walk import (  # fmt: skip
     PLAIN_TENSORS,
@@ -542,7 +542,7 @@ class _Recorder:
             if _is_code(item) and (code := _code_reference(item)) is not None:
                 return code
             raise _Unstorable(path)
-        if node.kind == "tensor" and (view := self._view(item)) is not None:
+        if node.kind == "tensor" and (view := self._view(path, node)) is not None:
             return view
         if node.kind in ("tensor", "array") and self._shares_memory_of_array(item):
             raise _Unstorable(path)
@@ -585,12 +585,17 @@ class _Recorder:
             self._arrays = Counter(map(_memory_of, arrays))
         return self._arrays[_memory_of(item)] > (1 if isinstance(item, np.ndarray) else 0)
 
-    def _view(self, tensor: torch.Tensor) -> Reference | None:
-        """Return a reference to ``tensor`` as a view of a covered tensor; None if no covered tensor of its dtype has the same
-        storage."""
+    def _view(self, path: str, node: Node) -> Reference | None:
+        """Return a reference to a tensor as a view of a covered tensor; None if no covered tensor has the same storage. Raises
+        ``_Unstorable`` for a view of another dtype or with conjugated or negated elements, and for one that is a parameter, is
+        trained or has attributes: the reference has none of these."""
+        tensor: torch.Tensor = node.item
         owner = self._now.storage_paths.get(storage_id(tensor)) if tensor.numel() else None
-        if owner is None or self._now.nodes[owner].item.dtype is not tensor.dtype:
+        if owner is None:
             return None
+        other = self._now.nodes[owner].item.dtype is not tensor.dtype or tensor.is_conj() or tensor.is_neg()
+        if other or type(tensor) is not torch.Tensor or (tensor.is_leaf and tensor.requires_grad) or node.children:
+            raise _Unstorable(path)
         return "view", owner, tensor.storage_offset(), list(tensor.shape), list(tensor.stride())
 
     def _content(self, path: str, node: Node, *, new: bool = False) -> Any:
@@ -599,7 +604,7 @@ class _Recorder:
         item: Any = node.item
         kind = node.kind
         if kind == "tensor":
-            if type(item) not in PLAIN_TENSORS:
+            if type(item) not in PLAIN_TENSORS or (new and any(map(is_user_code, tensor_hooks(item)))):
                 raise _Unstorable(path)
             trained = item.requires_grad and item.is_leaf
             value = _storable(path, item.detach())
@@ -644,6 +649,8 @@ class _Recorder:
             ]
             if type(item) is defaultdict:
                 content["factory"] = _qualified_name(path, item.default_factory)
+            if new and (held := getattr(item, "__dict__", None)):  # as the versions of a module's state_dict
+                content["set"] = {name: ("value", _storable(f"{path}.{name}", one)) for name, one in held.items()}
         else:
             content["items"] = _plain_references(path, [*item]) or [
                 self._reference(f"{path}[{number}]", one) for number, one in enumerate(item)
@@ -900,6 +907,7 @@ class _Restorer:
             item.clear()
             for key, value in found:
                 item[key] = value
+            self._set_attributes(item, content)
         elif not isinstance(item, frozenset):  # it cannot change; older checkpoints may have stored one
             found = self._resolve_all(content["items"])
             item.clear()

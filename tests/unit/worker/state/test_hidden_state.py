@@ -119,6 +119,17 @@ def tagged(item: Any) -> Any:
     return item
 
 
+def tagged_by_iterator(item: Any) -> Any:
+    item.tag = iter([1])
+    return item
+
+
+def hooked() -> torch.Tensor:
+    found = torch.zeros(2, requires_grad=True)
+    found.register_hook(lambda grad: grad * 2)
+    return found
+
+
 class Net(nn.Module):
     def __init__(self, **attributes: Any) -> None:
         super().__init__()
@@ -303,6 +314,11 @@ CASES: dict[str, tuple[Build, Callable[[Net], Any], Callable[[Net], Any]]] = {
         lambda: Net(x=None),
         lambda n: vars(n).update(x=[OrderedDict(a=1), Counter("aa"), defaultdict(list, b=[1])]),
         lambda n: (repr(n.x), n.x[2]["new"]),
+    ),
+    "attributes of new dictionaries": (
+        lambda: Net(x=None),
+        lambda n: vars(n).update(x=[n.layer.state_dict(), tagged(Counter("a"))]),
+        lambda n: str((n.x, n.x[0]._metadata, n.x[1].tag)),
     ),
     "an attribute that is new": (Net, lambda n: vars(n).update(x=3), lambda n: n.x),
     "an attribute that is gone": (lambda: Net(x=3), lambda n: delattr(n, "x"), lambda n: hasattr(n, "x")),
@@ -583,6 +599,11 @@ def test_ignored_attribute_of_new_object_is_left_out() -> None:
         ({"x": {Queue(), Queue()}}, lambda n: min(n.x, key=id).put(1), "model.x"),
         ({"x": {Bank(), Bank()}, "y": None}, lambda n: vars(n).update(y=min(n.x, key=id)), "model.y"),
         ({"x": None}, lambda n: vars(n).update(x=torch.empty(2, device="meta")), "model.x"),
+        ({"x": None}, lambda n: vars(n).update(x=[nn.Parameter(n.layer.weight.data)]), "model.x[0]"),
+        ({"x": None}, lambda n: vars(n).update(x=tagged(n.layer.weight[0])), "model.x"),
+        ({"x": None}, lambda n: vars(n).update(x=n.layer.weight.data.view(torch.int32)), "model.x"),
+        ({"x": None}, lambda n: vars(n).update(x=hooked()), "model.x"),
+        ({"x": None}, lambda n: vars(n).update(x=tagged_by_iterator(Counter())), "model.x.tag"),
         ({"x": [[0]] * 20_001}, lambda n: n.x.append([1]), "model.x"),
     ],
 )
