@@ -191,11 +191,13 @@ Reason = Literal["schedule", "stop", "request", "end", "first"]
 
 def metric_value(name: str, value: float | torch.Tensor) -> float:
     """Return a metric's value as a float; for a tensor on a GPU this waits for the GPU. Raises ``UserError`` for an invalid name
-    or a value that is not one number. An error of the device is raised unchanged."""
+    or a value that is not one number that fits a float. An error of the device is raised unchanged."""
     if not name or len(name) > 200:
         raise UserError(f"a metric needs a name of 1 to 200 characters, not {name[:20]!r}")
     try:
         return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+    except OverflowError as error:  # an int of any size
+        raise UserError(f"metric {name!r} is too large for a float: log its logarithm, or a part of it") from error
     except (TypeError, ValueError, RuntimeError) as error:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             raise  # an error of the device, not of the value

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -54,3 +56,9 @@ def test_non_numeric_metric_value_is_refused_by_name(value: object) -> None:
         UserError, match=r"metric 'acc' is a number or a tensor of one element, not a (list|NoneType|str|Tensor|dict)"
     ):
         metric_value("acc", value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**5000), Fraction(10**400)], ids=["int", "no text", "fraction"])
+def test_metric_value_beyond_a_float_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(UserError, match="metric 'acc' is too large for a float"):
+        metric_value("acc", value)
