@@ -231,7 +231,9 @@ class SessionStrategy(DDPStrategy):
                 callback.overwrite = True  # else it takes an earlier attempt's file for another run's, and raises
         if recorded := self._recorded_state():
             if self.is_global_zero:
-                rewind_csv(trainer.loggers, recorded.get("rows", []))
+                own = continues_own_job(self.session)
+                for lost in rewind_csv(trainer.loggers, recorded.get("rows", []), own=own):
+                    runtime.reporter.note("csv-rows-lost", lost)
             mute(trainer.loggers)
 
     def _recorded_state(self) -> dict[str, Any]:

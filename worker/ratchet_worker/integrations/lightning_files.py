@@ -9,6 +9,7 @@ job includes that step.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import shutil
@@ -214,34 +215,56 @@ def _rows(logger: Logger) -> int:
     if not file.exists():
         return 0
     with file.open(newline="") as lines:
-        return sum(1 for _ in csv.reader(lines)) - 1
+        return max(0, sum(1 for _ in csv.reader(lines)) - 1)
 
 
-def rewind_csv(loggers: Iterable[Logger], rows: list[int]) -> None:
+def rewind_csv(loggers: Iterable[Logger], rows: list[int], *, own: bool) -> list[str]:
     """Cut each logger's CSV file after its number of rows in ``rows``, without the header; a file with number 0 is left alone.
-    Without this, Lightning would begin an empty file. Redone steps then write their rows again."""
-    for logger, number in zip(loggers, rows, strict=False):
-        if isinstance(logger, CSVLogger) and number:
-            _rewind_csv(logger, number)
+    Without this, Lightning would begin an empty file. Redone steps then write their rows again.
+
+    If a kill or a full disk cut the file off while Lightning rewrote it, or if it was removed, the lost rows are left empty: a
+    later attempt counts them. Return a message for each such file. ``own``: the rows were recorded by this job; False at a fork's
+    start, which need not have its parent's file, and has no message."""
+    found = [
+        _rewind_csv(logger, number, own)
+        for logger, number in zip(loggers, rows, strict=False)
+        if isinstance(logger, CSVLogger) and number > 0
+    ]
+    return [message for message in found if message is not None]
 
 
-def _rewind_csv(logger: CSVLogger, rows: int) -> None:
+def _rewind_csv(logger: CSVLogger, rows: int, own: bool) -> str | None:
     """Let the logger begin its file, and put the first ``rows`` rows of the earlier file into it. Meanwhile the earlier file is
-    kept under another name, so that a kill in between loses no rows; the next call then continues from it."""
+    kept under another name, so that a kill in between loses no rows; the next call then continues from it. Return a message if
+    rows are lost."""
     file = Path(logger.log_dir, "metrics.csv")
     before = file.with_name(
         ".metrics.csv.before"
     )  # kept while the logger begins its file, which deletes the existing one
-    if not before.exists():
-        if not file.exists():
-            return
+    if not before.exists() and file.exists():
         file.rename(before)
-    with before.open(newline="") as lines:
-        found = list(csv.reader(lines))[: rows + 1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        experiment: Any = logger.experiment
-    with file.open("w", newline="") as lines:
-        csv.writer(lines).writerows(found)
-    experiment.metrics_keys = [*found[0]]
-    before.unlink()
+    found = _complete_rows(before)[: rows + 1]
+    lost = rows + 1 - max(1, len(found)) if own else 0
+    if lost:
+        header = found[0] if found else ["step"]
+        found = [header, *found[1:], *[[""] * len(header)] * lost]
+    if found:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            experiment: Any = logger.experiment
+        with file.open("w", newline="", errors="surrogateescape") as lines:
+            csv.writer(lines).writerows(found)
+        experiment.metrics_keys = [*found[0]]
+    before.unlink(missing_ok=True)
+    if not lost:
+        return None
+    return f"{file}: {lost} of {rows} rows are lost, since the file was cut off or removed; they are left empty"
+
+
+def _complete_rows(file: Path) -> list[list[str]]:
+    """Return the rows of a CSV file, header first, without a last one that was cut off; empty if the file does not exist."""
+    if not file.exists():
+        return []
+    with file.open(newline="", errors="surrogateescape") as lines:
+        text = lines.read()
+    return list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")))

@@ -3,6 +3,7 @@ validations too, and resumed in a Session: the same bits. RATCHET_TEST_LIGHTNING
 
 from __future__ import annotations
 
+import csv
 import inspect
 import os
 from itertools import product
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from ratchet_contract.phases import Cause
+from tests.support.launch import Job
 from tests.support.lightning_jobs import Kill, LightningJob, resume_differences
 from tests.support.optional_packages import skip_if_missing
 
@@ -105,6 +107,25 @@ def test_every_lightning_callback_is_covered() -> None:
 def test_lightning_callback_resumes_exactly(tmp_path: Path, name: str) -> None:
     case, kills = CASES[name]
     assert resume_differences(tmp_path, case, kills, unlike=TIMES) == []
+
+
+def test_csv_file_that_a_kill_left_empty_does_not_stop_the_job(tmp_path: Path, jobs: list[Job]) -> None:
+    jobs.append(whole := LightningJob(tmp_path, {"csv": True, "epochs": 3}, "whole"))
+    assert whole.run().wait().cause is Cause.COMPLETED
+    kills: list[Kill] = [("batch", 8, 6), ("batch", 11, None)]
+    jobs.append(cut := LightningJob(tmp_path, {"csv": True, "epochs": 3, "kills": kills}, "cut"))
+    name = "logs/lightning_logs/version_0/metrics.csv"
+    assert cut.run().wait().cause is Cause.RANK_KILLED
+    (cut.paths.work_dir / name).write_bytes(b"")  # as while Lightning rewrites its header
+    second = cut.run()
+    assert second.wait().cause is Cause.RANK_KILLED, second.logs()
+    assert [note.type for note in second.notes()] == ["csv-rows-lost"]
+    last = cut.run()
+    assert last.wait().cause is Cause.COMPLETED and last.report().sentence() == "exact", last.logs()
+    assert last.notes() == []
+    wanted, found = ([*csv.DictReader((job.paths.work_dir / name).read_text().splitlines())] for job in (whole, cut))
+    lost = [n for n, row in enumerate(found) if not any(row.values())]
+    assert lost and lost == [*range(len(lost))] and found[len(lost) :] == wanted[len(lost) :]
 
 
 @pytest.mark.skipif(not ALL, reason="RATCHET_TEST_LIGHTNING=all runs it")

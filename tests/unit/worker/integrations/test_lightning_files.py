@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.optional_packages import skip_if_missing
 
 pytestmark = skip_if_missing("lightning")
@@ -111,7 +113,7 @@ def test_csv_logger_rows_of_lost_steps_are_removed(tmp_path: Path) -> None:
     assert open_versions([second]) == [1]
     second = logger()
     set_versions([second], [0])
-    rewind_csv([second], [1])
+    assert rewind_csv([second], [1], own=True) == []
     second.log_metrics({"loss": 0.5}, 1)
     second.save()
     assert (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines() == [
@@ -120,3 +122,44 @@ def test_csv_logger_rows_of_lost_steps_are_removed(tmp_path: Path) -> None:
         ",0.5,1",
     ]
     assert [p.name for p in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
+
+
+@pytest.mark.parametrize(
+    ("left", "kept"),
+    [
+        ("", ["step", '""', '""']),
+        ("loss,st", ["step", '""', '""']),
+        ("loss,step\r\n0.5,1\r\n0.2", ["loss,step", "0.5,1", ","]),
+        (None, ["step", '""', '""']),
+    ],
+)
+def test_csv_rows_that_were_cut_off_are_named_and_left_empty(tmp_path: Path, left: str | None, kept: list[str]) -> None:
+    """The file as a kill leaves it while Lightning rewrites its header; an attempt that was killed then had 2 rows saved."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    from ratchet_worker.integrations.lightning_files import csv_rows, rewind_csv
+
+    file = tmp_path / "lightning_logs/version_0/metrics.csv"
+    file.parent.mkdir(parents=True)
+    if left is not None:
+        file.with_name(".metrics.csv.before").write_bytes(left.encode())  # an earlier attempt has failed at this
+    logger = CSVLogger(tmp_path, version=0)
+    (message,) = rewind_csv([logger], [2], own=True)
+    assert str(file) in message and f"{kept[1:].count(kept[-1])} of 2 rows are lost" in message
+    assert file.read_text().splitlines() == kept and [*file.parent.iterdir()] == [file]
+    logger.log_metrics({"accuracy": 0.9}, 2)
+    assert csv_rows([logger]) == [3]
+    again = CSVLogger(tmp_path, version=0)
+    assert rewind_csv([again], [2], own=True) == []  # a second kill, before another checkpoint: cut at the same place
+    assert csv_rows([again]) == [2]
+
+
+def test_fork_without_the_csv_file_of_its_parent_begins_one(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    from ratchet_worker.integrations.lightning_files import csv_rows, rewind_csv
+
+    logger = CSVLogger(tmp_path, version=0)
+    assert rewind_csv([logger], [2], own=False) == [] and not any(tmp_path.iterdir())
+    logger.log_metrics({"loss": 0.5}, 1)
+    assert csv_rows([logger]) == [1]
