@@ -147,9 +147,12 @@ def resize(
 
 
 def code_path(spec: JobSpec) -> list[str]:
-    """Return the directories that the ranks search first for modules: that of the code, then those of the spec's own
-    PYTHONPATH."""
-    return [*([spec.code.path] if spec.code is not None else []), *interpreter.python_path(spec)]
+    """Return the directories that the ranks search first for modules: a script's own directory, that of the code, then those of
+    the spec's own PYTHONPATH."""
+    if spec.code is None:
+        return [*interpreter.python_path(spec)]
+    script = [str((Path(spec.code.path) / spec.script[0]).parent)] if spec.script is not None else []
+    return list(dict.fromkeys([*script, spec.code.path, *interpreter.python_path(spec)]))
 
 
 def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) -> None:

@@ -18,9 +18,9 @@ START_SECONDS: Final = 60.0  # for the interpreter and torch, which may come fro
 
 @dataclass(frozen=True)
 class Probe:
-    """Queries one interpreter about the code of one job, in a separate process without a GPU. ``path``: the directories of the
-    code, which come first on ``sys.path``; ``environ``: the launcher's environment; ``seconds``: time limit for the user's code;
-    ``sandbox``: the user and limits of the process."""
+    """Queries one interpreter about the code of one job, in a separate process without a GPU. ``path``: the directories that
+    come first on ``sys.path``; ``environ``: the launcher's environment; ``seconds``: time limit for the user's code; ``sandbox``:
+    the user and limits of the process."""
 
     python: str
     spec: JobSpec
@@ -78,7 +78,7 @@ class Probe:
         return subprocess_query.query_process(
             [self.python, "-P", "-m", "ratchet_hooks.probe"],
             {**request, "path": list(self.path)},
-            cwd=self.path[0] if self.path else "/",
+            cwd=self.spec.code.path if self.spec.code is not None else "/",
             env=self._environment(),
             timeout_seconds=self.seconds,
             start_timeout_seconds=START_SECONDS,

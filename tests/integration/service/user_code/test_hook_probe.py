@@ -170,6 +170,18 @@ def test_hook_probe_imports_the_code_in_the_environment_of_the_ranks(code: Path)
     assert found[2] == []
 
 
+def test_hook_beside_a_script_in_a_subdirectory_is_found_as_the_ranks_find_it(code: Path) -> None:
+    (code / "train").mkdir(exist_ok=True)
+    (code / "train" / "main.py").write_text("from ratchet_worker.session import Session\n")
+    place = f"from pathlib import Path\nassert Path.cwd() == Path({str(code)!r}) and __file__ == {{}}\n{GOOD}"
+    for file in ("train/beside.py", "train/both.py", "below.py"):
+        (code / file).write_text(place.format(repr(str(code / file))))
+    (code / "both.py").write_text("")
+    for hook in ("beside:f", "both:f", "below:f"):
+        spec = job(code, hook).model_copy(update={"script": ["train/main.py"], "task": None})
+        assert resolve(spec, Machine((), 8), interpreters=Told())[2] == [], hook
+
+
 def test_interpreter_query_passes_no_service_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\n")
